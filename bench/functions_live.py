@@ -72,7 +72,7 @@ class Rig:
         config = EngineConfig(
             model=backbone.model,
             memory=MemoryConfig(memory_bytes=POOL_BYTES),
-            adapters=AdapterConfig(host_bytes=POOL_BYTES),
+            adapters=AdapterConfig(host_bytes=POOL_BYTES, keep_host_copies=False),  # as of functions of a node
         )
         self.spec = EngineSpec(config=config, served_name="base", builder=TORCH_BUILDER, num_threads=os.cpu_count())
         self.links: list[FunctionLink] = []
@@ -146,6 +146,7 @@ async def memory(rig: Rig, backbone_pid: int, num_tokens: int) -> dict[str, Any]
             fleets = []
             for index, module in enumerate(rig.modules):
                 fleets.append(await stack.enter_async_context(running(make, index, module)))
+                await fleets[-1].adapters.warm(module.name)  # as a node does
                 await ask(fleets[-1], module.name, num_tokens)
             if name == "functions":
                 pids = [fleet.pids[0] for fleet in fleets]

@@ -40,8 +40,10 @@ PROMPT = list(range(3, 35))
 MIB = 2**20
 
 
-def make_platform(folder: Path, num_functions: int, *, num_backbones: int = 1, node: str = "") -> list[str]:
-    """Write bases, adapters and `functions.toml`; return the names of the functions."""
+def make_platform(
+    folder: Path, num_functions: int, *, num_backbones: int = 1, node: str = "", function: str = ""
+) -> list[str]:
+    """Write bases, adapters and `functions.toml`, with more lines of each table; return the names of the functions."""
     with contextlib.chdir(folder):
         make_model(folder / "base")
         for file in demo_model_path().glob("*token*"):  # its token ids are among the base's
@@ -65,6 +67,7 @@ def make_platform(folder: Path, num_functions: int, *, num_backbones: int = 1, n
         tables.append(
             f'[functions.{names[-1]}]\nbackbone = "base{index % num_backbones}"\nadapter = "{names[-1]}"\n'
             f'tenant = "tenant-{index % 10}"\nkv-bytes = {32 * MIB}\nadapter-bytes = {16 * MIB}\nthreads = 2\n'
+            f"{function}"
         )
     (folder / "functions.toml").write_text("".join(tables))
     for path in (folder, *folder.rglob("*")):

@@ -191,6 +191,11 @@ class AdapterConfig:
         help="Read adapters that were registered at start into spare host memory before they are requested.",
         without="Read adapters only when they are requested.",
     )
+    keep_host_copies: bool = option(
+        True,
+        help="Keep an adapter in host memory while it is on the device too; if not, it is read from disk again after "
+        "its eviction, and none is read ahead. A copy that requests run from stays. An isolated function keeps none.",
+    )
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
     max_adapter_share: float = _adapters(

@@ -29,8 +29,8 @@ from manylora.scheduling.policies.chameleon import queue_plan
 from manylora.sim.run.executor import synthetic_token
 from manylora.types import FinishReason, Request
 
-PREFETCHES = [(0, False), (3, False), (10, True)]
-"""Look-ahead, and whether gaps are forecast."""
+PREFETCHES = [(0, False, True), (3, False, False), (10, True, True), (10, False, False)]
+"""Look-ahead, whether gaps are forecast, and whether adapters stay in host memory."""
 DISCIPLINES: list[dict[str, object]] = [
     {},
     {},
@@ -117,6 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
                 eviction=eviction,
                 look_ahead=prefetch[0],
                 forecast=prefetch[1],
+                keep_host_copies=prefetch[2],
                 cold_start=cold.get("mode", "auto"),
             ),
             **discipline,

@@ -11,9 +11,12 @@ import pytest
 import trustme
 
 from manylora.controller.client import ControllerClient
+from manylora.controller.members import member_of
 from manylora.controller.process import ControllerServer, ControllerSetup
 from manylora.controller.tls import TlsFiles, tls_files
-from manylora.errors import CapacityError, CertificateRefused, ConfigError
+from manylora.controller.tokens import TOKEN, own_token, read_token
+from manylora.errors import CapacityError, CertificateRefused, ConfigError, RequestError
+from manylora.functions.wire import Report
 
 FILE = '[backbones.base]\nmodel = "base"\n[functions.one]\nbackbone = "base"\nadapter = "one"\n'
 
@@ -128,3 +131,59 @@ def test_wrong_files_are_named(tmp_path: Path, ours: Authority, theirs: Authorit
             ControllerClient("https://controller", None, wrong)
     with pytest.raises(ConfigError, match="begins with https"):
         ControllerClient("http://controller", None, good)
+
+
+def test_a_node_belongs_to_the_certificate_that_reports_for_it(tmp_path: Path, ours: Authority) -> None:
+    async def first_report(url: str, tls: TlsFiles) -> None:
+        empty = Report(
+            incarnation=tls.cert[-8:],
+            is_first=True,
+            since_ns=0,
+            until_ns=0,
+            num_devices=1,
+            num_cpus=1,
+            accounts=[],
+            device_ns=0,
+            cpu_ns=0,
+            host_byte_ns=0,
+            address="http://node",
+            pid=1,
+            generation=0,
+            free_bytes=1,
+            functions=[],
+            backbones=[],
+        )
+        async with ControllerClient(url, None, tls) as client:
+            await client.report("a", empty)
+
+    async def scenario(url: str) -> None:
+        mine, renewed, other = ours.member("a.example"), ours.member("a.example"), ours.member("b.example")
+        await first_report(url, mine)
+        await first_report(url, renewed)
+        with pytest.raises(RequestError, match=r"by certificate 'DNS:b.example', expected 'DNS:a.example'"):
+            await first_report(url, other)
+
+    with_controller(tmp_path, ours.member("127.0.0.1"), scenario)
+
+
+def test_a_certificate_without_hosts_has_the_names_of_its_subject() -> None:
+    subject = ((("commonName", "node"),), (("organizationName", "acme"),))
+    assert member_of({"subject": subject}) == "commonName:node, organizationName:acme"
+    assert member_of({"subject": subject, "subjectAltName": (("IP Address", "10.0.0.1"), ("DNS", "n"))}) == (
+        "DNS:n, IP Address:10.0.0.1"
+    )
+    assert member_of({}) is None
+
+
+def test_an_empty_token_is_refused(tmp_path: Path) -> None:
+    """One that was not written yet, say: every caller would have it."""
+    for contents, message in (("", "is empty"), (" \n", "is empty"), ("ü", "not ASCII")):
+        (tmp_path / TOKEN).write_text(contents, encoding="utf-8")
+        with pytest.raises(ConfigError, match=message):
+            read_token(tmp_path / TOKEN)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_token(tmp_path / "none")
+    (tmp_path / TOKEN).write_text("")
+    token = own_token(tmp_path)
+    assert len(token) > 32 and own_token(tmp_path) == read_token(tmp_path / TOKEN) == token
+    assert (tmp_path / TOKEN).stat().st_mode & 0o777 == 0o600

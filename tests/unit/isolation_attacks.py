@@ -81,6 +81,10 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         os.setuid(0)
         return "done"
 
+    def stop_another() -> str:
+        os.kill(parent, signal.SIGSTOP)
+        return "done"
+
     def use_memory() -> str:
         return str(len(bytearray(4 << 30)))
 
@@ -158,7 +162,7 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "reopen the backbone and write": reopen_sealed,
         "truncate the backbone": truncate_sealed,
         "trace another process": lambda: checked(libc.ptrace(16, parent, 0, 0)),
-        "stop another process": lambda: str(os.kill(parent, signal.SIGSTOP)),
+        "stop another process": stop_another,
         "open a network socket": new_socket(socket.AF_INET),
         "open a local socket": new_socket(socket.AF_UNIX),
         "start a process": fork,
@@ -173,6 +177,7 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "bind another process to a processor": keep_a_processor,
         "set the priority of another process": take_priority,
         "set the priority of its group": lambda: checked(libc.setpriority(os.PRIO_PGRP, 0, 19)),
+        "take a larger share of the processors": lambda: str(os.open("/proc/self/autogroup", os.O_WRONLY)),
         "take memory without end": use_memory,
         "take descriptors without end": use_descriptors,
         "take threads without end": use_threads,

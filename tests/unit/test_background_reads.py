@@ -150,3 +150,16 @@ def test_an_adapter_that_was_unregistered_is_not_read() -> None:
     rig.register("a1", key="other", replace=True)
     rig.turn()
     assert reading(rig) == ["key-a2"]
+
+
+def test_no_copy_stays_in_host_memory_if_none_is_kept() -> None:
+    rig = unread(2, keep_host_copies=False)
+    rig.turn()
+    assert not rig.executor.loads, "nothing is read ahead"
+    for number in range(2):
+        for index in range(2):
+            rig.add(request(f"r{number}{index}", model=f"a{index}"))
+            rig.drain()
+            assert rig.finish(f"r{number}{index}") == "length"
+            assert not in_host(rig) and rig.core.stats().num_host == 0
+    assert rig.core._cache.num_disk_loads == 2, "they stay on the device"

@@ -15,22 +15,25 @@ from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import EngineDead, RequestError
 from manylora.functions.wire import FunctionState, MeasureNote, Orders, Report
 from manylora.hosting.client import EngineClient
-from manylora.hosting.functions.checks import MAX_NOTE_CHARS, MessageCheck
+from manylora.hosting.functions.checks import MAX_ENTRIES, MAX_NOTE_CHARS, NUM_EMPTY, MessageCheck
 from manylora.hosting.functions.messages import FrameError
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.link_function import FunctionLink, FunctionPlace
 from manylora.hosting.protocol import (
     EngineInfo,
     EngineSpec,
+    Fault,
     FinishedRequest,
     Message,
     Observations,
     Ready,
+    Refused,
     Reply,
     StartReport,
     Turn,
 )
 from manylora.isolation import Measure
+from manylora.types import Output, PromptLogprobs, Request, SampledToken, SamplingParams
 
 NAN = float("nan")
 INFO = EngineInfo(
@@ -75,6 +78,11 @@ def finished(**changes: Any) -> Turn:
         finished(reason="any label"),
         finished(prefill_s=NAN),
         finished(adapter="theirs"),
+        Refused(Fault(kind="AdapterError", message="", reason="r" * 2**17)),
+        Reply(1, Fault(kind="CapacityError", message="", retry_after_s=NAN)),
+        Reply(1, refused={"r": Fault(kind="CapacityError", message="", status=200)}),
+        turn(queue_s=[0.1] * (MAX_ENTRIES + 1)),
+        turn(step_tokens=[1] * (MAX_ENTRIES + 1)),
     ],
 )
 def test_a_lie_is_no_message(message: Message) -> None:
@@ -83,6 +91,39 @@ def test_a_lie_is_no_message(message: Message) -> None:
     check = MessageCheck({"", "mine"})
     with pytest.raises(FrameError):
         check.checked(message)
+
+
+def answer(num_tokens: int, **changes: Any) -> Turn:
+    return Turn([Output(request_id="r", tokens=(SampledToken(token_id=1),) * num_tokens, **changes)], Observations())
+
+
+def test_an_answer_is_no_longer_than_was_asked_for() -> None:
+    """A client that does not read has its answer wait in the API process."""
+    check = MessageCheck({"", "mine"})
+    prompt = PromptLogprobs(num_top=0, token_ids=b"", logprobs=b"", ranks=b"")
+    sampling = SamplingParams(max_tokens=5, prompt_logprobs=0)
+    many = SampledToken(token_id=1, logprob=0.0, top=((1, 0.0),) * 21)
+    asked = [Request(request_id=one, prompt=(1,), sampling=sampling) for one in ("r", "s", "t")]
+    check.expect(1, asked)
+    check.checked(Reply(1, refused={"s": Fault(kind="RequestError", message="no")}))
+    check.checked(answer(0, prompt_logprobs=prompt))
+    for wrong in (
+        answer(0, prompt_logprobs=prompt),  # it has come
+        answer(0, error="e" * 5000),
+        answer(0, adapter="a" * 5000),
+        answer(6 + NUM_EMPTY),
+        structs.replace(answer(0), outputs=[Output(request_id="r", tokens=(many,))]),
+    ):
+        with pytest.raises(FrameError):
+            check.checked(wrong)
+    for _ in range(NUM_EMPTY - 1):
+        check.checked(answer(0))
+    check.checked(answer(5))
+    with pytest.raises(FrameError, match="more than was asked for"):
+        check.checked(answer(0))
+    check.forget(["r", "t"])
+    check.checked(answer(100))  # which is dropped
+    assert not (check._left or check._prompts or check._calls)
 
 
 def test_a_function_starts_once_with_short_notes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
+from manylora.config import ModelConfig
 from manylora.errors import AdapterError, CapacityError, EngineDead, ManyloraError, ModelNotFound
 from manylora.functions.billing import PLATFORM, Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
@@ -37,6 +39,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.submitted: list[str] = []
+        self.has_share = True
         self.num_in_flight = 0
         self.pid: int | None = None
         self.report = None
@@ -47,7 +50,11 @@ class Engine:
         self.keeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fleet = SimpleNamespace(state=State.SERVING, num_restarts=0, submit=self.submit)
 
+    def weigh(self, has_requests: bool) -> None:
+        self.has_share = has_requests
+
     async def submit(self, requests: list[Request]) -> str:
+        assert self.has_share
         self.submitted += [one.request_id for one in requests]
         self.num_in_flight += len(requests)
         return "stream"
@@ -273,6 +280,20 @@ def test_an_idle_function_sleeps_and_costs_nothing(tmp_path: Path, monkeypatch: 
     run(scenario)
 
 
+def test_a_function_without_requests_yields_the_processors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        await rig.ask("a", "1")
+        engine = rig.engines["a"]
+        assert engine.has_share
+        rig.finish("a")
+        assert not engine.has_share
+        await rig.ask("a", "2")  # it has its share again before the engine gets the request
+        assert engine.has_share
+
+    run(scenario)
+
+
 def test_files_that_are_read_ahead_may_be_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "a.safetensors")
     (tmp_path / "b.safetensors").write_bytes(b"weights")
@@ -485,10 +506,15 @@ def test_a_second_costs_nothing_for_functions_that_have_not_been_awake(
     run(scenario)
 
 
-def test_an_adapter_in_the_folder_of_the_base_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "base" / "mine").mkdir(parents=True)
-    (tmp_path / "mine").symlink_to(tmp_path / "base" / "mine")
-    host = SimpleNamespace(backbone=SimpleNamespace(model=SimpleNamespace(model=str(tmp_path / "base"))))
+@pytest.mark.parametrize("shared", ["base", "tokenizer", "python"])
+def test_an_adapter_in_a_folder_that_all_functions_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str
+) -> None:
+    (tmp_path / shared / "mine").mkdir(parents=True)
+    (tmp_path / "mine").symlink_to(tmp_path / shared / "mine")
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "python"))
+    model = ModelConfig(model=str(tmp_path / "base"), tokenizer=str(tmp_path / "tokenizer"))
+    host = SimpleNamespace(backbone=SimpleNamespace(model=model))
     spec = FunctionSpec(backbone="base", adapter=str(tmp_path / "mine"))
     with pytest.raises(AdapterError, match="every function reads"):
         asyncio.run(launch("f", spec, cast(Any, host), cast(Any, None), users=cast(Any, None), observe=print))

@@ -19,6 +19,7 @@ import pytest
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import EngineDead
 from manylora.hosting.functions import zygote as zygote_module
+from manylora.hosting.functions.file_pages import clean_mappings
 from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm, in_memory
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.functions.zygote_process import ZygoteProcess
@@ -219,3 +220,39 @@ def test_control_groups_of_a_zygote_that_was_killed_are_removed(tmp_path: Path) 
         folder.mkdir(parents=True)
     remove_groups_of_the_dead("function", tmp_path)
     assert [folder.exists() for folder in (mine, lost, old, other)] == [True, False, False, True]
+
+
+def test_pages_of_libraries_leave_a_process_that_goes_on() -> None:
+    script = (
+        "import numpy\n"
+        "from manylora.hosting.functions.file_pages import let_file_pages_go\n"
+        "def kib():\n"
+        "    lines = [line.split() for line in open('/proc/self/smaps_rollup')][1:]\n"
+        "    sizes = {line[0]: int(line[1]) for line in lines if line[-1] == 'kB'}\n"
+        "    return sizes['Shared_Clean:'] + sizes['Private_Clean:'], sizes['Anonymous:']\n"
+        "files, own = kib()\n"
+        "let_file_pages_go()\n"
+        "files_after, own_after = kib()\n"
+        "assert files_after < files / 2, (files, files_after)\n"
+        "assert own_after >= own\n"
+        "print(numpy.ones((64, 64)).dot(numpy.ones(64)).sum())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "4096.0\n", done.stderr
+
+
+def test_only_mappings_of_files_without_written_pages_are_clean() -> None:
+    smaps = [
+        "10000-20000 r-xp 00000000 08:01 42    /usr/lib/a.so",
+        "Rss:                  64 kB",
+        "Anonymous:             0 kB",
+        "20000-30000 r--p 00000000 08:01 42    /usr/lib/a.so",
+        "Anonymous:             4 kB",
+        "30000-40000 rw-p 00000000 00:00 0     [heap]",
+        "Anonymous:             0 kB",
+        "40000-50000 r--s 00000000 00:01 7     /memfd:manylora-weights (deleted)",
+        "Anonymous:             0 kB",
+        "a0000-b0000 r--p 00000000 08:01 43    /usr/lib/b.so",
+        "Anonymous:             0 kB",
+    ]
+    assert list(clean_mappings(smaps)) == [(0x10000, 0x20000), (0xA0000, 0xB0000)]

@@ -90,3 +90,26 @@ def test_a_process_with_threads_is_not_confined_by_half() -> None:
 def test_nothing_is_confined_to_root() -> None:
     with pytest.raises(ConfigError, match="uid"):
         Confinement(uid=0)
+
+
+def test_a_terminal_can_be_written_and_not_read() -> None:
+    """A terminal is open for reading on standard error as well, and its user types passwords there."""
+    script = (
+        "import os\n"
+        "from manylora.isolation import Confinement, confine\n"
+        "confine(Confinement(environment=()))\n"
+        "os.write(2, b'a log')\n"
+        "try:\n"
+        "    print(os.read(2, 100))\n"
+        "except OSError as error:\n"
+        "    print(error.strerror)\n"
+    )
+    ours, theirs = os.openpty()
+    try:
+        os.write(ours, b"a password\n")
+        done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=theirs, timeout=120)
+        assert done.stdout == b"Bad file descriptor\n"
+        assert b"a log" in os.read(ours, 1000)
+    finally:
+        os.close(ours)
+        os.close(theirs)

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from manylora.agent.setup import AgentSetup
+from manylora.controller.tokens import read_token
 from manylora.errors import ConfigError
 from manylora.server.listening import BACKLOG, bind
 
@@ -44,7 +45,7 @@ class AgentActor:
         self._lifeline, self._held = os.pipe()
         self._setup = msgspec.structs.replace(
             given,
-            token=None if token_file is None else Path(token_file).read_text().strip(),
+            token=None if token_file is None else read_token(Path(token_file)),
             folder=tempfile.mkdtemp(prefix="manylora-agent-"),
             socket=self._socket.fileno(),
             lifeline=self._lifeline,

@@ -24,6 +24,7 @@ from manylora.agent.supervise import CONTROLLER, RESTARTS, Child, keep_until_sto
 from manylora.config import ServerConfig
 from manylora.controller.process import ControllerSetup, bind_guarded
 from manylora.controller.tls import TlsFiles
+from manylora.controller.tokens import read_token
 from manylora.errors import ConfigError, EngineDead
 from manylora.fleet_config import FleetConfig
 from manylora.functions.deployment import read_deployment
@@ -97,7 +98,7 @@ async def _serve(
         controller = ControllerSetup(
             config=str(config.resolve()),
             folder=str(folder),
-            token=None if token_file is None else token_file.read_text().strip(),
+            token=None if token_file is None else read_token(token_file),
             tls=tls,
             socket=bound.fileno(),
             lifeline=lifeline,

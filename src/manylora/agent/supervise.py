@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import signal
 import sys
 from pathlib import Path
@@ -21,14 +20,14 @@ import msgspec
 from manylora.agent.setup import AgentSetup
 from manylora.config import ServerConfig
 from manylora.controller.process import ControllerSetup, bind_guarded
+from manylora.controller.tokens import own_token, read_token
 from manylora.errors import EngineDead
 from manylora.functions.deployment import read_deployment
 from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.server.listening import BACKLOG, bind, url_of
 
-__all__ = ["CONTROLLER", "RESTARTS", "TOKEN", "Child", "keep_until_stopped", "own_token", "supervise"]
+__all__ = ["CONTROLLER", "RESTARTS", "Child", "keep_until_stopped", "supervise"]
 
-TOKEN = "token"
 CONTROLLER = "controller.json"
 RESTARTS = RestartPolicy(max_deaths=10, first_pause_s=0.2, max_pause_s=5.0, healthy_after_s=10.0)
 
@@ -54,7 +53,7 @@ def supervise(
     """
     read_deployment(config)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token = own_token(folder) if token_file is None else token_file.read_text().strip()
+    token = own_token(folder) if token_file is None else read_token(token_file)
     public, private = bind(server.host, server.port), bind_guarded("127.0.0.1", 0, is_guarded=True)
     for one in (public, private):
         one.listen(BACKLOG)
@@ -91,18 +90,6 @@ def supervise(
         public.close()
         private.close()
     return 0
-
-
-def own_token(folder: Path) -> str:
-    """Return the token in a folder of state; a new one if there is none."""
-    path = folder / TOKEN
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
-        token = secrets.token_urlsafe(32)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token + "\n")
-        return token
 
 
 class Child:

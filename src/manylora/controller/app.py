@@ -8,7 +8,7 @@
     DELETE /v1/functions/NAME
     GET    /health                 open
 
-Every call but the last needs the token.
+Every call but the last needs the token. With TLS, a node belongs to the certificate that reports for it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.controller.controller import Controller
+from manylora.controller.members import MEMBER
 from manylora.errors import ManyloraError, RequestError
 from manylora.functions.deployment import FunctionSpec
 from manylora.functions.wire import MAX_REPORT_BYTES, Report
@@ -69,7 +70,8 @@ def make_app(controller: Controller, token: str | None) -> Starlette:
         node = request.path_params["node"]
         if not 1 <= len(node) <= 128 or not node.isprintable():
             raise _Refusal(400, "Got a node's name that is empty, too long or not printable")
-        return controller.report(node, await _body(request, Report, MAX_REPORT_BYTES))
+        told = await _body(request, Report, MAX_REPORT_BYTES)
+        return controller.report(node, told, member=request.scope.get(MEMBER))
 
     async def overview(request: Request) -> Any:
         return controller.overview()

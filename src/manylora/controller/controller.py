@@ -71,13 +71,21 @@ class Controller:
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
-    def report(self, node: str, report: Report) -> Orders:
+    def report(self, node: str, report: Report, *, member: str | None = None) -> Orders:
         """Record a node's report, and return its orders.
+
+        Args:
+            node: Its name.
+            report: The report.
+            member: Names in the certificate of the caller; ``None`` without one.
 
         Raises:
             ConfigError: The report cannot be recorded.
-            RequestError: Another run of the node's agent has reported since.
+            RequestError: Another run of the node's agent has reported since, or a caller with another certificate.
         """
+        known = self._nodes.get(node)
+        if known is not None and known.member != member and self._now() - known.seen_at < LOST_AFTER_S:
+            raise RequestError(f"Got a report of node {node!r} by certificate {member!r}, expected {known.member!r}")
         end = self._store.end_of(node)
         if len(self._nodes) >= MAX_NODES:
             self._nodes = self._up()
@@ -92,7 +100,7 @@ class Controller:
         recorded_until_ns = self._store.record(node, report, starts)
         self._starts |= starts
         has_joined = node not in self._nodes
-        self._nodes[node] = NodeView(report, self._now(), {one.name: one for one in report.functions})
+        self._nodes[node] = NodeView(report, self._now(), {one.name: one for one in report.functions}, member)
         self._place(joined=has_joined)
         self._decide()
         is_current = report.generation == self._generation and not report.is_first

@@ -14,11 +14,12 @@ __all__ = ["NodeView"]
 
 @dataclass(slots=True)
 class NodeView:
-    """A node's last report, and the time at which it came."""
+    """A node's last report, the time at which it came, and the certificate of its sender."""
 
     report: Report
     seen_at: float
     functions: dict[str, FunctionState]
+    member: str | None
 
     def loaded(self) -> frozenset[str]:
         """Return the names of the artefacts that are loaded."""

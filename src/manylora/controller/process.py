@@ -18,13 +18,13 @@ import uvicorn
 
 from manylora.controller.app import make_app
 from manylora.controller.controller import Controller
+from manylora.controller.members import MemberProtocol
 from manylora.controller.store import Store
 from manylora.controller.tls import TlsFiles, server_context
 from manylora.errors import ConfigError, ManyloraError
 from manylora.functions.deployment import read_deployment
 from manylora.logs import configure_logging
 from manylora.server.connections import ConnectionBounds
-from manylora.server.http_protocol import ChunkWritingProtocol
 from manylora.server.listening import HttpServer, bind, run_until_stopped, url_of
 
 __all__ = ["LEDGER", "ControllerSetup", "bind_guarded", "exit_code_of", "run_controller"]
@@ -108,7 +108,7 @@ class ControllerServer:
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=int(DRAIN_S),
-            http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
+            http=functools.partial(MemberProtocol, bounds=bounds),  # type: ignore[arg-type]
         )
         config.load()
         config.ssl = self._tls

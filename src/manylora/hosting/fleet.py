@@ -212,6 +212,11 @@ class Fleet:
         """The process of each engine; ``None`` before it has started."""
         return [None if keeper.client is None else keeper.client.pid for keeper in self._keepers]
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether any engine works on a request."""
+        return any(keeper.client is not None and keeper.client.num_flights for keeper in self._keepers)
+
     def check_serving(self) -> None:
         """Raise ``CapacityError``, with the reason and ``Retry-After``, unless requests are accepted."""
         if self.state is not State.SERVING:

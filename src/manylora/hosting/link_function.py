@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -17,10 +18,13 @@ import msgspec
 
 from manylora.errors import ManyloraError
 from manylora.hosting.engine_child import ending_of
+from manylora.hosting.functions.allowance import Allowance
 from manylora.hosting.functions.checks import MessageCheck
 from manylora.hosting.functions.messages import FrameBuffer, frame
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.protocol import (
+    AddRequests,
+    Cancel,
     Command,
     Ending,
     EngineSpec,
@@ -70,21 +74,30 @@ class FunctionLink(asyncio.Protocol):
         engine: Its engine, with the model of the zygote's backbone.
         zygote: Forks it.
         place: Its place.
+        is_busy: Whether it has requests: without, it may say next to nothing.
         on_gone: Called once its process has ended, or could not be forked.
     """
 
     def __init__(
-        self, engine: EngineSpec, zygote: Zygote, place: FunctionPlace, *, on_gone: Callable[[], None] = lambda: None
+        self,
+        engine: EngineSpec,
+        zygote: Zygote,
+        place: FunctionPlace,
+        *,
+        is_busy: Callable[[], bool] = lambda: True,
+        on_gone: Callable[[], None] = lambda: None,
     ) -> None:
         self.report: StartReport | None = None
         """Its start and the measures in force; ``None`` before it is ready."""
         self._engine = engine
         self._zygote = zygote
         self._place = place
+        self._is_busy = is_busy
         self._on_gone = on_gone
         self._function: ForkedFunction | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = FrameBuffer()
+        self._allowance = Allowance()
         self._check = MessageCheck({"", engine.served_name})
         self._deliver: Callable[[Sequence[Message]], None] = lambda messages: None
         self._lost: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -130,7 +143,11 @@ class FunctionLink(asyncio.Protocol):
         if transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
             self._break("it does not read its commands")
             return
-        if isinstance(command, LoadAdapter):
+        if isinstance(command, AddRequests):
+            self._check.expect(command.call, command.requests)
+        elif isinstance(command, Cancel):
+            self._check.forget(command.request_ids)
+        elif isinstance(command, LoadAdapter):
             self._check.names.add(command.name)
         elif isinstance(command, LoadAdapters):
             self._check.names.update(one[0] for one in command.adapters)
@@ -166,7 +183,20 @@ class FunctionLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of asyncio's classes
 
     def data_received(self, data: bytes) -> None:
-        """Deliver all messages that have arrived."""
+        """Deliver all messages that have arrived; one that sends too many is not read for a while."""
+        is_busy, began = self._is_busy(), time.thread_time()
+        self._take(data)
+        loop = asyncio.get_running_loop()
+        pause_s = self._allowance.spend(loop.time(), time.thread_time() - began, is_busy=is_busy)
+        if pause_s and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            loop.call_later(pause_s, self._read_on)
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _take(self, data: bytes) -> None:
         try:
             messages = [self._check.checked(decode_message(body)) for body in self._buffer.feed(data)]
             for message in messages:

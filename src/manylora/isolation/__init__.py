@@ -7,6 +7,7 @@ from manylora.isolation.cgroups import Cgroup, remove_groups_of_the_dead
 from manylora.isolation.confine import MEASURES, READABLE_OF_SYSTEM, Confinement, Measure, confine
 from manylora.isolation.landlock import FileRules, landlock_version
 from manylora.isolation.seccomp import restrict_calls
+from manylora.isolation.share import ProcessorShare, enter_own_share
 
 __all__ = [
     "MEASURES",
@@ -15,7 +16,9 @@ __all__ = [
     "Confinement",
     "FileRules",
     "Measure",
+    "ProcessorShare",
     "confine",
+    "enter_own_share",
     "landlock_version",
     "remove_groups_of_the_dead",
     "restrict_calls",

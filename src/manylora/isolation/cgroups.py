@@ -6,7 +6,7 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = ["Cgroup", "remove_groups_of_the_dead"]
+__all__ = ["ROOT", "Cgroup", "cpu_group_of", "is_own_group", "remove_groups_of_the_dead"]
 
 ROOT = Path("/sys/fs/cgroup")
 
@@ -19,6 +19,8 @@ class Cgroup:
         memory_bytes: Most memory; a process that needs more is ended by the kernel.
         cpus: Most processors, as 0.5 or 2.
         num_tasks: Most threads and processes.
+        has_share: Whether it is a group for processor time without a limit of it; in version 1 of the interface, where
+            controllers have hierarchies of their own, alone: the process stays in its groups for all else.
         root: Where the kernel shows groups.
 
     Raises:
@@ -32,6 +34,7 @@ class Cgroup:
         memory_bytes: int | None = None,
         cpus: float | None = None,
         num_tasks: int | None = None,
+        has_share: bool = False,
         root: Path = ROOT,
     ) -> None:
         self._folders: list[Path] = []
@@ -44,6 +47,10 @@ class Cgroup:
             quota = str(int(cpus * 100_000))
             files = {"cpu.max": f"{quota} 100000"} if is_unified else {"cpu.cfs_quota_us": quota}
             wanted.append(("cpu", files))
+        elif has_share:
+            if is_unified:
+                raise OSError("groups for processor time alone need version 1 of the interface")
+            wanted.append(("cpu", {}))
         if num_tasks is not None:
             wanted.append(("pids", {"pids.max": str(num_tasks)}))
         try:
@@ -85,3 +92,24 @@ def remove_groups_of_the_dead(prefix: str, root: Path = ROOT) -> None:
         if not Path("/proc", pid).exists():
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
+
+
+def cpu_group_of(pid: int | str, root: Path = ROOT) -> Path | None:
+    """Return the folder of the group whose processor time a process shares; ``None`` for the group of all.
+
+    Raises:
+        OSError: The process has ended.
+    """
+    for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):  # version 1; sessions are grouped in its root alone
+            return None if path == "/" else root / "cpu" / path[1:]
+        # Version 2 comes last. Without the controller in its group, a process is in that of an ancestor: of all here.
+        if not controllers and (root / path[1:] / "cpu.max").exists():
+            return root / path[1:]
+    return None
+
+
+def is_own_group(group: Path) -> bool:
+    """Whether a group was made here, for one function."""
+    return group.name.startswith("manylora-")

@@ -25,10 +25,10 @@ __all__ = ["MEASURES", "READABLE_OF_SYSTEM", "Confinement", "Measure", "confine"
 MEASURES = frozenset(
     {
         *("descriptors", "environment", "network", "user", "capabilities", "parent", "memory", "no_new_privs"),
-        *("limits", "files", "calls", "cgroup", "memory_limit"),
+        *("limits", "files", "calls", "cgroup", "memory_limit", "share"),
     }
 )
-"""Names of all measures; ``cgroup`` and ``memory_limit`` are those of functions."""
+"""Names of all measures; ``cgroup``, ``memory_limit`` and ``share`` are those of functions."""
 
 READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
 """Files of the system that libraries read when they are first used."""
@@ -100,7 +100,7 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
     if _num_threads() != 1:
         raise RuntimeError(f"cannot be confined with {_num_threads()} threads: the others would stay free")
     measures = [
-        _try("descriptors", lambda: _close_all_but(to.keep_fds)),
+        _try("descriptors", lambda: _keep_descriptors(to.keep_fds)),
         _try("environment", lambda: _forget_environment(to.environment)),
     ]
     rules: list[FileRules] = []
@@ -133,7 +133,8 @@ def _num_threads() -> int:
         return threading.active_count()
 
 
-def _close_all_but(kept: Collection[int]) -> None:
+def _keep_descriptors(kept: Collection[int]) -> None:
+    """Close all others; a terminal is kept for writing alone, since its user types there."""
     highest = os.sysconf("SC_OPEN_MAX")
     with contextlib.suppress(OSError):
         highest = max(map(int, os.listdir("/proc/self/fd"))) + 1
@@ -142,6 +143,10 @@ def _close_all_but(kept: Collection[int]) -> None:
         if fd > start:
             os.closerange(start, fd)
         start = fd + 1
+    for fd in filter(os.isatty, kept):
+        written = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NOCTTY)
+        os.dup2(written, fd)
+        os.close(written)
 
 
 def _forget_environment(kept: Collection[str]) -> None:

@@ -233,17 +233,21 @@ def bill_command(
 
 
 def _token(file: Path | None) -> str | None:
-    return None if file is None else file.read_text().strip()
+    from manylora.controller.tokens import read_token
+
+    return None if file is None else read_token(file)
 
 
 def _local(folder: Path) -> tuple[str, str | None]:
     """Return the address of the controller that runs with a folder of state, and the token there, if there is one."""
     import json
 
+    from manylora.controller.tokens import TOKEN, read_token
+
     try:
         url = json.loads((folder / "controller.json").read_text())["url"]
-        token = folder / "token"
-        return str(url), token.read_text().strip() if token.exists() else None
+        token = folder / TOKEN
+        return str(url), read_token(token) if token.exists() else None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"Got state_dir = {str(folder)!r}, where no functions are served: {error}") from None
 

@@ -348,6 +348,8 @@ class AdapterCache:
             self.refresh(key, now)
             if self.cold.pop(key, None) is not None:
                 self._on_arrived(key)
+            elif not self._config.keep_host_copies and residency.host is TierState.RESIDENT:
+                self._drop_host(residency, now)  # of one that was cold, a step in flight may read the copy
         elif not is_used:  # else its pages are released with the last step that uses them
             # Sequences that run from the image go on from it, to their end if need be: they lack nothing, and a copy
             # that failed would take pages from others to fail again. The next request for the adapter starts another.

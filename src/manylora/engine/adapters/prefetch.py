@@ -54,7 +54,7 @@ class Prefetcher:
         self._look_ahead = config.look_ahead
         self._block_size = block_size
         self._forecast = Forecast() if config.forecast else None
-        self._background = BackgroundReads(cache) if config.background_reads else None
+        self._background = BackgroundReads(cache) if config.background_reads and config.keep_host_copies else None
         self.num_prefetches = 0
 
     def asked(self, key: AdapterKey, now: float) -> None:

@@ -29,10 +29,10 @@ from manylora.errors import ConfigError
 from manylora.hosting.functions.messages import Backbone, Fork, frame, frames_of
 from manylora.hosting.protocol import Fault, Message, Ready, Refused, StartReport, decode_command, encode
 from manylora.hosting.service import BuildParts, EngineService
-from manylora.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine
+from manylora.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine, enter_own_share
 from manylora.ports import EngineParts, SharedBase
 
-__all__ = ["MAX_TASKS", "Stages", "live_builder", "run_function"]
+__all__ = ["MAX_TASKS", "PACKAGE", "Stages", "live_builder", "run_function", "shared_folders"]
 
 PACKAGE = Path(__file__).resolve().parents[2]
 
@@ -85,6 +85,7 @@ def run_function(
     measures = (
         taken
         + _memory_limit(fork, taken)
+        + _own_share()
         + confine(_place(fork.confinement, backbone, connection, fork.engine.num_threads or 1))
     )
     if os.getppid() != zygote:
@@ -140,14 +141,24 @@ def _memory_limit(fork: Fork, taken: tuple[Measure, ...]) -> tuple[Measure, ...]
     return (Measure("memory_limit", False, "neither memory-bytes nor cgroup-bytes bounds it"),)
 
 
+def _own_share() -> tuple[Measure, ...]:
+    """Return whether threads of the function take no more than its share of the processors."""
+    try:
+        enter_own_share()
+    except OSError as error:
+        return (Measure("share", False, str(error)),)
+    return (Measure("share", True),)
+
+
+def shared_folders(model: ModelConfig) -> list[str]:
+    """Return the folders that all functions on a base read, beside those of this package: libraries, and the base."""
+    return sorted({sys.prefix, sys.base_prefix, model.model} | ({model.tokenizer} if model.tokenizer else set()))
+
+
 def _place(asked: Confinement, backbone: Backbone, connection: socket.socket, num_threads: int) -> Confinement:
     """Return the confinement with the folders and descriptors that every function needs."""
-    libraries = {sys.prefix, sys.base_prefix, str(PACKAGE), backbone.model.model}
-    tokenizer = backbone.model.tokenizer
-    if tokenizer is not None:
-        libraries.add(tokenizer)
     return Confinement(
-        readable=[*READABLE_OF_SYSTEM, *sorted(libraries), *asked.readable],
+        readable=[*READABLE_OF_SYSTEM, str(PACKAGE), *shared_folders(backbone.model), *asked.readable],
         uid=asked.uid,
         keep_fds=(0, 1, 2, connection.fileno(), backbone.base.file),
         environment=asked.environment,

@@ -52,7 +52,8 @@ class NodeAccounts:
         """Charge the processor time of a process since it was last read."""
         used = cpu_ns(pid)
         if used is not None:
-            self._meter.use_cpu(account, used - self._cpu_read.get(pid, 0))
+            before = self._cpu_read.get(pid, 0)
+            self._meter.use_cpu(account, used - before if used >= before else used)  # or a new process of this number
             self._cpu_read[pid] = used
 
     def take(self, pids: Collection[int | None]) -> tuple[Taken, list[Account]]:

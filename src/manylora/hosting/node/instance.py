@@ -215,6 +215,11 @@ class FunctionInstance:
             missing=tuple(MeasureNote(one.name, one.note[:4000]) for one in missing if not one.is_on),
         )
 
+    def weigh(self) -> None:
+        """Give its process a share of the processors while it has requests."""
+        if self._awake is not None:
+            self._awake.weigh(self.has_waiting or self.is_running)
+
     def read_memory(self) -> None:
         """Read its memory."""
         if self.phase is not Phase.AWAKE or self.pid is None:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
 from typing import Protocol
@@ -19,12 +19,14 @@ from manylora.functions.deployment import FunctionSpec
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.hosting.fleet import Fleet
+from manylora.hosting.functions.function_process import PACKAGE, shared_folders
 from manylora.hosting.functions.zygote import Zygote
 from manylora.hosting.link import EngineLink
 from manylora.hosting.link_function import FunctionLink, FunctionPlace
 from manylora.hosting.node.backbone_host import BackboneHost
 from manylora.hosting.protocol import EngineSpec, Observations, StartReport
 from manylora.hosting.resumption import ResumePolicy
+from manylora.isolation import ProcessorShare
 
 __all__ = ["Awake", "Users", "engine_config", "launch", "launch_until_up"]
 
@@ -65,6 +67,8 @@ class Awake:
     fleet: Fleet
     keeping: asyncio.Task[None]
     links: list[FunctionLink]
+    _share: ProcessorShare | None = field(default=None, init=False)
+    _weighed: FunctionLink | None = field(default=None, init=False)
 
     @property
     def pid(self) -> int | None:
@@ -81,11 +85,30 @@ class Awake:
         """The start of the last process that was ready, and its measures."""
         return next((link.report for link in reversed(self.links) if link.report is not None), None)
 
+    def weigh(self, has_requests: bool) -> None:
+        """Give its process a share of the processors, or without requests the time alone that no other one wants."""
+        link = self.links[-1]
+        if link is not self._weighed and link.report is not None and link.pid is not None:  # it is in its own by then
+            self._weighed = link
+            self._close_share()
+            with contextlib.suppress(OSError):  # which it could not, or this agent is not root
+                self._share = ProcessorShare(link.pid)
+        if self._share is not None:
+            with contextlib.suppress(OSError):  # its process has ended
+                self._share.set_background(not has_requests)
+
     async def stop(self, error: ManyloraError) -> None:
         """End it; its requests end with the error."""
         self.keeping.cancel()
+        self.weigh(True)  # its memory comes free as fast as it can
         await self.fleet.stop(error)
+        self._close_share()
         await asyncio.gather(self.keeping, return_exceptions=True)
+
+    def _close_share(self) -> None:
+        share, self._share = self._share, None
+        if share is not None:
+            share.close()
 
 
 def engine_config(spec: FunctionSpec, host: BackboneHost) -> EngineConfig:
@@ -96,6 +119,7 @@ def engine_config(spec: FunctionSpec, host: BackboneHost) -> EngineConfig:
         adapters=AdapterConfig(
             host_bytes=spec.adapter_bytes,
             max_adapter_share=1.0,  # the pool is its own
+            keep_host_copies=False,  # there is one adapter, and its files are near
             real_roots=real_roots([spec.adapter], []),  # the tenant writes the folder: its links lead nowhere else
         ),
         scheduler=SchedulerConfig(max_num_seqs=spec.max_batch, max_waiting=spec.max_waiting),
@@ -116,8 +140,7 @@ async def launch(
     Raises:
         ManyloraError: Its engine or its adapter was refused, or it died.
     """
-    if Path(spec.adapter).resolve().is_relative_to(host.backbone.model.model):  # by its links as well
-        raise AdapterError(name, "its folder is in that of the base, which every function reads")
+    _check_own_folder(name, spec, host)
     engine = EngineSpec(
         config=engine_config(spec, host),
         served_name=host.name,
@@ -135,7 +158,9 @@ async def launch(
             cgroup_bytes=spec.cgroup_bytes,
             cgroup_cpus=spec.cgroup_cpus,
         )
-        links.append(FunctionLink(engine, zygote, place, on_gone=lambda: users.give_uid(uid)))
+        links.append(
+            FunctionLink(engine, zygote, place, is_busy=lambda: fleet.has_requests, on_gone=lambda: users.give_uid(uid))
+        )
         del links[:-2]  # the last one, and the one before it while it starts
         return links[-1]
 
@@ -157,6 +182,15 @@ async def launch(
             await fleet.stop()
         raise
     return Awake(fleet, asyncio.create_task(fleet.run()), links)
+
+
+def _check_own_folder(name: str, spec: FunctionSpec, host: BackboneHost) -> None:
+    folder = Path(spec.adapter).resolve()  # by its links as well
+    if folder.is_relative_to(PACKAGE):  # an adapter of the demo
+        return
+    for shared in shared_folders(host.backbone.model):
+        if folder.is_relative_to(Path(shared).resolve()):
+            raise AdapterError(name, f"its folder is in {shared}, of the base or of Python, which every function reads")
 
 
 async def launch_until_up(

@@ -32,8 +32,9 @@ from manylora.hosting.protocol import Observations
 
 __all__ = ["FunctionNode"]
 
-FIRST_UID = 1_000_000_000
-"""Users of functions count from here: above those of people, services and most containers."""
+FIRST_UID, NUM_UIDS, NUM_RANGES = 1_000_000_000, 2**16, 2**15
+"""Users of functions are above those of people, services and most containers, and each agent has a range of its own:
+functions of a second one on the machine, or of one that was killed a moment ago, are other users."""
 
 TICK_S = 0.5
 READ_MEMORY_EVERY_S = 5.0
@@ -82,7 +83,7 @@ class FunctionNode:
         self._present: dict[FunctionInstance, None] = {}  # those with a process, or about to have one; removed ones too
         self._woken: dict[str, FunctionInstance] = {}  # those that have been present
         self._has_room: dict[FunctionInstance, None] = {}  # those of them that memory is reserved for
-        self._uids: Iterator[int] = itertools.count(FIRST_UID)
+        self._uids: Iterator[int] = itertools.count(FIRST_UID + os.getpid() % NUM_RANGES * NUM_UIDS)
         self._free_uids: list[int] = []
         self._making_room = asyncio.Lock()
         self._has_changed = asyncio.Event()
@@ -210,6 +211,8 @@ class FunctionNode:
                 self._present.pop(instance, None)
                 self._has_room.pop(instance, None)
         self._accounts.change(self._machine_state())
+        for one in self._present:
+            one.weigh()
         self._has_changed.set()
         waiting = [one for one in self._present if one.has_waiting and one.phase is Phase.AWAKE]
         if not waiting:
