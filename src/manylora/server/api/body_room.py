@@ -45,7 +45,7 @@ class BodyRoom:
             raise HttpError(
                 429,
                 "The server has as many long bodies as it takes; please try again.",
-                headers={"Retry-After": "1", "Connection": "close"},
+                headers={"Retry-After": "1"},  # no "close": the rest is read and dropped, so the client sees this
             )
         self._bytes_of[caller] += num_bytes
         self.num_bytes += num_bytes
