@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from reciter import engine_config
+from serving import wait_for
 
 from manylora.config import ServerConfig
 from manylora.errors import ConfigError
@@ -65,12 +66,16 @@ def test_every_response_is_named_and_logged_if_asked_for(web: httpx.Client, capl
     answer = web.post("/v1/completions", json=ASK, headers={"X-Request-Id": "mine"})
     assert answer.headers["x-request-id"] == "mine"
     assert len(web.get("/v1/models/none").headers["x-request-id"]) == 32
-    lines = [record.getMessage() for record in caplog.records if record.name == "manylora.server.access"]
-    assert [line.split(" took_s")[0] for line in lines] == [
+
+    def lines() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "manylora.server.access"]
+
+    wait_for(lambda: len(lines()) == 2)  # a line is written once the answer is sent
+    assert [line.split(" took_s")[0] for line in lines()] == [
         "request method=POST route=/v1/completions status=200",
         "request method=GET route=/v1/models/{name:path} status=404",
     ]
-    assert lines[0].endswith("request_id=mine")
+    assert lines()[0].endswith("request_id=mine")
 
 
 def test_responses_are_counted_by_route_and_never_by_path(web: httpx.Client) -> None:
