@@ -17,6 +17,7 @@ import msgspec
 from manylora.errors import RequestError
 
 __all__ = [
+    "MAX_LOGPROBS",
     "AdapterKey",
     "AdapterVersion",
     "ColdStart",
