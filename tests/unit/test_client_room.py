@@ -69,7 +69,8 @@ def test_as_many_requests_pass_as_the_engine_has_room_for() -> None:
         submitted = []
 
         def submit(name: str) -> None:
-            client.check_room()
+            if client.refusal is not None:
+                raise client.refusal
             submitted.append(asyncio.ensure_future(client.submit([flight(name)])))
 
         submit("a")
