@@ -23,10 +23,11 @@ import logging
 import socket
 import ssl
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 
 from manylora.server.connections import ConnectionBounds, client_of
+from manylora.server.lines import Lines
 
 __all__ = ["Acceptor"]
 
@@ -78,7 +79,7 @@ class Acceptor:
         # Before a handshake nothing can be told.
         self._told_of_client, self._told_in_all = (TOLD_OF_CLIENT, TOLD_IN_ALL) if tls is None else (0, 0)
         self._loop = asyncio.get_running_loop()
-        self._lines: dict[str, deque[socket.socket]] = {}  # by client, that of the next turn first
+        self._lines: Lines[socket.socket] = Lines()  # by client
         self._num_of: Counter[str] = Counter()  # connections in line, or being opened
         self._num = 0  # of them in all
         self._opening: set[asyncio.Task[None]] = set()
@@ -99,9 +100,8 @@ class Acceptor:
             self._loop.remove_reader(self._listening.fileno())
         else:
             self._pause.cancel()
-        for line in self._lines.values():
-            for one in line:
-                one.close()
+        for one in self._lines:
+            one.close()
         self._lines.clear()
         for task in self._opening:
             task.cancel()
@@ -129,7 +129,7 @@ class Acceptor:
                 one.setblocking(False)
                 self._num_of[client] += 1
                 self._num += 1
-                self._lines.setdefault(client, deque()).append(one)
+                self._lines.put(client, one)
             else:
                 one.close()
         if self._lines and not self._is_due:
@@ -154,11 +154,7 @@ class Acceptor:
         for _ in range(TAKEN_AT_ONCE):
             if not self._lines or num_opened == OPENED_AT_ONCE:
                 break
-            client = next(iter(self._lines))
-            line = self._lines.pop(client)
-            one = line.popleft()
-            if line:  # its next turn comes after that of every other client
-                self._lines[client] = line
+            client, one = self._lines.take()
             if _has_left(one):
                 self._forget(client)
                 one.close()

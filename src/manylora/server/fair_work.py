@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -23,6 +22,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from manylora.errors import CapacityError, ManyloraError
+from manylora.server.lines import Lines
 
 __all__ = ["ClientGone", "FairWork"]
 
@@ -54,7 +54,7 @@ class FairWork:
         self._max_waiting = max_waiting
         self._num_free = at_once
         self._num_waiting = 0
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, that of the next turn first
+        self._lines: Lines[asyncio.Future[None]] = Lines()
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="fair-work")
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
@@ -78,11 +78,11 @@ class FairWork:
         if self._num_waiting >= self._max_waiting:
             raise CapacityError(f"{self._num_waiting} {self._things} wait, the most allowed")
         caller = self._caller_of(request)
-        line = self._lines.get(caller, ())
-        if len(line) >= max(1, self._max_waiting // 2):
-            raise CapacityError(f"{len(line)} {self._things} of this caller wait, the most allowed")
+        num_of_caller = self._lines.num_of(caller)
+        if num_of_caller >= max(1, self._max_waiting // 2):
+            raise CapacityError(f"{num_of_caller} {self._things} of this caller wait, the most allowed")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(caller, deque()).append(turn)
+        self._lines.put(caller, turn)
         self._num_waiting += 1
         gone = asyncio.create_task(_until_gone(request))
         try:
@@ -93,28 +93,20 @@ class FairWork:
             if turn.done():
                 self._give()
             else:
-                self._leave(caller, turn)
+                self._lines.remove(caller, turn)
+                self._num_waiting -= 1
             raise
         finally:
             gone.cancel()
 
     def _give(self) -> None:
         """Give the turn to the next caller's first piece, if there is one."""
-        for caller, line in self._lines.items():
-            turn = line[0]
-            self._leave(caller, turn)
-            if line:  # its next turn comes after that of every other caller
-                self._lines[caller] = self._lines.pop(caller)
-            turn.set_result(None)
+        if not self._lines:
+            self._num_free += 1
             return
-        self._num_free += 1
-
-    def _leave(self, caller: str, turn: asyncio.Future[None]) -> None:
-        line = self._lines[caller]
-        line.remove(turn)
+        _, turn = self._lines.take()
         self._num_waiting -= 1
-        if not line:
-            del self._lines[caller]
+        turn.set_result(None)
 
 
 async def _until_gone(request: Request) -> None:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+
+from manylora.server.lines import Lines
 
 __all__ = ["LoopTurns", "next_turn"]
 
@@ -41,7 +42,7 @@ class LoopTurns:
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, that of the next turn first
+        self._lines: Lines[asyncio.Future[None]] = Lines()
         self._is_counting = False  # a callback for the next pass is due
         self._began_s = 0.0  # of the pieces of this pass
         self._num_at_once = 1
@@ -66,7 +67,7 @@ class LoopTurns:
             if self._now_s() - self._began_s < SHARE_S:
                 return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(caller_of(), deque()).append(turn)
+        self._lines.put(caller_of(), turn)
         await turn
 
     def _next_pass(self) -> None:
@@ -82,11 +83,7 @@ class LoopTurns:
         call_soon(self._begin)
         num = 0
         while num < self._num_at_once and self._lines:
-            caller, line = next(iter(self._lines.items()))
-            turn = line.popleft()
-            del self._lines[caller]
-            if line:  # its next turn comes after that of every other caller
-                self._lines[caller] = line
+            _, turn = self._lines.take()
             if not turn.done():  # else its task was cancelled
                 turn.set_result(None)
                 num += 1
