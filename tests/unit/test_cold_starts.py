@@ -93,6 +93,23 @@ def test_a_request_runs_while_its_weights_arrive(on_disk):
     assert not any(event.adapter_was_resident for event in of(rig, RequestAdmitted))
 
 
+@pytest.mark.parametrize("mode", ["assist", "layers"])
+def test_the_host_copy_of_a_cold_start_stays_until_no_sequence_reads_it(mode):
+    adapters = AdapterConfig(cold_start=mode, look_ahead=0, keep_host_copies=False)
+    rig = make_rig(adapters=adapters, waits_by_layer=True, reads_host=True)
+    rig.register("x", 3)
+    rig.add(request("a", model="x", max_tokens=4))
+    rig.turn()
+    assert placements(rig)[0] is not ON_DEVICE and rig.core.stats().num_host == 1
+    rig.step()
+    rig.step()
+    assert placements(rig) == [ON_DEVICE] and rig.core.stats().num_host == 1
+    rig.drain()
+    assert rig.finish("a") == "length"
+    assert rig.core.adapters.status("x", rig.now).tier is Tier.DEVICE and rig.core.stats().num_host == 0
+    rig.core.check_integrity()
+
+
 def test_a_copy_starts_beside_a_read_that_is_in_flight():
     rig = rig_of(on_disk=True, num_pages=10)
     rig.core.adapters.warm("x", rig.now)

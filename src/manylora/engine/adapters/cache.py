@@ -210,6 +210,7 @@ class AdapterCache:
             if residency.device is TierState.FAILED:
                 self._give_up(key)
                 residency.cleared()
+            self._drop_second_copy(residency, now)
         residency.last_used_at = now
         self._let_go(key, now)
 
@@ -347,9 +348,9 @@ class AdapterCache:
             # The claim left its pages held; now they get the class of its references.
             self.refresh(key, now)
             if self.cold.pop(key, None) is not None:
-                self._on_arrived(key)
-            elif not self._config.keep_host_copies and residency.host is TierState.RESIDENT:
-                self._drop_host(residency, now)  # of one that was cold, a step in flight may read the copy
+                self._on_arrived(key)  # steps that are planned may read the host copy: it stays until none runs
+            else:
+                self._drop_second_copy(residency, now)
         elif not is_used:  # else its pages are released with the last step that uses them
             # Sequences that run from the image go on from it, to their end if need be: they lack nothing, and a copy
             # that failed would take pages from others to fail again. The next request for the adapter starts another.
@@ -388,6 +389,12 @@ class AdapterCache:
         self._page_cache.forget_adapter(key, now)
         self._failed.pop(key, None)
         del self._residencies[key]
+
+    def _drop_second_copy(self, residency: Residency, now: float) -> None:
+        """Drop the host copy of an adapter that is on the device, where none is to be kept."""
+        is_double = residency.device is TierState.RESIDENT and residency.host is TierState.RESIDENT
+        if is_double and not self._config.keep_host_copies:
+            self._drop_host(residency, now)
 
     def _drop_host(self, residency: Residency, now: float) -> None:
         key = residency.version.key

@@ -22,7 +22,9 @@ def let_file_pages_go() -> None:
     """
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for begin, end in clean_mappings(Path("/proc/self/smaps").read_text().splitlines()):
+    with Path("/proc/self/smaps").open() as lines:  # line by line: what is freed after a start is copied by every fork
+        found = list(clean_mappings(lines))
+    for begin, end in found:
         advise(begin, end - begin, mmap.MADV_DONTNEED)  # a refusal costs memory alone
 
 
