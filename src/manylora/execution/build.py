@@ -36,6 +36,7 @@ from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps, describe_machine, make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.step import fuse_launches
+from manylora.execution.kernels.cpu.runtime import release_threads
 from manylora.execution.kernels.linear import bound_caches
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
 from manylora.execution.lora.grouped import prepare_grouped
@@ -201,6 +202,7 @@ def _build(
         base.page.num_bytes,
         base.max_model_len,
     )
+    release_threads()  # steps run on a thread of their own, and so on OpenMP threads of their own
     return EngineParts(
         base=base,
         num_pages=num_pages,

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+from manylora.execution.kernels.cpu.runtime import runtime_library
 
 if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.openmp import Team
@@ -41,14 +40,12 @@ class CompiledKernels:
 @cache
 def find_compiled() -> CompiledKernels | None:
     """Return the kernels, or ``None`` where they cannot run."""
-    root = Path(torch.__file__).parent
-    libraries = [*root.glob("lib/libgomp*"), *root.parent.glob("torch.libs/libgomp*")]
     reason: object = "torch does not include GNU OpenMP"
-    if len(libraries) == 1:
+    if (library := runtime_library()) is not None:
         try:
             from manylora.execution.kernels.cpu.openmp import open_team
 
-            if (team := open_team(libraries[0])) is not None:
+            if (team := open_team(library)) is not None:
                 return CompiledKernels(team)
             reason = "another OpenMP runtime is loaded"
         except (ImportError, OSError, RuntimeError, AttributeError) as error:
