@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import statistics
 import time
@@ -39,6 +40,9 @@ ZIPF = 1.0
 BASE_MIB = 330
 ZYGOTE_MIB = 340
 FUNCTION_MIB = 70
+_NUMBERS = re.compile(r"(?<![\w])-?\d{4,}|'f\d+'")
+"""What differs between errors of one kind."""
+
 AT_ONCE = 8
 """Requests that the plain engine answers together."""
 
@@ -145,7 +149,9 @@ def summary(answers: list[Asked], samples: list[dict[str, float]]) -> dict[str, 
         "functions": len({one.name for one in answers}),
         "ttft_p50_s": float(np.percentile(ttft, 50)),
         "ttft_p99_s": float(np.percentile(ttft, 99)),
-        "errors": Counter(one.error or one.broken for one in answers if one.error or one.broken),
+        "errors": Counter(
+            _NUMBERS.sub("#", one.error or one.broken or "") for one in answers if one.error or one.broken
+        ),
         "awake_median": statistics.median(one["awake"] for one in samples),
         "pss_mib_median_first_half": statistics.median(one["pss_mib"] for one in samples[: half or 1]),
         "pss_mib_median_second_half": statistics.median(one["pss_mib"] for one in samples[half:]),

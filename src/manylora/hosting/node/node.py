@@ -268,12 +268,11 @@ class FunctionNode:
                             break
                         await asyncio.shield(self._let_go(name))
         except TimeoutError:
-            lacking = self.used_bytes - self.memory_bytes
             self._has_room.pop(instance, None)
+            lacking = self.used_bytes + instance.reserved_bytes - self.memory_bytes
+            reason = f"lacks {lacking} bytes" if lacking > 0 else "stands behind others that wake"
             raise CapacityError(
-                f"The node's memory is in use: function {instance.name!r} lacks {lacking} bytes",
-                retry_after_s=5.0,
-                status=503,
+                f"The node's memory is in use: function {instance.name!r} {reason}", retry_after_s=5.0, status=503
             ) from None
 
     @property
