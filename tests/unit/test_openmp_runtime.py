@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from manylora.execution.kernels.cpu.runtime import runtime_library
-from manylora.hosting.spinning import ALONE, bound_spinning
+from manylora.hosting.spinning import SPIN_COUNT, bound_spinning
 
 POOLS = """
 import os, torch
@@ -39,7 +39,7 @@ def test_released_threads_end_and_others_take_their_place() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"GOMP_SPINCOUNT": str(ALONE)}),
+        ({}, {"GOMP_SPINCOUNT": str(SPIN_COUNT)}),
         ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
         ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
     ],
@@ -51,7 +51,7 @@ def test_spinning_is_bounded_unless_the_environment_says_how(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    bound_spinning(ALONE)
+    bound_spinning()
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     assert {name: os.environ[name] for name in names if name in os.environ} == expected
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

@@ -24,7 +24,7 @@ from manylora.hosting.engine_sockets import EngineSockets, UnixSockets, open_soc
 from manylora.hosting.gc_freeze import collector_paused, freeze_imports, freeze_start_up_heap
 from manylora.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.hosting.service import EngineService, load_builder
-from manylora.hosting.spinning import ALONE, bound_spinning
+from manylora.hosting.spinning import bound_spinning
 from manylora.isolation.system import end_with_parent
 from manylora.logs import configure_logging
 
@@ -67,7 +67,7 @@ def main() -> int:
     began_at = time.perf_counter()
     if sys.platform == "linux":  # if the parent has ended before this, the end of the input says so
         end_with_parent()
-    bound_spinning(ALONE)
+    bound_spinning()
     if is_early := len(sys.argv) > 1:
         with collector_paused():
             load_builder(sys.argv[1])

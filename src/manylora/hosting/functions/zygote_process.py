@@ -40,7 +40,7 @@ from manylora.hosting.functions.messages import (
     ZygoteSetup,
 )
 from manylora.hosting.service import BuildParts, load_builder
-from manylora.hosting.spinning import AMONG_MANY, bound_spinning
+from manylora.hosting.spinning import bound_spinning
 from manylora.isolation import Cgroup, Measure, remove_groups_of_the_dead
 from manylora.isolation.cgroups import cpu_group_of
 from manylora.logs import configure_logging
@@ -182,7 +182,7 @@ def warm(setup: ZygoteSetup) -> None:
     if setup.builder is not None:
         load_builder(setup.builder)
         return
-    bound_spinning(AMONG_MANY)
+    bound_spinning()
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
     import torch
