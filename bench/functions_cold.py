@@ -149,9 +149,7 @@ def summary(answers: list[Asked], samples: list[dict[str, float]]) -> dict[str, 
         "functions": len({one.name for one in answers}),
         "ttft_p50_s": float(np.percentile(ttft, 50)),
         "ttft_p99_s": float(np.percentile(ttft, 99)),
-        "errors": Counter(
-            _NUMBERS.sub("#", one.error or one.broken or "") for one in answers if one.error or one.broken
-        ),
+        "errors": Counter(_NUMBERS.sub("#", reason) for one in answers if (reason := one.error or one.broken)),
         "awake_median": statistics.median(one["awake"] for one in samples),
         "pss_mib_median_first_half": statistics.median(one["pss_mib"] for one in samples[: half or 1]),
         "pss_mib_median_second_half": statistics.median(one["pss_mib"] for one in samples[half:]),

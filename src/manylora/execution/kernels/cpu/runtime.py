@@ -27,8 +27,8 @@ def runtime_library() -> Path | None:
 def release_threads() -> None:
     """End the OpenMP threads of the calling thread, outside a parallel region; its next region starts new ones.
 
-    The thread that loads and checks a model is not the one that runs steps. With the pools of both, a decode step on
-    two processors took 1.3 times as long.
+    The thread that loads and checks a model is not the one that runs steps. Without the pools of both, offline tokens
+    per second are 1.07 to 1.09 times as many on two processors (``bench/results/openmp_threads.md``).
     """
     library = runtime_library()
     if library is None:
