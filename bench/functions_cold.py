@@ -1,14 +1,15 @@
-"""Cold starts of `manylora functions serve`, and a thousand functions under a Zipf trace.
+"""Cold starts of `manylora functions serve`, and a thousand functions under Zipf traces.
 
-    python bench/functions_cold.py [--quick] [--functions 1000] [--awake 16] [--minutes 6] [--rate 2] [--rounds 20]
+    python bench/functions_cold.py [--quick] [--functions 1000] [--awake 16] [--minutes 6] [--rates 1,2] [--rounds 20]
 
 A random Llama of about 300 MB in float32, and an adapter of rank 8 for each function, on the CPU.
 
 * *starts*: from the request to its first token, over HTTP: from *nothing* (no base in memory); from the *backbone* (its
   agent was killed, the base is held); from the *zygote*; and of a function that is *awake*. The stages are those that
   `manylora functions ps` shows;
-* *trace*: Poisson arrivals, functions by Zipf's law, and memory for about ``--awake`` of them. Every answer is compared
-  with that of one plain engine with their adapters.
+* *trace*: Poisson arrivals at each rate, functions by Zipf's law, and memory for about ``--awake`` of them. Every
+  answer is compared with that of one plain engine with their adapters. Clients, server and functions share the
+  processors, and how busy these are is shown.
 
 Writes `results/functions_cold.json` and `.md`. As root, which alone can give each function a user of its own.
 """
@@ -30,6 +31,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from functions_rig import MIB, PATIENCE_S, Asked, Service, ask, in_folder, make_platform, plain_answers, serving
 from publishing import arguments, publish, table
 
@@ -91,16 +93,16 @@ async def starts(service: Service, client: httpx.AsyncClient, names: list[str], 
     return found
 
 
-def arrivals(names: list[str], options: Any) -> list[tuple[float, str]]:
-    """Return the requests of the trace: when, and to which function."""
+def arrivals(names: list[str], rate: float, options: Any) -> list[tuple[float, str]]:
+    """Return the requests of a trace: when, and to which function."""
     rng = Random(0)
     weights = [1.0 / (rank + 1) ** ZIPF for rank in range(len(names))]
     shuffled = rng.sample(names, len(names))
     found: list[tuple[float, str]] = []
-    at = rng.expovariate(options.rate)
+    at = rng.expovariate(rate)
     while at < 60 * options.minutes:
         found.append((at, rng.choices(shuffled, weights)[0]))
-        at += rng.expovariate(options.rate)
+        at += rng.expovariate(rate)
     return found
 
 
@@ -109,6 +111,7 @@ async def trace(
 ) -> tuple[list[Asked], list[dict[str, float]]]:
     """Return the outcome of every request, and samples of memory."""
     samples: list[dict[str, float]] = []
+    psutil.cpu_percent()  # the next call tells of the time since this one
     began = time.monotonic()
 
     async def watch() -> None:
@@ -116,7 +119,8 @@ async def trace(
             seen = await service.overview()
             awake = 0 if seen is None else sum(row["state"]["state"] == "awake" for row in seen["functions"])
             pss = await asyncio.to_thread(service.pss_bytes)
-            samples.append({"at_s": time.monotonic() - began, "awake": awake, "pss_mib": pss / MIB})
+            busy = psutil.cpu_percent() / 100
+            samples.append({"at_s": time.monotonic() - began, "awake": awake, "pss_mib": pss / MIB, "busy": busy})
             await asyncio.sleep(5.0)
 
     async def request(at: float, name: str) -> Asked:
@@ -150,11 +154,18 @@ def summary(answers: list[Asked], samples: list[dict[str, float]]) -> dict[str, 
         "ttft_p50_s": float(np.percentile(ttft, 50)),
         "ttft_p99_s": float(np.percentile(ttft, 99)),
         "errors": Counter(_NUMBERS.sub("#", reason) for one in answers if (reason := one.error or one.broken)),
+        "processors_busy": statistics.fmean(one["busy"] for one in samples[1:] or samples),
         "awake_median": statistics.median(one["awake"] for one in samples),
         "pss_mib_median_first_half": statistics.median(one["pss_mib"] for one in samples[: half or 1]),
         "pss_mib_median_second_half": statistics.median(one["pss_mib"] for one in samples[half:]),
         "pss_mib_max": max(one["pss_mib"] for one in samples),
     }
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Counter):
+        return "; ".join(f"{count} x {reason}" for reason, count in value.items()) or "none"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def text(figures: dict[str, Any]) -> str:
@@ -179,9 +190,9 @@ def text(figures: dict[str, Any]) -> str:
     zygote = figures["starts"]["zygote"]["stages_s"]
     ready = 1000 * statistics.median(sum(one.values()) - one["first token"] for one in zygote)
     lines += [f"From the sealed backbone to an engine that takes requests: {ready:.0f} ms (goal: {GOAL_MS}).", ""]
-    if seen := figures.get("trace"):
-        shown = [(key, value if not isinstance(value, float) else f"{value:.3f}") for key, value in seen.items()]
-        lines += table(("trace", "value"), shown)
+    traces = figures["traces"]
+    shown = [(key, *(_shown(one[key]) for one in traces.values())) for key in next(iter(traces.values()))]
+    lines += table(("trace", *(f"{rate} requests/s" for rate in traces)), shown)
     return "\n".join(lines)
 
 
@@ -189,22 +200,29 @@ async def measure(options: Any, folder: Path) -> dict[str, Any]:
     """Return all figures."""
     room = (BASE_MIB + ZYGOTE_MIB + options.awake * FUNCTION_MIB) * MIB
     names = make_platform(folder, options.functions, node=f"memory-bytes = {room}\nkeep-alive-s = 600.0\n")
-    wanted = arrivals(names, options)
-    asked = list(dict.fromkeys(name for _, name in wanted))
+    wanted = {rate: arrivals(names, rate, options) for rate in options.rates}
+    asked = list(dict.fromkeys(name for requests in wanted.values() for _, name in requests))
     expected = await asyncio.to_thread(plain_answers, folder, asked, at_once=AT_ONCE)
     limits = httpx.Limits(max_connections=None)
-    figures: dict[str, Any] = {"machine": machine(), "is_root": os.geteuid() == 0}
+    figures: dict[str, Any] = {"machine": machine(), "is_root": os.geteuid() == 0, "traces": {}, "samples": {}}
+    answers: dict[float, list[Asked]] = {}
     async with serving(folder) as service, httpx.AsyncClient(timeout=PATIENCE_S, limits=limits) as client:
         figures["starts"] = await starts(service, client, names, options.rounds)
-        answers, samples = await trace(service, client, wanted)
-        figures["trace"] = summary(answers, samples)
-        figures["samples"] = samples
+        for rate, requests in wanted.items():
+            answers[rate], figures["samples"][rate] = await trace(service, client, requests)
+            figures["traces"][rate] = summary(answers[rate], figures["samples"][rate])
         await service.stop()
         bill = service.bill()
         figures["ledger"] = {"adds_up": bill.adds_up, "device_s": bill.device_ns / 1e9, "lost_s": bill.lost_ns / 1e9}
-    figures["trace"]["wrong"] = await asyncio.to_thread(wrong_answers, folder, answers, expected)
-    figures["trace"]["different answers expected"] = len(set(map(tuple, expected.values())))
+    for rate, seen in figures["traces"].items():
+        seen["wrong"] = await asyncio.to_thread(wrong_answers, folder, answers[rate], expected)
+        seen["different_answers_expected"] = len({tuple(expected[one.name]) for one in answers[rate]})
     return figures
+
+
+def rates(text: str) -> list[float]:
+    """Return numbers that commas separate."""
+    return [float(part) for part in text.split(",")]
 
 
 def main() -> None:
@@ -213,7 +231,7 @@ def main() -> None:
     parser.add_argument("--functions", type=int, default=1000)
     parser.add_argument("--awake", type=int, default=16)
     parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
+    parser.add_argument("--rates", type=rates, default=[1.0, 2.0], help="requests per second of each trace")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if options.quick:

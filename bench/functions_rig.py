@@ -111,9 +111,9 @@ def plain_answers(folder: Path, names: Sequence[str], *, at_once: int = 1) -> di
 
 
 def body(name: str) -> dict[str, Any]:
-    """Return the body of a request."""
+    """Return the body of a request; its answer's tokens are ids, as the base has most of them without a text."""
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
-    return {"model": name, "prompt": PROMPT, "stream": False, **sampling}
+    return {"model": name, "prompt": PROMPT, "stream": False, "return_tokens_as_token_ids": True, **sampling}
 
 
 @dataclass(slots=True)

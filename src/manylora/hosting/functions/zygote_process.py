@@ -50,7 +50,7 @@ __all__ = ["main"]
 NUM_PAGES = 16
 """Pages of the engine that is built to warm the zygote."""
 
-UNUSED = ("scipy", "accelerate", "PIL")
+UNUSED = ("scipy", "accelerate", "PIL", "triton")
 """Packages that transformers imports where they are, and no function uses: 25 MiB."""
 
 GROUPS = "function"
