@@ -11,8 +11,7 @@ from manylora.execution.kernels import linear
 SCRIPT = """
 import torch
 from manylora.execution.kernels import linear
-linear.CACHED_PRIMITIVES = 8
-linear.bound_caches()
+linear.bound_caches(8)
 torch.set_num_threads(1)
 weight = torch.zeros(512, 512)
 

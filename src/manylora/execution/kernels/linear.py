@@ -33,10 +33,10 @@ of a millisecond, which the layers of a step share. Steps that decode rarely cha
 """
 
 
-def bound_caches() -> None:
-    """Bound the memory of oneDNN's caches; before the first product, when their sizes are read. The user's stay."""
+def bound_caches(num_primitives: int = CACHED_PRIMITIVES) -> None:
+    """Bound oneDNN's caches; before the first product, when their sizes are read. Bounds that are set stay."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(CACHED_PRIMITIVES))
+        os.environ.setdefault(name, str(num_primitives))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
