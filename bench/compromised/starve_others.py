@@ -21,7 +21,7 @@ from typing import Any
 from isolation_attacks import attempt_all
 
 from manylora.execution.storage.inline_reader import InlineReader
-from manylora.hosting.functions.messages import frame
+from manylora.hosting.functions.frames import frame
 from manylora.hosting.protocol import Observations, Turn, encode
 
 ORDERS = "orders"

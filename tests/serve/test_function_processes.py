@@ -25,8 +25,10 @@ from manylora.execution.model.load import load_model
 from manylora.hosting.adapter_book import LoraModule
 from manylora.hosting.engine_keeper import State
 from manylora.hosting.fleet import Fleet
-from manylora.hosting.functions.backbone import BackboneSocket, fetch_backbone
-from manylora.hosting.functions.messages import Backbone, FrameBuffer, FrameError, frame
+from manylora.hosting.functions.backbone import fetch_backbone
+from manylora.hosting.functions.backbone_socket import BackboneSocket
+from manylora.hosting.functions.frames import FrameBuffer, FrameError, frame
+from manylora.hosting.functions.messages import Backbone
 from manylora.hosting.functions.zygote import Zygote
 from manylora.hosting.link_function import FunctionLink, FunctionPlace
 from manylora.hosting.link_thread import ThreadLink

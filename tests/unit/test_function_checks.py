@@ -16,7 +16,7 @@ from manylora.errors import EngineDead, RequestError
 from manylora.functions.wire import FunctionState, MeasureNote, Orders, Report
 from manylora.hosting.client import EngineClient
 from manylora.hosting.functions.checks import MAX_ENTRIES, MAX_NOTE_CHARS, NUM_EMPTY, MessageCheck
-from manylora.hosting.functions.messages import FrameError
+from manylora.hosting.functions.frames import FrameError
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.link_function import FunctionLink, FunctionPlace
 from manylora.hosting.protocol import (

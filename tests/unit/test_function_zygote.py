@@ -20,7 +20,8 @@ from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import EngineDead
 from manylora.hosting.functions import zygote as zygote_module
 from manylora.hosting.functions.file_pages import clean_mappings
-from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm, in_memory
+from manylora.hosting.functions.frames import in_memory
+from manylora.hosting.functions.messages import Backbone, Exited, Fork, FromZygote, Warm
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.functions.zygote_process import ZygoteProcess
 from manylora.hosting.link_function import FunctionLink, FunctionPlace

@@ -20,7 +20,7 @@ from manylora.errors import ManyloraError
 from manylora.hosting.engine_child import ending_of
 from manylora.hosting.functions.allowance import Allowance
 from manylora.hosting.functions.checks import MessageCheck
-from manylora.hosting.functions.messages import FrameBuffer, frame
+from manylora.hosting.functions.frames import FrameBuffer, frame
 from manylora.hosting.functions.zygote import ForkedFunction, Zygote
 from manylora.hosting.protocol import (
     AddRequests,

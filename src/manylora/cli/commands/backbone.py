@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from manylora.cli.options.shared import LogLevel, ModelArgument, log_to_stderr, resolve_model
@@ -28,7 +29,7 @@ def backbone(
     from manylora.execution.model.base_weights import share_weights
     from manylora.execution.model.freeze import load_weights
     from manylora.execution.model.load import load_model
-    from manylora.hosting.functions.backbone import BackboneSocket
+    from manylora.hosting.functions.backbone_socket import BackboneSocket
     from manylora.hosting.functions.hold import become_holder
     from manylora.hosting.functions.messages import Backbone
 
@@ -39,7 +40,8 @@ def backbone(
         _, weights = load_weights(config, load_model)
         shared = share_weights(weights)
         assert shared is not None, "weights on a CPU are in memory that can be shared"
-    become_holder(socket, Backbone(model=config, base=shared))
+    encoded = msgspec.msgpack.encode(Backbone(model=config, base=shared))
+    become_holder(socket, encoded, shared.file, f"serving {shared.num_bytes} bytes of {folder} on {socket}")
 
 
 def _local(folder: str) -> str:

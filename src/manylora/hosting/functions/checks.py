@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from manylora.hosting.functions.messages import FrameError
+from manylora.hosting.functions.frames import FrameError
 from manylora.hosting.protocol import Fault, Message, Observations, Ready, Refused, Reply, StartReport, Turn
 from manylora.hosting.snapshot import STATES
 from manylora.isolation import MEASURES, Measure

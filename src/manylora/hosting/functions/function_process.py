@@ -26,7 +26,8 @@ import msgspec
 from manylora.clock import Clock, WallClock
 from manylora.config import EngineConfig, ModelConfig
 from manylora.errors import ConfigError
-from manylora.hosting.functions.messages import Backbone, Fork, frame, frames_of
+from manylora.hosting.functions.frames import frame, frames_of
+from manylora.hosting.functions.messages import Backbone, Fork
 from manylora.hosting.protocol import Fault, Message, Ready, Refused, StartReport, decode_command, encode
 from manylora.hosting.service import BuildParts, EngineService
 from manylora.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine, enter_own_share

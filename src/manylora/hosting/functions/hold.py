@@ -1,7 +1,8 @@
-"""Hold a sealed base and hand it out: ``python -m manylora.hosting.functions.hold SOCKET LIFELINE``.
+"""Hold a sealed base and hand it out: ``python -m manylora.hosting.functions.hold SOCKET LIFELINE FILE TEXT``.
 
-The process that loads a base has imported torch; this one has not. It takes the memory's descriptor over, so that the
-loader can end and the base outlives the agent. It ends with the pipe ``LIFELINE`` (a descriptor; -1 for none).
+The process that loads a base has imported torch, and its agent much else. This one imports the standard library alone
+and takes the memory's descriptor over, so that the loader can end and the base outlives the agent. It ends with the
+pipe ``LIFELINE`` (a descriptor; -1 for none).
 """
 
 from __future__ import annotations
@@ -13,37 +14,41 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
-from manylora.hosting.functions.backbone import BackboneSocket
+from manylora.hosting.functions.backbone_socket import BackboneSocket
+from manylora.hosting.functions.frames import in_memory
 from manylora.hosting.functions.lifeline import end_with
-from manylora.hosting.functions.messages import Backbone, in_memory
 
 __all__ = ["become_holder", "hold_command", "main"]
 
 
-def hold_command(path: Path, lifeline: int = -1) -> list[str]:
-    """Return the command of a holder, which reads its ``Backbone`` from standard input."""
-    return [sys.executable, "-P", "-m", "manylora.hosting.functions.hold", str(path), str(lifeline)]
+def hold_command(path: Path, file: int, *, lifeline: int = -1, text: str = "") -> list[str]:
+    """Return the command of a holder, which reads its encoded ``Backbone`` from standard input.
+
+    Args:
+        path: Where its socket is made.
+        file: Descriptor of the memory.
+        lifeline: Descriptor of the pipe that it ends with.
+        text: A line that it prints once it listens.
+    """
+    return [sys.executable, "-P", "-m", "manylora.hosting.functions.hold", str(path), str(lifeline), str(file), text]
 
 
-def become_holder(path: Path, backbone: Backbone) -> NoReturn:
-    """Replace this process, and all that it has imported, by a holder."""
-    with in_memory(msgspec.msgpack.encode(backbone)) as table:
+def become_holder(path: Path, backbone: bytes, file: int, text: str) -> NoReturn:
+    """Replace this process, and all that it has imported, by a holder of an encoded ``Backbone``."""
+    with in_memory(backbone) as table:
         os.dup2(table.fileno(), sys.stdin.fileno())
-    os.set_inheritable(backbone.base.file, True)
-    command = hold_command(path)
+    os.set_inheritable(file, True)
+    command = hold_command(path, file, text=text)
     os.execv(command[0], command)
 
 
 def main() -> int:
     """Serve until SIGTERM, SIGINT or the end of the lifeline; return the exit code."""
-    path, lifeline = Path(sys.argv[1]), int(sys.argv[2])
-    backbone = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Backbone)
+    path, lifeline, file, text = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    backbone = sys.stdin.buffer.read()
     with BackboneSocket(path) as listening:
-        if lifeline < 0:  # the process of a command
-            served = f"{backbone.base.num_bytes} bytes of {backbone.model.model}"
-            print(f"serving {served} on {path}, pid {os.getpid()}", file=sys.stderr, flush=True)
+        if text:
+            print(f"{text}, pid {os.getpid()}", file=sys.stderr, flush=True)
 
         def end(*_: object) -> None:
             path.unlink(missing_ok=True)
@@ -53,7 +58,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, end)
         if lifeline >= 0:
             threading.Thread(target=end_with, args=(lifeline, end), daemon=True).start()
-        listening.serve(backbone)
+        listening.serve(backbone, file)
     return 0
 
 

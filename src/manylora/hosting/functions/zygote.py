@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from manylora.errors import ConfigError, EngineDead
+from manylora.hosting.functions.frames import in_memory
 from manylora.hosting.functions.messages import (
     MAX_PACKET_BYTES,
     Backbone,
@@ -29,7 +30,6 @@ from manylora.hosting.functions.messages import (
     ToZygote,
     Warm,
     ZygoteSetup,
-    in_memory,
 )
 from manylora.hosting.protocol import EngineSpec
 from manylora.isolation import Confinement

@@ -29,10 +29,12 @@ import msgspec
 from manylora.demo import demo_model_path
 from manylora.errors import CapacityError, ConfigError, EngineDead, ManyloraError
 from manylora.functions.deployment import BackboneSpec
-from manylora.hosting.functions.backbone import fetch_backbone, holder_of
+from manylora.hosting.functions.backbone import fetch_backbone
+from manylora.hosting.functions.backbone_socket import holder_of
+from manylora.hosting.functions.frames import in_memory
 from manylora.hosting.functions.hold import hold_command
 from manylora.hosting.functions.load import load_command
-from manylora.hosting.functions.messages import Backbone, in_memory
+from manylora.hosting.functions.messages import Backbone
 from manylora.hosting.functions.zygote import Zygote
 from manylora.hosting.node.readings import memory_of
 
@@ -243,5 +245,8 @@ class BackboneHost:
         keep = [self._backbone.base.file, *([] if self._lifeline is None else [self._lifeline])]
         with in_memory(msgspec.msgpack.encode(self._backbone)) as stdin:
             self._holder = subprocess.Popen(
-                hold_command(self._path, lifeline), stdin=stdin, pass_fds=keep, start_new_session=True
+                hold_command(self._path, self._backbone.base.file, lifeline=lifeline),
+                stdin=stdin,
+                pass_fds=keep,
+                start_new_session=True,
             )
