@@ -4,7 +4,7 @@ The day is that of GenTD26, compressed: requests per second of 108 containers th
 adapters. Lengths are those of short chats. One to eight simulated replicas of Llama-2 7B on A10s. A start takes as long
 as ``--start`` says, before the adapters of a new replica are loaded; by default, three minutes of the day.
 
-    python bench/scaling.py --trace gentd26_qps.csv.gz            # 5 seeds, about an hour
+    python bench/scaling.py --trace gentd26_qps.csv.gz            # 5 seeds, an hour of processor time
     python bench/scaling.py --trace gentd26_qps.csv.gz --quick    # one seed, a compression of 240, without writing
 
 *Best fixed*: the fewest replicas that reach the goal, all day. *Oracle*: knows every arrival, and starts each replica
@@ -15,9 +15,12 @@ replica to the end of its last request.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from publishing import arguments, publish, table
@@ -99,12 +102,13 @@ def main() -> None:
     parser.add_argument("--compression", type=float, default=60.0, help="seconds of the day in one second")
     parser.add_argument("--start", type=float, default=3.0, help="seconds of a start, compressed")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="days that are simulated at a time")
     options = parser.parse_args()
     compression, num_seeds = (240.0, 1) if options.quick else (options.compression, options.seeds)
-    days = [
-        measure(options.trace, seed, compression=compression, start_s=options.start)
-        for seed in tqdm(range(num_seeds), desc="days", leave=False, disable=None)
-    ]
+    one_day = partial(measure, options.trace, compression=compression, start_s=options.start)
+    with ProcessPoolExecutor(options.processes) as pool:
+        served = pool.map(one_day, range(num_seeds))
+        days = list(tqdm(served, total=num_seeds, desc="days", leave=False, disable=None))
     rows = []
     for fleet in ("scaling", "best fixed", "oracle"):
         ones = [day[fleet] for day in days]
