@@ -196,7 +196,8 @@ def main() -> None:
         "",
         *table(heads, rows),
     ]
-    kept = {"options": {key: str(value) for key, value in vars(options).items()}, "machine": machine(), **figures}
+    shown = {**vars(options), "trace": options.trace.name}
+    kept = {"options": {key: str(value) for key, value in shown.items()}, "machine": machine(), **figures}
     name, refused = "scaling-live-ray" if options.ray else "scaling-live", reason_if_busy(others.share())
     publish(name, kept, "\n".join(lines), is_kept=not options.quick, refused=refused)
 
