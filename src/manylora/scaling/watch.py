@@ -48,7 +48,6 @@ class LoadWatch:
 
     def moved(self, request_id: str, now: float) -> None:
         """Learn that a request goes on elsewhere, without a first token: it waits again, and is no arrival."""
-        self._arrived_at.pop(request_id, None)  # the last of all again
         self._arrived_at[request_id] = now
 
     def started(self, request_id: str, now: float) -> None:

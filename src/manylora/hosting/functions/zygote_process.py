@@ -51,10 +51,10 @@ NUM_PAGES = 16
 """Pages of the engine that is built to warm the zygote."""
 
 UNUSED = ("scipy", "accelerate", "PIL", "triton")
-"""Packages that torch and transformers import where they are, and no function uses: 32 MiB."""
+"""Packages that torch and transformers import where they are, and no function uses: tens of MiB."""
 
 CACHED_PRIMITIVES = 16
-"""Compiled products that a function keeps. After prompts of twenty lengths it has 16 MiB less than with 128 of them."""
+"""Compiled products that a function keeps. Each new length of a prompt adds some, and each has hundreds of KiB."""
 
 GROUPS = "function"
 """Begins the names of its functions' control groups, before its process id."""
