@@ -103,6 +103,43 @@ def test_a_queue_asks_for_replicas_at_any_rate() -> None:
     assert decision.num_wanted >= 4
 
 
+def test_a_queue_tells_the_rate_of_a_replica_before_its_steps_are_fitted() -> None:
+    scaler = Autoscaler(replace(POLICY, capacity_rps=None))
+    found = []
+    for now in range(8):  # 9 arrive and 4 are answered in each second
+        present = load(9 * now, waiting=5 * now)
+        found.append(scaler.decide(float(now), present, num_serving=1, num_starting=0).num_wanted)
+    first = next(place for place, wanted in enumerate(found) if wanted > 1)
+    assert first <= 6 and found[first] >= 3  # 9 and a queue, by three quarters of 4
+
+
+def test_a_replica_that_answers_nothing_is_given_the_time_of_a_start() -> None:
+    scaler = Autoscaler(replace(POLICY, capacity_rps=None))
+    found = [
+        scaler.decide(float(now), load(9 * now, waiting=9 * now), num_serving=1, num_starting=0).num_wanted
+        for now in range(16)
+    ]
+    assert found[:10] == [1] * 10 and found[-1] == POLICY.max_replicas
+
+
+def test_one_look_at_long_prompts_does_not_halve_the_predicted_capacity() -> None:
+    view = ReplicaView()
+    view.learn(ReplicaReport(kv_tokens=10_000, steps=PRIOR))
+    controller = ScalingController(replace(POLICY, capacity_rps=None), [view], LoadWatch(2.0))
+
+    def look(now: int, num_prompt_tokens: int) -> float:
+        sent = Sent(replica=0, adapter=None, rank=0, num_prompt_tokens=num_prompt_tokens, most_tokens=None)
+        view.add(sent)
+        safe = controller.look(float(now), [Phase.SERVING]).decision.safe_rate
+        view.remove(sent)
+        assert safe is not None
+        return safe
+
+    before = [look(now, 100) for now in range(100)][-1]
+    after = [look(100 + now, 4000) for now in range(3)][-1]
+    assert 0.85 * before < after < before
+
+
 def test_capacity_is_corrected_by_contradictions_alone() -> None:
     capacity = ReplicaCapacity(utilization=0.5, goal=0.99)
     assert capacity.safe_rate is None

@@ -2,7 +2,8 @@
 
 ::
 
-    need      forecast at (now + time of a start), with margin, and the queue, over the rate that a replica can take
+    need      forecast at (now + time of a start), with margin, and the queue, over the rate that a replica can take:
+              as given, predicted, or, before that, as seen behind a queue
     up        at once, to the need
     down      to the largest need, with slack, of the last ``stay``
 
@@ -30,6 +31,9 @@ STARTS_KEPT = 20
 
 WINDOW_LOOKS = 10
 """Looks over which the SLO is judged, at least."""
+
+FEWEST_ANSWERED = 5
+"""First tokens behind a queue below which they say nothing about a replica's rate, unless a start could be over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,7 @@ class Autoscaler:
         )
         self._needs: deque[tuple[float, int]] = deque()  # falling, so that the first is the largest of the stay
         self._window: tuple[float, int, int, int] | None = None  # since when; judged, kept, replicas at that time
+        self._queue: tuple[float, int, int] | None = None  # since when; answered, replicas at that time
 
     @property
     def start_s(self) -> float:
@@ -154,7 +159,10 @@ class Autoscaler:
         self._learn(now, load, num_serving)
         horizon_s = self.start_s + policy.look_every_s
         rate, ahead = self._forecast.rate, self._forecast.ahead(horizon_s)
+        seen = self._rate_behind_queue(now, load, num_serving)
         safe = self._capacity.safe_rate
+        if safe is None and seen is not None:
+            safe = seen * policy.utilization
         num_present = num_serving + num_starting
         if safe is None:
             needed = kept = num_present
@@ -173,6 +181,27 @@ class Autoscaler:
             safe_rate=safe,
             start_s=self.start_s,
         )
+
+    def _rate_behind_queue(self, now: float, load: Load, num_serving: int) -> float | None:
+        """Return the requests per second of a replica that always had more to do; ``None`` without such a time.
+
+        It is known long before an engine has fitted its steps, which takes longest where there is most to do.
+        """
+        if num_serving == 0 or not self._is_queued(load):
+            self._queue = None
+            return None
+        num_answered = load.num_arrivals - load.num_waiting
+        if self._queue is None or self._queue[2] != num_serving:
+            self._queue = (now, num_answered, num_serving)
+        since, before, _ = self._queue
+        num, took_s = num_answered - before, now - since
+        if took_s < (self._policy.ttft_s if num >= FEWEST_ANSWERED else self.start_s):
+            return None
+        return max(1, num) / max(took_s, self._policy.look_every_s) / num_serving
+
+    def _is_queued(self, load: Load) -> bool:
+        """Return whether more requests wait for a first token than those of the SLO's time."""
+        return load.num_waiting > max(1.0, self._forecast.rate * self._policy.ttft_s)
 
     def _largest_need(self, now: float, need: int) -> int:
         """Return the largest need of the stay."""
@@ -193,6 +222,5 @@ class Autoscaler:
             if num == num_serving and now - since < max(self.start_s, WINDOW_LOOKS * self._policy.look_every_s):
                 return
             self._capacity.learn(self._forecast.rate / num, load.num_judged - judged, load.num_kept - kept)
-        is_queued = load.num_waiting > max(1.0, self._forecast.rate * self._policy.ttft_s)
-        is_known = num_serving > 0 and not is_queued
+        is_known = num_serving > 0 and not self._is_queued(load)
         self._window = (now, load.num_judged, load.num_kept, num_serving) if is_known else None
