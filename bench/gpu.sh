@@ -38,7 +38,7 @@ if "$python" -c "import pytest" 2>/dev/null; then
     timeout 150 "$python" -m pytest -q $parallel -p no:cacheprovider -o addopts= -o filterwarnings=default -o timeout=0 \
         tests/unit/test_triton_lora.py tests/unit/test_triton_attention.py \
         tests/unit/test_triton_norm.py tests/unit/test_triton_gate.py tests/unit/test_triton_fused.py \
-        tests/unit/test_assist_cuda.py >"$out/kernel_tests.txt" 2>&1
+        tests/unit/test_assist_cuda.py tests/unit/test_device_memory.py >"$out/kernel_tests.txt" 2>&1
     tail -n 15 "$out/kernel_tests.txt"
 else
     echo "pytest is missing: kernels were not compared with their reference" | tee "$out/kernel_tests.txt"

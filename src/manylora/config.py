@@ -279,6 +279,12 @@ class EngineConfig:
         at_least=1,
         help="Engines on this machine, which share its cores and its memory; a server with replicas sets it.",
     )
+    num_on_device: int = option(
+        1,
+        unit="engines",
+        at_least=1,
+        help="Those of them on the same device, which share the base's weights; a server with replicas sets it.",
+    )
     seed: int = _model(0, help="Seed of requests without one.")
     request_log: str | None = _scheduling(
         None,

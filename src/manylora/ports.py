@@ -99,11 +99,13 @@ class SharedBase:
         file: Descriptor of the memory, in the process that holds this.
         num_bytes: Size of the memory.
         manifest: Table of the weights in it, for the builder that made it.
+        gpu: Identity of the GPU whose memory it is; empty for main memory.
     """
 
     file: int
     num_bytes: int
     manifest: bytes
+    gpu: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,8 +101,9 @@ def test_attached_weights_give_the_same_logits(model: ModelConfig) -> None:
 
 def test_weights_that_were_gathered_on_a_device_are_fused_without_a_copy(model: ModelConfig) -> None:
     loaded = load_model(model)
-    buffer = gather(loaded.model, torch.device("cpu"))
-    weights = freeze(loaded, buffer)
+    buffer, memory = gather(loaded.model, torch.device("cpu"))
+    weights = freeze(loaded, buffer, memory)
+    assert memory is None
     names = [name for entry in weights.manifest.entries for name in entry.names]
     assert {"model.layers.0.self_attn.qkv.weight", "model.layers.1.mlp.gate_up.weight"} <= set(names)
     lowest, highest = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
@@ -130,7 +131,7 @@ def test_a_bias_that_siblings_lack_is_zeros(is_gathered: bool, tmp_path: Path) -
     attention = loaded.model.get_submodule("model.layers.0.self_attn")
     expected = torch.cat([attention.q_proj.bias, torch.zeros(16), attention.v_proj.bias])
     attention.k_proj.bias = None
-    weights = freeze(loaded, gather(loaded.model, loaded.device) if is_gathered else None)
+    weights = freeze(loaded, *gather(loaded.model, loaded.device)) if is_gathered else freeze(loaded)
     assert torch.equal(weights.tensors["model.layers.0.self_attn.qkv.bias"], expected)
 
 

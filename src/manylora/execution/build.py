@@ -43,6 +43,7 @@ from manylora.execution.lora.grouped import prepare_grouped
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.base_weights import BaseWeights, check_complete, share_weights
 from manylora.execution.model.describe import describe_model
+from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
 from manylora.execution.model.modules import adapt_modules
@@ -138,7 +139,8 @@ def _build(
     adapt_modules(model, weights.tensors, base, step)
     check_complete(model)
 
-    num_pages = count_pages(config, base, loaded)
+    memory_of_base = weights.memory if isinstance(weights.memory, DeviceMemory) else None
+    num_pages = count_pages(config, base, loaded, memory_of_base)
     base = fit_context(base, num_pages, is_asked=config.model.max_model_len is not None)
     pages = PageTensor(base.page, num_pages, device)
     directory = GroupDirectory.of(base) if kernel in TABLE_KERNELS else None
@@ -227,7 +229,10 @@ def _weights(
         return load_weights(config, load)
     if weights.manifest.model != config.model:
         raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {config.model!r}")
-    return load_skeleton(config), weights
+    loaded = load_skeleton(config)
+    if (weights.device.type, weights.device.index or 0) != (loaded.device.type, loaded.device.index or 0):
+        raise ConfigError(f"Got weights on {weights.device}, expected them on {loaded.device}")
+    return loaded, weights
 
 
 def _attention(

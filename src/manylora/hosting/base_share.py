@@ -1,4 +1,4 @@
-"""The base's weights, loaded once on a machine: the first engine exports them, the others and all restarts map them.
+"""The base's weights, loaded once per device: the first engine exports them, the others and all restarts map them.
 
 The API process holds the memory's file, which engines inherit. So the weights outlive the engine that loaded them, and
 an engine that starts again maps them at once.
@@ -12,19 +12,39 @@ import logging
 import os
 from dataclasses import replace
 
+from manylora.isolation.system import take_file
 from manylora.ports import SharedBase
 
-__all__ = ["BaseShare"]
+__all__ = ["BaseShare", "BaseShares"]
 
 logger = logging.getLogger(__name__)
 
 
+class BaseShares:
+    """The base on each device of a machine. For the event loop's thread alone."""
+
+    def __init__(self) -> None:
+        self._shares: dict[str, BaseShare] = {}
+
+    def on(self, device: str) -> BaseShare:
+        """Return the share of the engines on a device, as it is named in their configuration."""
+        return self._shares.setdefault(device, BaseShare())
+
+    def close(self) -> None:
+        """Release the memory, once no engine maps it."""
+        for share in self._shares.values():
+            share.close()
+
+
 class BaseShare:
-    """Decides which engine loads the base, and hands the weights to the others. For the event loop's thread alone."""
+    """Decides which of the engines on one device loads the base, and hands the weights to the others.
+
+    For the event loop's thread alone.
+    """
 
     def __init__(self) -> None:
         self._base: SharedBase | None = None
-        self._is_private = False  # weights here cannot be mapped: those of a GPU or of a simulation
+        self._is_private = False  # the weights cannot be mapped: those of a simulation, and where a driver refuses
         self._loading: asyncio.Future[None] | None = None
 
     async def take(self) -> SharedBase | None:
@@ -45,7 +65,7 @@ class BaseShare:
             return
         if base is not None:
             try:
-                file = os.open(f"/proc/{pid}/fd/{base.file}", os.O_RDONLY | os.O_CLOEXEC)
+                file = _take(base, pid)
             except OSError as error:
                 logger.warning("base_not_shared reason=%s", error)
                 base = None
@@ -66,3 +86,10 @@ class BaseShare:
         if base is not None:
             with contextlib.suppress(OSError):
                 os.close(base.file)
+
+
+def _take(base: SharedBase, pid: int) -> int:
+    """Return a descriptor of the memory that process ``pid`` has made. Raises ``OSError``."""
+    if base.gpu:  # a driver's file is none that can be opened by its path
+        return take_file(pid, base.file)
+    return os.open(f"/proc/{pid}/fd/{base.file}", os.O_RDONLY | os.O_CLOEXEC)

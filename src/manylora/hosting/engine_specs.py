@@ -39,6 +39,7 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
             model=replace(engine.model, device=device),
             memory=replace(memory, gpu_memory_utilization=memory.gpu_memory_utilization / on_device[device]),
             num_engines=fleet.num_places,
+            num_on_device=on_device[device],
             step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
         )
         specs.append(EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
 import signal
@@ -16,6 +17,7 @@ __all__ = [
     "keep_capabilities",
     "prctl",
     "system_call",
+    "take_file",
     "unshare",
 ]
 
@@ -120,6 +122,21 @@ def unshare(flags: int) -> None:
         OSError: The kernel refused it.
     """
     _checked(_libc.unshare(flags))
+
+
+def take_file(pid: int, fd: int) -> int:
+    """Return a descriptor of the file that process ``pid`` has open as ``fd``; a descendant, or of the same rights.
+
+    Raises:
+        OSError: There is no such file, or the kernel refused it.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    process = os.pidfd_open(pid)
+    try:
+        return system_call(SYSTEM_CALLS[MACHINE]["pidfd_getfd"], process, fd, 0)
+    finally:
+        os.close(process)
 
 
 def end_with_parent() -> None:

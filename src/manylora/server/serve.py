@@ -25,7 +25,7 @@ from manylora.config import EngineConfig, ServerConfig
 from manylora.demo import demo_model_path
 from manylora.fleet_config import FleetConfig
 from manylora.hosting.adapter_book import LoraModule
-from manylora.hosting.base_share import BaseShare
+from manylora.hosting.base_share import BaseShares
 from manylora.hosting.engine_keeper import RestartPolicy
 from manylora.hosting.engine_specs import engine_specs
 from manylora.hosting.fleet import Fleet
@@ -89,7 +89,7 @@ class Server:
             epoch_s=time.time,
             monotonic_s=time.monotonic,
         )
-        self._share = BaseShare()
+        self._shares = BaseShares()
         self._cluster = None if server.fleet.ray is None else _ray_cluster(engine, server.fleet)
         specs = engine_specs(engine, server.fleet, served_name=served_name, builder=builder)
         self.fleet = Fleet(
@@ -160,7 +160,7 @@ class Server:
                         task.result()
         finally:
             await self.fleet.stop()  # clients that wait get an error
-            self._share.close()
+            self._shares.close()
             if self._cluster is not None:
                 await self._cluster.close()
             stopping.cancel()
@@ -189,7 +189,9 @@ class Server:
     def _make_link(self, spec: EngineSpec) -> EngineLink:
         if self._cluster is not None:
             return RayLink(spec, self._cluster)
-        return LINKS["thread" if self._config.in_process else "process"](spec, self._share)
+        return LINKS["thread" if self._config.in_process else "process"](
+            spec, self._shares.on(spec.config.model.device)
+        )
 
     async def _finish_in_flight(self) -> None:
         try:

@@ -23,6 +23,7 @@ from torch import nn
 
 from manylora.errors import ConfigError
 from manylora.execution.kernels.packed import can_share_packed, packed_over
+from manylora.execution.model.device_memory import DeviceMemory, find_gpu, gpu_identity
 from manylora.execution.model.probe import ModelProbe
 from manylora.execution.model.sealed_memory import SealedMemory
 from manylora.ports import SharedBase
@@ -65,10 +66,15 @@ class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
 class BaseWeights:
     """A frozen table of weights over one buffer.
 
-    The buffer ``[num_bytes]``, uint8, is on the device of the weights; ``memory`` is its memory where it can be mapped.
+    The buffer ``[num_bytes]``, uint8, is on the device of the weights; ``memory`` is its memory, if it can be shared.
     """
 
-    def __init__(self, manifest: WeightsManifest, buffer: torch.Tensor, memory: SealedMemory | None = None) -> None:
+    def __init__(
+        self,
+        manifest: WeightsManifest,
+        buffer: torch.Tensor,
+        memory: SealedMemory | DeviceMemory | None = None,
+    ) -> None:
         self.manifest = manifest
         self.memory = memory
         self._buffer = buffer
@@ -77,12 +83,13 @@ class BaseWeights:
         }
 
     @classmethod
-    def attach(cls, manifest: WeightsManifest, buffer: torch.Tensor) -> BaseWeights:
+    def attach(cls, manifest: WeightsManifest, buffer: torch.Tensor, memory: DeviceMemory | None = None) -> BaseWeights:
         """Return the weights that another process exported, without a copy.
 
         Args:
             manifest: From ``export``.
-            buffer: The same memory, mapped here (``SealedMemory.map``), perhaps read-only.
+            buffer: The same memory, mapped here (``SealedMemory.map``, ``DeviceMemory.open``), perhaps read-only.
+            memory: That memory, on a GPU.
 
         Raises:
             ConfigError: The buffer does not match, or this build of torch cannot read packed weights.
@@ -91,10 +98,15 @@ class BaseWeights:
             raise ConfigError(f"Got a buffer of {buffer.nbytes} bytes, expected {manifest.num_bytes}, one-dimensional")
         if any(entry.packing for entry in manifest.entries) and not can_share_packed():
             raise ConfigError("Got weights that were packed by a build of torch with oneDNN, which is missing here")
-        return cls(manifest, buffer)
+        return cls(manifest, buffer, memory)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._buffer.device
 
     def export(self) -> tuple[WeightsManifest, torch.Tensor]:
-        """Return the table and the buffer; ``memory`` is the buffer's handle on a CPU."""
+        """Return the table and the buffer; ``memory`` is the buffer's handle."""
         return self.manifest, self._buffer
 
     def install(self, model: nn.Module) -> None:
@@ -120,17 +132,30 @@ class BaseWeights:
 
 
 def share_weights(weights: BaseWeights) -> SharedBase | None:
-    """Return weights for other processes to map; ``None`` on a GPU, and for weights that are mapped themselves."""
-    if weights.memory is None:
+    """Return weights for other processes to map; ``None`` if they cannot be, or are mapped themselves."""
+    memory = weights.memory
+    if memory is None or memory.fd is None:
         return None
+    gpu = gpu_identity(memory.device) if isinstance(memory, DeviceMemory) else ""
     manifest = msgspec.msgpack.encode(weights.manifest)
-    return SharedBase(file=weights.memory.fd, num_bytes=weights.memory.num_bytes, manifest=manifest)
+    return SharedBase(file=memory.fd, num_bytes=memory.num_bytes, manifest=manifest, gpu=gpu)
 
 
 def map_weights(shared: SharedBase) -> BaseWeights:
-    """Map weights that another process shared; the file is closed with the result. Raises as ``attach``."""
+    """Map weights that another process shared; the file is closed.
+
+    Raises:
+        ConfigError: As ``attach``; or they are on a GPU that this process does not see, or may not map.
+    """
     manifest = msgspec.msgpack.decode(shared.manifest, type=WeightsManifest)
-    return BaseWeights.attach(manifest, SealedMemory(shared.file, shared.num_bytes).map())
+    memory = SealedMemory(shared.file, shared.num_bytes)  # closes the file
+    if not shared.gpu:
+        return BaseWeights.attach(manifest, memory.map())
+    try:
+        device_memory = DeviceMemory.open(find_gpu(shared.gpu), memory.fd, memory.num_bytes)
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(f"Got weights in the memory of GPU {shared.gpu}, which cannot be mapped: {error}") from error
+    return BaseWeights.attach(manifest, device_memory.buffer, device_memory)
 
 
 def check_complete(model: nn.Module) -> None:

@@ -23,9 +23,10 @@ from manylora.execution.kernels.linear import pack
 from manylora.execution.kernels.packed import can_share_packed, packed_bytes, packed_layout
 from manylora.execution.model.base_weights import BaseWeights, WeightEntry, WeightsManifest
 from manylora.execution.model.describe import describe_modules, siblings
+from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import probe_model
-from manylora.execution.model.sealed_memory import ALIGNMENT, MemoryWriter
+from manylora.execution.model.sealed_memory import ALIGNMENT, MemoryWriter, SealedMemory
 
 __all__ = ["freeze", "gather", "load_weights"]
 
@@ -37,12 +38,17 @@ def load_weights(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel]
         ConfigError: The model cannot be served.
     """
     loaded = load(config)
-    buffer = None if loaded.device.type == "cpu" else gather(loaded.model, loaded.device)
-    return loaded, freeze(loaded, buffer)
+    return loaded, freeze(loaded) if loaded.device.type == "cpu" else freeze(
+        loaded, *gather(loaded.model, loaded.device)
+    )
 
 
-def gather(model: nn.Module, device: torch.device) -> torch.Tensor:
-    """Move the weights of ``model`` to ``device``; return their buffer, uint8, with siblings side by side."""
+def gather(model: nn.Module, device: torch.device) -> tuple[torch.Tensor, DeviceMemory | None]:
+    """Move the weights of ``model`` to ``device``, with siblings side by side.
+
+    Returns:
+        Their buffer, ``[num_bytes]``, uint8, and its memory where other processes can map it.
+    """
     _complete_biases(model)
     tensors = {id(tensor): tensor for _, tensor in _tensors(model)}
     stretches = [
@@ -55,19 +61,25 @@ def gather(model: nn.Module, device: torch.device) -> torch.Tensor:
     stretches += [[tensor] for key, tensor in tensors.items() if key not in placed]
     sizes = [sum(tensor.nbytes for tensor in stretch) for stretch in stretches]
     offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
+    memory = DeviceMemory.make(device, offsets[-1])
+    buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device) if memory is None else memory.buffer
     for stretch, offset in zip(stretches, offsets[:-1], strict=True):
         for tensor in stretch:
             place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensor.data = place.copy_(tensor)
             offset += tensor.nbytes
-    return buffer
+    return buffer, memory
 
 
-def freeze(loaded: LoadedModel, buffer: torch.Tensor | None = None) -> BaseWeights:
+def freeze(
+    loaded: LoadedModel, buffer: torch.Tensor | None = None, device_memory: DeviceMemory | None = None
+) -> BaseWeights:
     """Probe a model, then fuse, pack and freeze its weights; the model has none afterwards.
 
-    ``buffer`` is from ``gather``, with the weights in it; by default a new one on the CPU.
+    Args:
+        loaded: The model.
+        buffer: From ``gather``, with the weights in it; by default a new one on the CPU.
+        device_memory: Its memory, from ``gather`` too.
 
     Raises:
         ConfigError: The model cannot be served.
@@ -86,10 +98,12 @@ def freeze(loaded: LoadedModel, buffer: torch.Tensor | None = None) -> BaseWeigh
             uses[id(part)] -= 1
             if not uses[id(part)]:
                 _release(part)
-    memory = writer.seal() if buffer is None else None
-    if memory is not None:
+    memory: SealedMemory | DeviceMemory | None = device_memory
+    if buffer is None:
+        memory = writer.seal()
         buffer = memory.map()
-    assert buffer is not None
+    elif device_memory is not None:
+        device_memory.seal()
     manifest = WeightsManifest(model=loaded.name, probe=probe, entries=tuple(entries), num_bytes=buffer.numel())
     return BaseWeights(manifest, buffer, memory)
 
