@@ -5,7 +5,7 @@
     need      forecast at (now + time of a start), with margin, and the queue, over the rate that a replica can take:
               as given, predicted, or, before that, as seen behind a queue
     up        at once, to the need
-    down      to the largest need, with slack, of the last ``stay``
+    down      to the largest need, with slack, of the last ``stay``; not while the need rises
 
 A replica in use costs time; so does a start. To keep an idle replica for as long as a start costs, several times over,
 bounds the loss against a plan that knows the future, as in renting against buying. The slack is a hysteresis: the rate
@@ -131,6 +131,7 @@ class Autoscaler:
             recent_s=max(5 * policy.look_every_s, policy.start_s),
         )
         self._needs: deque[tuple[float, int]] = deque()  # falling, so that the first is the largest of the stay
+        self._demands: deque[tuple[float, float]] = deque()  # of the last start's time, oldest first
         self._window: tuple[float, int, int, int] | None = None  # since when; judged, kept, replicas at that time
         self._queue: tuple[float, int, int] | None = None  # since when; answered, replicas at that time
 
@@ -172,6 +173,8 @@ class Autoscaler:
             needed = math.ceil(demand / safe)
             kept = math.ceil(demand / (safe * (1 - policy.slack)))
         floor = self._largest_need(now, kept)
+        if safe is not None and self._is_rising(now, demand, horizon_s):
+            floor = num_present
         wanted = needed if needed > num_present else min(num_present, floor)
         return ScalingDecision(
             num_wanted=min(policy.max_replicas, max(policy.min_replicas, wanted)),
@@ -202,6 +205,14 @@ class Autoscaler:
     def _is_queued(self, load: Load) -> bool:
         """Return whether more requests wait for a first token than those of the SLO's time."""
         return load.num_waiting > max(1.0, self._forecast.rate * self._policy.ttft_s)
+
+    def _is_rising(self, now: float, demand: float, span_s: float) -> bool:
+        """Return whether the demand is above that of ``span_s`` ago: what is given up now would soon be asked for."""
+        demands = self._demands
+        demands.append((now, demand))
+        while len(demands) > 1 and demands[1][0] <= now - span_s:
+            demands.popleft()
+        return demand > demands[0][1]
 
     def _largest_need(self, now: float, need: int) -> int:
         """Return the largest need of the stay."""

@@ -24,9 +24,6 @@ from manylora.scaling.watch import LoadWatch
 
 __all__ = ["Phase", "ScalingController", "ScalingOrder"]
 
-FADE = 0.98
-"""Factor on earlier looks at the requests in flight: those of one look are few, and their lengths differ widely."""
-
 
 class Phase(Enum):
     """The state of a replica."""
@@ -70,7 +67,6 @@ class ScalingController:
         self._views = views
         self._watch = watch
         self._scaler = Autoscaler(policy) if scaler is None else scaler
-        self._in_flight = [0.0, 0.0, 0.0]  # requests, their prompt tokens and ranks: fading sums over the looks
 
     def look(self, now: float, phases: Sequence[Phase]) -> ScalingOrder:
         """Decide about the replicas, given the state of each."""
@@ -107,15 +103,12 @@ class ScalingController:
         steps = next((view.steps for view in busy if not view.is_guessed), None)
         if steps is None:
             return
-        ones = [(view.num_requests, view.num_prompt_tokens, view.sum_rank) for view in busy]
-        sums = [sum(column) for column in zip(*ones, strict=True)]
-        self._in_flight = [FADE * old + new for old, new in zip(self._in_flight, sums, strict=True)]
-        num, prompt_tokens, sum_rank = self._in_flight
+        num = sum(view.num_requests for view in busy)
         rate = predict_capacity(
             steps,
-            prompt_tokens=prompt_tokens / num,
+            prompt_tokens=sum(view.num_prompt_tokens for view in busy) / num,
             answer_tokens=busy[0].mean_answer_tokens,
-            mean_rank=sum_rank / num,
+            mean_rank=sum(view.sum_rank for view in busy) / num,
             max_num_seqs=self.policy.max_num_seqs,
             kv_tokens=busy[0].kv_tokens,
         )
