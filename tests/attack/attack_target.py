@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 from timed_serve import Longest, Note
 
-LATE_S = float(os.environ.get("ATTACK_LATE_S", "1.0"))
+LATE_S = float(os.environ.get("ATTACK_LATE_S", "3.0"))
 """Longest wait for ``/health`` and for a neighbour's token; the default allows for a machine that is shared."""
 
 MIB = 1 << 20

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,6 +229,9 @@ COLD = AdapterConfig(link_bytes_per_s=1_000_000, eviction="none", max_cpu_loras=
 EARLY_GAP_S = 0.06
 """Between requests that wait by layer: a step that waits for one adapter would see others arrive as well."""
 
+LEAST_STEP_S = 0.01
+"""Duration of a step then, so that requests with gaps run together on a fast machine as well."""
+
 DOOMED = (
     Case("chunked", "wide", tuple(range(3, 183))),
     Case("decoding", "patterns", tuple(range(20, 29))),
@@ -329,6 +333,8 @@ def _serve(
     started_cold: set[str] = set()
 
     def note(plan: StepPlan, rows: torch.Tensor) -> None:
+        if cold_start == "layers":
+            time.sleep(LEAST_STEP_S)
         sampled = [s for s in plan.sequences if s.is_sampled]
         for sequence, row in zip(sampled, rows, strict=True):
             prompt = tuple(sequence.tokens[: sequence.num_prompt_tokens])

@@ -64,7 +64,7 @@ def test_streams_outlive_their_node(cluster: Any) -> None:
     for index in range(12):
         sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.9, "top_p": 0.95, "seed": index}
         body = {"model": ["demo", added, adapters[0][0]][index % 3], "prompt": f"the {index} birds"}
-        bodies.append({**body, "max_tokens": 150, "ignore_eos": True, **sampling})
+        bodies.append({**body, "max_tokens": 600, "ignore_eos": True, **sampling})
 
     with BackgroundServer(
         ENGINE, ServerConfig(port=0, in_process=True), [*modules, LoraModule(added, str(path))]
@@ -92,7 +92,8 @@ def test_streams_outlive_their_node(cluster: Any) -> None:
             async def lose_node(begun: Sequence[asyncio.Event]) -> None:
                 await asyncio.gather(*(one.wait() for one in begun))
                 rows = await asyncio.to_thread(replicas_of, server)
-                node, row = next(pair for pair in product(cluster.worker_nodes, rows) if is_on(*pair))
+                rows.sort(key=lambda row: -(row["num_running"] or 0))  # not an engine whose streams have ended
+                row, node = next(one for one in product(rows, cluster.worker_nodes) if is_on(one[1], one[0]))
                 lost.append(row["node"])
                 await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
 
