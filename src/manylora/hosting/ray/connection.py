@@ -77,6 +77,8 @@ class EngineConnection:
 
     def close(self) -> None:
         """Close both connections; may be called again."""
+        if self._commands.closed:  # two threads that end one context are undefined in ZeroMQ
+            return
         loop = asyncio.get_running_loop()
         for socket, monitor in self._monitors.items():
             loop.remove_reader(monitor.fileno())
