@@ -171,6 +171,17 @@ def test_the_watch_judges_requests_that_still_wait_once() -> None:
     assert watch.load(5.0) == load(4, waiting=1, judged=3, kept=1)
 
 
+def test_a_late_request_that_moves_is_late_once() -> None:
+    watch = LoadWatch(2.0)
+    watch.arrived("a", 0.0)
+    assert watch.load(3.0) == load(1, waiting=1, judged=1)
+    watch.ended("a")
+    watch.moved("a", 3.0)
+    assert watch.load(6.0) == load(1, waiting=1, judged=1)
+    watch.started("a", 6.5)
+    assert watch.load(7.0) == load(1, judged=1)
+
+
 def test_requests_of_a_lost_replica_are_no_arrivals() -> None:
     """A rate of kills must not look like a rate of requests; those without a first token wait again."""
     watch = LoadWatch(2.0)

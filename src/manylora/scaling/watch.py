@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ from manylora.routing import Dispatcher, Router
 from manylora.types import Request
 
 __all__ = ["Load", "LoadWatch", "WatchedDispatcher"]
+
+MOST_MOVED = 1000
+"""Late requests that are remembered after their end, since one that loses its engine ends there first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,7 @@ class LoadWatch:
         self._ttft_s = ttft_s
         self._arrived_at: dict[str, float] = {}  # requests without a first token, oldest first
         self._late: set[str] = set()  # those of them that are judged already
+        self._ended_late: deque[str] = deque(maxlen=MOST_MOVED)  # judged, and ended where they waited
         self._num_arrivals = self._num_judged = self._num_kept = 0
 
     def arrived(self, request_id: str, now: float) -> None:
@@ -48,7 +53,10 @@ class LoadWatch:
 
     def moved(self, request_id: str, now: float) -> None:
         """Learn that a request goes on elsewhere, without a first token: it waits again, and is no arrival."""
+        self._arrived_at.pop(request_id, None)  # its place is behind those that arrived before
         self._arrived_at[request_id] = now
+        if request_id in self._ended_late:  # once late, it is not judged again
+            self._late.add(request_id)
 
     def started(self, request_id: str, now: float) -> None:
         """Learn that a request has its first token; a request that is not waiting is ignored."""
@@ -62,9 +70,11 @@ class LoadWatch:
             self._num_kept += now - arrived_at <= self._ttft_s
 
     def ended(self, request_id: str) -> None:
-        """Learn that a request ended; one that ended without a token is not judged any more."""
+        """Learn that a request ended; one that ended without a token is not judged any more, unless it moves."""
         self._arrived_at.pop(request_id, None)
-        self._late.discard(request_id)
+        if request_id in self._late:
+            self._late.discard(request_id)
+            self._ended_late.append(request_id)
 
     def load(self, now: float) -> Load:
         """Return the load; requests that wait for longer than the SLO are late already."""
