@@ -174,12 +174,12 @@ class _Driver:
         """Return a handle of another process's memory, released at the end."""
         return self._released(self.call("cuMemImportFromShareableHandle", fd, self._kind))
 
-    def export(self, address: Any) -> int:
+    def export(self, address: int) -> int:
         """Return a new descriptor of the memory that is mapped at ``address``."""
         with self._released(self.call("cuMemRetainAllocationHandle", address)) as handle:
             return int(self.call("cuMemExportToShareableHandle", handle, self._kind, 0))
 
-    def set_access(self, address: Any, size: int, *, is_writable: bool) -> None:
+    def set_access(self, address: int, size: int, *, is_writable: bool) -> None:
         """Let the device's kernels read, or read and write, a mapping."""
         flags = self._driver.CUmemAccess_flags
         access = self._driver.CUmemAccessDesc()
@@ -201,7 +201,7 @@ class _Mapping:
     def __init__(self, driver: _Driver, handle: Any, size: int, *, is_writable: bool) -> None:
         self._driver, self.size = driver, size
         with contextlib.ExitStack() as undo:
-            self._address = driver.call("cuMemAddressReserve", size, 0, 0, 0)
+            self._address = int(driver.call("cuMemAddressReserve", size, 0, 0, 0))
             undo.callback(driver.call, "cuMemAddressFree", self._address, size)
             driver.call("cuMemMap", self._address, size, 0, handle, 0)
             undo.callback(driver.call, "cuMemUnmap", self._address, size)
@@ -212,7 +212,7 @@ class _Mapping:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         """The memory as bytes, for torch, which keeps this object. Torch has no read-only tensors."""
-        return {"shape": (self.size,), "typestr": "|u1", "data": (int(self._address), False), "version": 3}
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def export(self) -> int:
         """Return a new descriptor of the memory."""
