@@ -112,6 +112,20 @@ def test_a_request_larger_than_its_queues_quota_runs_once_the_queue_holds_nothin
     assert step(policy) == [1]
 
 
+def test_first_in_line_for_memory_is_the_oldest_that_has_its_quota():
+    """One without quota is not offered, and no other may drop adapters that waiting requests need."""
+    policy = Planned((60, 170, 200))
+    running, waiting = fill(policy, LARGE, LARGE)
+    small = fill(policy, SMALL, first_id=10)[0]
+    assert step(policy, lambda one: Outcome.ADMITTED if one is running else Outcome.NO_PAGES) == [0]
+    assert waiting.seq_id < small.seq_id
+    step(policy, lambda one: Outcome.NO_PAGES)
+    assert policy.first_in_line is small
+    end(policy, running)
+    step(policy, lambda one: Outcome.NO_PAGES)
+    assert policy.first_in_line is waiting
+
+
 def test_the_first_plan_comes_with_the_hundredth_request_and_then_when_their_number_doubles():
     policy = ChameleonPolicy(
         policy_context(options=ChameleonPolicy.Options(request_size="output", refresh_s=300.0), num_pages=100_000)

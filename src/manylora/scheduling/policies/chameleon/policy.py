@@ -15,10 +15,11 @@ freed, and is squashed if the older could run after all (``opportunity.py``). Wh
 tokens are reserved and younger ones pass freely.
 
 No request starves. A queue's quota returns as its running requests end, and its oldest takes it before any younger one;
-an empty queue lends nothing once it has work. For memory, the oldest of all is first in line. The oldest of a queue
-that has its quota and is not admitted, for want of memory or because smaller requests took the seats, is passed a
-bounded number of times (``policies/bypass.py``), then is first in line and offered alone. Squashing ends: only older
-requests squash younger ones.
+an empty queue lends nothing once it has work. For memory, the oldest that has its quota is first in line: one without
+could not use the memory, and no other may drop the adapters that waiting requests need. The oldest of a queue that has
+its quota and is not admitted, for want of memory or because smaller requests took the seats, is passed a bounded number
+of times (``policies/bypass.py``), then is first in line and offered alone. Squashing ends: only older requests squash
+younger ones.
 
 Source: Chameleon, section 4.3, algorithm 1. Our choices where it is silent are in ``docs/adr/0010`` to ``0013``.
 """
@@ -181,7 +182,7 @@ class ChameleonPolicy:
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The oldest that was passed too often, else the oldest of all."""
+        """The oldest that was passed too often, else the oldest that has its quota, else the oldest."""
         return self._first
 
     def offer(self) -> Sequence | None:
@@ -208,7 +209,8 @@ class ChameleonPolicy:
 
     def _first_now(self) -> Sequence | None:
         heads = [head for line in self._lines if (head := line.head) is not None]
-        return self._bypass.exhausted or min(heads, key=lambda head: head.seq_id, default=None)
+        ready = [head for head in heads if self._has_quota(head)]
+        return self._bypass.exhausted or min(ready or heads, key=lambda head: head.seq_id, default=None)
 
     def _alone(self, sequence: Sequence) -> Iterator[Sequence]:
         """Offer only one that was passed too often, once its queue's quota allows."""
