@@ -19,7 +19,7 @@ from manylora.events import Event
 from manylora.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.workloads import AdapterSpec, RequestSpec, Workload
 
-DIGEST = "161567ab3d4b2f51d919fe8c27a98e12"
+DIGEST = "fffd08bd16795b399a443aa51d535534"
 
 
 def workload() -> Workload:
