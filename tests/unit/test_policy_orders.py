@@ -136,17 +136,22 @@ def test_a_due_request_that_lacks_room_lets_nobody_pass_but_one_that_loads_does(
     assert step(policy, admit) == [0]
 
 
-def test_when_pages_run_out_the_first_in_line_is_still_tried():
+def test_first_in_line_for_memory_is_the_first_in_this_order_until_one_is_refused():
     """It alone may take adapters that others wait for, which may be all that is left."""
-    policy, _ = adapter_aware(Nearness.HOST, Nearness.DEVICE, Nearness.DEVICE)
-    tried = []
+    policy, _ = adapter_aware(Nearness.HOST, Nearness.DEVICE, Nearness.DEVICE, Nearness.LOADING)
+    first = []
 
     def outcome(one: Sequence) -> Outcome:
-        tried.append(one.seq_id)
-        return Outcome.ADMITTED if one.seq_id == 0 else Outcome.NO_PAGES
+        first.append((one.seq_id, policy.first_in_line is one))
+        return {2: Outcome.ADMITTED, 3: Outcome.ADAPTER_LOADING}.get(one.seq_id, Outcome.NO_PAGES)
 
-    assert step(policy, outcome) == [0]
-    assert tried == [1, 0]
+    assert step(policy, outcome) == []
+    assert first == [(1, True)]  # nothing is left for another
+    policy.remove(next(one for one in policy.upcoming(4) if one.seq_id == 1))
+    first.clear()
+    assert step(policy, outcome) == [2]
+    assert first == [(2, True), (3, True), (0, False)]
+    assert policy.first_in_line is not None and policy.first_in_line.seq_id == 3
 
 
 # -- whole prompts -----------------------------------------------------------------------------------------------------

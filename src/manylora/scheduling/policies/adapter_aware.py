@@ -3,6 +3,9 @@
 Inside each class it is first come, first served. The core holds the cap on distinct adapters in a step
 (``max_loras``) and prefetches the adapters of the next sequences.
 
+The first in this order is first in line for memory, and once it is admitted the next, until one is refused. Were it
+always the oldest, a pool full of adapters that requests wait for would let hardly any other run.
+
 No request starves. A request is *due* once ``MAX_BYPASS`` more requests were admitted than stood before it when it
 came. While the oldest is due it goes first, whatever its class, and if it is refused no other is admitted, except
 while its adapter is loading. So none is passed by more than ``MAX_BYPASS`` younger ones.
@@ -30,6 +33,7 @@ class AdapterAwarePolicy(StrictFifoPolicy):
         self._due: dict[int, int] = {}  # by seq_id: the number of admissions at which it is due
         self._num_admitted = 0
         self._first: Sequence | None = None
+        self._is_any_refused = False  # in this step
         self._by_age: list[Sequence] = []
         self._by_nearness: list[Sequence] | None = None  # sorted when first asked for: most steps have no seat
         self._offered: set[int] = set()
@@ -51,11 +55,12 @@ class AdapterAwarePolicy(StrictFifoPolicy):
         self._by_age.reverse()
         self._by_nearness = None
         self._first = self._waiting.head
+        self._is_any_refused = False
         self._offered.clear()
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The oldest when the step began."""
+        """The first in this step's order that was not admitted."""
         return self._first
 
     def offer(self) -> Sequence | None:
@@ -71,6 +76,8 @@ class AdapterAwarePolicy(StrictFifoPolicy):
             sequence = self._next_of(self._by_nearness)
         if sequence is not None:
             self._offered.add(sequence.seq_id)
+            if not self._is_any_refused:
+                self._first = sequence
         return sequence
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
@@ -78,10 +85,10 @@ class AdapterAwarePolicy(StrictFifoPolicy):
         if outcome is Outcome.ADMITTED:
             self.remove(sequence)
             self._num_admitted += 1
-        elif outcome is Outcome.NO_PAGES:
-            # Adapters that waiting requests use may hold the missing pages, and only the first in line may claim those.
-            self._is_blocked = sequence is self._first
-            self._by_age, self._by_nearness = ([self._first], [self._first]) if self._first else ([], [])
+            return
+        self._is_any_refused = True
+        if outcome is Outcome.NO_PAGES:
+            self._is_blocked = True
         elif outcome is not Outcome.ADAPTER_LOADING:
             self._is_blocked = sequence is self._first and self._is_due(sequence)
 
