@@ -9,10 +9,10 @@ capacity that the simulator finds. The live engine then serves them by the wall 
 arrivals with the profile. Three comparisons:
 
 * *replayed*: the simulator is fed the live run's own step and load times. Every event must be the same: one code path.
-* *foretold*: it charges by the profile. Percentiles of time to first token and between tokens, and the decisions.
+* *predicted*: it charges by the profile. Percentiles of time to first token and between tokens, and the decisions.
 * the profile against the live run's steps, one by one: what of the difference is the price of steps.
 
-What *foretold* may know of the machine comes in columns (`parity_columns.py`), from mean prices to how slow it was at
+What *predicted* may know of the machine comes in columns (`parity_columns.py`), from mean prices to how slow it was at
 every moment of the live run: what of an error is the machine's, and what the simulator's.
 
 Writes `bench/results/parity.json`, `.md` and `.png`, and the machine's speed over time as `parity-speed.png`.

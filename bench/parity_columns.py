@@ -50,22 +50,22 @@ Choose = Callable[[PlannedSequence], SampledToken]
 
 
 class Speed:
-    """How slow the machine was around a moment of a log: measured over foretold time, over a window about it.
+    """How slow the machine was around a moment of a log: measured over predicted time, over a window about it.
 
     Args:
         at: Middles of the steps, in seconds, rising.
         took: Their durations.
-        foretold: Their predicted durations.
+        predicted: Their predicted durations.
         window_s: Width of the window.
     """
 
-    def __init__(self, at: Array, took: Array, foretold: Array, window_s: float = WINDOW_S) -> None:
-        self._at, self._took, self._foretold = at, took, foretold
+    def __init__(self, at: Array, took: Array, predicted: Array, window_s: float = WINDOW_S) -> None:
+        self._at, self._took, self._predicted = at, took, predicted
         self._window_s = window_s
-        self._sums = [np.concatenate([[0.0], np.cumsum(one)]) for one in (took, foretold)]
+        self._sums = [np.concatenate([[0.0], np.cumsum(one)]) for one in (took, predicted)]
 
     def factor(self, now: float) -> float:
-        """Return measured over foretold around now; that of the next step where there was none."""
+        """Return measured over predicted around now; that of the next step where there was none."""
         return float(self._around(np.array([now]))[0])
 
     def curve(self) -> Curve:
@@ -74,19 +74,19 @@ class Speed:
 
     def of_others(self) -> Array:
         """Return for each step the speed that the other steps of its window show, itself left out."""
-        return self._around(self._at, without=(self._took, self._foretold))
+        return self._around(self._at, without=(self._took, self._predicted))
 
     def _around(self, at: Array, without: Sequence[Array] = (0.0, 0.0)) -> Array:  # type: ignore[assignment]
         half_s = self._window_s / 2
         first = np.searchsorted(self._at, at - half_s)
         last = np.searchsorted(self._at, at + half_s, side="right")
         nearest = np.minimum(first, len(self._at) - 1)
-        measured, foretold = (total[last] - total[first] - one for total, one in zip(self._sums, without, strict=True))
-        is_told = foretold > 1e-9
+        measured, predicted = (total[last] - total[first] - one for total, one in zip(self._sums, without, strict=True))
+        is_told = predicted > 1e-9
         return np.where(
             is_told,
-            measured / np.where(is_told, foretold, 1.0),
-            self._took[nearest] / self._foretold[nearest],
+            measured / np.where(is_told, predicted, 1.0),
+            self._took[nearest] / self._predicted[nearest],
         )
 
 
@@ -214,11 +214,11 @@ class Columns:
             of = regimes == kind if kind != "all" else np.ones(len(steps), dtype=bool)
             if of.sum() < 2:
                 continue
-            foretold = priced["sweeps"]
-            errors = np.abs(foretold[of] / took[of] - 1)
+            predicted = priced["sweeps"]
+            errors = np.abs(predicted[of] / took[of] - 1)
             out[kind] = {
                 "steps": int(of.sum()),
-                "foretold_over_measured": float(foretold[of].sum() / took[of].sum()),
+                "predicted_over_measured": float(predicted[of].sum() / took[of].sum()),
                 "median_error": float(np.median(errors)),
                 "p90_error": float(np.quantile(errors, 0.9)),
             }
@@ -234,10 +234,10 @@ def moved(line: LogLine, by_s: float) -> LogLine:
     return msgspec.structs.replace(line, launched_at=line.launched_at + by_s, ended_at=line.ended_at + by_s)
 
 
-def explained(measured: Array, foretold: Array) -> float:
+def explained(measured: Array, predicted: Array) -> float:
     """Return R²."""
     variance = float(((measured - measured.mean()) ** 2).sum())
-    return 1.0 - float(((foretold - measured) ** 2).sum()) / variance if variance else math.nan
+    return 1.0 - float(((predicted - measured) ** 2).sum()) / variance if variance else math.nan
 
 
 def plot_speed(runs: dict[str, Curve], path: Path) -> Path:
@@ -251,7 +251,7 @@ def plot_speed(runs: dict[str, Curve], path: Path) -> Path:
     for label, (at, factors) in runs.items():
         axes.plot(at, factors, label=label, linewidth=1.0)
     axes.axhline(1.0, color="#888888", linewidth=0.5)
-    axes.set(xlabel="seconds", ylabel="measured / foretold", title=f"how slow the machine was, over {WINDOW_S:g} s")
+    axes.set(xlabel="seconds", ylabel="measured / predicted", title=f"how slow the machine was, over {WINDOW_S:g} s")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)

@@ -30,7 +30,7 @@ def head(figures: dict[str, Any]) -> list[str]:
         f"{figures['share_of_capacity']:.0%} of the capacity that the simulator finds. Live it took "
         f"{figures['live_s']:.0f} s; simulating it {figures['simulated_in_s']:.1f} s. The load average before was "
         f"{figures['load_average_before']:.1f}; steps of the sweep after the run took {figures['drift']:.2f} times "
-        "what the sweep before it foretold.",
+        "what the sweep before it predicted.",
         "",
         f"Replayed with its own step and load times, the live run gives **{replayed['same']:,} of "
         f"{replayed['events']:,} events the same**, times included: the simulator is the server's code. What follows "
@@ -107,9 +107,9 @@ def prices(figures: dict[str, Any]) -> list[str]:
         f"{WINDOW_S:g} s show it, the step itself left out: what is wrong about all steps of a window goes with it.",
         "",
         *table(
-            ("", "steps", "sum foretold / measured", *ERRORS, "R²", "at even speed", "R² of folds", "at even speed"),
+            ("", "steps", "sum predicted / measured", *ERRORS, "R²", "at even speed", "R² of folds", "at even speed"),
             (
-                [kind, one["steps"], f"{one['foretold_over_measured']:.3f}", *errors(one)]
+                [kind, one["steps"], f"{one['predicted_over_measured']:.3f}", *errors(one)]
                 + [f"{one[f'r2_{name}']:.3f}" for name in ("sweeps", "sweeps_even", "folds", "folds_even")]
                 for kind, one in figures["steps"].items()
             ),

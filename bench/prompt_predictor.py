@@ -1,4 +1,4 @@
-"""How well, and at what cost, does a predictor that reads the prompt foretell the length of the answer?
+"""How well, and at what cost, does a predictor that reads the prompt predict the length of the answer?
 
     python bench/prompt_predictor.py --traces DIR [--quick]
 

@@ -3,7 +3,7 @@
 The trace is the very one that was measured: S-LoRA's public benchmark draws it from numpy's generator with seed 42, and
 so does this script. The device is a data sheet. Nothing is fitted to the table but one number, twice, on one row
 (setting S1 on an A10G at one request a second), so that its mean latency is the measured one; all other rows, and the
-other devices, are then foretold:
+other devices, are then predicted:
 
 * *calibrated*: the time of a step that S-LoRA's host side takes (a router and a model process in Python), added;
 * *launch-bound*: the time of a layer below which its host cannot launch the kernels of one, as a floor of the step.
@@ -180,7 +180,7 @@ def report(
         "The same requests (seed 42) and S-LoRA's rules ([ADR 16](../../docs/adr/0016-s-lora-step-composition.md)).",
         "Devices by data sheet. Two setups have one number each that gives the measured latency of one row (S1, A10G,",
         f"1 req/s): *calibrated* adds {host_s * 1e3:.1f} ms of the host to a step, *launch-bound* lets no layer take",
-        f"less than {layer_s * 1e3:.2f} ms. Every other figure is foretold. Throughput in requests per second until",
+        f"less than {layer_s * 1e3:.2f} ms. Every other figure is predicted. Throughput in requests per second until",
         "the last one ends, means in seconds. Beyond saturation (a mean first token of more than 2 s) latencies are",
         "those of a queue that grows until the run ends: a per cent of speed is many there.",
         "",

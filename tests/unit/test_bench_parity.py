@@ -89,9 +89,9 @@ def test_the_second_sweep_is_held_against_the_first():
     assert parity.drift(lines, sweep(make_profile(terms={}), seconds=0.6)) < 0.9
 
 
-def test_the_speed_around_a_moment_is_measured_over_foretold():
-    at, took, foretold = np.arange(10.0), np.repeat([1.0, 3.0], 5), np.ones(10)
-    speed = Speed(at, took, foretold, window_s=2.0)
+def test_the_speed_around_a_moment_is_measured_over_predicted():
+    at, took, predicted = np.arange(10.0), np.repeat([1.0, 3.0], 5), np.ones(10)
+    speed = Speed(at, took, predicted, window_s=2.0)
     assert [speed.factor(now) for now in (1.0, 4.4, 8.0)] == [1.0, 2.0, 3.0]
     assert speed.factor(99.0) == 3.0  # nothing there: the nearest step
     assert list(speed.of_others()[[1, 4, 5, 8]]) == [1.0, 2.0, 2.0, 3.0]

@@ -1,6 +1,6 @@
-"""Does the simulator foretell a live engine, by load? Calibrated once, before the first run; nothing is replayed.
+"""Does the simulator predict a live engine, by load? Calibrated once, before the first run; nothing is replayed.
 
-    python bench/foretell.py [--quick] [--minutes 20]
+    python bench/forecast.py [--quick] [--minutes 20]
 
 A sweep counts the work of steps apart from the machine's speed. *Work* is the processor time of the engine's process,
 one thread for the model, which leaves out the time that the machine gave to others; prices of steps are fitted to it.
@@ -8,11 +8,11 @@ one thread for the model, which leaves out the time that the machine gave to oth
 periods in it. A simulated run draws blocks of that series, and the noise of single steps within a window.
 
 Then the demo model serves Poisson arrivals on the wall clock at 50, 70, 85 and 95 % of the throughput that the
-simulator foretells for a queue without end, in rounds that take the loads in turn. Every live run has simulated ones of
+simulator predicts for a queue without end, in rounds that take the loads in turn. Every live run has simulated ones of
 the same requests beside it. A percentile is that of all requests of a load's runs; its 95 % interval resamples whole
-runs, on both sides. Last, the rate at which the live engine meets the P90 that is foretold for 85 %.
+runs, on both sides. Last, the rate at which the live engine meets the P90 that is predicted for 85 %.
 
-Writes `bench/results/foretell.json` and `.md`.
+Writes `bench/results/forecast.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def calibrate(config: EngineConfig, seconds: float) -> Machine:
         else line
         for line in log.lines
     ]
-    fitted = fit_profile(as_work, command="bench/foretell.py")
+    fitted = fit_profile(as_work, command="bench/forecast.py")
     # The noise of steps is that of wall time within a window, found below; a price is without it.
     of_loads = {kind: one for kind, one in fitted.noise.items() if kind in LINKS}
     profile = msgspec.structs.replace(fitted, noise=of_loads, speed_drift=None)
@@ -165,7 +165,7 @@ def variation(values: Array) -> float:
     return float(values.std() / values.mean())
 
 
-class Foretold:
+class Predicted:
     """Simulated runs of a calibrated machine."""
 
     def __init__(self, machine: Machine, folder: Path) -> None:
@@ -213,13 +213,14 @@ def interval(runs: Sequence[Array], percentile: float) -> list[float]:
 
 
 def compared(
-    live: Mapping[float, Sequence[Sequence[RequestRecord]]], foretold: Mapping[float, Sequence[Sequence[RequestRecord]]]
+    live: Mapping[float, Sequence[Sequence[RequestRecord]]],
+    predicted: Mapping[float, Sequence[Sequence[RequestRecord]]],
 ) -> list[dict[str, Any]]:
-    """Return live and foretold percentiles by load, each with its interval."""
+    """Return live and predicted percentiles by load, each with its interval."""
     rows = []
     for load in LOADS:
         for what, percentile in FIGURES:
-            sides = [[seconds_of(run, what) for run in side[load]] for side in (live, foretold)]
+            sides = [[seconds_of(run, what) for run in side[load]] for side in (live, predicted)]
             one, other = (interval(runs, percentile) for runs in sides)
             does_overlap = one[1] <= other[2] and other[1] <= one[2]
             rows.append(
@@ -227,7 +228,7 @@ def compared(
                     "load": load,
                     "figure": f"{what}, P{percentile}",
                     "live_s": one,
-                    "foretold_s": other,
+                    "predicted_s": other,
                     "overlap": does_overlap,
                 }
             )
@@ -235,14 +236,15 @@ def compared(
 
 
 def kept_up_to(
-    live: Mapping[float, Sequence[Sequence[RequestRecord]]], foretold: Mapping[float, Sequence[Sequence[RequestRecord]]]
+    live: Mapping[float, Sequence[Sequence[RequestRecord]]],
+    predicted: Mapping[float, Sequence[Sequence[RequestRecord]]],
 ) -> tuple[float, float | None]:
-    """Return the P90 of the first token that is foretold for ``PLANNED``, and the load up to which it is kept live."""
+    """Return the P90 of the first token that is predicted for ``PLANNED``, and the load up to which it is kept live."""
 
     def p90(runs: Sequence[Sequence[RequestRecord]]) -> float:
         return float(np.percentile(np.concatenate([seconds_of(run, "first token") for run in runs]), 90))
 
-    limit_s = p90(foretold[PLANNED])
+    limit_s = p90(predicted[PLANNED])
     return limit_s, crossing([(load, p90(live[load])) for load in LOADS], limit_s)
 
 
@@ -251,9 +253,9 @@ def page(figures: Mapping[str, Any]) -> str:
     for one in figures["compared"]:
         cells = [
             f"{1e3 * middle:.0f} ({1e3 * low:.0f} to {1e3 * high:.0f})"
-            for middle, low, high in (one["live_s"], one["foretold_s"])
+            for middle, low, high in (one["live_s"], one["predicted_s"])
         ]
-        error = one["foretold_s"][0] / one["live_s"][0] - 1
+        error = one["predicted_s"][0] / one["live_s"][0] - 1
         rows.append([f"{one['load']:.0%}", one["figure"], *cells, f"{error:+.0%}", "yes" if one["overlap"] else "no"])
     kept, speeds, unsteady = figures["kept_up_to"], figures["speeds"], figures["unsteadiness"]
     low = [one["overlap"] for one in figures["compared"] if one["load"] <= PLANNED]
@@ -263,12 +265,12 @@ def page(figures: Mapping[str, Any]) -> str:
         else f"up to {kept:.1%} of it: the plan is off by {PLANNED / kept - 1:+.1%}"
     )
     lines = [
-        "# Live and foretold, by load",
+        "# Live and predicted, by load",
         "",
         f"`{figures['command']}` on {figures['machine']}, one thread for the model: the demo model, {NUM_ADAPTERS} "
         f"adapters, {figures['requests']} requests a run, {figures['rounds']} live runs and "
-        f"{figures['rounds'] * DRAWS} foretold ones at each load; 100 % are {figures['capacity_per_s']:.2f} requests a "
-        f"second. Other processes took {figures['busy_share']:.1%} of the machine's processor time.",
+        f"{figures['rounds'] * DRAWS} predicted ones at each load; 100 % are {figures['capacity_per_s']:.2f} requests "
+        f"a second. Other processes took {figures['busy_share']:.1%} of the machine's processor time.",
         "",
         f"Calibrated once, before. Steps of the sweep vary about their price by {unsteady['wall']:.0%} in wall time "
         f"and by {unsteady['processor']:.0%} in processor time. Over windows of {WINDOW_S:g} s they took "
@@ -276,11 +278,11 @@ def page(figures: Mapping[str, Any]) -> str:
         "",
         "Milliseconds, with 95 % intervals over runs.",
         "",
-        *table(["load", "figure", "live", "foretold", "error", "overlap"], rows, left=2),
+        *table(["load", "figure", "live", "predicted", "error", "overlap"], rows, left=2),
         "",
         f"Up to {PLANNED:.0%} of load the intervals overlap in {sum(low)} of {len(low)} figures.",
         "",
-        f"Foretold is a P90 of the first token of {1e3 * figures['limit_s']:.0f} ms at {PLANNED:.0%}; "
+        f"Predicted is a P90 of the first token of {1e3 * figures['limit_s']:.0f} ms at {PLANNED:.0%}; "
         f"the live engine keeps it {verdict}.",
     ]
     return "\n".join(lines)
@@ -303,13 +305,13 @@ def main() -> None:
         adapters=AdapterConfig(),
     )
     machine = calibrate(config, options.sweep)
-    with tempfile.TemporaryDirectory(prefix="foretell-") as name:
-        simulator = Foretold(machine, Path(name))
+    with tempfile.TemporaryDirectory(prefix="forecast-") as name:
+        simulator = Predicted(machine, Path(name))
         capacity = simulator.capacity(200)
         num_requests = int(options.minutes * 60 * capacity / options.rounds / sum(1 / load for load in LOADS))
         print(f"{capacity:.2f} requests a second; {num_requests} in a run", flush=True)
         live: dict[float, list[list[RequestRecord]]] = {load: [] for load in LOADS}
-        foretold: dict[float, list[list[RequestRecord]]] = {load: [] for load in LOADS}
+        predicted: dict[float, list[list[RequestRecord]]] = {load: [] for load in LOADS}
         engine = Live(config, make_workload(replace(WORKLOAD, num_requests=30), 99), Path(name))
         try:
             engine.serve(make_workload(replace(at_rate(WORKLOAD, 0.5 * capacity), num_requests=30), 99))  # warm up
@@ -318,13 +320,13 @@ def main() -> None:
                 spec = replace(at_rate(WORKLOAD, load * capacity), num_requests=num_requests)
                 workload = make_workload(spec, number)
                 live[load].append(engine.serve(workload))
-                foretold[load] += [simulator.serve(workload, f"{load}/{number}/{draw}") for draw in range(DRAWS)]
+                predicted[load] += [simulator.serve(workload, f"{load}/{number}/{draw}") for draw in range(DRAWS)]
                 print(f"round {number + 1}: {load:.0%} served", flush=True)
         finally:
             engine.close()
-    limit_s, kept = kept_up_to(live, foretold)
+    limit_s, kept = kept_up_to(live, predicted)
     figures = {
-        "command": "python bench/foretell.py",
+        "command": "python bench/forecast.py",
         "machine": describe_machine(torch.device("cpu")),
         "busy_share": others.share(),
         "rounds": options.rounds,
@@ -333,12 +335,12 @@ def main() -> None:
         "unsteadiness": machine.unsteadiness,
         "speeds": machine.speeds,
         "fit": [{"regime": one.regime, "median_error": one.median_error} for one in machine.profile.errors],
-        "compared": compared(live, foretold),
+        "compared": compared(live, predicted),
         "limit_s": limit_s,
         "kept_up_to": kept,
     }
     refused = reason_to_refuse(options.rounds, figures["busy_share"])
-    publish("foretell", figures, page(figures), is_kept=not options.quick, refused=refused)
+    publish("forecast", figures, page(figures), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Foretelling and the grid of readings, their own arithmetic."""
+"""Forecasts and the grid of readings, their own arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 from chameleon_readings import LEAST_LOAD, LIMIT_S, MOST_LOAD, next_load
-from foretell import BLOCK, WINDOW_S, DrawnSpeed, interval, over_windows, windows_of
+from forecast import BLOCK, WINDOW_S, DrawnSpeed, interval, over_windows, windows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
