@@ -228,6 +228,26 @@ def test_as_few_as_it_takes_are_squashed_and_the_youngest_first():
     assert story.policy.squash(1.0) == [young[2], young[1]]
 
 
+def test_one_that_lacks_tokens_is_first_in_line_once_those_that_passed_it_are_squashed():
+    """A younger one of another queue that has its quota does not take the memory that squashing frees."""
+    policy = Planned(
+        (60, 130),
+        nearness=lambda one: Nearness.HOST if one.adapter == "big" else Nearness.DEVICE,
+        num_claimable_pages=lambda is_first: 60 if is_first else 0,
+    )
+    fill(policy, MEDIUM)
+    assert step(policy) == [0]  # holds 80 tokens
+    policy.add(sequence(1, num_prompt=2, max_tokens=30, adapter=version("big", num_pages=1)), 0.0)
+    passer = sequence(2, num_prompt=2, max_tokens=29)
+    policy.add(passer, 0.0)
+    young = fill(policy, SMALL, first_id=3)[0]
+    outcomes = {1: Outcome.ADAPTER_NO_PAGES, 3: Outcome.NO_PAGES}
+    assert step(policy, lambda one: outcomes.get(one.seq_id, Outcome.ADMITTED)) == [2]
+    step(policy, lambda one: outcomes[one.seq_id])
+    assert policy.first_in_line is young
+    assert policy.squash(1.0) == [passer]
+
+
 def test_nobody_is_squashed_for_one_whose_adapter_came_after_all():
     story = Bypassing()
     young = story.arrive(2, max_tokens=5)

@@ -154,6 +154,29 @@ def test_first_in_line_for_memory_is_the_first_in_this_order_until_one_is_refuse
     assert policy.first_in_line is not None and policy.first_in_line.seq_id == 3
 
 
+def test_the_bound_holds_within_one_step_as_well():
+    """The oldest comes to be due behind its own refusal, or behind that of another one."""
+    policy, _ = adapter_aware(Nearness.HOST)
+    for seq_id in range(1, 4 * MAX_BYPASS):
+        policy.add(sequence(seq_id), 0.0)
+    lacks_room = {0: Outcome.ADAPTER_NO_PAGES}
+    assert len(step(policy, lambda one: lacks_room.get(one.seq_id, Outcome.ADMITTED))) == MAX_BYPASS
+
+    policy, _ = adapter_aware(Nearness.HOST, Nearness.DEVICE)
+    for seq_id in range(2, 4 * MAX_BYPASS):
+        policy.add(sequence(seq_id), 0.0)
+    refused = {0: Outcome.ADAPTER_NO_PAGES, 1: Outcome.ADAPTER_CAP}
+    first = []
+
+    def outcome(one: Sequence) -> Outcome:
+        if policy.first_in_line is one:
+            first.append(one.seq_id)
+        return refused.get(one.seq_id, Outcome.ADMITTED)
+
+    assert len(step(policy, outcome)) == MAX_BYPASS
+    assert first == [1, 0]
+
+
 # -- whole prompts -----------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,9 @@ ones.
 
 No request starves under a policy that keeps three rules (each policy says how it does):
 
-1. a sequence that is first in line and was refused stays first in line until admitted, but for older arrivals;
+1. a sequence that is first in line and was refused is, in the steps that follow, replaced only by one that can use the
+   memory sooner: by an older arrival, or where it lacks what memory alone does not give it (its queue's tokens, its
+   adapter);
 2. it is passed a bounded number of times, not counting while its adapter is loading;
 3. every sequence comes to be first in line, or is admitted before.
 """
@@ -131,7 +133,8 @@ class Policy(Protocol):
     def first_in_line(self) -> Sequence | None:
         """The sequence that may claim every page that running ones do not hold.
 
-        Fixed from ``begin`` to the next ``begin``; once it is admitted, another may be named.
+        Set by ``begin``. Another may be named once it is admitted, and when a later one is offered before any was
+        refused, or comes to be owed its turn.
         """
         ...
 

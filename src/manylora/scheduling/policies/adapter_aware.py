@@ -3,8 +3,9 @@
 Inside each class it is first come, first served. The core holds the cap on distinct adapters in a step
 (``max_loras``) and prefetches the adapters of the next sequences.
 
-The first in this order is first in line for memory, and once it is admitted the next, until one is refused. Were it
-always the oldest, a pool full of adapters that requests wait for would let hardly any other run.
+The first in this order is first in line for memory, and once it is admitted the next, until one is refused; after
+that, only an oldest that has come to be due. Were it always the oldest, a pool full of adapters that requests wait for
+would let hardly any other run.
 
 No request starves. A request is *due* once ``MAX_BYPASS`` more requests were admitted than stood before it when it
 came. While the oldest is due it goes first, whatever its class, and if it is refused no other is admitted, except
@@ -33,7 +34,7 @@ class AdapterAwarePolicy(StrictFifoPolicy):
         self._due: dict[int, int] = {}  # by seq_id: the number of admissions at which it is due
         self._num_admitted = 0
         self._first: Sequence | None = None
-        self._is_any_refused = False  # in this step
+        self._refused: dict[int, Outcome] = {}  # in this step, by seq_id
         self._by_age: list[Sequence] = []
         self._by_nearness: list[Sequence] | None = None  # sorted when first asked for: most steps have no seat
         self._offered: set[int] = set()
@@ -55,12 +56,12 @@ class AdapterAwarePolicy(StrictFifoPolicy):
         self._by_age.reverse()
         self._by_nearness = None
         self._first = self._waiting.head
-        self._is_any_refused = False
+        self._refused.clear()
         self._offered.clear()
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The first in this step's order that was not admitted."""
+        """The oldest before the first offer, then the last one offered that nothing was refused before."""
         return self._first
 
     def offer(self) -> Sequence | None:
@@ -76,7 +77,7 @@ class AdapterAwarePolicy(StrictFifoPolicy):
             sequence = self._next_of(self._by_nearness)
         if sequence is not None:
             self._offered.add(sequence.seq_id)
-            if not self._is_any_refused:
+            if not self._refused or self._may_not_be_passed(sequence):
                 self._first = sequence
         return sequence
 
@@ -85,12 +86,18 @@ class AdapterAwarePolicy(StrictFifoPolicy):
         if outcome is Outcome.ADMITTED:
             self.remove(sequence)
             self._num_admitted += 1
+            oldest = self._waiting.head  # it may have come to be due after its refusal
+            self._is_blocked = oldest is not None and self._holds_others_back(oldest)
             return
-        self._is_any_refused = True
-        if outcome is Outcome.NO_PAGES:
-            self._is_blocked = True
-        elif outcome is not Outcome.ADAPTER_LOADING:
-            self._is_blocked = sequence is self._first and self._is_due(sequence)
+        self._refused[sequence.seq_id] = outcome
+        self._is_blocked = outcome is Outcome.NO_PAGES or self._holds_others_back(sequence)
+
+    def _holds_others_back(self, sequence: Sequence) -> bool:
+        outcome = self._refused.get(sequence.seq_id, Outcome.ADAPTER_LOADING)
+        return outcome is not Outcome.ADAPTER_LOADING and self._may_not_be_passed(sequence)
+
+    def _may_not_be_passed(self, sequence: Sequence) -> bool:
+        return sequence is self._waiting.head and self._is_due(sequence)
 
     def _is_due(self, sequence: Sequence) -> bool:
         return self._num_admitted >= self._due[sequence.seq_id]

@@ -16,7 +16,7 @@ tokens are reserved and younger ones pass freely.
 
 No request starves. A queue's quota returns as its running requests end, and its oldest takes it before any younger one;
 an empty queue lends nothing once it has work. For memory, the oldest that has its quota is first in line: one without
-could not use the memory, and no other may drop the adapters that waiting requests need. The oldest of a queue that has
+could at most borrow, and no other may drop the adapters that waiting requests need. The oldest of a queue that has
 its quota and is not admitted, for want of memory or because smaller requests took the seats, is passed a bounded number
 of times (``policies/bypass.py``), then is first in line and offered alone. Squashing ends: only older requests squash
 younger ones.
@@ -207,9 +207,10 @@ class ChameleonPolicy:
         else:
             self._bypass.refuse(sequence)
 
-    def _first_now(self) -> Sequence | None:
+    def _first_now(self, granted: Sequence | None = None) -> Sequence | None:
+        """Return the first in line, as if ``granted`` had its quota."""
         heads = [head for line in self._lines if (head := line.head) is not None]
-        ready = [head for head in heads if self._has_quota(head)]
+        ready = [head for head in heads if head is granted or self._has_quota(head)]
         return self._bypass.exhausted or min(ready or heads, key=lambda head: head.seq_id, default=None)
 
     def _alone(self, sequence: Sequence) -> Iterator[Sequence]:
@@ -277,7 +278,7 @@ class ChameleonPolicy:
         for seq_id in sorted(passers):
             waiting = self._waiting[seq_id]
             num_tokens = self._charge(waiting) - self._ledger.free([waiting.queue])
-            is_first = waiting.sequence is self._first_now()
+            is_first = waiting.sequence is self._first_now(granted=waiting.sequence)
             squashed = self._opportunity.to_squash(waiting.sequence, num_tokens, passers[seq_id], is_first=is_first)
             if squashed:
                 return squashed
