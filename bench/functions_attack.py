@@ -197,10 +197,11 @@ def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 def text(figures: dict[str, Any], num_rounds: int) -> str:
     """Return the table."""
     rows = []
-    num_missed = 0
+    num_missed = num_attacks = 0
     for name, one in figures["cases"].items():
         ratios = {key: one[f"{key}_ratio"] for key in ("token_s", "ttft_s")}
         is_met = all(ratio["median"] <= GOAL for ratio in ratios.values())
+        num_attacks += name != one["against"]
         num_missed += not is_met
         shown = [f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})" for ratio in ratios.values()]
         rows.append(
@@ -228,7 +229,7 @@ def text(figures: dict[str, Any], num_rounds: int) -> str:
             "",
             *table(heads, rows, left=2),
             "",
-            "All goals are met." if not num_missed else f"Missed: {num_missed} of {len(rows)} cases.",
+            "All goals are met." if not num_missed else f"Missed: {num_missed} of {num_attacks} attacks.",
         ]
     )
 
