@@ -291,7 +291,9 @@ def report(cells: Sequence[dict[str, Any]], num_seeds: int) -> str:
         f"within 5 points, 0.9 and 1.3 req/s, and 0.1. A dash: not between {LEAST_LOAD} and {MOST_LOAD} req/s in every "
         "seed.",
         "",
-        f"{num_run} of {num_all} readings were run; the others are not shown.",
+        f"All {num_all} readings of the grid."
+        if num_run == num_all
+        else f"{num_run} of {num_all} readings were run; the others are not shown.",
         "",
         "![grid](chameleon_readings.png)",
     ]
