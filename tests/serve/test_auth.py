@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from reciter import engine_config
 
 from manylora.config import ServerConfig
+from manylora.hosting.fleet import Fleet
 from manylora.server import BackgroundServer
 from manylora.server.auth import exposure
 
@@ -56,6 +58,22 @@ def test_inference_needs_a_key(keyed: httpx.Client, headers: dict[str, str]) -> 
 @pytest.mark.parametrize("key", ["tenant-1", "tenant-2", "root"])
 def test_every_key_works_for_inference(keyed: httpx.Client, key: str) -> None:
     assert keyed.post("/v1/completions", json=SAY, headers=bearer(key)).status_code == 200
+
+
+def test_models_that_do_not_exist_for_a_tenant_are_not_listed(
+    tokenizer: Path, lora_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = "key-" + hashlib.sha256(b"tenant-1").hexdigest()[:12]
+    monkeypatch.setattr(Fleet, "hidden_from", lambda fleet, tenant: frozenset({"p"} if tenant != owner else ()))
+    with serving(tokenizer, api_keys=("tenant-1", "tenant-2"), lora_dirs=(str(lora_dir),)) as http:
+        for name in ("p", "q"):
+            load = {"lora_name": name, "lora_path": str(lora_dir / name)}
+            assert http.post("/v1/load_lora_adapter", json=load, headers=bearer("tenant-1")).status_code == 200
+        for key, is_listed in (("tenant-1", True), ("tenant-2", False), ("tenant-1", True)):
+            models = http.get("/v1/models", headers=bearer(key)).json()["data"]
+            assert ("p" in [one["id"] for one in models]) == is_listed
+            assert http.get("/v1/models/q", headers=bearer(key)).status_code == 200
+            assert http.get("/v1/models/p", headers=bearer(key)).status_code == (200 if is_listed else 404)
 
 
 def test_only_the_admins_key_works_for_adapters(keyed: httpx.Client) -> None:

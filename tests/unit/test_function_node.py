@@ -251,6 +251,8 @@ def test_a_function_does_not_exist_for_keys_that_are_not_its_callers(
         for name in ("a", "base:a"):
             assert await fleet.submit([Request(request_id="r", prompt=(1,), model=name, tenant=caller)]) == "stream"
         assert (fleet.info.vocab_size, list(fleet.adapters.loaded)) == (9, ["a"])
+        hidden = {tenant: fleet.hidden_from(tenant) for tenant in (caller, "", "key-0123456789ab")}
+        assert hidden == {caller: frozenset(), "": {"a"}, "key-0123456789ab": {"a"}}
 
     run(scenario)
 

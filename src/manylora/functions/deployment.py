@@ -104,6 +104,10 @@ class FunctionSpec(
     cgroup_bytes: Bytes | None = None
     cgroup_cpus: Annotated[float, Meta(gt=0.0, le=4096.0)] | None = None
 
+    def may_call(self, caller: str) -> bool:
+        """Whether a caller, named as in ``callers``, may call it."""
+        return not self.callers or caller in self.callers
+
 
 class NodeSpec(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab", omit_defaults=True

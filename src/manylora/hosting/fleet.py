@@ -217,6 +217,10 @@ class Fleet:
         """Whether any engine works on a request."""
         return any(keeper.client is not None and keeper.client.num_flights for keeper in self._keepers)
 
+    def hidden_from(self, tenant: str) -> frozenset[str]:
+        """Return nothing: every tenant may call every adapter."""
+        return frozenset()
+
     def check_serving(self) -> None:
         """Raise ``CapacityError``, with the reason and ``Retry-After``, unless requests are accepted."""
         if self.state is not State.SERVING:

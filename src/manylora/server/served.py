@@ -96,6 +96,10 @@ class ServedFleet(Protocol):
         """The last decision about the number of engines."""
         ...
 
+    def hidden_from(self, tenant: str) -> frozenset[str]:
+        """Return the names of adapters that do not exist for a tenant: it may neither call nor list them."""
+        ...
+
     def check_serving(self) -> None:
         """Raise ``CapacityError`` unless requests are accepted."""
         ...

@@ -62,7 +62,7 @@ class BackboneFleet:
         """
         self.check_serving()
         instance = self._instance(requests[0].model)
-        if instance.spec.callers and requests[0].tenant not in instance.spec.callers:
+        if not instance.spec.may_call(requests[0].tenant):
             raise _no_such(requests[0].model)
         return await instance.submit(requests)
 
@@ -122,6 +122,10 @@ class BackboneFleet:
                 total.num_waiting += stats.num_waiting
                 total.longest_pause_s = max(total.longest_pause_s, stats.longest_pause_s)
         return total
+
+    def hidden_from(self, tenant: str) -> frozenset[str]:
+        """Return the names of functions whose callers do not include a tenant."""
+        return frozenset([one.name for one in self._instances() if not one.spec.may_call(tenant)])
 
     def check_room(self) -> None:
         """Return: each function has a queue of its own, and the model of the request is not known yet."""

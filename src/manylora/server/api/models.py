@@ -51,22 +51,25 @@ def _card(context: Context, name: str, adapter: LoadedAdapter | None = None, *, 
 async def list_models(request: Request) -> Response:
     """``GET /v1/models``: the base first, then adapters in the order of loading."""
     context = context_of(request)
-    context.gate.check_inference(request)
+    tenant = context.gate.check_inference(request)
     context.fleet.check_serving()
     shows_paths = context.gate.is_admin(request)
+    if hidden := context.fleet.hidden_from(tenant):
+        context.turns.enter(partial(context.gate.caller_of, request))
+        return Response(await _list(context, hidden, shows_paths=shows_paths), media_type="application/json")
     made, wanted = context.model_lists, (context.fleet.adapters.num_changes, shows_paths)
     if wanted not in made:
         for outdated in [one for one in made if one[0] != wanted[0]]:
             del made[outdated]  # requests that came before the change get it still
         context.turns.enter(partial(context.gate.caller_of, request))
-        made[wanted] = asyncio.create_task(_list(context, shows_paths=shows_paths))
+        made[wanted] = asyncio.create_task(_list(context, hidden, shows_paths=shows_paths))
     # A client that leaves does not end it for the others.
     return Response(await asyncio.shield(made[wanted]), media_type="application/json")
 
 
-async def _list(context: Context, *, shows_paths: bool) -> bytes:
+async def _list(context: Context, hidden: frozenset[str], *, shows_paths: bool) -> bytes:
     """Return the list of models, made in slices."""
-    loaded = list(context.fleet.adapters.loaded.items())
+    loaded = [one for one in context.fleet.adapters.loaded.items() if one[0] not in hidden]
     served = (context.fleet.served_name, *context.config.web.aliases) if context.serves_base else ()
     cards = [_card(context, name, shows_paths=shows_paths) for name in served]
     parts = [msgspec.json.encode(cards)[1:-1]] if cards else []
@@ -80,14 +83,15 @@ async def _list(context: Context, *, shows_paths: bool) -> bytes:
 async def get_model(request: Request) -> Response:
     """``GET /v1/models/{id}``, also of ``base:adapter``."""
     context = context_of(request)
-    context.gate.check_inference(request)
+    tenant = context.gate.check_inference(request)
     context.fleet.check_serving()
+    hidden = context.fleet.hidden_from(tenant)
     name, served_name, loaded = request.path_params["name"], context.fleet.served_name, context.fleet.adapters.loaded
     shows_paths = context.gate.is_admin(request)
     if context.serves_base and (name == served_name or name in context.config.web.aliases):
         return json_response(_card(context, name, shows_paths=shows_paths))
     for known in (name, name.removeprefix(f"{served_name}:")):
-        if known in loaded:
+        if known in loaded and known not in hidden:
             return json_response(_card(context, known, loaded[known], shows_paths=shows_paths))
     raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
