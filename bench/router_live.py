@@ -102,7 +102,8 @@ def main() -> None:
             f"{options.replicas} replicas of an A10 with Llama-2-7B, {options.rate:g} requests a second, "
             f"{options.requests} requests, SLO {SLO_S * 1e3:.0f} ms a token. Published (CaraServe, figure 20): "
             "rank-aware meets the SLO for up to 99 %, above most idle (least-loaded here), first-fit and random. "
-            "`python bench/router_live.py`",
+            f"One run of each; kernels do not pad. `python bench/router_live.py --routers {options.routers} "
+            f"--requests {options.requests} --rate {options.rate:g}`",
             "",
             *table(heads, rows),
         ]

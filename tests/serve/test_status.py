@@ -13,6 +13,7 @@ from reciter import engine_config
 from serving import PATIENCE_S, Gate, wait_for
 
 from manylora.config import ServerConfig
+from manylora.costs.rank_fit import LEAST_STEPS
 from manylora.engine.status import EngineStats
 from manylora.server import BackgroundServer, LoraModule
 from manylora.server.metrics.status_report import StatusReport
@@ -86,6 +87,25 @@ def test_a_wrong_number_of_adapters_is_the_callers_fault(http: httpx.Client, wro
     answer = http.get("/status", params={"adapters": wrong})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "adapters"
+
+
+def test_each_engine_shows_what_it_learnt_of_its_steps(tokenizer: Path) -> None:
+    config = ServerConfig(port=0, in_process=True)
+    with (
+        BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        assert report(http).replicas[0].fits == ()  # too few steps
+        for _ in range(LEAST_STEPS):  # it learns from some steps alone
+            complete(http, "base", 40)
+            found = report(http)
+            (row,) = found.replicas
+            if row.fits:
+                break
+        assert [(fit.phase, fit.family) for fit in row.fits] == [("decode", "padded"), ("decode", "unpadded")]
+        assert all(fit.num_steps >= LEAST_STEPS and fit.error_s >= 0.0 and fit.error_out_s >= 0.0 for fit in row.fits)
+        assert found.engine is not None
+        assert found.engine.fits == row.fits
 
 
 def test_who_may_not_see_it(tokenizer: Path) -> None:

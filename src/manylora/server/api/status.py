@@ -97,6 +97,7 @@ def _replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int)
         num_free_pages=stats.num_free_pages,
         num_loads=stats.num_loads,
         num_resident=stats.num_resident,
+        fits=stats.fits,
         placed=tuple(one.name for one in by_use if one.tier is Tier.DEVICE)[:num_adapters],
         pinned=tuple(one.name for one in by_use if one.is_pinned)[:num_adapters],
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from manylora.costs.rank_fit import StepFit
 from manylora.engine.status import AdapterStatus, EngineStats
 from manylora.functions.wire import FunctionState
 from manylora.scaling import ScalingDecision
@@ -77,6 +78,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
         node: The node of a cluster that it runs on; ``None`` for the server's machine.
         num_in_flight: Requests that the API process has given to it.
         num_running: As the next five, ``None`` while it does not serve.
+        fits: Step-time models fitted to its steps; none before enough of them.
         placed: Adapters on its device, as many as the caller asked for: the most used first.
         pinned: Adapters that are pinned there, likewise.
     """
@@ -93,6 +95,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     num_free_pages: int | None = None
     num_loads: int | None = None
     num_resident: int | None = None
+    fits: tuple[StepFit, ...] = ()
     placed: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
 
