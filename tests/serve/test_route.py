@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-from proxying import Call, FakeServer, names, routing, run, servers, until
+from proxying import Behaviour, Call, FakeServer, names, recite, routing, run, servers, until
 
 from manylora.proxy.upstream.address import Address
 
@@ -46,6 +49,43 @@ def test_requests_for_an_adapter_stay_together_and_the_base_is_spread() -> None:
             homes = [{call.json["model"] for call in fake.completions} for fake in fakes]
             assert sum(map(len, homes)) == len(ADAPTERS)
             assert all(homes)
+
+    run(test)
+
+
+def test_a_router_that_knows_adapters_waits_for_fewer_loads_than_round_robin() -> None:
+    """Three servers that hold four of twelve adapters each, and load another one while its request waits."""
+    wanted = [name for _ in range(8) for name in Random(7).sample(sorted(ADAPTERS), len(ADAPTERS))]
+    Random(8).shuffle(wanted)
+
+    def holding(num_held: int, loads: list[str]) -> Behaviour:
+        held: OrderedDict[str, None] = OrderedDict()
+
+        async def serve(call: Call) -> None:
+            name = call.json["model"]
+            if name not in held:
+                loads.append(name)
+                await asyncio.sleep(0.002)
+                held[name] = None
+            held.move_to_end(name)
+            if len(held) > num_held:
+                held.popitem(last=False)
+            await recite(call)
+
+        return serve
+
+    async def loads_of(router: str) -> int:
+        loads: list[str] = []
+        fakes = [FakeServer(dict(ADAPTERS), behave=holding(4, loads)) for _ in range(3)]
+        async with servers(*fakes) as urls, routing(*urls, router=router) as (_, client):
+            for name in wanted:
+                assert (await client.complete(name)).status == 200
+            assert all(fake.completions for fake in fakes)
+        return len(loads)
+
+    async def test() -> None:
+        blind = await loads_of(f"{Path(__file__).parents[2]}/examples/round_robin.py:RoundRobin")
+        assert await loads_of("affinity") < blind / 2
 
     run(test)
 

@@ -6,12 +6,14 @@ import errno
 import io
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+import yaml
 from bad_adapters import tiny_base, write_good_adapter
 from cli_runs import Served, run_main, served
 from rich.console import Console
@@ -27,6 +29,7 @@ from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.fleet_config import FleetConfig
 from manylora.hosting.early_start import TORCH_BUILDER
 from manylora.offline import Generation
+from manylora.proxy.config import ProxyConfig
 from manylora.types import SamplingParams
 
 __all__ = ["served"]  # a fixture
@@ -174,6 +177,54 @@ def test_file_environment_and_line_in_this_order(served: list[Served], tmp_path:
     assert (call.server.admin_key, call.server.api_keys) == ("env", ("one", "two"))
     assert not call.engine.memory.prefix_caching
     assert call.adapters == {"sql": "/a"}
+
+
+def test_a_router_reads_its_options_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file of the documentation, and a flag that overrides it."""
+    page = (Path(__file__).parents[2] / "docs" / "route.md").read_text()
+    text = page.split("```toml\n")[1].split("```")[0]
+    (tmp_path / "route.toml").write_text(text)
+    routed: list[ProxyConfig] = []
+
+    def note(config: ProxyConfig) -> int:
+        routed.append(config)
+        return 0
+
+    monkeypatch.setattr("manylora.proxy.serve.run", note)
+    result = CliRunner().invoke(app, ["route", "--config", str(tmp_path / "route.toml"), "--port", "9001"])
+    assert result.exit_code == 0, result.output
+    (config,) = routed
+    assert (config.backends, config.host, config.port) == (("dns:vllm.default.svc:8000",), "0.0.0.0", 9001)
+    assert (config.router, config.max_in_flight, config.manage_adapters, config.max_placed) == (
+        "affinity",
+        200,
+        True,
+        64,
+    )
+    (tmp_path / "route.toml").write_text('backend = ["http://a:1"]\nmax-plced = 3\n')
+    result = CliRunner().invoke(app, ["route", "--config", str(tmp_path / "route.toml")])
+    assert result.exit_code != 0
+    assert "max-plced" in str(result.exception)
+
+
+def test_the_command_of_the_ray_deployment_is_understood(
+    served: list[Served], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    documents = list(yaml.safe_load_all((Path(__file__).parents[2] / "deploy" / "ray.yaml").read_text()))
+    assert [one["kind"] for one in documents] == ["RayCluster", "Deployment", "Service"]
+    (container,) = documents[1]["spec"]["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    words = shlex.split(script.split("exec manylora")[1])
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "adapters").mkdir()
+    line = [word.replace("/models", str(tmp_path)) for word in words]
+    result = CliRunner().invoke(app, [*line, "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (call,) = served
+    fleet = call.server.fleet
+    assert (fleet.ray, fleet.min_replicas, fleet.max_replicas) == ("auto", 1, 8)
+    port = container["ports"][0]
+    assert (documents[2]["spec"]["ports"][0]["targetPort"], port["containerPort"]) == (port["name"], call.server.port)
 
 
 @pytest.mark.parametrize(
