@@ -28,7 +28,8 @@ from manylora.hosting.node.backbone_fleet import BackboneFleet
 from manylora.hosting.node.instance import FunctionInstance, Phase
 from manylora.hosting.node.launch import launch
 from manylora.hosting.node.node import FunctionNode
-from manylora.hosting.protocol import FinishedRequest, Observations
+from manylora.hosting.protocol import FinishedRequest, Observations, StartReport
+from manylora.isolation import Measure
 from manylora.types import Request
 
 PROCESS_BYTES = node_module.LEAST_BYTES
@@ -42,7 +43,7 @@ class Engine:
         self.has_share = True
         self.num_in_flight = 0
         self.pid: int | None = None
-        self.report = None
+        self.report: StartReport | None = None
         self.is_stopped = False
         self.error: ManyloraError | None = None
         self.may_stop = asyncio.Event()
@@ -75,6 +76,7 @@ class Rig:
         self.error: Exception | None = None
         self.zygote_ends = 0
         self.pid: int | None = None
+        self.report: StartReport | None = None
         self.may_start = asyncio.Event()
         self.may_start.set()
 
@@ -90,6 +92,7 @@ class Rig:
                 raise self.error
             self.engines[name] = Engine()
             self.engines[name].pid = self.pid
+            self.engines[name].report = self.report
             return self.engines[name]
 
         self.zygote = SimpleNamespace(pid=1)
@@ -232,6 +235,32 @@ def test_a_function_that_is_held_ready_is_charged_to_the_platform(
         living.cancel()
 
     run(scenario)
+
+
+def test_what_its_isolation_lacks_is_logged_once_and_stays_in_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = StartReport(took_s={}, measures=(Measure("files", True), Measure("network", False, "no user\nnamespaces")))
+
+    async def scenario() -> None:
+        monkeypatch.setattr(node_module, "TICK_S", 0.0)
+        rig = Rig(tmp_path, monkeypatch)
+        rig.report = report
+        living = asyncio.create_task(rig.node.run())
+        function = rig.node.functions["a"]
+        for number in range(2):
+            await rig.ask("a", str(number))
+            await settle()
+            (state,) = [one for one in rig.node.states("base") if one.name == "a"]
+            assert [(one.name, one.note) for one in state.missing] == [("network", "no user\nnamespaces")]
+            rig.finish("a")
+            while function.phase is not Phase.ASLEEP:
+                await asyncio.sleep(0)
+        living.cancel()
+
+    run(scenario)
+    told = [one.getMessage() for one in caplog.records if "function_isolation_missing" in one.getMessage()]
+    assert told == ["function_isolation_missing name=a measures=network: 'no user\\nnamespaces'"]
 
 
 def test_a_function_does_not_exist_for_keys_that_are_not_its_callers(

@@ -123,6 +123,7 @@ class FunctionInstance:
         self.account = account_name(spec.tenant, name)
         self._node = node
         self._awake: Awake | None = None
+        self._told_missing: tuple[MeasureNote, ...] = ()
         self._ending: Awake | None = None  # from the end of its service to that of its process
         self._waiting: deque[_Waiting] = deque()
         self._num_leaving = 0  # requests between the queue and the engine
@@ -195,7 +196,6 @@ class FunctionInstance:
     def describe(self, now: float) -> FunctionState:
         """Return its state for a report."""
         awake = self._awake
-        missing = () if awake is None or awake.report is None else awake.report.measures
         return FunctionState(
             name=self.name,
             state=self.phase.value,
@@ -212,8 +212,22 @@ class FunctionInstance:
             num_deaths=self._num_deaths + (0 if awake is None else awake.fleet.num_restarts),
             last_start=self._start,
             error=str(self._failed[1])[:4000] if self.phase is Phase.FAILED and self._failed else None,
-            missing=tuple(MeasureNote(one.name, one.note[:4000]) for one in missing if not one.is_on),
+            missing=self._missing(),
         )
+
+    def _missing(self) -> tuple[MeasureNote, ...]:
+        """Return the measures of isolation that are not in force."""
+        report = None if self._awake is None else self._awake.report
+        measures = () if report is None else report.measures
+        return tuple([MeasureNote(one.name, one.note[:4000]) for one in measures if not one.is_on])
+
+    def _tell_missing(self) -> None:
+        """Log the measures that are not in force, once, and again when they are others."""
+        missing = self._missing()
+        if missing != self._told_missing:
+            self._told_missing = missing
+            reasons = "; ".join([f"{one.name}: {one.note!r}" for one in missing]) or "none"
+            logger.warning("function_isolation_missing name=%s measures=%s", self.name, reasons)
 
     def weigh(self) -> None:
         """Give its process a share of the processors while it has requests."""
@@ -379,6 +393,7 @@ class FunctionInstance:
         awake.keeping.add_done_callback(lambda task: self._given_up(awake, task))
         self.read_memory()
         logger.info("function_awake name=%s from=%s took_s=%.3f", self.name, begun_from, total_s)
+        self._tell_missing()
         self._node.changed(self)
         self.advance()
 
