@@ -9,8 +9,9 @@ zygote forks the functions; *plain* is an engine process that loads the base its
 * *steps*: seconds per token of four requests at once, a function and a plain engine in turns;
 * *starts*: from nothing to the first token: a *cold* engine process; a *mapping* one, spawned, that maps the base; a
   function from the *zygote*; and an engine that is *up* and lacks the adapter. The stages are the function's own;
-* *attacks*: the attempts of `tests/unit/isolation_attacks.py` inside a function, as its own user and as the server's;
-  one that is root and stays root can become root, and nothing else.
+* *attacks*: the attempts of `tests/unit/isolation_attacks.py` inside a function while another one serves: of a server
+  that is root, with a user of its own and without (one that is root and stays root can become root, and nothing else),
+  and of a server of an ordinary user. The other function answers afterwards, over the same base.
 
 Writes `results/functions_live.json` and `.md`. As root, which alone can give each function a user of its own.
 """
@@ -19,11 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict
@@ -56,6 +60,8 @@ from manylora.types import Output, Request, SamplingParams
 PARTS = ("memory", "steps", "starts", "attacks")
 ATTACKS = Path(__file__).resolve().parents[1] / "tests" / "unit"
 FIRST_UID = 1_000_000
+NOBODY = 65534
+ORDINARY = "of a server without root"
 MIB = 2**20
 POOL_BYTES = 32 * MIB
 NUM_PROMPT = 32
@@ -197,18 +203,42 @@ async def starts(rig: Rig, num_rounds: int) -> dict[str, Any]:
 
 
 async def attacks(rig: Rig) -> dict[str, Any]:
-    """Return the result of each attempt from inside a function, by user, and the measures that were in force."""
+    """Return the result of each attempt from inside a function, by user."""
+    secret = f"{rig.modules[1].path}/adapter_model.safetensors"
+    Path(rig.modules[0].path, "link").symlink_to(secret)
+    before = base_digest(rig.backbone)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        async with running(rig.function, 1, rig.modules[1]) as sibling:
+            told = {
+                "parent": os.getpid(),
+                "own": rig.modules[0].path,
+                "secret": secret,
+                "sibling": sibling.pids[0],
+                "backbone": str(Path(rig.modules[0].path).parent / "socket"),
+                "server": server.getsockname()[1],
+            }
+            found = await attacks_by_user(rig, told)
+            await ask(sibling, rig.modules[1].name, 2)
+    assert base_digest(rig.backbone) == before, "the base has changed"
+    return found
+
+
+def base_digest(backbone: Backbone) -> str:
+    """Return a digest of the base's memory."""
+    digest, file = hashlib.blake2b(), backbone.base.file
+    for at in range(0, backbone.base.num_bytes, 16 * MIB):
+        digest.update(os.pread(file, 16 * MIB, at))
+    return digest.hexdigest()
+
+
+async def attacks_by_user(rig: Rig, told: dict[str, Any]) -> dict[str, Any]:
+    """Run the attempts as each user that this one can be."""
     found: dict[str, Any] = {}
     is_root = os.geteuid() == 0
-    for name, uid in (("own user", FIRST_UID), ("given no user, so root" if is_root else "user of the server", None)):
+    for name, uid in (("own user", FIRST_UID), ("given no user, so root" if is_root else ORDINARY, None)):
         if uid is not None and not is_root:
             continue
         zygote = Zygote(rig.backbone, builder="isolation_attacks:attack")
-        told = {
-            "parent": os.getpid(),
-            "own": rig.modules[0].path,
-            "secret": f"{rig.modules[-1].path}/adapter_model.safetensors",
-        }
         engine = EngineSpec(
             config=EngineConfig(model=ModelConfig(model=json.dumps(told))), served_name="base", builder=""
         )
@@ -220,7 +250,25 @@ async def attacks(rig: Rig) -> dict[str, Any]:
             found[name] = json.loads(str(error))
         finally:
             await zygote.stop()
+    if is_root:
+        found |= await asyncio.to_thread(attacks_without_root)
     return found
+
+
+def attacks_without_root() -> dict[str, Any]:
+    """Return the results of a server of an ordinary user, which is this script; nothing if it cannot run."""
+    command = [sys.executable, __file__, "--only", "attacks", "--functions", "2", "--told"]
+    with tempfile.TemporaryDirectory(prefix="manylora-user-") as home:
+        os.chown(home, NOBODY, NOBODY)
+        variables = {**os.environ, "HOME": home, "TMPDIR": home, "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(
+            command, user=NOBODY, group=NOBODY, extra_groups=[], env=variables, cwd=home, capture_output=True, text=True
+        )
+    if done.returncode != 0:
+        print(f"no results without root: {done.stderr[-2000:]}", file=sys.stderr)
+        return {}
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
 
 
 def text(figures: dict[str, Any], num_functions: int) -> str:
@@ -304,12 +352,16 @@ def main() -> None:
     parser.add_argument("--functions", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--told", action="store_true", help="print the attempts' results as JSON, and nothing else")
     options = parser.parse_args()
     wanted = options.only.split(",")
     if options.quick:
         options.functions = 2
     others = Others()
     figures = in_folder(lambda folder: measure(options, folder, wanted))
+    if options.told:
+        print(json.dumps(figures["attacks"]))
+        return
     refused = reason_to_refuse(options.rounds, others.share()) if {"steps", "starts"} & set(wanted) else None
     kept = not options.quick and set(wanted) == set(PARTS)
     publish("functions_live", figures, text(figures, options.functions), is_kept=kept, refused=refused)

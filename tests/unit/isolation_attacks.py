@@ -31,8 +31,34 @@ def checked(result: int) -> str:
     return "done"
 
 
-def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str, str]:
-    """Return the result of each attempt: ``refused: ...`` or ``REACHED ...``."""
+class Remote(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("at", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def attempt_all(
+    parent: int,
+    sealed: int,
+    folder: str,
+    secret: str,
+    *,
+    sibling: int | None = None,
+    backbone: str = "/run/backbone",
+    server: int = 8000,
+) -> dict[str, str]:
+    """Return the result of each attempt: ``refused: ...`` or ``REACHED ...``.
+
+    Args:
+        parent: Process of the server.
+        sealed: Descriptor of the base.
+        folder: Of the function's own adapter. ``link`` there points to ``secret``.
+        secret: A file of another function's adapter.
+        sibling: Process of another function; the server's by default.
+        backbone: Socket of the process that holds the base.
+        server: Port of the server.
+    """
+    other = parent if sibling is None else sibling
 
     def write_file() -> str:
         with open(f"{folder}/written", "w") as file:
@@ -57,6 +83,42 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         libc.mmap.restype = ctypes.c_void_p
         address = libc.mmap(None, ctypes.c_size_t(4096), mmap.PROT_READ, mmap.MAP_SHARED, sealed, ctypes.c_long(0))
         return checked(libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(4096), 3))
+
+    def store_to_the_base() -> str:
+        """Write through a mapping of its own, as engines map it; others must not see that."""
+        before = os.pread(sealed, 1, 0)
+        own = mmap.mmap(sealed, 4096, access=mmap.ACCESS_COPY)
+        own[0] = before[0] ^ 1
+        if os.pread(sealed, 1, 0) == before:
+            raise PermissionError("the change stays in a page of its own")
+        return "done"
+
+    def read_memory_of_another() -> str:
+        numbers = {"x86_64": 310, "aarch64": 270}
+        into = ctypes.create_string_buffer(16)
+        here = Remote(ctypes.cast(into, ctypes.c_void_p), 16)
+        there = Remote(id(Remote), 16)  # an address of the zygote's, which all forks have
+        count = libc.syscall(numbers[platform.machine()], other, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        checked(count)
+        return into.raw.hex()
+
+    def connect_to_the_backbone() -> str:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as held:
+            held.connect(backbone)
+        return "done"
+
+    def ask_the_server(path: str) -> Callable[[], str]:
+        def attempt() -> str:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as asking:
+                asking.connect(("127.0.0.1", server))
+                asking.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+                return asking.recv(16).hex()
+
+        return attempt
+
+    def signal_another() -> str:
+        os.kill(other, signal.SIGSTOP)
+        return "done"
 
     def reopen_sealed() -> str:
         return str(os.write(os.open(f"/proc/self/fd/{sealed}", os.O_RDWR), b"x"))
@@ -145,6 +207,16 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "write a file in its own folder": write_file,
         "read a file of the system": read("/etc/passwd"),
         "read another function's adapter": read(secret),
+        "follow a link in its folder to another function's adapter": read(f"{folder}/link"),
+        "read another function's memory file": read(f"/proc/{other}/mem"),
+        "read another function's memory": read_memory_of_another,
+        "read another function's descriptors": lambda: str(os.listdir(f"/proc/{other}/fd")),
+        "trace another function": lambda: checked(libc.ptrace(16, other, 0, 0)),
+        "stop another function": signal_another,
+        "take a descriptor of another function": lambda: checked(libc.syscall(434, other, 0)),
+        "connect to the process that holds the backbone": connect_to_the_backbone,
+        "ask the server for its metrics": ask_the_server("/metrics"),
+        "ask the server for its state": ask_the_server("/status"),
         "read another process's environment": read(f"/proc/{parent}/environ"),
         "read another process's memory": read(f"/proc/{parent}/mem"),
         "read its own memory file": read("/proc/self/mem"),
@@ -156,6 +228,7 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
         "read keys in its environment": read_environment,
         "read the environment that it was started with": read("/proc/self/environ"),
         "read keys on its stack": scan_stack,
+        "store to the backbone where it maps it": store_to_the_base,
         "write the backbone": write_sealed,
         "map the backbone for writing": map_sealed_writable,
         "make a mapping of the backbone writable": make_mapping_writable,
@@ -194,7 +267,8 @@ def attempt_all(parent: int, sealed: int, folder: str, secret: str) -> dict[str,
 def attack(config: EngineConfig, clock: Clock, *, shared: SharedBase) -> EngineParts:
     """Attack instead of building an engine; told by the model's name, it tells by the reason to refuse it."""
     told = json.loads(config.model.model)
-    raise ConfigError(json.dumps(attempt_all(told["parent"], shared.file, told["own"], told["secret"])))
+    others = {key: told[key] for key in ("sibling", "backbone", "server") if key in told}
+    raise ConfigError(json.dumps(attempt_all(told["parent"], shared.file, told["own"], told["secret"], **others)))
 
 
 def main() -> None:

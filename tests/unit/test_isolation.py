@@ -23,6 +23,7 @@ def _attack(tmp_path: Path, *, as_root: bool) -> dict[str, dict[str, object]]:
     other.mkdir(mode=0o755)
     (own / "adapter_config.json").write_text("mine")
     (other / "adapter_model.safetensors").write_text("theirs")
+    (own / "link").symlink_to(other / "adapter_model.safetensors")
     for folder in (tmp_path, *tmp_path.parents):  # pytest's folders are closed to other users
         if as_root and folder.stat().st_uid == 0 and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o055)
@@ -68,6 +69,8 @@ def test_a_compromised_function_gets_nowhere(tmp_path: Path, as_root: bool) -> N
     if is_root_still:
         reached.pop("become root", None)  # it never was another user
     assert not reached
+    link = report["attempts"]["follow a link in its folder to another function's adapter"]
+    assert "Permission denied" in str(link)
     assert report["can"] == ["mine", "thread"]
     off = {name for name, (is_on, _) in report["measures"].items() if not is_on}
     assert off <= ({"user"} if not as_root else set()) | {"network"}
