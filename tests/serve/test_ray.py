@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -124,6 +127,30 @@ def is_gone(pid: int) -> bool:
             return False
         time.sleep(0.1)
     return True
+
+
+def test_engines_end_with_a_server_that_is_killed(cluster: Any) -> None:
+    """The server is a process of its own here: killed in an answer, it takes its engines with it."""
+    line = [sys.executable, "-m", "manylora", "serve", "demo", "--simulate", "a40:llama-7b", "--port", "0"]
+    line += ["--ray", cluster.address, "--replicas", "2", "--ray-resource", "CPU=2", "--ray-resource", "engines=1"]
+    body = {"model": "demo", "prompt": "the birds", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    process = subprocess.Popen(line, env=variables, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://[\w.]+:\d+", process.stdout.readline())
+        assert found is not None
+        with httpx.Client(base_url=found.group(), timeout=60) as client:
+            rows = client.get("/status").json()["replicas"]
+            assert [row["state"] for row in rows] == ["serving", "serving"]
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+                process.kill()
+    finally:
+        process.kill()
+        process.communicate()
+    assert len({row["node"] for row in rows}) == 2
+    assert all(is_gone(row["pid"]) for row in rows)
 
 
 def test_a_fleet_without_a_place_says_what_it_needs(cluster: Any) -> None:
