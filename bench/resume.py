@@ -48,9 +48,13 @@ HANG_TIMEOUT_S = 3.0
 STOP_AFTER_S = 2.0
 """From the first fault to the second: streams of the first go on before."""
 PATIENCE_S = 300.0
-NUM_CALM = 5
-"""Undisturbed runs. Sums round by the batch that they are in, so that two tokens as likely as each other can change
-places; an answer of any of these runs counts as undisturbed."""
+MOST_CALM = 60
+"""Undisturbed runs at most. Sums round by the batch that they are in, so that a draw between two tokens can fall to
+either side. An answer counts as changed unless one of these runs has it as well; there are as many as that takes."""
+
+
+Content = tuple[list[str], str | None]
+"""Ids of an answer's tokens, and why it ended."""
 
 
 @dataclass(slots=True)
@@ -63,7 +67,7 @@ class Answer:
     chunks_at: list[float] = field(default_factory=list)
 
     @property
-    def content(self) -> tuple[list[str], str | None]:
+    def content(self) -> Content:
         """The part that a disturbance must not change."""
         return self.tokens, self.finish
 
@@ -150,6 +154,40 @@ def wait_until_whole(url: str) -> dict[str, Any]:
         time.sleep(0.2)
 
 
+class Calm:
+    """The answers of undisturbed runs.
+
+    Args:
+        url: The server.
+        asked: The requests.
+    """
+
+    def __init__(self, url: str, asked: list[dict[str, Any]]) -> None:
+        self.num_runs = 0
+        self._url = url
+        self._asked = asked
+        self._seen: list[list[Content]] = [[] for _ in asked]
+
+    def run(self) -> None:
+        """Run all streams once more."""
+        self.num_runs += 1
+        answers, _ = asyncio.run(run(self._url, self._asked, ()))
+        for one, body, contents in zip(answers, self._asked, self._seen, strict=True):
+            assert one.error is None and len(one.tokens) == body["max_tokens"]
+            if one.content not in contents:
+                contents.append(one.content)
+
+    @property
+    def num_close(self) -> int:
+        """Streams with more than one answer."""
+        return sum(len(contents) > 1 for contents in self._seen)
+
+    def num_changed(self, answers: Sequence[Answer]) -> int:
+        """Return how many whole answers are none of those of their stream."""
+        pairs = zip(answers, self._seen, strict=True)
+        return sum(one.error is None and one.content not in contents for one, contents in pairs)
+
+
 def main() -> None:
     """Run the rounds and publish their figures."""
     parser = arguments(__doc__, quick="one round of 12 short streams")
@@ -171,8 +209,9 @@ def main() -> None:
         config = ServerConfig(port=0, hang_timeout_s=HANG_TIMEOUT_S, fleet=fleet)
         server = stack.enter_context(BackgroundServer(engine, config, modules))
         kill = partial(send, signal.SIGKILL) if ray is None else lambda row: ray.lose(row["node"])
-        calm = [asyncio.run(run(server.url, asked, ()))[0] for _ in range(NUM_CALM)]
-        assert all(one.error is None and len(one.tokens) == options.tokens for answers in calm for one in answers)
+        calm = Calm(server.url, asked)
+        calm.run()
+        ended: list[list[Answer]] = []  # by round
         before = wait_until_whole(server.url)
         for _ in range(options.rounds):
             began = time.monotonic()
@@ -183,16 +222,11 @@ def main() -> None:
             if ray is not None:
                 ray.add_node()
             after = wait_until_whole(server.url)
-            whole = [
-                any(one.content == other.content for other in others)
-                for one, *others in zip(answers, *calm, strict=True)
-            ]
+            ended.append(answers)
             rounds.append(
                 {
                     "lost": sum(one.error is not None for one in answers),
-                    "changed": sum(
-                        one.error is None and not is_whole for one, is_whole in zip(answers, whole, strict=True)
-                    ),
+                    "changed": calm.num_changed(answers),
                     "resumed": after["num_resumed"] - before["num_resumed"],
                     "pause_kill_s": max(one.pause(killed_at, stopped_at) for one in answers),
                     "pause_stop_s": max(one.pause(stopped_at) for one in answers),
@@ -201,10 +235,14 @@ def main() -> None:
             )
             print(f"round {len(rounds)}: {rounds[-1]}", flush=True)
             before = after
+        while calm.num_runs < MOST_CALM and any(calm.num_changed(answers) for answers in ended):
+            calm.run()
+        for one, answers in zip(rounds, ended, strict=True):
+            one["changed"] = calm.num_changed(answers)
     share = others.share()
-    num_close = sum(any(one.content != first.content for one in rest) for first, *rest in zip(*calm, strict=True))
     figures = {
-        "num_close": num_close,
+        "undisturbed_runs": calm.num_runs,
+        "streams_with_several_answers": calm.num_close,
         "options": vars(options),
         "machine": machine(),
         "rounds": rounds,
@@ -223,8 +261,8 @@ def main() -> None:
         f"(median {statistics.median(one['pause_kill_s'] for one in rounds):.2f}); over SIGSTOP: "
         f"{max(one['pause_stop_s'] for one in rounds):.2f} s "
         f"(median {statistics.median(one['pause_stop_s'] for one in rounds):.2f}); as the server counts: "
-        f"{before['longest_pause_s']:.2f} s. Of the streams {num_close} had more than one answer in {NUM_CALM} "
-        "undisturbed runs, where two tokens are as likely as each other; an answer is changed if it is none of these. "
+        f"{before['longest_pause_s']:.2f} s. Of the streams {calm.num_close} had more than one answer in "
+        f"{calm.num_runs} undisturbed runs, as sums round by their batch; an answer is changed if it is none of these. "
         "A pause is the longest between two chunks of a stream of which the later came after the fault, over the first "
         "fault up to the SIGSTOP two seconds later.\n",
         *table(heads, rows, left=0),
