@@ -141,8 +141,10 @@ def test_engines_end_with_a_server_that_is_killed(cluster: Any) -> None:
         found = re.search(r"http://[\w.]+:\d+", process.stdout.readline())
         assert found is not None
         with httpx.Client(base_url=found.group(), timeout=60) as client:
-            rows = client.get("/status").json()["replicas"]
-            assert [row["state"] for row in rows] == ["serving", "serving"]
+            deadline = time.monotonic() + PATIENCE_S
+            while {row["state"] for row in (rows := client.get("/status").json()["replicas"])} != {"serving"}:
+                assert time.monotonic() < deadline, rows
+                time.sleep(0.1)
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 next(answer.iter_lines())
                 process.kill()
