@@ -255,7 +255,9 @@ def text_of(chaos: Chaos, figures: dict[str, Any]) -> str:
         "# Chaos around a fleet",
         "",
         f"{figures['minutes']:g} minutes, {len(chaos.asked)} requests, {sum(chaos.faults.values())} faults. "
-        f"Invariants violated: {len(chaos.violations)}. `python bench/fleet_chaos.py`",
+        f"Invariants violated: {len(chaos.violations)}. `python bench/fleet_chaos.py --minutes {figures['minutes']:g} "
+        f"--every {figures['every_s']:g}`. *Cut*: the connection ended before the answer did, by a killed server or "
+        "router or by a link; the client sees that.",
         "",
         *table(["fault", "times"], chaos.faults.items()),
         *(f"| link: {name} | {num} pieces |" for name, num in sorted(figures["hits"].items())),
