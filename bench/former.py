@@ -70,11 +70,15 @@ def tables_of(text: str) -> Iterator[Figures]:
 
 
 def side_by_side(old: str, new: str) -> Iterator[tuple[Figures, Figures]]:
-    """Yield each table of the new text with the old one that has most of its rows; none where no old one has any."""
+    """Yield each table of the new text with the old one that has most of its rows, and stands beside no other.
+
+    None where no old one has any.
+    """
     former = list(tables_of(old))
     for now in tables_of(new):
         best = max(former, key=lambda one: len(one.rows.keys() & now.rows.keys()), default=None)
         if best is not None and best.rows.keys() & now.rows.keys():
+            former.remove(best)
             yield best, now
 
 

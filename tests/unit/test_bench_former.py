@@ -41,6 +41,12 @@ def test_a_row_is_found_in_another_table_with_other_columns():
     assert now.rows["base over peer", 0] == ("1.50 (1.40 to 1.60)",)
 
 
+def test_a_former_table_stands_beside_one_alone():
+    twice = "| rate | ms |\n|---|---|\n| 20 | 2 |\n\n| rate | floor |\n|---|---|\n| 20 | 1 |\n"
+    ((_, now),) = former.side_by_side("| rate | ms |\n|---|---|\n| 20 | 3 |\n", twice)
+    assert now.heads == ("ms",)
+
+
 def test_equal_first_cells_are_told_apart_by_their_order():
     (one,) = former.tables_of("| policy | running |\n|---|---|\n| fifo | 64 |\n| sjf | 64 |\n| fifo | 128 |\n")
     assert one.rows == {("fifo", 0): ("64",), ("sjf", 0): ("64",), ("fifo", 1): ("128",)}
