@@ -169,12 +169,11 @@ class ChameleonPolicy:
         num_arrivals = self._history.num_arrivals
         if num_arrivals >= self._plan_after or (now >= self._plan_again_at and num_arrivals):
             self._settle(now)
-        for line in self._lines:
-            head = line.head
-            if head is not None and self._has_quota(head):
-                # It counts as passed also if the seats or the step's tokens run out before it is offered.
-                self._bypass.refuse(head)
-        self._first = self._first_now()
+        ready = self._ready()
+        for head in ready:
+            # It counts as passed also if the seats or the step's tokens run out before it is offered.
+            self._bypass.refuse(head)
+        self._first = self._first_of(ready)
         self._offered.clear()
         self._lacking = {}
         exhausted = self._bypass.exhausted
@@ -207,11 +206,15 @@ class ChameleonPolicy:
         else:
             self._bypass.refuse(sequence)
 
-    def _first_now(self, granted: Sequence | None = None) -> Sequence | None:
-        """Return the first in line, as if ``granted`` had its quota."""
-        heads = [head for line in self._lines if (head := line.head) is not None]
-        ready = [head for head in heads if head is granted or self._has_quota(head)]
-        return self._bypass.exhausted or min(ready or heads, key=lambda head: head.seq_id, default=None)
+    def _heads(self) -> list[Sequence]:
+        return [head for line in self._lines if (head := line.head) is not None]
+
+    def _ready(self, granted: Sequence | None = None) -> list[Sequence]:
+        """Return the oldest of each queue that has its quota, as if ``granted`` had it."""
+        return [head for head in self._heads() if head is granted or self._has_quota(head)]
+
+    def _first_of(self, ready: list[Sequence]) -> Sequence | None:
+        return self._bypass.exhausted or min(ready or self._heads(), key=lambda head: head.seq_id, default=None)
 
     def _alone(self, sequence: Sequence) -> Iterator[Sequence]:
         """Offer only one that was passed too often, once its queue's quota allows."""
@@ -278,7 +281,7 @@ class ChameleonPolicy:
         for seq_id in sorted(passers):
             waiting = self._waiting[seq_id]
             num_tokens = self._charge(waiting) - self._ledger.free([waiting.queue])
-            is_first = waiting.sequence is self._first_now(granted=waiting.sequence)
+            is_first = waiting.sequence is self._first_of(self._ready(granted=waiting.sequence))
             squashed = self._opportunity.to_squash(waiting.sequence, num_tokens, passers[seq_id], is_first=is_first)
             if squashed:
                 return squashed
@@ -326,7 +329,7 @@ class ChameleonPolicy:
 
     def upcoming(self, count: int) -> list[Sequence]:
         """Return the first in line and the oldest of each queue in turn, small ones first."""
-        first = self._first_now()
+        first = self._first_of(self._ready())
         found = [] if first is None else [first]
         fronts = [line.oldest(count) for line in self._lines]
         for place in range(count):
