@@ -62,7 +62,6 @@ ATTACKS = Path(__file__).resolve().parents[1] / "tests" / "unit"
 FIRST_UID = 1_000_000
 NOBODY = 65534
 NUM_FUNCTIONS = 16
-ORDINARY = "of a server without root"
 MIB = 2**20
 POOL_BYTES = 32 * MIB
 NUM_PROMPT = 32
@@ -236,9 +235,8 @@ async def attacks_by_user(rig: Rig, told: dict[str, Any]) -> dict[str, Any]:
     """Run the attempts as each user that this one can be."""
     found: dict[str, Any] = {}
     is_root = os.geteuid() == 0
-    for name, uid in (("own user", FIRST_UID), ("given no user, so root" if is_root else ORDINARY, None)):
-        if uid is not None and not is_root:
-            continue
+    users = {"own user": FIRST_UID, "given no user, so root": None} if is_root else {"of a server without root": None}
+    for name, uid in users.items():
         zygote = Zygote(rig.backbone, builder="isolation_attacks:attack")
         engine = EngineSpec(
             config=EngineConfig(model=ModelConfig(model=json.dumps(told))), served_name="base", builder=""
@@ -365,18 +363,12 @@ def main() -> None:
         return
     refused = reason_to_refuse(options.rounds, others.share()) if {"steps", "starts"} & set(wanted) else None
     is_whole = set(wanted) == set(PARTS)
-    if (
-        wanted == ["attacks"] and (before := RESULTS / "functions_live.json").exists()
-    ):  # no times: beside those of before
+    before = RESULTS / "functions_live.json"
+    if wanted == ["attacks"] and before.exists():  # they have no times, and stand beside those of before
         figures, is_whole = {**json.loads(before.read_text()), "attacks": figures["attacks"]}, True
+        options.functions = NUM_FUNCTIONS
     kept = not options.quick and is_whole
-    publish(
-        "functions_live",
-        figures,
-        text(figures, NUM_FUNCTIONS if wanted == ["attacks"] else options.functions),
-        is_kept=kept,
-        refused=refused,
-    )
+    publish("functions_live", figures, text(figures, options.functions), is_kept=kept, refused=refused)
 
 
 if __name__ == "__main__":

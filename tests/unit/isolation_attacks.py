@@ -116,10 +116,6 @@ def attempt_all(
 
         return attempt
 
-    def signal_another() -> str:
-        os.kill(other, signal.SIGSTOP)
-        return "done"
-
     def reopen_sealed() -> str:
         return str(os.write(os.open(f"/proc/self/fd/{sealed}", os.O_RDWR), b"x"))
 
@@ -143,9 +139,12 @@ def attempt_all(
         os.setuid(0)
         return "done"
 
-    def stop_another() -> str:
-        os.kill(parent, signal.SIGSTOP)
-        return "done"
+    def stop(pid: int) -> Callable[[], str]:
+        def attempt() -> str:
+            os.kill(pid, signal.SIGSTOP)
+            return "done"
+
+        return attempt
 
     def use_memory() -> str:
         return str(len(bytearray(4 << 30)))
@@ -212,7 +211,7 @@ def attempt_all(
         "read another function's memory": read_memory_of_another,
         "read another function's descriptors": lambda: str(os.listdir(f"/proc/{other}/fd")),
         "trace another function": lambda: checked(libc.ptrace(16, other, 0, 0)),
-        "stop another function": signal_another,
+        "stop another function": stop(other),
         "take a descriptor of another function": lambda: checked(libc.syscall(434, other, 0)),
         "connect to the process that holds the backbone": connect_to_the_backbone,
         "ask the server for its metrics": ask_the_server("/metrics"),
@@ -235,7 +234,7 @@ def attempt_all(
         "reopen the backbone and write": reopen_sealed,
         "truncate the backbone": truncate_sealed,
         "trace another process": lambda: checked(libc.ptrace(16, parent, 0, 0)),
-        "stop another process": stop_another,
+        "stop another process": stop(parent),
         "open a network socket": new_socket(socket.AF_INET),
         "open a local socket": new_socket(socket.AF_UNIX),
         "start a process": fork,
