@@ -3,7 +3,7 @@
 The checkpoint is written as GGUF, all of it in fp32, and llama.cpp's own library answers the same requests through its
 C API, in this process: all streams start together, a stream that is done leaves the batch, and greedy tokens are taken
 from its logits by numpy. There is no server, tokenizer or sampler in the way. Its settings are the quickest of a sweep
-over the same requests, and its logits under them are compared with those of transformers.
+over the same requests; its logits and its answers under them are held against transformers.
 
 Two packages are needed that nothing else here uses: `gguf`, and the binding `llama-cpp-python`, for the layout of
 llama.cpp's structures. Both are imported when asked for.
@@ -99,6 +99,7 @@ class LlamaCpp:
         self._settings = Settings()
         self._swept: list[tuple[Settings, float]] = []
         self._error = float("nan")
+        self._behind = float("nan")
         self.answers: list[list[int]] = []
 
     def choose(self, asked: Sequence[Asked], clock: Callable[[], float]) -> None:
@@ -122,17 +123,28 @@ class LlamaCpp:
         return min(self._swept, key=lambda one: one[1])[0]
 
     def check(self, asked: Sequence[Asked]) -> None:
-        """Compare the logits behind every prompt with those of transformers.
+        """Compare the logits behind every prompt with those of transformers, and judge the answers by them.
+
+        Answers themselves may differ: keys and values may have 16 bits here, and two tokens all but the same logit.
 
         Raises:
             AssertionError: They are those of another model.
         """
+        self.run(asked)
+        expected, behind = [], 0.0
         with quiet(), torch.inference_mode():
             reference = LlamaForCausalLM.from_pretrained(self._checkpoint).eval()
-            expected = np.stack([reference(torch.tensor([one.prompt])).logits[0, -1].numpy() for one in asked])
+            for one, answer in zip(asked, self.answers, strict=True):
+                logits = reference(torch.tensor([[*one.prompt, *answer[:-1]]])).logits[0, len(one.prompt) - 1 :]
+                chosen = logits.gather(1, torch.tensor(answer)[:, None])
+                behind = max(behind, float((logits.amax(1, keepdim=True) - chosen).max() / logits.abs().max()))
+                expected.append(logits[0].numpy())
         self._forget()
-        self._error = float(np.abs(self._read_prompts(asked) - expected).max() / np.abs(expected).max())
+        error = np.abs(self._read_prompts(asked) - np.stack(expected)).max() / np.abs(expected).max()
+        self._error = float(error)
+        self._behind = behind
         assert self._error < TOLERANCE, f"Logits of llama.cpp are off by {self._error:.1e} of the largest"
+        assert behind < 2 * TOLERANCE, f"A token of llama.cpp is {behind:.1e} of the largest logit behind the likeliest"
 
     def run(self, asked: Sequence[Asked]) -> None:
         """Answer all requests at once, each in a stream of its own."""
@@ -156,6 +168,7 @@ class LlamaCpp:
             "backends": self._backends(),
             "threads": self._num_threads,
             "error of logits": self._error,
+            "behind the likeliest": self._behind,
             "settings": str(self._settings),
             "sweep": {str(settings): seconds for settings, seconds in self._swept},
         }
@@ -254,7 +267,8 @@ def described(facts: dict[str, Any]) -> list[str]:
         f"llama.cpp {facts['version']} (as in llama-cpp-python {facts['binding']}; {' and '.join(facts['backends'])}; "
         f"{facts['built with']}) has {facts['threads']} threads, and the quickest settings of this sweep, made before "
         f"the first round: {facts['settings']}. Its logits behind the prompts are those of transformers but for "
-        f"{facts['error of logits']:.0e} of the largest.",
+        f"{facts['error of logits']:.0e} of the largest, and no token of its answers is more than "
+        f"{facts['behind the likeliest']:.0e} of that behind the one that transformers finds likeliest there.",
         "",
         *table(("settings", "seconds"), ((name, f"{seconds:.2f}") for name, seconds in facts["sweep"].items())),
     ]
