@@ -1,4 +1,4 @@
-"""Does the simulator predict a live engine, by load? Calibrated once, before the first run; nothing is replayed.
+"""Does the simulator predict a live engine, by load? Nothing is replayed.
 
     python bench/forecast.py [--quick] [--minutes 20]
 
@@ -9,8 +9,9 @@ periods in it. A simulated run draws blocks of that series, and the noise of sin
 
 Then the demo model serves Poisson arrivals on the wall clock at 50, 70, 85 and 95 % of the throughput that the
 simulator predicts for a queue without end, in rounds that take the loads in turn. Every live run has simulated ones of
-the same requests beside it. A percentile is that of all requests of a load's runs; its 95 % interval resamples whole
-runs, on both sides. Last, the rate at which the live engine meets the P90 that is predicted for 85 %.
+the same requests beside it, of two kinds: *once* knows the sweep, *so far* also the speed of the live runs before this
+one, which are priced in the same way. A percentile is that of all requests of a load's runs; its 95 % interval
+resamples whole runs, on both sides. Last, the rate at which the live engine meets the P90 that is predicted for 85 %.
 
 Writes `bench/results/forecast.json` and `.md`.
 """
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -58,6 +60,9 @@ BLOCK = 10
 
 DRAWS = 4
 """Simulated runs beside each live one."""
+
+KNOWLEDGE = ("once", "so far")
+"""What a prediction knows of the machine's speed: the sweep; also the live runs before the one that is predicted."""
 
 WARM_UP = 0.1
 """Share of a run's first requests that are not counted."""
@@ -149,6 +154,15 @@ def calibrate(config: EngineConfig, seconds: float) -> Machine:
     return Machine(msgspec.structs.replace(profile, noise={**of_loads, **noise}), tuple(speeds.tolist()), unsteadiness)
 
 
+def speeds_of(profile: CostProfile, lines: Sequence[LogLine]) -> tuple[float, ...]:
+    """Return the speed of a live run, window by window: measured over priced time."""
+    steps = [line for line in lines if isinstance(line, StepRecord)]
+    loads = [line for line in lines if isinstance(line, LoadRecord)]
+    windows = windows_of(np.array([one.launched_at for one in steps]))
+    took = np.array([one.took_s for one in steps])
+    return tuple(over_windows(windows, took, predict_times(profile, steps, loads)).tolist())
+
+
 def windows_of(at: Array) -> NDArray[np.int64]:
     """Return the window of each step, numbered without gaps: an idle window has no speed."""
     numbers: NDArray[np.int64] = np.unique((at - at[0]) // WINDOW_S, return_inverse=True)[1]
@@ -173,22 +187,22 @@ class Predicted:
         machine.profile.write(folder / "profile.json")
         self._setup = Setup(profile=str(folder / "profile.json"), scheduler=SCHEDULER, exact_caps=True)
 
-    def config(self, name: str) -> SimulationConfig:
-        """Return the engine of one run; its name seeds what is drawn."""
+    def config(self, name: str, speeds: Sequence[float]) -> SimulationConfig:
+        """Return the engine of one run on a machine of such speeds; its name seeds what is drawn."""
         made = make_config(self._setup, targets=WORKLOAD.adapters.targets)
         cost = FittedCost(self._machine.profile, Random(f"steps/{name}"), has_drift=False)
-        return replace(made, cost=cost, speed=lambda _: DrawnSpeed(self._machine.speeds, Random(f"speed/{name}")))
+        return replace(made, cost=cost, speed=lambda _: DrawnSpeed(speeds, Random(f"speed/{name}")))
 
-    def serve(self, workload: Workload, name: str) -> list[RequestRecord]:
+    def serve(self, workload: Workload, name: str, speeds: Sequence[float]) -> list[RequestRecord]:
         """Return the requests of a run in order of arrival."""
-        return sorted(simulate(workload, self.config(name)).records, key=lambda one: int(one.request_id))
+        return sorted(simulate(workload, self.config(name, speeds)).records, key=lambda one: int(one.request_id))
 
     def capacity(self, num_requests: int) -> float:
         """Return requests per second when all are there at once."""
         spec = replace(WORKLOAD, arrivals=PoissonArrivals(rate=1e6), num_requests=num_requests)
         rates = []
         for number in range(DRAWS):
-            records = self.serve(make_workload(spec, number), f"capacity/{number}")
+            records = self.serve(make_workload(spec, number), f"capacity/{number}", self._machine.speeds)
             rates.append(num_requests / max(one.finished_at for one in records))
         return float(np.mean(rates))
 
@@ -212,33 +226,26 @@ def interval(runs: Sequence[Array], percentile: float) -> list[float]:
     return [float(np.percentile(np.concatenate(runs), percentile)), float(low), float(high)]
 
 
-def compared(
-    live: Mapping[float, Sequence[Sequence[RequestRecord]]],
-    predicted: Mapping[float, Sequence[Sequence[RequestRecord]]],
-) -> list[dict[str, Any]]:
+Runs = Mapping[float, Sequence[Sequence[RequestRecord]]]
+"""The requests of each run, by load."""
+
+
+def compared(live: Runs, predicted: Mapping[str, Runs]) -> list[dict[str, Any]]:
     """Return live and predicted percentiles by load, each with its interval."""
     rows = []
     for load in LOADS:
         for what, percentile in FIGURES:
-            sides = [[seconds_of(run, what) for run in side[load]] for side in (live, predicted)]
-            one, other = (interval(runs, percentile) for runs in sides)
-            does_overlap = one[1] <= other[2] and other[1] <= one[2]
-            rows.append(
-                {
-                    "load": load,
-                    "figure": f"{what}, P{percentile}",
-                    "live_s": one,
-                    "predicted_s": other,
-                    "overlap": does_overlap,
-                }
-            )
+            measured = interval([seconds_of(run, what) for run in live[load]], percentile)
+            sides = {}
+            for known, of in predicted.items():
+                found = interval([seconds_of(run, what) for run in of[load]], percentile)
+                does_overlap = measured[1] <= found[2] and found[1] <= measured[2]
+                sides[known] = {"s": found, "overlap": does_overlap}
+            rows.append({"load": load, "figure": f"{what}, P{percentile}", "live_s": measured, "predicted": sides})
     return rows
 
 
-def kept_up_to(
-    live: Mapping[float, Sequence[Sequence[RequestRecord]]],
-    predicted: Mapping[float, Sequence[Sequence[RequestRecord]]],
-) -> tuple[float, float | None]:
+def kept_up_to(live: Runs, predicted: Runs) -> tuple[float, float | None]:
     """Return the P90 of the first token that is predicted for ``PLANNED``, and the load up to which it is kept live."""
 
     def p90(runs: Sequence[Sequence[RequestRecord]]) -> float:
@@ -248,22 +255,33 @@ def kept_up_to(
     return limit_s, crossing([(load, p90(live[load])) for load in LOADS], limit_s)
 
 
+def in_ms(seconds: Sequence[float]) -> str:
+    middle, low, high = (1e3 * one for one in seconds)
+    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
+
+
+def verdict(limit_s: float, kept: float | None) -> str:
+    if kept is None:
+        return f"{1e3 * limit_s:.0f} ms, which the live engine keeps outside the loads that were served"
+    return f"{1e3 * limit_s:.0f} ms, which the live engine keeps up to {kept:.1%}: off by {PLANNED / kept - 1:+.1%}"
+
+
 def page(figures: Mapping[str, Any]) -> str:
     rows = []
     for one in figures["compared"]:
-        cells = [
-            f"{1e3 * middle:.0f} ({1e3 * low:.0f} to {1e3 * high:.0f})"
-            for middle, low, high in (one["live_s"], one["predicted_s"])
-        ]
-        error = one["predicted_s"][0] / one["live_s"][0] - 1
-        rows.append([f"{one['load']:.0%}", one["figure"], *cells, f"{error:+.0%}", "yes" if one["overlap"] else "no"])
-    kept, speeds, unsteady = figures["kept_up_to"], figures["speeds"], figures["unsteadiness"]
-    low = [one["overlap"] for one in figures["compared"] if one["load"] <= PLANNED]
-    verdict = (
-        "outside the loads that were served"
-        if kept is None
-        else f"up to {kept:.1%} of it: the plan is off by {PLANNED / kept - 1:+.1%}"
-    )
+        row = [f"{one['load']:.0%}", one["figure"], in_ms(one["live_s"])]
+        for known in KNOWLEDGE:
+            found = one["predicted"][known]
+            error = found["s"][0] / one["live_s"][0] - 1
+            row += [in_ms(found["s"]), f"{error:+.0%}", "yes" if found["overlap"] else "no"]
+        rows.append(row)
+    speeds, of_runs, unsteady = figures["speeds"], figures["speeds_of_runs"], figures["unsteadiness"]
+    low = [one["predicted"] for one in figures["compared"] if one["load"] <= PLANNED]
+    overlaps = {known: sum(one[known]["overlap"] for one in low) for known in KNOWLEDGE}
+    plans = {known: verdict(*figures["kept_up_to"][known]) for known in KNOWLEDGE}
+    header = ["load", "figure", "live"]
+    for known in KNOWLEDGE:
+        header += [f"predicted {known}", "error", "overlap"]
     lines = [
         "# Live and predicted, by load",
         "",
@@ -272,18 +290,21 @@ def page(figures: Mapping[str, Any]) -> str:
         f"{figures['rounds'] * DRAWS} predicted ones at each load; 100 % are {figures['capacity_per_s']:.2f} requests "
         f"a second. Other processes took {figures['busy_share']:.1%} of the machine's processor time.",
         "",
-        f"Calibrated once, before. Steps of the sweep vary about their price by {unsteady['wall']:.0%} in wall time "
-        f"and by {unsteady['processor']:.0%} in processor time. Over windows of {WINDOW_S:g} s they took "
-        f"between {min(speeds):.2f} and {max(speeds):.2f} times their price.",
+        f"*Once* knows a sweep before the first run. Its steps vary about their price by {unsteady['wall']:.0%} in "
+        f"wall time and by {unsteady['processor']:.0%} in processor time; over windows of {WINDOW_S:g} s they took "
+        f"between {min(speeds):.2f} and {max(speeds):.2f} times their price, {np.mean(speeds):.2f} on average. *So far* "
+        "also knows the speed of the live runs before the one that is predicted. Run by run, these took between "
+        f"{min(of_runs):.2f} and {max(of_runs):.2f} times their price, {np.mean(of_runs):.2f} on average.",
         "",
         "Milliseconds, with 95 % intervals over runs.",
         "",
-        *table(["load", "figure", "live", "predicted", "error", "overlap"], rows, left=2),
+        *table(header, rows, left=2),
         "",
-        f"Up to {PLANNED:.0%} of load the intervals overlap in {sum(low)} of {len(low)} figures.",
+        f"Up to {PLANNED:.0%} of load the intervals overlap in {overlaps['once']} of {len(low)} figures with what is "
+        f"known once, and in {overlaps['so far']} with what is known so far.",
         "",
-        f"Predicted is a P90 of the first token of {1e3 * figures['limit_s']:.0f} ms at {PLANNED:.0%}; "
-        f"the live engine keeps it {verdict}.",
+        f"P90 of the first token that is predicted for {PLANNED:.0%} of load: once {plans['once']}; so far "
+        f"{plans['so far']}.",
     ]
     return "\n".join(lines)
 
@@ -310,21 +331,31 @@ def main() -> None:
         capacity = simulator.capacity(200)
         num_requests = int(options.minutes * 60 * capacity / options.rounds / sum(1 / load for load in LOADS))
         print(f"{capacity:.2f} requests a second; {num_requests} in a run", flush=True)
+        log: list[LogLine] = []
         live: dict[float, list[list[RequestRecord]]] = {load: [] for load in LOADS}
-        predicted: dict[float, list[list[RequestRecord]]] = {load: [] for load in LOADS}
-        engine = Live(config, make_workload(replace(WORKLOAD, num_requests=30), 99), Path(name))
+        predicted: dict[str, dict[float, list[list[RequestRecord]]]] = {
+            known: {load: [] for load in LOADS} for known in KNOWLEDGE
+        }
+        known_speeds = dict.fromkeys(KNOWLEDGE, machine.speeds)
+        speeds_of_runs: list[float] = []
+        engine = Live(config, make_workload(replace(WORKLOAD, num_requests=30), 99), Path(name), log.append)
         try:
             engine.serve(make_workload(replace(at_rate(WORKLOAD, 0.5 * capacity), num_requests=30), 99))  # warm up
             for number, shown in in_turns([str(load) for load in LOADS], options.rounds, num_warm_up=0):
                 load = float(shown)
                 spec = replace(at_rate(WORKLOAD, load * capacity), num_requests=num_requests)
                 workload = make_workload(spec, number)
+                log.clear()
                 live[load].append(engine.serve(workload))
-                predicted[load] += [simulator.serve(workload, f"{load}/{number}/{draw}") for draw in range(DRAWS)]
-                print(f"round {number + 1}: {load:.0%} served", flush=True)
+                for known, draw in product(KNOWLEDGE, range(DRAWS)):
+                    run = simulator.serve(workload, f"{load}/{number}/{draw}", known_speeds[known])
+                    predicted[known][load].append(run)
+                found = speeds_of(machine.profile, log)
+                known_speeds["so far"] += found  # from the next run on
+                speeds_of_runs.append(float(np.mean(found)))
+                print(f"round {number + 1}: {load:.0%} served, {speeds_of_runs[-1]:.2f} times its price", flush=True)
         finally:
             engine.close()
-    limit_s, kept = kept_up_to(live, predicted)
     figures = {
         "command": "python bench/forecast.py",
         "machine": describe_machine(torch.device("cpu")),
@@ -335,9 +366,9 @@ def main() -> None:
         "unsteadiness": machine.unsteadiness,
         "speeds": machine.speeds,
         "fit": [{"regime": one.regime, "median_error": one.median_error} for one in machine.profile.errors],
+        "speeds_of_runs": speeds_of_runs,
         "compared": compared(live, predicted),
-        "limit_s": limit_s,
-        "kept_up_to": kept,
+        "kept_up_to": {known: kept_up_to(live, of) for known, of in predicted.items()},
     }
     refused = reason_to_refuse(options.rounds, figures["busy_share"])
     publish("forecast", figures, page(figures), is_kept=not options.quick, refused=refused)

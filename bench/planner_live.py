@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.clock import WallClock
 from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.costs.calibrate import fit_profile
-from manylora.costs.step_log import LogLine
+from manylora.costs.step_log import LoadRecord, LoggedExecutor, LogLine, StepRecord
 from manylora.demo import demo_model_path
 from manylora.engine.build import build_core
 from manylora.engine.loop import EngineLoop
@@ -84,12 +84,26 @@ class Served:
 
 
 class Live:
-    """The demo model, served on the wall clock in this process, one workload after the other."""
+    """The demo model, served on the wall clock in this process, one workload after the other.
 
-    def __init__(self, config: EngineConfig, adapters: Workload, folder: Path) -> None:
+    Args:
+        config: The engine.
+        adapters: A workload with the adapters that it serves.
+        folder: Where their files are written.
+        write: Receives the log of steps and loads, if given.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        adapters: Workload,
+        folder: Path,
+        write: Callable[[StepRecord | LoadRecord], None] | None = None,
+    ) -> None:
         self._clock = WallClock()
         self._parts = build_parts(config, self._clock)
-        self._core = build_core(self._parts, config, sinks=(self._take,))
+        executor = self._parts.executor if write is None else LoggedExecutor(self._parts.executor, write)
+        self._core = build_core(self._parts, config, executor=executor, sinks=(self._take,))
         self._recorder = Recorder()
         rng = np.random.default_rng(0)
         for spec in adapters.adapters:
