@@ -14,7 +14,8 @@ import torch
 from bad_adapters import tiny_base, write_good_adapter
 from safetensors.numpy import load_file
 
-from manylora.adapters import weight_file
+from manylora.adapters import matched, read_layers, weight_file
+from manylora.adapters.matched import MAX_SHAPES, MatchedShapes
 from manylora.adapters.opened import LocalFile
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
 from manylora.adapters.read import read_adapter
@@ -32,8 +33,14 @@ def register(folder: Path, seed: int = 0, rank: int = 8) -> PackedAdapter:
     return read_adapter("mine", folder, BASE, max_bytes=LIMIT)
 
 
-def read_again(known: PackedAdapter) -> tuple[np.ndarray, list[int]]:
-    with LayerReader(known.version, BASE, max_bytes=LIMIT) as reader:
+@pytest.fixture(autouse=True, params=[0, read_layers.LEAST_AHEAD_BYTES], ids=["ahead", "in turn"])
+def least_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the layers of these small adapters ahead, as those of large ones are, and in turn."""
+    monkeypatch.setattr(read_layers, "LEAST_AHEAD_BYTES", request.param)
+
+
+def read_again(known: PackedAdapter, shapes: MatchedShapes | None = None) -> tuple[np.ndarray, list[int]]:
+    with LayerReader(known.version, BASE, max_bytes=LIMIT, shapes=shapes) as reader:
         assert reader.layout == known.layout
         image = image_of(own_memory(known.version.host_bytes), reader.layout, BASE.page)
         full = []
@@ -147,6 +154,38 @@ def test_a_file_that_shrinks_while_it_is_read_fails_the_load(tmp_path: Path, mon
     monkeypatch.setattr(weight_file, "fetch", lambda source, weights: (shrink(None), whole(source, weights))[1])
     with pytest.raises(AdapterError, match="it ends at byte"):
         read_again(known)
+
+
+def test_a_shape_is_matched_once_and_every_file_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    parse = matched.parse_config
+    monkeypatch.setattr(matched, "parse_config", lambda name, config: (parsed.append(name), parse(name, config))[1])
+    shapes = MatchedShapes(BASE)
+    alike = [register(tmp_path / name, seed) for seed, name in enumerate("abc")]
+    for known in alike * 2:
+        np.testing.assert_array_equal(read_again(known, shapes)[0], known.image)
+    assert len({known.version.key for known in alike}) == 3 and len(parsed) == 1
+
+    _rewrite_scale(tmp_path / "b")
+    register(tmp_path / "c", rank=4)
+    for known in alike[1:]:
+        with pytest.raises(AdapterError, match="changed since it was registered"):
+            read_again(known, shapes)
+    assert len(parsed) == 3, "another configuration, another header"
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(AdapterError, match="damaged"):
+        read_again(alike[0], shapes)
+
+
+def test_few_shapes_are_remembered(tmp_path: Path) -> None:
+    shapes = MatchedShapes(BASE)
+    known = register(tmp_path / "a")
+    config = tmp_path / "a" / "adapter_config.json"
+    for number in range(2 * MAX_SHAPES + 1):
+        np.testing.assert_array_equal(read_again(known, shapes)[0], known.image)
+        config.write_text(config.read_text() + " ")  # the same configuration, of another spelling
+        assert 0 < len(shapes._known) <= MAX_SHAPES, number
 
 
 def test_files_that_went_away_are_named(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 
     header    names, types and places of all tensors: everything is checked but the numbers, and the layout is known
     layer 0   a range of the file -> digest | compared with the one registered -> packed | its full pages may be used
-    layer 1                                 | (read and hashed while layer 0 is packed)  | ...
+    layer 1                                 | (if large, read and hashed while layer 0 is packed)  | ...
 
 A layer is used once it is known to hold the weights that were registered, never before. Without digests of the layers,
 the pages count as full when the last layer has been read and the content hash of all is right.
@@ -23,13 +23,13 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from manylora.adapters.config import parse_config, read_config_file
-from manylora.adapters.content import by_layer, content_key, digest_layer, split_digests
+from manylora.adapters.config import read_config_file
+from manylora.adapters.content import content_key, digest_layer, split_digests
 from manylora.adapters.folder import open_folder
 from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.layout import AdapterLayout
+from manylora.adapters.matched import MatchedShapes
 from manylora.adapters.method import ModuleWeights
-from manylora.adapters.methods import find_method
 from manylora.adapters.opened import FileIdentity
 from manylora.adapters.packed import pack_groups
 from manylora.adapters.precision import choose_dtype, exact_dtypes
@@ -43,6 +43,9 @@ from manylora.types import AdapterVersion
 
 __all__ = ["LayerReader"]
 
+LEAST_AHEAD_BYTES = 1024 * 1024
+"""Bytes of a layer from which another thread pays: they take about a millisecond to read and to hash."""
+
 
 class LayerReader:
     """A registered version whose files are open; a context, which closes them.
@@ -54,6 +57,7 @@ class LayerReader:
         roots: As of ``read_adapter``.
         registry: As of ``read_adapter``.
         asked_dtype: Type of packed weights that is asked for, as of ``read_adapter``.
+        shapes: Remembers shapes from one reader to the next.
 
     Raises:
         AdapterError: Its files are gone or broken, or belong to another version now.
@@ -68,6 +72,7 @@ class LayerReader:
         roots: Collection[str] | None = None,
         registry: Registry | None = None,
         asked_dtype: str | None = None,
+        shapes: MatchedShapes | None = None,
     ) -> None:
         self.first_content: KnownContent | None = None
         """The content of a version with a provisional key, once it was read for the first time."""
@@ -87,13 +92,10 @@ class LayerReader:
 
         self._file = WeightFile(self._folder, max_bytes, admit)
         try:
-            config = parse_config(self._name, written)
-            method = find_method(config)
-            settings = method.parse(self._name, config)
-            weights = settings.match(self._file.tensors, base)
-            dtype = version.dtype or choose_dtype(self._file.fetch(weights), base.page.dtype)
-            self.layout: AdapterLayout = method.lay_out({w.module.name: w.rank for w in weights}, base, dtype)
-            self._layers = by_layer(weights)
+            matched = (shapes or MatchedShapes(base)).match(self._name, written, self._file)
+            dtype = version.dtype or choose_dtype(self._file.fetch(matched.weights), base.page.dtype)
+            self.layout: AdapterLayout = matched.lay_out(base, dtype)
+            self._layers = matched.layers
             is_same = self.layout.num_pages == version.num_pages
             if self._digests:
                 is_same = is_same and len(self._digests) == len(self._layers)
@@ -122,23 +124,21 @@ class LayerReader:
         """
         digests: list[bytes] = []
         exact: list[str] = []
-        with ThreadPoolExecutor(1) as ahead:
-            coming = ahead.submit(self._fetch_and_digest, self._layers[0])
-            for number, (groups, num_full) in enumerate(self.layout.layers()):
-                weights, digest = coming.result()
-                is_last = number + 1 == len(self._layers)
-                if not is_last:
-                    coming = ahead.submit(self._fetch_and_digest, self._layers[number + 1])
-                digests.append(digest)
-                if self._digests and digest != self._digests[number]:
-                    raise self._changed()
+        for number, ((groups, num_full), (weights, digest)) in enumerate(
+            zip(self.layout.layers(), self._fetched(), strict=True)
+        ):
+            digests.append(digest)
+            if not self._digests:  # else these very bytes have been checked
                 check_finite(self._name, weights)
-                if self._is_first and self._asked_dtype == "auto":
-                    of_layer = exact_dtypes(weights)
-                    exact = of_layer if number == 0 else [dtype for dtype in exact if dtype in of_layer]
-                pack_groups(self._name, image, groups, weights, self.layout.dtype)
-                if not is_last and (self._digests or (self._is_first and self._file.is_pinned)):
-                    yield num_full
+            elif digest != self._digests[number]:
+                raise self._changed()
+            if self._is_first and self._asked_dtype == "auto":
+                of_layer = exact_dtypes(weights)
+                exact = of_layer if number == 0 else [dtype for dtype in exact if dtype in of_layer]
+            pack_groups(self._name, image, groups, weights, self.layout.dtype)
+            is_last = number + 1 == len(self._layers)
+            if not is_last and (self._digests or (self._is_first and self._file.is_pinned)):
+                yield num_full
         if not self._is_content(digests) or (self._is_first and not self._is_as_stamped()):
             raise self._changed()
         if self._is_first:
@@ -158,6 +158,19 @@ class LayerReader:
         if not is_provisional(self._version.key):
             return content_key(self._base, digests) == self._version.key
         return self._is_first or digests == self._digests
+
+    def _fetched(self) -> Iterator[tuple[Sequence[ModuleWeights], bytes]]:
+        """Yield each layer's weights and digest; large layers are read while the one before is packed."""
+        if self._version.host_bytes < LEAST_AHEAD_BYTES * len(self._layers):
+            yield from map(self._fetch_and_digest, self._layers)
+            return
+        with ThreadPoolExecutor(1) as ahead:
+            coming = ahead.submit(self._fetch_and_digest, self._layers[0])
+            for layer in self._layers[1:]:
+                found = coming.result()
+                coming = ahead.submit(self._fetch_and_digest, layer)
+                yield found
+            yield coming.result()
 
     def _fetch_and_digest(self, weights: Sequence[ModuleWeights]) -> tuple[Sequence[ModuleWeights], bytes]:
         weights = self._file.fetch(weights)

@@ -17,7 +17,7 @@ from manylora.adapters.method import ModuleWeights
 from manylora.adapters.opened import FileIdentity, LocalFile, OpenFile
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.tensors import StoredTensor
-from manylora.adapters.weight_source import fetch, read_header
+from manylora.adapters.weight_source import fetch, parse_header, read_header_bytes
 from manylora.errors import AdapterError
 
 __all__ = ["WeightFile", "check_size"]
@@ -46,15 +46,17 @@ class WeightFile:
         self.identity = opened.identity
         self.is_pinned = opened.is_pinned
         """Whether ``fetch`` fails for bytes that were written after the opening."""
-        self.tensors: Mapping[str, StoredTensor]
-        """Its tensors by key, without their bytes."""
+        self.header: bytes | None = None
+        """The header of a safetensors file; ``None`` of a pickle."""
+        self._name = name
         self._source: OpenFile = opened
+        self._tensors: Mapping[str, StoredTensor] | None = None
         try:
             admit(self.identity)
             if isinstance(opened, LocalFile) and file.endswith(".bin"):
-                self.tensors = describe_bin(name, opened.file, max_bytes)
+                self._tensors = describe_bin(name, opened.file, max_bytes)
             else:
-                self.tensors = read_header(name, opened)
+                self.header = read_header_bytes(name, opened)
         except BaseException:
             opened.close()
             raise
@@ -64,6 +66,18 @@ class WeightFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Its tensors by key, without their bytes.
+
+        Raises:
+            AdapterError: The header is damaged.
+        """
+        if self._tensors is None:
+            assert self.header is not None
+            self._tensors = parse_header(self._name, self.header, self.num_bytes)
+        return self._tensors
 
     def fetch(self, weights: Sequence[ModuleWeights]) -> Sequence[ModuleWeights]:
         """Return weights of its tensors with their bytes.

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from manylora.adapters.folder import open_folder
 from manylora.adapters.header import HeaderReader
+from manylora.adapters.matched import MatchedShapes
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
 from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
@@ -29,11 +30,13 @@ class InlineReader:
     def __init__(self) -> None:
         self._settings: ReaderSettings | None = None
         self._headers: HeaderReader | None = None
+        self._shapes: MatchedShapes | None = None
         self._lock = threading.Lock()
 
     def configure(self, settings: ReaderSettings) -> None:
         """Set the settings; once."""
         self._settings = settings
+        self._shapes = MatchedShapes(settings.base)
         self._headers = HeaderReader(
             settings.base,
             max_bytes=settings.max_bytes,
@@ -91,6 +94,7 @@ class InlineReader:
             max_bytes=settings.max_bytes,
             roots=settings.roots,
             asked_dtype=settings.dtype,
+            shapes=self._shapes,
         ) as reader:
             image = image_of(own_memory(version.host_bytes), reader.layout, settings.base.page)
             begin(PackedAdapter(version, reader.layout, image))

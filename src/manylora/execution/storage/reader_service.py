@@ -28,6 +28,7 @@ from typing import TypeVar
 from manylora.adapters.folder import open_folder
 from manylora.adapters.hash_cache import HashCache, KnownContent
 from manylora.adapters.header import HeaderReader
+from manylora.adapters.matched import MatchedShapes
 from manylora.adapters.packed import image_of
 from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
@@ -133,6 +134,7 @@ class _Served:
         self._dtype = settings.dtype or settings.base.page.dtype
         self._hashes = hashes
         self._registry = registry
+        self._shapes = MatchedShapes(settings.base)
         self._headers = HeaderReader(
             settings.base,
             max_bytes=settings.max_bytes,
@@ -214,6 +216,7 @@ class _Served:
             roots=settings.roots,
             registry=self._registry,
             asked_dtype=settings.dtype,
+            shapes=self._shapes,
         ) as reader:
             image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
             self._send_image(Packed.of(version, reader.layout), memory)
