@@ -57,7 +57,8 @@ def tables_of(text: str) -> Iterator[Figures]:
     while place < len(lines) - 1:
         if lines[place].startswith("|") and set(lines[place + 1]) <= set("|-: ") and "-" in lines[place + 1]:
             stop = next((at for at in range(place, len(lines)) if not lines[at].startswith("|")), len(lines))
-            cells = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines[place:stop]]
+            plain = [line.strip("|").replace("**", "") for line in lines[place:stop]]
+            cells = [[cell.strip() for cell in line.split("|")] for line in plain]
             seen: Counter[str] = Counter()
             rows: dict[tuple[str, int], tuple[str, ...]] = {}
             for first, *others in cells[2:]:
@@ -105,7 +106,7 @@ def page(found: Sequence[tuple[str, Former | None]]) -> tuple[dict[str, Any], st
     """Return all results beside their former versions, as figures and as Markdown."""
     figures: dict[str, Any] = {}
     lines = ["# Results beside their former versions", ""]
-    lines += ["`python bench/former.py`: rows that both have. A row that is new or gone is not shown."]
+    lines += ["`python bench/former.py`: rows that both have, of tables that changed. A row that is new or gone is left out."]
     for name, former in found:
         lines += ["", f"## {name}", ""]
         if former is None:
@@ -117,6 +118,8 @@ def page(found: Sequence[tuple[str, Former | None]]) -> tuple[dict[str, Any], st
             heads = ("", *(f"former: {one}" for one in old.heads), *(f"now: {one}" for one in now.heads))
             shared = [key for key in now.rows if key in old.rows]
             rows = [(key[0], *old.rows[key], *now.rows[key]) for key in shared]
+            if all(old.rows[key] == now.rows[key] for key in shared):
+                continue  # words, or figures that are exact
             lines += ["", *table(heads, rows)]
             figures[name]["tables"].append({"heads": heads, "rows": rows})
     return figures, "\n".join(lines)
