@@ -1,6 +1,6 @@
 """The cost of churn for requests that decode: every request another adapter, and a pool too small for all of them.
 
-    python bench/churn.py [--quick]
+    python bench/churn.py [--quick] [--also wait,idle]
 
 The engine's real core and loop on the wall clock, with the torch executor on the CPU; no HTTP. Three engines of the
 same model take turns on the same arrivals, round after round, in one process:
@@ -11,13 +11,19 @@ same model take turns on the same arrivals, round after round, in one process:
 * *from disk*: the same, and host memory holds a quarter of them, so that most copies begin with a file that is read,
   checked and packed again.
 
+With `--also`, engines as *from disk* take turns with them, to find out what its figures come from: in *wait* requests
+wait for their whole adapter (`--cold-start wait`), so no step waits for a layer; in *idle* the processes that read
+files take the time that nobody else wants (Linux' `SCHED_IDLE`), so they interrupt no step.
+
 Requests arrive by a Poisson process at a share of what the resident engine can do, measured first, and go round all
 adapters in turn: the worst order for a cache. Times are taken where tokens leave the loop. After the rounds every
-adapter is unloaded and every page must be free. Writes `results/churn.json` and `.md`.
+adapter is unloaded and every page must be free. Writes `results/churn.json` and `.md`, with `--also`
+`results/churn_also.json` and `.md`.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -53,7 +59,19 @@ Round = dict[str, float]
 
 
 class System(LiveEngine):
-    """One engine, kept from round to round."""
+    """One engine, kept from round to round.
+
+    Args:
+        config: The engine.
+        folders: Its adapters.
+        is_idle: Whether its processes that read files take the time that nobody else wants.
+    """
+
+    def __init__(self, config: EngineConfig, folders: Sequence[Path], *, is_idle: bool = False) -> None:
+        before = readers()
+        super().__init__(config, folders)
+        self._readers = readers() - before
+        self._is_idle = is_idle
 
     def warm_all(self) -> None:
         """Bring every adapter to the device."""
@@ -64,8 +82,14 @@ class System(LiveEngine):
 
     def run(self, requests: Sequence[tuple[float, Request]]) -> Round:
         """Serve requests that arrive at their times, counted from now; return when all have ended."""
-        before = self.core.stats()
+        if self._is_idle:
+            for pid in self._readers:
+                make_idle(pid)
+        others = readers() - self._readers
+        before, interrupted = self.core.stats(), interruptions()
         recorder = self.serve(requests)
+        interrupted = interruptions() - interrupted
+        self._readers |= readers() - others  # a second one starts when two files are read at once
         records, loads = recorder.records, recorder.timeline.loads[Tier.DEVICE]
         assert [one.num_output_tokens for one in records] == [NUM_OUT] * len(requests), "a request fell short"
         after = self.core.stats()
@@ -77,6 +101,7 @@ class System(LiveEngine):
             "between tokens, P90, ms": percentile_ms(gaps, 90),
             GAP_P99: percentile_ms(gaps, 99),
             "a step, P99, ms": percentile_ms(recorder.timeline.steps.took_s, 99),
+            "interruptions a step": interrupted / len(recorder.timeline.steps.took_s),
             "first token, P50, ms": percentile_ms(ttfts, 50),
             "first token, P99, ms": percentile_ms(ttfts, 99),
             "longest wait for a seat, ms": 1e3 * max(one.queueing_s or 0.0 for one in records),
@@ -107,6 +132,25 @@ class System(LiveEngine):
         return stats.num_pages - stats.num_free_pages
 
 
+def readers() -> set[int]:
+    """Return the processes that read files for the engines of this one."""
+    children = psutil.Process().children()
+    return {child.pid for child in children if any("reader_service" in word for word in child.cmdline())}
+
+
+def make_idle(pid: int) -> None:
+    """Give the threads of a reader that have a low priority the time that nobody else wants."""
+    for thread in psutil.Process(pid).threads():
+        if os.getpriority(os.PRIO_PROCESS, thread.id) > 0:
+            os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
+
+
+def interruptions() -> int:
+    """Return how often threads of this process have lost a processor that they still wanted."""
+    switches: int = psutil.Process().num_ctx_switches().involuntary
+    return switches
+
+
 def percentile_ms(seconds: Sequence[float], share: float) -> float:
     return 1e3 * float(np.percentile(seconds, share))
 
@@ -135,8 +179,10 @@ def make_requests(count: int, folders: Sequence[Path], vocab_size: int, label: s
     ]
 
 
-def build_systems(path: Path, num_adapters: int) -> tuple[dict[str, System], list[Path], BaseShape]:
-    """Build the three engines, and the adapters they serve."""
+def build_systems(
+    path: Path, num_adapters: int, also: Sequence[str] = ()
+) -> tuple[dict[str, System], list[Path], BaseShape]:
+    """Build the engines, and the adapters they serve."""
     config = EngineConfig(
         model=ModelConfig(model=str(demo_model_path()), device="cpu", max_model_len=256),
         memory=MemoryConfig(num_pages=64, prefix_caching=False),
@@ -152,10 +198,10 @@ def build_systems(path: Path, num_adapters: int) -> tuple[dict[str, System], lis
     host_bytes = sum(version.host_bytes for version in sizes) * num_adapters // len(RANKS)
     kv_pages = NUM_SEATS * -(-(NUM_IN + NUM_OUT) // base.page.block_size)
 
-    def system(num_pages: int, host_share: float) -> System:
+    def system(num_pages: int, host_share: float, *, cold_start: str = "auto", is_idle: bool = False) -> System:
         memory = replace(config.memory, num_pages=num_pages)
-        adapters = AdapterConfig(host_bytes=int(host_bytes * host_share))
-        return System(replace(config, memory=memory, adapters=adapters), folders)
+        adapters = AdapterConfig(host_bytes=int(host_bytes * host_share), cold_start=cold_start)
+        return System(replace(config, memory=memory, adapters=adapters), folders, is_idle=is_idle)
 
     few = kv_pages + adapter_pages // 5
     systems = {
@@ -163,17 +209,21 @@ def build_systems(path: Path, num_adapters: int) -> tuple[dict[str, System], lis
         "churn": system(few, 1.0),
         "from disk": system(few, 0.25),
     }
+    if "wait" in also:
+        systems["wait"] = system(few, 0.25, cold_start="wait")
+    if "idle" in also:
+        systems["idle"] = system(few, 0.25, is_idle=True)
     return systems, folders, base
 
 
-def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) -> dict[str, Any]:
+def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float, also: Sequence[str]) -> dict[str, Any]:
     """Run everything; return the figures."""
     process, others = psutil.Process(), Others()
     rss: list[int] = []
     rng = np.random.default_rng(2)
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
-        task = progress.add_task("rounds", total=3 * (num_rounds + 1) + 1)
-        systems, folders, base = build_systems(Path(folder), num_adapters)
+        task = progress.add_task("rounds", total=(3 + len(also)) * (num_rounds + 1) + 1)
+        systems, folders, base = build_systems(Path(folder), num_adapters, also)
         systems["resident"].warm_all()
         saturating = [make_requests(num_requests // 2, folders, base.vocab_size, f"all-{turn}") for turn in range(2)]
         capacity = num_requests // 2 / min(systems["resident"].seconds(requests) for requests in saturating)
@@ -191,7 +241,7 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float) 
         held = {name: system.close() for name, system in systems.items()}
     return {
         "machine": describe_machine(torch.device("cpu")),
-        "command": "python bench/churn.py",
+        "command": "python bench/churn.py" + (f" --also {','.join(also)}" if also else ""),
         "adapters": num_adapters,
         "ranks": RANKS,
         "requests": num_requests,
@@ -240,7 +290,7 @@ def page(figures: dict[str, Any]) -> str:
         f"adapters of rank {RANKS[0]} to {RANKS[-1]} on all linears; {figures['requests']} requests a round of "
         f"{NUM_IN} tokens in and {NUM_OUT} out, each with the next "
         f"adapter, arriving by a Poisson process at {figures['load']:.0%} of what the resident engine can do "
-        f"({figures['requests_per_s']:.1f} a second). The three take turns on the same arrivals; medians of "
+        f"({figures['requests_per_s']:.1f} a second). They take turns on the same arrivals; medians of "
         f"{num_rounds} rounds; the ratio is taken in each round: its median, and a 95 % interval. Core and loop in "
         "process, no HTTP.",
         "",
@@ -257,11 +307,16 @@ def main() -> None:
     parser = arguments(__doc__, quick="few requests, one round")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the resident engine can do")
+    parser.add_argument("--also", type=lambda names: names.split(","), default=[], help="wait, idle, or both")
     options = parser.parse_args()
+    if unknown := set(options.also) - {"wait", "idle"}:
+        parser.error(f"Got --also {sorted(unknown)[0]}, expected wait, idle, or both with a comma")
     num_rounds, num_requests = (1, 48) if options.quick else (options.rounds, 64)
-    figures = measure(num_rounds, num_requests, num_adapters=48 if options.quick else 96, load=options.load)
+    num_adapters = 48 if options.quick else 96
+    figures = measure(num_rounds, num_requests, num_adapters, options.load, options.also)
     refused = reason_to_refuse(num_rounds, figures["busy_share"])
-    publish("churn", figures, page(figures), is_kept=not options.quick, refused=refused)
+    name = "churn_also" if options.also else "churn"
+    publish(name, figures, page(figures), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":

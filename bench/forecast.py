@@ -292,8 +292,8 @@ def page(figures: Mapping[str, Any]) -> str:
         "",
         f"*Once* knows a sweep before the first run. Its steps vary about their price by {unsteady['wall']:.0%} in "
         f"wall time and by {unsteady['processor']:.0%} in processor time; over windows of {WINDOW_S:g} s they took "
-        f"between {min(speeds):.2f} and {max(speeds):.2f} times their price, {np.mean(speeds):.2f} on average. *So far* "
-        "also knows the speed of the live runs before the one that is predicted. Run by run, these took between "
+        f"between {min(speeds):.2f} and {max(speeds):.2f} times their price, {np.mean(speeds):.2f} on average. *So "
+        "far* also knows the speed of the live runs before the one that is predicted. Run by run, these took between "
         f"{min(of_runs):.2f} and {max(of_runs):.2f} times their price, {np.mean(of_runs):.2f} on average.",
         "",
         "Milliseconds, with 95 % intervals over runs.",
