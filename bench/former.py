@@ -106,7 +106,7 @@ def page(found: Sequence[tuple[str, Former | None]]) -> tuple[dict[str, Any], st
     """Return all results beside their former versions, as figures and as Markdown."""
     figures: dict[str, Any] = {}
     lines = ["# Results beside their former versions", ""]
-    lines += ["`python bench/former.py`: rows that both have, of tables that changed. A row that is new or gone is left out."]
+    lines += ["`python bench/former.py`: rows that both have, of tables that changed. New and gone rows are left out."]
     for name, former in found:
         lines += ["", f"## {name}", ""]
         if former is None:
