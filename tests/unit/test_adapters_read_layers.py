@@ -178,6 +178,23 @@ def test_a_shape_is_matched_once_and_every_file_is_its_own(tmp_path: Path, monke
         read_again(alike[0], shapes)
 
 
+def test_a_file_of_another_version_is_neither_laid_out_nor_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenant swaps a registered file for one of a huge rank: the reader gives it no memory."""
+    shapes = MatchedShapes(BASE)
+    known = register(tmp_path / "a")
+    register(tmp_path / "a", rank=64)
+    monkeypatch.setattr(matched.MatchedWeights, "lay_out", lambda *_: pytest.fail("it was laid out"))
+    with pytest.raises(AdapterError, match="changed since it was registered"):
+        read_again(known, shapes)
+    monkeypatch.undo()
+    register(tmp_path / "a", rank=4)  # of fewer pages
+    with pytest.raises(AdapterError, match="changed since it was registered"):
+        read_again(known, shapes)
+    assert not shapes._known
+
+
 def test_few_shapes_are_remembered(tmp_path: Path) -> None:
     shapes = MatchedShapes(BASE)
     known = register(tmp_path / "a")

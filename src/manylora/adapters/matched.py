@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from manylora.adapters.config import parse_config
 from manylora.adapters.content import by_layer
@@ -20,7 +21,12 @@ from manylora.adapters.weight_file import WeightFile
 
 __all__ = ["MatchedShapes", "MatchedWeights"]
 
-MAX_SHAPES = 32
+MAX_SHAPES = 16
+"""Shapes that are remembered: a few hundred kilobytes each, in a process whose memory is bounded."""
+
+
+Shape: TypeAlias = tuple[bytes, bytes, int]
+"""Digests of configuration and header, and the size of the file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,11 +37,13 @@ class MatchedWeights:
         method: The adapter's.
         weights: Of every module, in the base's order.
         layers: The same by layer, in the order of the layers in a layout.
+        shape: Its key in ``MatchedShapes``; ``None`` if the file has no header.
     """
 
     method: AdapterMethod
     weights: Sequence[ModuleWeights]
     layers: Sequence[Sequence[ModuleWeights]]
+    shape: Shape | None
     _layouts: dict[str, AdapterLayout] = field(default_factory=dict, init=False)
 
     def lay_out(self, base: BaseShape, dtype: str) -> AdapterLayout:
@@ -48,14 +56,14 @@ class MatchedWeights:
 
 
 class MatchedShapes:
-    """Matches files with one base; remembers some by configuration, header and size. For one thread at a time."""
+    """Matches files with one base, and remembers the shapes of some. For one reader at a time."""
 
     def __init__(self, base: BaseShape) -> None:
         self._base = base
-        self._known: dict[tuple[bytes, bytes, int], MatchedWeights] = {}
+        self._known: dict[Shape, MatchedWeights] = {}
 
     def match(self, name: str, config: bytes, file: WeightFile) -> MatchedWeights:
-        """Return the weights of an open file.
+        """Return the weights of an open file; it may be of another version than the one that is registered.
 
         Args:
             name: The adapter, for messages.
@@ -65,22 +73,22 @@ class MatchedShapes:
         Raises:
             AdapterError: They cannot be served on this base, as far as configuration and header show.
         """
-        if file.header is None:
-            return self._match(name, config, file)
-        shape = (_digest(config), _digest(file.header), file.num_bytes)
-        matched = self._known.get(shape)
-        if matched is None:
-            matched = self._match(name, config, file)
-            if len(self._known) >= MAX_SHAPES:
-                self._known.clear()
-            self._known[shape] = matched
-        return matched
+        shape = None if file.header is None else (_digest(config), _digest(file.header), file.num_bytes)
+        known = None if shape is None else self._known.get(shape)
+        if known is not None:
+            return known
+        fields = parse_config(name, config)
+        method = find_method(fields)
+        weights = method.parse(name, fields).match(file.tensors, self._base)
+        return MatchedWeights(method, weights, by_layer(weights), shape)
 
-    def _match(self, name: str, written: bytes, file: WeightFile) -> MatchedWeights:
-        config = parse_config(name, written)
-        method = find_method(config)
-        weights = method.parse(name, config).match(file.tensors, self._base)
-        return MatchedWeights(method, weights, by_layer(weights))
+    def remember(self, matched: MatchedWeights) -> None:
+        """Keep what was found of an adapter that is served; the one that was kept first makes room."""
+        if matched.shape is None or matched.shape in self._known:
+            return
+        if len(self._known) >= MAX_SHAPES:
+            del self._known[next(iter(self._known))]
+        self._known[matched.shape] = matched
 
 
 def _digest(content: bytes) -> bytes:

@@ -37,7 +37,7 @@ from manylora.adapters.read import check_finite
 from manylora.adapters.remote import Registry
 from manylora.adapters.shape import BaseShape
 from manylora.adapters.stamp import is_provisional, make_stamp, provisional_key, stamp_files
-from manylora.adapters.weight_file import WeightFile
+from manylora.adapters.weight_file import WeightFile, least_bytes
 from manylora.errors import AdapterError
 from manylora.types import AdapterVersion
 
@@ -92,7 +92,10 @@ class LayerReader:
 
         self._file = WeightFile(self._folder, max_bytes, admit)
         try:
-            matched = (shapes or MatchedShapes(base)).match(self._name, written, self._file)
+            shapes = shapes or MatchedShapes(base)
+            matched = shapes.match(self._name, written, self._file)
+            if least_bytes(matched.weights) > version.host_bytes:
+                raise self._changed()  # before it is laid out, since its ranks have no bound yet
             dtype = version.dtype or choose_dtype(self._file.fetch(matched.weights), base.page.dtype)
             self.layout: AdapterLayout = matched.lay_out(base, dtype)
             self._layers = matched.layers
@@ -102,6 +105,7 @@ class LayerReader:
                 is_same = is_same and self._is_content(self._digests)
             if not is_same:
                 raise self._changed()
+            shapes.remember(matched)
         except BaseException:
             self.close()
             raise

@@ -20,7 +20,7 @@ from manylora.adapters.tensors import StoredTensor
 from manylora.adapters.weight_source import fetch, parse_header, read_header_bytes
 from manylora.errors import AdapterError
 
-__all__ = ["WeightFile", "check_size"]
+__all__ = ["WeightFile", "check_size", "least_bytes"]
 
 LEAST_ELEMENT_BYTES = 2
 
@@ -34,7 +34,7 @@ class WeightFile:
         admit: Takes the identity of the open file before it is parsed, and raises to refuse it.
 
     Raises:
-        AdapterError: The file is missing, unreadable, damaged, or larger than ``max_bytes``.
+        AdapterError: The file is missing, unreadable, too short for its header, or larger than ``max_bytes``.
     """
 
     def __init__(
@@ -92,11 +92,16 @@ class WeightFile:
         self._source.close()
 
 
+def least_bytes(weights: Iterable[ModuleWeights]) -> int:
+    """Return the least memory that weights take in any type, in bytes; costs no layout."""
+    return LEAST_ELEMENT_BYTES * sum(w.rank * (w.module.in_features + w.module.out_features) for w in weights)
+
+
 def check_size(name: str, weights: Iterable[ModuleWeights], base: BaseShape, max_pages: int | None) -> None:
     """Raise ``AdapterError`` if weights need more than ``max_pages`` of a base in any type; costs no layout."""
     if max_pages is None:
         return
-    least = LEAST_ELEMENT_BYTES * sum(w.rank * (w.module.in_features + w.module.out_features) for w in weights)
+    least = least_bytes(weights)
     if least > max_pages * base.page.num_bytes:
         pages = -(-least // base.page.num_bytes)
         raise AdapterError(name, f"needs {pages} pages or more; one adapter may take {max_pages} (--max-adapter-share)")
