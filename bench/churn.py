@@ -13,7 +13,7 @@ same model take turns on the same arrivals, round after round, in one process:
 
 With `--also`, engines as *from disk* take turns with them, to find out what its figures come from: in *wait* requests
 wait for their whole adapter (`--cold-start wait`), so no step waits for a layer; in *idle* the processes that read
-files take the time that nobody else wants (Linux' `SCHED_IDLE`), so they interrupt no step.
+files take the time that no other thread wants (Linux' `SCHED_IDLE`), but for reads that a step waits for.
 
 Requests arrive by a Poisson process at a share of what the resident engine can do, measured first, and go round all
 adapters in turn: the worst order for a cache. Times are taken where tokens leave the loop. After the rounds every
@@ -24,6 +24,7 @@ adapter is unloaded and every page must be free. Writes `results/churn.json` and
 from __future__ import annotations
 
 import os
+import resource
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -54,6 +55,15 @@ NUM_IN, NUM_OUT = 24, 48
 MIB = 2**20
 
 GAP_P99 = "between tokens, P99, ms"
+ALSO_MEANT = {
+    False: (),
+    True: (
+        "",
+        "*Wait* and *idle* are as *from disk*. In *wait* requests wait for their whole adapter, so that no step waits "
+        "for a layer. In *idle* the processes that read files take the time that no other thread wants, but for reads "
+        "that a step waits for. An interruption is a processor that a thread of the engine loses while it wants it.",
+    ),
+}
 Round = dict[str, float]
 """The figures of one engine in one round, by the title that they are shown under."""
 
@@ -64,7 +74,7 @@ class System(LiveEngine):
     Args:
         config: The engine.
         folders: Its adapters.
-        is_idle: Whether its processes that read files take the time that nobody else wants.
+        is_idle: Whether its processes that read files take the time that no other thread wants.
     """
 
     def __init__(self, config: EngineConfig, folders: Sequence[Path], *, is_idle: bool = False) -> None:
@@ -139,16 +149,16 @@ def readers() -> set[int]:
 
 
 def make_idle(pid: int) -> None:
-    """Give the threads of a reader that have a low priority the time that nobody else wants."""
-    for thread in psutil.Process(pid).threads():
-        if os.getpriority(os.PRIO_PROCESS, thread.id) > 0:
-            os.sched_setscheduler(thread.id, os.SCHED_IDLE, os.sched_param(0))
+    """Give the threads of a reader that have a low priority the time that no other thread wants; it has read before."""
+    threads = [one.id for one in psutil.Process(pid).threads() if os.getpriority(os.PRIO_PROCESS, one.id) > 0]
+    assert threads, "readers work at a low priority"
+    for thread in threads:
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def interruptions() -> int:
     """Return how often threads of this process have lost a processor that they still wanted."""
-    switches: int = psutil.Process().num_ctx_switches().involuntary
-    return switches
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def percentile_ms(seconds: Sequence[float], share: float) -> float:
@@ -242,6 +252,7 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float, 
     return {
         "machine": describe_machine(torch.device("cpu")),
         "command": "python bench/churn.py" + (f" --also {','.join(also)}" if also else ""),
+        "also": list(also),
         "adapters": num_adapters,
         "ranks": RANKS,
         "requests": num_requests,
@@ -293,6 +304,7 @@ def page(figures: dict[str, Any]) -> str:
         f"({figures['requests_per_s']:.1f} a second). They take turns on the same arrivals; medians of "
         f"{num_rounds} rounds; the ratio is taken in each round: its median, and a 95 % interval. Core and loop in "
         "process, no HTTP.",
+        *ALSO_MEANT[bool(figures["also"])],
         "",
         *table(("", *names), rows),
         "",

@@ -122,6 +122,8 @@ def page(found: Sequence[tuple[str, Former | None]]) -> tuple[dict[str, Any], st
                 continue  # words, or figures that are exact
             lines += ["", *table(heads, rows)]
             figures[name]["tables"].append({"heads": heads, "rows": rows})
+        if not figures[name]["tables"]:
+            lines += ["", "No table that both have has changed."]
     return figures, "\n".join(lines)
 
 

@@ -267,8 +267,8 @@ def described(facts: dict[str, Any]) -> list[str]:
         f"llama.cpp {facts['version']} (as in llama-cpp-python {facts['binding']}; {' and '.join(facts['backends'])}; "
         f"{facts['built with']}) has {facts['threads']} threads, and the quickest settings of this sweep, made before "
         f"the first round: {facts['settings']}. Its logits behind the prompts are those of transformers but for "
-        f"{facts['error of logits']:.0e} of the largest, and no token of its answers is more than "
-        f"{facts['behind the likeliest']:.0e} of that behind the one that transformers finds likeliest there.",
+        f"{facts['error of logits']:.1e} of the largest, and no token of its answers is more than "
+        f"{facts['behind the likeliest']:.1e} of that behind the one that transformers finds likeliest there.",
         "",
         *table(("settings", "seconds"), ((name, f"{seconds:.2f}") for name, seconds in facts["sweep"].items())),
     ]

@@ -254,7 +254,13 @@ def build_systems(
     def llama_cpp_at_its_best(one: LlamaCpp) -> Callable[[], None]:
         one.choose(fixed, clock)
         one.check(fixed)
-        return lambda: one.run(fixed)
+        checked = one.answers
+
+        def run() -> None:
+            one.run(fixed)
+            assert one.answers == checked, "it answers otherwise than when it was checked"
+
+        return run
 
     ours.run(fixed)
     expected = ours.answers
