@@ -1,6 +1,6 @@
 """The cost of churn for requests that decode: every request another adapter, and a pool too small for all of them.
 
-    python bench/churn.py [--quick] [--also wait,idle]
+    python bench/churn.py [--quick] [--also wait,idle] [--threads 1]
 
 The engine's real core and loop on the wall clock, with the torch executor on the CPU; no HTTP. Three engines of the
 same model take turns on the same arrivals, round after round, in one process:
@@ -13,12 +13,13 @@ same model take turns on the same arrivals, round after round, in one process:
 
 With `--also`, engines as *from disk* take turns with them, to find out what its figures come from: in *wait* requests
 wait for their whole adapter (`--cold-start wait`), so no step waits for a layer; in *idle* the processes that read
-files take the time that no other thread wants (Linux' `SCHED_IDLE`), but for reads that a step waits for.
+files take the time that no other thread wants (Linux' `SCHED_IDLE`), but for reads that a step waits for. With
+`--threads 1` steps leave processors to the others.
 
 Requests arrive by a Poisson process at a share of what the resident engine can do, measured first, and go round all
 adapters in turn: the worst order for a cache. Times are taken where tokens leave the loop. After the rounds every
 adapter is unloaded and every page must be free. Writes `results/churn.json` and `.md`, with `--also`
-`results/churn_also.json` and `.md`.
+or `--threads` `results/churn_also` or `results/churn_threads` instead.
 """
 
 from __future__ import annotations
@@ -226,7 +227,9 @@ def build_systems(
     return systems, folders, base
 
 
-def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float, also: Sequence[str]) -> dict[str, Any]:
+def measure(
+    num_rounds: int, num_requests: int, num_adapters: int, load: float, also: Sequence[str], command: str
+) -> dict[str, Any]:
     """Run everything; return the figures."""
     process, others = psutil.Process(), Others()
     rss: list[int] = []
@@ -251,7 +254,7 @@ def measure(num_rounds: int, num_requests: int, num_adapters: int, load: float, 
         held = {name: system.close() for name, system in systems.items()}
     return {
         "machine": describe_machine(torch.device("cpu")),
-        "command": "python bench/churn.py" + (f" --also {','.join(also)}" if also else ""),
+        "command": command,
         "also": list(also),
         "adapters": num_adapters,
         "ranks": RANKS,
@@ -320,14 +323,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--load", type=float, default=0.5, help="share of what the resident engine can do")
     parser.add_argument("--also", type=lambda names: names.split(","), default=[], help="wait, idle, or both")
+    parser.add_argument("--threads", type=int, help="of a step; by default as many as torch takes")
     options = parser.parse_args()
     if unknown := set(options.also) - {"wait", "idle"}:
         parser.error(f"Got --also {sorted(unknown)[0]}, expected wait, idle, or both with a comma")
     num_rounds, num_requests = (1, 48) if options.quick else (options.rounds, 64)
     num_adapters = 48 if options.quick else 96
-    figures = measure(num_rounds, num_requests, num_adapters, options.load, options.also)
+    name, command = "churn", "python bench/churn.py"
+    if options.also:
+        name, command = "churn_also", f"{command} --also {','.join(options.also)}"
+    if options.threads:
+        torch.set_num_threads(options.threads)
+        name, command = "churn_threads", f"{command} --threads {options.threads}"
+    figures = measure(num_rounds, num_requests, num_adapters, options.load, options.also, command)
     refused = reason_to_refuse(num_rounds, figures["busy_share"])
-    name = "churn_also" if options.also else "churn"
     publish(name, figures, page(figures), is_kept=not options.quick, refused=refused)
 
 
