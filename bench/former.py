@@ -21,6 +21,11 @@ from typing import Any
 
 from publishing import RESULTS, publish, table
 
+UNITS = {
+    "adapter_cost": "Former figures are milliseconds, where the base's products took 31.7; present ones are shares of them."
+}
+"""Results whose unit has changed, in words."""
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -112,7 +117,7 @@ def page(found: Sequence[tuple[str, Former | None]]) -> tuple[dict[str, Any], st
         if former is None:
             lines.append(f"[{name}.md]({name}.md) has no former version.")
             continue
-        lines.append(f"[{name}.md]({name}.md) beside `{former.commit}` of {former.date}.")
+        lines.append(f"[{name}.md]({name}.md) beside `{former.commit}` of {former.date}. {UNITS.get(name, '')}".strip())
         figures[name] = {"commit": former.commit, "date": former.date, "tables": []}
         for old, now in side_by_side(former.text, (RESULTS / f"{name}.md").read_text()):
             heads = ("", *(f"former: {one}" for one in old.heads), *(f"now: {one}" for one in now.heads))
