@@ -22,7 +22,7 @@ from typing import Any
 from publishing import RESULTS, publish, table
 
 UNITS = {
-    "adapter_cost": "Former figures are milliseconds, beside 31.7 of the base's products; present ones are shares of these.",
+    "adapter_cost": "Former figures are milliseconds; the base's products took 31.7. Present ones are shares of these.",
 }
 """Results whose unit has changed, in words."""
 
