@@ -56,15 +56,11 @@ NUM_IN, NUM_OUT = 24, 48
 MIB = 2**20
 
 GAP_P99 = "between tokens, P99, ms"
-ALSO_MEANT = {
-    False: (),
-    True: (
-        "",
-        "*Wait* and *idle* are as *from disk*. In *wait* requests wait for their whole adapter, so that no step waits "
-        "for a layer. In *idle* the processes that read files take the time that no other thread wants, but for reads "
-        "that a step waits for. An interruption is a processor that a thread of the engine loses while it wants it.",
-    ),
-}
+ALSO_MEANT = (
+    " *Wait* and *idle* are as *from disk*. In *wait* requests wait for their whole adapter, so that no step waits for "
+    "a layer. In *idle* the processes that read files take the time that no other thread wants, but for reads that a "
+    "step waits for."
+)
 Round = dict[str, float]
 """The figures of one engine in one round, by the title that they are shown under."""
 
@@ -306,8 +302,8 @@ def page(figures: dict[str, Any]) -> str:
         f"adapter, arriving by a Poisson process at {figures['load']:.0%} of what the resident engine can do "
         f"({figures['requests_per_s']:.1f} a second). They take turns on the same arrivals; medians of "
         f"{num_rounds} rounds; the ratio is taken in each round: its median, and a 95 % interval. Core and loop in "
-        "process, no HTTP.",
-        *ALSO_MEANT[bool(figures["also"])],
+        "process, no HTTP. An interruption is a processor that a thread of this process loses while it wants it."
+        + (ALSO_MEANT if figures["also"] else ""),
         "",
         *table(("", *names), rows),
         "",

@@ -20,7 +20,7 @@ from manylora.adapters.opened import LocalFile
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
 from manylora.adapters.read import read_adapter
 from manylora.adapters.read_layers import LayerReader
-from manylora.adapters.weight_source import read_header
+from manylora.adapters.weight_source import parse_header, read_header_bytes
 from manylora.errors import AdapterError, AdapterNotFound
 
 BASE = tiny_base(num_layers=5)
@@ -116,7 +116,8 @@ def _touch_last_layer(folder: Path) -> None:
     """Change one number of layer 4 in place."""
     file = folder / "adapter_model.safetensors"
     source = LocalFile("mine", file.open("rb"), file)
-    place = read_header("mine", source)["base_model.model.model.layers.4.self_attn.q_proj.lora_A.weight"].place
+    tensors = parse_header("mine", read_header_bytes("mine", source), source.size)
+    place = tensors["base_model.model.model.layers.4.self_attn.q_proj.lora_A.weight"].place
     source.close()
     assert place is not None
     content = bytearray(file.read_bytes())

@@ -27,7 +27,7 @@ from manylora.adapters.remote import RemoteFile
 from manylora.adapters.report import inspect_adapter
 from manylora.adapters.stamp import is_provisional
 from manylora.adapters.urls import check_registry, resolve_url
-from manylora.adapters.weight_source import read_header
+from manylora.adapters.weight_source import parse_header, read_header_bytes
 from manylora.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
 from manylora.execution.storage import reader_process
 from manylora.execution.storage.http_registry import HttpRegistry
@@ -87,7 +87,8 @@ def place_of(folder: Path, module: str) -> int:
     path = folder / "adapter_model.safetensors"
     file = LocalFile("mine", path.open("rb"), path)
     try:
-        return min(t.place[0] for key, t in read_header("mine", file).items() if module in key and t.place)
+        tensors = parse_header("mine", read_header_bytes("mine", file), file.size)
+        return min(t.place[0] for key, t in tensors.items() if module in key and t.place)
     finally:
         file.close()
 

@@ -15,7 +15,7 @@ from manylora.adapters.method import ModuleWeights
 from manylora.adapters.shape import BaseShape
 from manylora.types import AdapterKey
 
-__all__ = ["HASH", "by_layer", "content_key", "digest_layer", "split_digests"]
+__all__ = ["HASH", "by_layer", "content_key", "digest_layer", "digest_text", "split_digests"]
 
 HASH = "sha256"
 """Name of the hash: digests by another one are not compared with."""
@@ -28,6 +28,11 @@ def by_layer(weights: Iterable[ModuleWeights]) -> list[list[ModuleWeights]]:
     """Return the weights of each layer, in the order of the layers in an ``AdapterLayout``."""
     ordered = sorted(weights, key=lambda w: w.module.turn)
     return [list(layer) for _, layer in groupby(ordered, key=lambda w: w.module.turn)]
+
+
+def digest_text(content: bytes) -> bytes:
+    """Hash a configuration or a header, to find what is remembered of it while a process lives."""
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:

@@ -9,7 +9,6 @@ The pickle of a ``.bin`` file takes the place of a header.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.adapters.config import parse_config, read_config_file
+from manylora.adapters.content import digest_text
 from manylora.adapters.folder import open_folder
 from manylora.adapters.hash_cache import KnownContent
 from manylora.adapters.layout import make_version
@@ -100,13 +100,13 @@ class HeaderReader:
 
     def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
         """Return the version of all adapters with this configuration and header, without key and source."""
-        tensors = _digest(header) + repr((num_bytes, dtype)).encode()
-        written = _digest(config + tensors)
+        tensors = digest_text(header) + repr((num_bytes, dtype)).encode()
+        written = digest_text(config + tensors)
         shape = self._shapes.get(written)
         if shape is not None:
             return shape
         fields = parse_config(name, config)
-        meant = _digest(_in_order(fields).encode() + tensors)
+        meant = digest_text(_in_order(fields).encode() + tensors)
         shape = self._shapes.get(meant)
         if shape is None:
             shape = self._check(name, fields, parse_header(name, header, num_bytes), num_bytes, dtype)
@@ -129,10 +129,6 @@ class HeaderReader:
         ranks = {w.module.name: w.rank for w in weights}
         layout = method.lay_out(ranks, self._base, dtype or choose_dtype_unread(weights, self._dtype))
         return make_version(layout, self._base.page, key="", source="", disk_bytes=num_bytes)
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()
 
 
 def _in_order(config: Mapping[str, Any]) -> str:

@@ -1,18 +1,17 @@
 """Adapters of one shape: what their configuration and header say is worked out once for all that share both.
 
 The adapters of a service come from few trainers, and many differ in their numbers alone. To parse both files, match
-them with the base and lay the weights out is most of the work of reading a small adapter again.
+them with the base and lay the weights out is a large part of reading a small adapter again.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from manylora.adapters.config import parse_config
-from manylora.adapters.content import by_layer
+from manylora.adapters.content import by_layer, digest_text
 from manylora.adapters.layout import AdapterLayout
 from manylora.adapters.method import AdapterMethod, ModuleWeights
 from manylora.adapters.methods import find_method
@@ -73,7 +72,7 @@ class MatchedShapes:
         Raises:
             AdapterError: They cannot be served on this base, as far as configuration and header show.
         """
-        shape = None if file.header is None else (_digest(config), _digest(file.header), file.num_bytes)
+        shape = None if file.header is None else (digest_text(config), digest_text(file.header), file.num_bytes)
         known = None if shape is None else self._known.get(shape)
         if known is not None:
             return known
@@ -89,7 +88,3 @@ class MatchedShapes:
         if len(self._known) >= MAX_SHAPES:
             del self._known[next(iter(self._known))]
         self._known[matched.shape] = matched
-
-
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16).digest()

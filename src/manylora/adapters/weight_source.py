@@ -17,7 +17,7 @@ from manylora.adapters.opened import WeightSource
 from manylora.adapters.tensors import StoredTensor
 from manylora.errors import AdapterError
 
-__all__ = ["fetch", "parse_header", "read_header", "read_header_bytes"]
+__all__ = ["fetch", "parse_header", "read_header_bytes"]
 
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 """Largest safetensors header: thousands of times that of a real adapter, small enough to parse at once."""
@@ -30,17 +30,12 @@ _BITS: Mapping[str, int] = (
 """Bits of an element, by safetensors' names of the types."""
 
 
-def read_header(name: str, source: WeightSource) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file by key, without their bytes.
+def read_header_bytes(name: str, source: WeightSource) -> bytes:
+    """Return the header of a safetensors file, without its length.
 
     Raises:
-        AdapterError: It is no safetensors file, or damaged.
+        AdapterError: It is no safetensors file, or cut.
     """
-    return parse_header(name, read_header_bytes(name, source), source.size)
-
-
-def read_header_bytes(name: str, source: WeightSource) -> bytes:
-    """Return the header of a safetensors file, without its length; errors as of ``read_header``."""
     length = int.from_bytes(source.read(0, 8), "little") if source.size >= 8 else source.size
     if length > source.size - 8:
         raise _damaged(name, "its header claims to be longer than the file")
