@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -91,17 +92,20 @@ def test_a_live_engine_is_swept(tmp_path: Path) -> None:
     )
     lines: list[LogLine] = []
     progress: list[float] = []
+    began_at = time.perf_counter()
     num_steps = sweep_live(
         config, num_adapters=4, ranks=(4, 8), seconds=0.3, write=lines.append, on_progress=progress.append
     )
+    took_s = time.perf_counter() - began_at
     header, *records = lines
     assert isinstance(header, LogHeader)
     assert (header.num_pages, header.base.vocab_size, header.lora_kernel) == (64, 64, config.model.lora_kernel)
     assert "torch" in header.machine
     steps = [record for record in records if isinstance(record, StepRecord)]
     assert len(steps) == num_steps > 0
-    # The executor's own measure is part of the loop's.
-    assert all(step.device_s is not None and 0 < step.device_s <= step.took_s for step in steps)
+    # Steps run one after another. One alone may outlast its turns: it can end between a turn's time and its look.
+    assert all(step.device_s is not None and step.device_s > 0 for step in steps)
+    assert sum(step.device_s or 0.0 for step in steps) <= took_s
     loads = [record for record in records if isinstance(record, LoadRecord)]
     assert all(load.error is None and load.tier in (Tier.HOST, Tier.DEVICE) for load in loads)
     assert progress[-1] >= 0.3
