@@ -11,17 +11,22 @@ import struct
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from blake3 import blake3
+
 from manylora.adapters.method import ModuleWeights
 from manylora.adapters.shape import BaseShape
 from manylora.types import AdapterKey
 
 __all__ = ["HASH", "by_layer", "content_key", "digest_layer", "digest_text", "split_digests"]
 
-HASH = "sha256"
+HASH = "blake3"
 """Name of the hash: digests by another one are not compared with."""
 
 DIGEST_BYTES = 20
-"""Of SHA-256, which processors have instructions for: twice as fast as BLAKE2 there, and hashing is half of a read."""
+"""Of BLAKE3, which uses the vector units: with AVX-512 five times as fast as SHA-256 with its own instructions."""
+
+LEAST_ALONE_BYTES = 256 * 1024
+"""Bytes that are hashed where they lie: short parts are hashed slowly one by one, and are put together first."""
 
 
 def by_layer(weights: Iterable[ModuleWeights]) -> list[list[ModuleWeights]]:
@@ -41,11 +46,17 @@ def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
     File metadata, key order, training settings and file names are left out: two uploads of the same weights are one
     version. Every part is preceded by its length, so that different lists of parts never hash alike.
     """
-    digest = hashlib.sha256()
+    digest = blake3()
+    held = bytearray()
 
     def add(part: bytes | memoryview) -> None:
-        digest.update(struct.pack("<Q", len(part)))
-        digest.update(part)
+        held.extend(struct.pack("<Q", len(part)))
+        if len(part) < LEAST_ALONE_BYTES:
+            held.extend(part)
+        else:
+            digest.update(held)
+            digest.update(part)
+            held.clear()
 
     for w in sorted(weights, key=lambda w: w.module.name):
         add(w.module.name.encode())
@@ -54,17 +65,18 @@ def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
         for tensor in w.tensors:
             add(tensor.dtype.encode())
             add(tensor.data.data)
-    return digest.digest()[:DIGEST_BYTES]
+    digest.update(held)
+    return digest.digest(DIGEST_BYTES)
 
 
 def content_key(base: BaseShape, digests: Sequence[bytes]) -> AdapterKey:
     """Return the identity of an adapter on a base, by the digests of its layers."""
-    digest = hashlib.sha256()
+    digest = blake3()
     digest.update(struct.pack("<Q", len(base.fingerprint)))
     digest.update(base.fingerprint.encode())
     for one in digests:
         digest.update(one)
-    return AdapterKey(digest.digest()[:DIGEST_BYTES].hex())
+    return AdapterKey(digest.hexdigest(DIGEST_BYTES))
 
 
 def split_digests(digests: bytes) -> list[bytes]:
