@@ -72,17 +72,19 @@ def pack_groups(
     by_module = {w.module.name: w for w in weights}
     for group in groups:
         members = [by_module[part.module.name] for part in group.modules]
-        a_stack = np.concatenate([w.a.as_float32() for w in members])
-        _write(image, group.a, _encode(name, group.group, a_stack, dtype))
+        parts = [_encode(name, group.group, w.a.as_float32(), dtype) for w in members]
+        _write(image, group.a, parts[0] if len(parts) == 1 else np.concatenate(parts))
         for part, w in zip(group.modules, members, strict=True):
-            _write(image, part.b, _encode(name, part.module.name, scaled_b(w).T, dtype))
+            _write(image, part.b, _encode(name, part.module.name, scaled_b(w), dtype).T)
             if w.column_scale is not None:
                 scale = w.column_scale.as_float32().reshape(1, -1)
                 _write(image, part.column_scale, _encode(name, part.module.name, scale, dtype))
 
 
 def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
-    """Return B ``[out_features, rank]`` times its scale."""
+    """Return B ``[out_features, rank]`` times its scale, a view if it is stored so."""
+    if weights.scale == 1.0:
+        return weights.b.as_float32()
     with np.errstate(over="ignore"):
         return weights.b.as_float32() * np.float32(weights.scale)
 
