@@ -20,10 +20,10 @@ from manylora.types import AdapterKey
 __all__ = ["HASH", "by_layer", "content_key", "digest_layer", "digest_text", "split_digests"]
 
 HASH = "blake3"
-"""Name of the hash: digests by another one are not compared with."""
+"""Name of the hash: digests by another one are not compared with. It uses the vector units: with AVX-512 it is five times
+as fast as SHA-256 with its own instructions."""
 
 DIGEST_BYTES = 20
-"""Of BLAKE3, which uses the vector units: with AVX-512 five times as fast as SHA-256 with its own instructions."""
 
 LEAST_ALONE_BYTES = 256 * 1024
 """Bytes that are hashed where they lie: short parts are hashed slowly one by one, and are put together first."""
