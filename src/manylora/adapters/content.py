@@ -20,8 +20,8 @@ from manylora.types import AdapterKey
 __all__ = ["HASH", "by_layer", "content_key", "digest_layer", "digest_text", "split_digests"]
 
 HASH = "blake3"
-"""Name of the hash: digests by another one are not compared with. It uses the vector units: with AVX-512 it is five times
-as fast as SHA-256 with its own instructions."""
+"""Name of the hash: digests by another one are not compared with. It uses the vector units: with AVX-512 it is five
+times as fast as SHA-256 with its own instructions."""
 
 DIGEST_BYTES = 20
 
