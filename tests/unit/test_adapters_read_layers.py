@@ -14,7 +14,7 @@ import torch
 from bad_adapters import tiny_base, write_good_adapter
 from safetensors.numpy import load_file
 
-from manylora.adapters import matched, read_layers, weight_file
+from manylora.adapters import content, matched, read_layers, weight_file
 from manylora.adapters.matched import MAX_SHAPES, MatchedShapes
 from manylora.adapters.opened import LocalFile
 from manylora.adapters.packed import PackedAdapter, image_of, own_memory
@@ -213,3 +213,13 @@ def test_files_that_went_away_are_named(tmp_path: Path) -> None:
         read_again(known)
     with pytest.raises(AdapterNotFound):
         read_again(replace(known, version=replace(known.version, source=str(tmp_path / "b"))))
+
+
+def test_a_digest_is_the_same_whatever_is_put_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = write_good_adapter(tmp_path / "a", BASE, rank=8)
+    keys = set()
+    for least_bytes in (0, 300, 1000, content.LEAST_ALONE_BYTES):
+        monkeypatch.setattr(content, "LEAST_ALONE_BYTES", least_bytes)
+        version = read_adapter("mine", folder, BASE, max_bytes=LIMIT).version
+        keys.add((version.key, version.layer_digests))
+    assert len(keys) == 1

@@ -30,7 +30,7 @@ from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.inline_reader import InlineReader
 from manylora.execution.storage.read_queue import ReadQueue
 from manylora.execution.storage.reader import NUM_READERS, NUM_REMOTE, HostReader
-from manylora.execution.storage.reader_messages import Again, Packed, ReaderSettings, Refused
+from manylora.execution.storage.reader_messages import Again, Packed, Pages, ReaderSettings, Refused
 from manylora.execution.storage.reader_process import ReaderProcess
 from manylora.types import AdapterVersion
 
@@ -95,6 +95,35 @@ def test_only_urgent_reads_have_the_priority_of_steps(monkeypatch: pytest.Monkey
     here.close()
     thread.join()
     assert found == [usual, min(19, usual + reader_service.NICENESS), usual]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a descriptor is sent to a process by its number")
+@pytest.mark.parametrize("scratch_bytes", [0, reader_service.SCRATCH_BYTES])
+def test_images_are_the_same_wherever_they_are_packed(
+    scratch_bytes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What an adapter before it left in memory that is used again shows nowhere, not in the padding either."""
+    monkeypatch.setattr(reader_service, "SCRATCH_BYTES", scratch_bytes)
+    here, there = Pipe()
+    thread = threading.Thread(target=reader_service.serve, args=(there, SETTINGS), daemon=True)
+    thread.start()
+    for rank in (16, 3, 8):
+        folder = write_good_adapter(tmp_path / f"a{rank}", BASE, rank=rank, seed=rank)
+        expected = read_adapter("mine", folder, BASE, max_bytes=LIMIT, dtype="auto")
+        here.send(Again(expected.version, True))
+        assert isinstance(reader_messages.receive(here, 60), Packed)
+        descriptor = recv_handle(here)
+        num_full = 0
+        while num_full < expected.version.num_pages:
+            pages = reader_messages.receive(here, 60)
+            assert isinstance(pages, Pages) and pages.num_full >= num_full
+            num_full = pages.num_full
+            page_bytes = expected.image[0].nbytes
+            content = os.pread(descriptor, num_full * page_bytes, 0)
+            assert content == expected.image[:num_full].tobytes(), "full pages have all of their content"
+        os.close(descriptor)
+    here.close()
+    thread.join()
 
 
 def test_slow_registries_leave_a_reader_to_adapters_on_disk() -> None:

@@ -51,12 +51,14 @@ def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
 
     def add(part: bytes | memoryview) -> None:
         held.extend(struct.pack("<Q", len(part)))
-        if len(part) < LEAST_ALONE_BYTES:
+        is_short = len(part) < LEAST_ALONE_BYTES
+        if is_short:
             held.extend(part)
-        else:
+        if not is_short or len(held) > LEAST_ALONE_BYTES:
             digest.update(held)
-            digest.update(part)
             held.clear()
+        if not is_short:
+            digest.update(part)
 
     for w in sorted(weights, key=lambda w: w.module.name):
         add(w.module.name.encode())
