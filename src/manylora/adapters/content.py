@@ -51,14 +51,13 @@ def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
 
     def add(part: bytes | memoryview) -> None:
         held.extend(struct.pack("<Q", len(part)))
-        is_short = len(part) < LEAST_ALONE_BYTES
-        if is_short:
+        if len(part) < LEAST_ALONE_BYTES:
             held.extend(part)
-        if not is_short or len(held) > LEAST_ALONE_BYTES:
+            part = b""
+        if part or len(held) > LEAST_ALONE_BYTES:
             digest.update(held)
-            held.clear()
-        if not is_short:
             digest.update(part)
+            held.clear()
 
     for w in sorted(weights, key=lambda w: w.module.name):
         add(w.module.name.encode())

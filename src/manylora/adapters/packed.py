@@ -22,7 +22,7 @@ from manylora.types import AdapterVersion
 
 __all__ = ["Allocate", "PackedAdapter", "image_of", "own_memory", "pack", "pack_groups", "scaled_b", "unpack"]
 
-Allocate = Callable[[int], mmap.mmap]
+Allocate = Callable[[int], mmap.mmap | NDArray[np.uint8]]
 """Returns zeroed memory of a given number of bytes."""
 
 

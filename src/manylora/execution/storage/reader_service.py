@@ -23,7 +23,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,7 +154,7 @@ class _Served:
 
     def read(self, name: str, path: str) -> None:
         """Read an adapter that is new, and send it or the reason against it."""
-        memory = _MemoryFile()
+        memory = _MemoryFile(self._scratch)
         try:
             self._answer(name, lambda: self._read(name, path, memory))
         finally:
@@ -162,7 +162,7 @@ class _Served:
 
     def read_layers(self, version: AdapterVersion) -> None:
         """Read a registered version; send its layout and empty image, then the full pages after each layer."""
-        memory = _MemoryFile()
+        memory = _MemoryFile(self._scratch)
         try:
             self._answer(version.source, lambda: self._read_layers(version, memory))
         finally:
@@ -209,6 +209,7 @@ class _Served:
         )
         if stamp_files(folder, base, self._dtype)[0] != stamp:
             raise AdapterError(name, "its files changed while they were read; register it again")
+        memory.fill(packed.version.host_bytes)
         version = replace(packed.version, stamp=stamp)
         assert version.dtype is not None
         self._keep(stamp, KnownContent(version.key, version.dtype, version.layer_digests), changed_at)
@@ -225,20 +226,10 @@ class _Served:
             asked_dtype=settings.dtype,
             shapes=self._shapes,
         ) as reader:
-            scratch = self._scratch[: version.host_bytes]
-            is_small = len(scratch) == version.host_bytes
-            if is_small:
-                memory.open(version.host_bytes)
-                scratch.fill(0)
-                image = image_of(scratch, reader.layout, base.page)
-            else:
-                image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
+            image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
             self._send_image(Packed.of(version, reader.layout), memory)
-            num_written = 0
             for num_full in reader.pack(image):
-                if is_small:
-                    memory.write(image[num_written:num_full], num_written * base.page.num_bytes)
-                    num_written = num_full
+                memory.fill(num_full * base.page.num_bytes)
                 first = reader.first_content
                 if first is not None:
                     folder = open_folder(version.source, version.source, settings.roots, self._registry)
@@ -269,13 +260,16 @@ def _named(name: str, work: Callable[[], T]) -> T:
 
 
 class _MemoryFile:
-    """Memory that another process can map: an anonymous file."""
+    """Memory that another process can map: an anonymous file. A small one is prepared in ``scratch``, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: NDArray[np.uint8]) -> None:
         self.descriptor = -1
+        self._scratch = scratch
+        self._unwritten = memoryview(b"")
+        self._num_written = 0
 
-    def open(self, num_bytes: int) -> None:
-        """Make it, of zeros."""
+    def allocate(self, num_bytes: int) -> mmap.mmap | NDArray[np.uint8]:
+        """Make it of zeros; return memory for its content, which counts once ``fill`` was called."""
         if hasattr(os, "memfd_create"):
             # The engine seals its size, so that the memory cannot be taken away under a step.
             self.descriptor = os.memfd_create("manylora-adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -285,18 +279,19 @@ class _MemoryFile:
             self.descriptor, path = tempfile.mkstemp()
             os.unlink(path)
         os.ftruncate(self.descriptor, num_bytes)
+        if num_bytes > len(self._scratch):
+            return mmap.mmap(self.descriptor, num_bytes)
+        content = self._scratch[:num_bytes]
+        content.fill(0)
+        self._unwritten = content.data
+        return content
 
-    def allocate(self, num_bytes: int) -> mmap.mmap:
-        """Make it, and map it."""
-        self.open(num_bytes)
-        return mmap.mmap(self.descriptor, num_bytes)
-
-    def write(self, pages: NDArray[Any], offset: int) -> None:
-        """Write pages at an offset in bytes."""
-        content = pages.reshape(-1).view(np.uint8).data
-        while content:
-            num_bytes = os.pwrite(self.descriptor, content, offset)
-            content, offset = content[num_bytes:], offset + num_bytes
+    def fill(self, num_bytes: int) -> None:
+        """Write its content up to so many bytes, unless it is mapped."""
+        while part := self._unwritten[: num_bytes - self._num_written]:
+            num_now = os.pwrite(self.descriptor, part, self._num_written)
+            self._unwritten = self._unwritten[num_now:]
+            self._num_written += num_now
 
     def close(self) -> None:
         if self.descriptor >= 0:
