@@ -10,7 +10,7 @@ is the same in every case, and is given beside it). Three questions:
 * one adapter of rank 128 among 31 of rank 8: does only its own row pay for its rank, or every row?
 
 Cases take turns, so all of them are in memory (10 GB). A figure is a case's time over that of the base's products in
-the same round (`manylora.bench.rounds`), so that a machine that changes its speed changes both.
+the same round (`manylora.lab.bench.rounds`), so that a machine that changes its speed changes both.
 
 Writes `bench/results/adapter_cost.json` and `.md`.
 """
@@ -27,8 +27,8 @@ from cpu_systems import LAYERS, RANKS
 from kernels_cpu import NUM_ROWS, Case, bench_shape, lora_case, product_cases
 from publishing import arguments, clock_of, publish, table
 
-from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 from manylora.execution.device import describe_machine
+from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 
 SHARED_RANK = 32
 DTYPES = ("float32", "bfloat16")

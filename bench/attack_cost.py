@@ -28,8 +28,8 @@ from typing import Any
 
 from publishing import arguments, publish, table
 
-from manylora.bench.machine import machine
-from manylora.bench.rounds import Others, reason_to_refuse
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import Others, reason_to_refuse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "attack"))
 from attack_target import MIB, Target, Watch, half_sent, running

@@ -36,13 +36,13 @@ import numpy as np
 from chameleon_readings_picture import draw
 from publishing import RESULTS, arguments, publish, table
 
-from manylora.experiments.cases import cases_of
-from manylora.experiments.findings import Verdict, compare, crossing
-from manylora.experiments.read import read_experiment
-from manylora.experiments.result import Result
-from manylora.experiments.running import Runner
-from manylora.experiments.spec import Claim, Experiment, Point, Table
-from manylora.measure import Interval, interval_of_runs
+from manylora.lab.experiments.cases import cases_of
+from manylora.lab.experiments.findings import Verdict, compare, crossing
+from manylora.lab.experiments.read import read_experiment
+from manylora.lab.experiments.result import Result
+from manylora.lab.experiments.running import Runner
+from manylora.lab.experiments.spec import Claim, Experiment, Point, Table
+from manylora.lab.measure import Estimate, interval_of_runs
 
 FIGURE_2 = 0.35
 """The share of the card's link that S-LoRA's copies reach by figure 2."""
@@ -254,7 +254,7 @@ def capacities_of(runs: Runs) -> Iterator[float | None]:
         yield crossing(list(zip(runs, tails, strict=True)), LIMIT_S)
 
 
-def kv_share(runs: Sequence[Result]) -> Interval:
+def kv_share(runs: Sequence[Result]) -> Estimate:
     """Return the peak of KV as a share of all memory but the weights."""
     shares = []
     for run in runs:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from manylora.experiments.findings import Verdict
-from manylora.experiments.spec import Claim
+from manylora.lab.experiments.findings import Verdict
+from manylora.lab.experiments.spec import Claim
 
 
 def draw(cells: Sequence[Mapping[str, Any]], claims: Mapping[str, Claim], readings: Sequence[str], path: Path) -> None:

@@ -40,15 +40,15 @@ from live_engine import LiveEngine
 from publishing import arguments, publish, table
 from rich.progress import Progress
 
-from manylora.adapters.shape import BaseShape
-from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.bench.synthetic import write_synthetic_adapter
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.types import Request, SamplingParams, Tier
 from manylora.demo import demo_model_path
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.types import Request, SamplingParams, Tier
+from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.synthetic import write_synthetic_adapter
 
 RANKS = (8, 16, 32, 64)
 NUM_SEATS = 16

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 from publishing import arguments, publish, table
 
-from manylora.adapters.shape import BaseShape, PageShape
-from manylora.config import MemoryConfig, SchedulerConfig
-from manylora.costs.model import FixedCost
-from manylora.sim.run.simulation import SimulationConfig, simulate
-from manylora.workloads import RequestSpec, Workload
+from manylora.core.adapters.shape import BaseShape, PageShape
+from manylora.core.config import MemoryConfig, SchedulerConfig
+from manylora.lab.costs.model import FixedCost
+from manylora.lab.sim.run.simulation import SimulationConfig, simulate
+from manylora.lab.workloads import RequestSpec, Workload
 
 MEAN_TOKENS = 1000
 """Mean size of a request in tokens, each a millisecond: sizes are whole numbers, and this many make them smooth."""

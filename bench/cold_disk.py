@@ -11,7 +11,7 @@ without an engine: a round asks the executor for the loads and the step as the e
 
 Before every turn the adapter's file is dropped from the page cache (`posix_fadvise`). Without a stated bandwidth the
 link is as fast as the machine. Both reads have the priority that a read by layers has. The ratios are those of
-`manylora.bench.rounds`. Writes `results/cold_disk.json` and `.md`.
+`manylora.lab.bench.rounds`. Writes `results/cold_disk.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import torch
 from publishing import arguments, publish, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.bench.synthetic import write_synthetic_adapter
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.plan import ARRIVING, ON_DEVICE, AdapterLoad, Placement, PlannedSequence, StepPlan
+from manylora.core.ports import EngineParts, Work
+from manylora.core.types import AdapterVersion, SamplingParams, Tier
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.plan import ARRIVING, ON_DEVICE, AdapterLoad, Placement, PlannedSequence, StepPlan
-from manylora.ports import EngineParts, Work
-from manylora.types import AdapterVersion, SamplingParams, Tier
+from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.synthetic import write_synthetic_adapter
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, RANK = 12, 512, 1376, 224
 NUM_PROMPT = 128

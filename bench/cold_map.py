@@ -26,7 +26,7 @@ from cold_map_picture import LivePoint, draw, read_live
 from cold_map_points import CORES, DEVICES, LINKS, MODEL, PROMPTS, QUEUED, RANKS, Point, make_points
 from publishing import RESULTS, arguments, publish, table
 
-from manylora.catalog.hardware import HARDWARE
+from manylora.lab.catalog.hardware import HARDWARE
 
 WORTH = 0.05
 """Least gain for which cores are worth their while."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from cold_map_points import CORES, DEVICES, PROMPTS, QUEUED, RANKS, Point
 
-from manylora.catalog.hardware import HARDWARE
+from manylora.lab.catalog.hardware import HARDWARE
 
 COLD = "first token of cold requests"
 SHADED_CORES = 32

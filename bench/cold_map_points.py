@@ -9,17 +9,17 @@ from itertools import product
 
 import msgspec
 
-from manylora.adapters.shape import BaseShape
-from manylora.catalog.hardware import HARDWARE
-from manylora.catalog.models import base_shape
-from manylora.costs.roofline import RooflineCost
-from manylora.costs.synthetic_plan import Part, synthetic_plan
-from manylora.costs.workers import AssistCost, CpuWorkers
-from manylora.plan import ARRIVING, IN_HOST, ON_DEVICE, AdapterLoad, Placement, StepPlan, StepResult
-from manylora.sim.run.adapters import adapter_versions
-from manylora.sim.run.executor import SimulatedExecutor
-from manylora.types import AdapterVersion, Tier
-from manylora.workloads import AdapterSpec
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.plan import ARRIVING, IN_HOST, ON_DEVICE, AdapterLoad, Placement, StepPlan, StepResult
+from manylora.core.types import AdapterVersion, Tier
+from manylora.lab.catalog.hardware import HARDWARE
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.costs.roofline import RooflineCost
+from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
+from manylora.lab.costs.workers import AssistCost, CpuWorkers
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.sim.run.executor import SimulatedExecutor
+from manylora.lab.workloads import AdapterSpec
 
 MODEL = "llama-2-7b"
 DEVICES = ("a10", "a40", "a100-80", "h100")
@@ -87,7 +87,7 @@ class Rig:
         names = (AdapterSpec(name=str(index), rank=rank, targets=MODULES[modules]) for index in range(BATCH + 1))
         self.warm: list[AdapterVersion] = list(adapter_versions(names, base).values())
         self.cold = self.warm.pop()
-        self._batch = [Part(CONTEXT, 1, version.key, version.rank) for version in self.warm]
+        self._batch = [SyntheticSequence(CONTEXT, 1, version.key, version.rank) for version in self.warm]
         self.decode_s = self.cost.step_time_s(synthetic_plan(self._batch))
 
     def point(self, prompt: int, cores: int, queued: int) -> Point:
@@ -129,7 +129,7 @@ class Rig:
         return ended_at + self.decode_s * math.ceil(max(0.0, arrives_at - ended_at) / self.decode_s)
 
     def _plan(self, prompt: int, placement: Placement) -> StepPlan:
-        plan = synthetic_plan([*self._batch, Part(0, prompt, self.cold.key, self.cold.rank)])
+        plan = synthetic_plan([*self._batch, SyntheticSequence(0, prompt, self.cold.key, self.cold.rank)])
         *batch, cold = plan.sequences
         return StepPlan(step_id=0, sequences=(*batch, msgspec.structs.replace(cold, placement=placement, pages=[])))
 

@@ -27,11 +27,11 @@ Every running request has a seat: one that waits for a seat measures the queue, 
 is frozen before the first round, as a server freezes its own.
 
 Statistics, chosen before any run: in each round the P99 over the requests (or gaps), and its ratio to that of the
-resident engine in the same round, on the same arrivals (`manylora.bench.rounds`). Of 600 requests half are cold. Modes
-that are not the engine's choice, and reads from disk, serve the first sixth of the round's requests, and are compared
-with the same requests of the resident engine. Percentiles in milliseconds are over all rounds together.
-Goals, for *auto* with images in host memory: 1.10 at the P99 of the first token of cold requests, and 1.05 at the P99
-between tokens of warm ones. Writes `results/cold_start.json` and `.md`.
+resident engine in the same round, on the same arrivals (`manylora.lab.bench.rounds`). Of 600 requests half are cold.
+Modes that are not the engine's choice, and reads from disk, serve the first sixth of the round's requests, and are
+compared with the same requests of the resident engine. Percentiles in milliseconds are over all rounds together. Goals,
+for *auto* with images in host memory: 1.10 at the P99 of the first token of cold requests, and 1.05 at the P99 between
+tokens of warm ones. Writes `results/cold_start.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from churn import percentile_ms
 from live_engine import LiveEngine
 from publishing import Steps, arguments, publish, table
 
-from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.bench.synthetic import write_synthetic_adapter
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.engine.adapters.cold_starts import possible_modes
+from manylora.core.types import ColdStart, Request, SamplingParams
 from manylora.demo import demo_model_path
-from manylora.engine.adapters.cold_starts import possible_modes
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.hosting.gc_freeze import freeze_start_up_heap
-from manylora.types import ColdStart, Request, SamplingParams
+from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.serving.hosting.engine.gc_freeze import freeze_start_up_heap
 
 RANK = 64
 NUM_WARM, NUM_COLD = 4, 32

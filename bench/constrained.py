@@ -33,8 +33,8 @@ from typing import Any
 import aiohttp
 from publishing import arguments, publish, table
 
-from manylora.bench.machine import machine
-from manylora.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
 
 GOAL = 0.9
 SIDES = ("free", "forms", "new forms")

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora.bench.peers import Asked, quiet
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
-from manylora.engine.build import build_core
-from manylora.engine.loop import EngineLoop
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
+from manylora.core.engine.build import build_core
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.types import Output, Request, SamplingParams
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.kernels.linear import linear, pack
-from manylora.types import Output, Request, SamplingParams
+from manylora.lab.bench.peers import PeerRequest, quiet
 
 RANKS = (8, 16, 32, 64, 128)
 VOCAB = 7296
@@ -120,7 +120,7 @@ class Ours:
         assert isinstance(self._parts.executor, TorchExecutor)
         self._watch_forward(self._parts.executor._runner._model)
 
-    def run(self, asked: Sequence[Asked], adapters: Sequence[str] | None = None) -> None:
+    def run(self, asked: Sequence[PeerRequest], adapters: Sequence[str] | None = None) -> None:
         """Answer everything; request *i* takes ``adapters[i]`` (``set-number``), or the base."""
         start = self._clock.now()
         self.forward_s = 0.0
@@ -198,7 +198,7 @@ class Bare:
         self.answers: list[list[int]] = []
 
     @torch.inference_mode()
-    def run(self, asked: Sequence[Asked]) -> None:
+    def run(self, asked: Sequence[PeerRequest]) -> None:
         """Answer one batch of prompts of one length and answers of another."""
         prompts = torch.tensor([one.prompt for one in asked])
         num_rows, num_in = prompts.shape

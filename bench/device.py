@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from publishing import arguments, publish, table
 
-from manylora.catalog.dims import ModelDims
-from manylora.catalog.hardware import HARDWARE, Hardware, find_hardware
-from manylora.catalog.models import dims_from_config
-from manylora.config import GIB, MIB
-from manylora.costs.features import StepFeatures
-from manylora.costs.roofline import RooflineCost
-from manylora.costs.step_log import LoadRecord, StepRecord
+from manylora.core.config import GIB, MIB
+from manylora.core.costs.features import StepFeatures
+from manylora.core.costs.step_log import LoadRecord, StepRecord
 from manylora.execution.device import describe_machine
+from manylora.lab.catalog.dims import ModelDims
+from manylora.lab.catalog.hardware import HARDWARE, Hardware, find_hardware
+from manylora.lab.catalog.models import dims_from_config
+from manylora.lab.costs.roofline import RooflineCost
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BATCHES = (1, 4, 16)
@@ -150,7 +150,7 @@ class Live:
         # Imported here: they bring transformers and PEFT, which measuring a profile does without.
         from cpu_systems import RANKS, VOCAB, Ours, make_adapters, make_model
 
-        from manylora.bench.peers import Asked
+        from manylora.lab.bench.peers import PeerRequest
 
         make_model(folder / "base")
         adapters = make_adapters(
@@ -162,7 +162,7 @@ class Live:
         self.engine = Ours(folder / "base", {"wide": adapters}, device=device.type, log=self.records.append)
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(3, VOCAB, (max(BATCHES), PROMPT_TOKENS), generator=generator).tolist()
-        self.asked = [Asked(tuple(prompt), 1) for prompt in prompts]
+        self.asked = [PeerRequest(tuple(prompt), 1) for prompt in prompts]
 
     def run(self, batch: int, num_output_tokens: int, *, is_mixed: bool) -> tuple[float, list[StepFeatures]]:
         """Serve a batch of requests; return its time, in seconds, and its steps."""

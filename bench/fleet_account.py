@@ -58,6 +58,8 @@ class Chaos:
     asked: list[Asked] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     admin: Counter[str] = field(default_factory=Counter)
+    signalled: set[int] = field(default_factory=set)
+    """Processes of engines that were killed or stopped."""
     violations: list[str] = field(default_factory=list)
 
     @property

@@ -5,7 +5,8 @@
 Two `manylora serve` with simulated engines, one of three replicas and one that scales from one to three, and
 `manylora route` in front of both. Clients stream from the router and from the servers: twelve adapters and the base,
 greedy and seeded; one in eight leaves in the middle. Adapters are loaded, replaced in place and unloaded meanwhile, on
-the servers and through the router, which places adapters as well.
+the servers and through the router, which places adapters as well; some are unloaded under their streams just before an
+engine is killed. Every report (`/metrics`, `/status`, `/v1/models`, `/health` and others) is read all the time.
 Every ``--every`` seconds on average there is a fault:
 
 * an engine is killed; stopped and continued; stopped for good, so that the watchdog ends it;
@@ -19,7 +20,8 @@ Invariants: every request ends, and is *whole* (all its tokens), *refused* (a st
 by an *error* in its stream, *left* by the client, or *cut*: its connection broke because the very process at its other
 end was killed or replaced, or because the answer that the router passed on ended within an event. All tokens that came
 before an end are those of an undisturbed run, of one version of the adapter: of an adapter that was changed through the
-router, the version that it had when the request was sent, or a later one. At the end, all servers run whole, on no
+router, the version that it had when the request was sent, or a later one. No engine ends that was neither killed nor
+stopped, and no report fails but for lack of an engine. At the end, all servers run whole, on no
 page of KV and no request, with the pins of the book; the router counts no request; and no process is left behind.
 Writes `results/fleet_chaos.json` and `.md`.
 """
@@ -42,11 +44,12 @@ import aiohttp
 import psutil
 from fleet_account import Asked, Chaos, ask
 from fleet_faults import HANG_S, disturb, send
+from fleet_reports import STRANDED, ask_lone, check_ends, read, strand
 from fleet_rig import Clock, Command, Disk, Link, disk_at, set_content, write_adapters
 from fleet_routed import RoutedAdapters
 from publishing import arguments, publish, table
 
-from manylora.bench.machine import machine
+from manylora.lab.bench.machine import machine
 
 BASE, CONTENTS = "demo", [f"adapter-{index}" for index in range(12)]
 CHURNED = [f"churn-{index}" for index in range(4)]
@@ -72,7 +75,9 @@ async def learn(chaos: Chaos, session: aiohttp.ClientSession) -> None:
     now = time.monotonic()
     calm = [Asked(chaos.servers[0], [content], seed, MOST_TOKENS, now) for content, seed in keys]
     await asyncio.gather(*(ask(session, one, one.contents[0]) for one in calm))
-    for key, one in zip(keys, calm, strict=True):
+    lone = Asked(chaos.servers[0], [STRANDED], None, MOST_TOKENS, now)
+    await ask_lone(chaos, session, lone)
+    for key, one in zip([*keys, (STRANDED, None)], [*calm, lone], strict=True):
         assert one.is_whole and one.usage == MOST_TOKENS, one
         chaos.expected[key] = one.text
     assert len(set(chaos.expected.values())) > len(CONTENTS), "answers do not depend on the adapter"
@@ -186,7 +191,7 @@ async def end(chaos: Chaos, session: aiohttp.ClientSession) -> None:
     for wrong in await settled(chaos, session):
         chaos.check(False, wrong)
     for way in (*chaos.servers, chaos.router):
-        for content, seed in chaos.expected:
+        for content, seed in product((BASE, *CONTENTS), SEEDS):
             asked = await ask(session, Asked(way, [content], seed, 20, time.monotonic()), content)
             chaos.check(asked.is_whole, f"{way.name} after all: {asked}")
             outcome_of(chaos, asked)
@@ -200,6 +205,7 @@ async def end(chaos: Chaos, session: aiohttp.ClientSession) -> None:
             outcome_of(chaos, asked)
     for way in (chaos.router, *chaos.servers):
         chaos.check((code := await way.stop()) == 0, f"{way.name} ended with {code} at last")
+    check_ends(chaos)
     seen = set().union(*(one.seen for one in (chaos.router, *chaos.servers)))
     left = [one for one in psutil.process_iter(["cmdline"]) if one.pid in seen and "manylora" in str(one.info)]
     chaos.check(not left, f"processes left behind: {left}")
@@ -218,8 +224,10 @@ async def run(chaos: Chaos, options: argparse.Namespace) -> None:
         chaos.ends_at = chaos.began + 60.0 * options.minutes
         ways = [chaos.router] * 8 + chaos.servers * 2
         churns = [churn(chaos, session, Random(0)), chaos.routed.churn(session, Random(1), lambda: chaos.is_over)]
+        churns.append(strand(chaos, session, options.every, Random(2)))
+        reads = [read(chaos, session, way, Random(way.port)) for way in (chaos.router, *chaos.servers)]
         clients = [client(chaos, session, way, Random(seed)) for seed, way in enumerate(ways)]
-        await asyncio.gather(disturb(chaos, options.every), *churns, *clients)
+        await asyncio.gather(disturb(chaos, options.every), *churns, *reads, *clients)
         await end(chaos, session)
     for link in links:
         link.close()
@@ -228,13 +236,13 @@ async def run(chaos: Chaos, options: argparse.Namespace) -> None:
 def build(folder: Path, disk: Disk) -> Chaos:
     """Return the parts, which are not yet started."""
     write_adapters(folder / "adapters", CONTENTS)
-    write_adapters(folder / "churn", CHURNED)
+    write_adapters(folder / "churn", [*CHURNED, STRANDED])
     clock = Clock(folder / "clock")
     common = ["--hang-timeout", str(HANG_S), "--drain-timeout", "10", "--max-waiting", "64", "--cache-dir", "off"]
     common += ["--lora-dir", str(folder / "adapters"), "--allowed-lora-path", str(folder / "churn")]
     servers = []
     for name, replicas in {
-        "fixed": ["--replicas", "3"],
+        "fixed": ["--replicas", "3", "--router", "least-loaded"],  # the streams of an adapter run on all of them
         "scaled": ["--min-replicas", "1", "--max-replicas", "3"],
     }.items():
         logs = ["--request-log", disk.log(f"{name}.requests.jsonl"), "--step-log", disk.log(f"{name}.steps.jsonl")]

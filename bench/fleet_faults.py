@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import psutil
 from fleet_account import Chaos
-from fleet_rig import Link
+from fleet_rig import Command, Link
 
 __all__ = ["HANG_S", "disturb", "send"]
 
@@ -35,12 +35,13 @@ async def pause_engine(chaos: Chaos) -> bool:
     return stopped is not None
 
 
-def send(chaos: Chaos, number: signal.Signals) -> psutil.Process | None:
-    """Send a signal to an engine; return it if there was one."""
-    engines = [one for server in chaos.servers if server.is_running for one in server.engines()]
+def send(chaos: Chaos, number: signal.Signals, servers: Sequence[Command] = ()) -> psutil.Process | None:
+    """Send a signal to an engine, of any server or of some; return it if there was one."""
+    engines = [one for server in servers or chaos.servers if server.is_running for one in server.engines()]
     if not engines:
         return None
     engine = chaos.rng.choice(engines)
+    chaos.signalled.add(engine.pid)
     with contextlib.suppress(psutil.Error):
         engine.send_signal(number)
         return engine

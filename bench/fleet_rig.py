@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 START_S = 600.0
-ENGINE = "manylora.hosting.engine_process"
+ENGINE = "manylora.serving.hosting.engine.process"
 DISK_BYTES = 16 << 20
 SLOW_S = 0.3
 """Pause of a slow link before each piece."""
@@ -69,12 +69,12 @@ class Command:
         self.name = name
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"{name.replace(' ', '-')}.log"
         self.seen: set[int] = set()
         """Every process that it had."""
         self.gaps: list[tuple[float, float]] = []
         """Times, monotonic, at which connections to it may break."""
         self._arguments = [*arguments, "--port", str(self.port)]
-        self._log = folder / f"{name.replace(' ', '-')}.log"
         self._environment = {**os.environ, **environment}
         self._process: asyncio.subprocess.Process | None = None
 
@@ -88,7 +88,7 @@ class Command:
 
     async def _started(self) -> asyncio.subprocess.Process:
         command = (sys.executable, "-m", "manylora", *self._arguments)
-        with self._log.open("a") as log:
+        with self.log.open("a") as log:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=self._environment
             )
@@ -97,7 +97,7 @@ class Command:
         with contextlib.suppress(TimeoutError):
             if await asyncio.wait_for(process.stdout.readline(), START_S):
                 return process
-        raise RuntimeError(f"{self.name} did not start: {self._log.read_text()[-2000:]}")
+        raise RuntimeError(f"{self.name} did not start: {self.log.read_text()[-2000:]}")
 
     @property
     def is_running(self) -> bool:

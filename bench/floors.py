@@ -14,9 +14,9 @@ from typing import Any
 
 from publishing import publish, table
 
-from manylora.adapters.shape import BaseShape, ModuleKind
-from manylora.catalog.hardware import Hardware, find_hardware
-from manylora.catalog.models import base_shape
+from manylora.core.adapters.shape import BaseShape, ModuleKind
+from manylora.lab.catalog.hardware import Hardware, find_hardware
+from manylora.lab.catalog.models import base_shape
 
 TARGETS = {
     "q, v": ("q_proj", "v_proj"),

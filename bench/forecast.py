@@ -34,22 +34,22 @@ from numpy.typing import NDArray
 from planner_live import MEMORY, NUM_ADAPTERS, RANKS, SCHEDULER, WORKLOAD, Live
 from publishing import arguments, publish, table
 
-from manylora.bench.calibration import sweep_live
-from manylora.bench.rounds import Others, in_turns, reason_to_refuse
-from manylora.config import AdapterConfig, EngineConfig, ModelConfig
-from manylora.costs.calibrate import fit_profile, noise_of, predict_times
-from manylora.costs.fitted import FittedCost
-from manylora.costs.profile import CostProfile
-from manylora.costs.step_log import LoadRecord, LogLine, StepRecord
+from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig
+from manylora.core.costs.step_log import LoadRecord, LogLine, StepRecord
 from manylora.demo import demo_model_path
 from manylora.execution.device import describe_machine
-from manylora.experiments.findings import crossing
-from manylora.measure import RequestRecord
-from manylora.planning.load_test import at_rate
-from manylora.sim.run.simulation import SimulationConfig, simulate
-from manylora.sim.setup import Setup, make_config
-from manylora.workloads import Workload, make_workload
-from manylora.workloads.arrivals import PoissonArrivals
+from manylora.lab.bench.calibration import sweep_live
+from manylora.lab.bench.rounds import Others, in_turns, reason_to_refuse
+from manylora.lab.costs.calibrate import fit_profile, noise_of, predict_times
+from manylora.lab.costs.fitted import FittedCost
+from manylora.lab.costs.profile import CostProfile
+from manylora.lab.experiments.findings import crossing
+from manylora.lab.measure import RequestRecord
+from manylora.lab.planning.load_test import at_rate
+from manylora.lab.sim.run.simulation import SimulationConfig, simulate
+from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.workloads import Workload, make_workload
+from manylora.lab.workloads.arrivals import PoissonArrivals
 
 LINKS = ("host", "device")
 LOADS = (0.5, 0.7, 0.85, 0.95)

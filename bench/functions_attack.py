@@ -34,11 +34,11 @@ import psutil
 from functions_rig import MIB, PATIENCE_S, Asked, Service, ask, in_folder, make_platform, serving
 from publishing import arguments, publish, table
 
-from manylora.bench.machine import machine
-from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 
 HERE = Path(__file__).resolve().parent
-COMPROMISED = (HERE / "compromised", HERE.parent / "tests" / "unit")
+COMPROMISED = (HERE / "compromised", HERE.parent / "tests" / "support")
 sys.path[:0] = map(str, COMPROMISED)
 from starve_others import ATTACKS, ORDERS  # noqa: E402
 

@@ -5,7 +5,7 @@
 
 Share of the optimum: the greedy value over the exact one, of every instance; mean, 1st percentile and least. Time of a
 decision: processor time, the median of 200, for the sizes given. Instances are random;
-`manylora.bench.function_instances` draws them.
+`manylora.lab.bench.function_instances` draws them.
 """
 
 import random
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from publishing import arguments, publish, table
 from tqdm import tqdm
 
-from manylora.bench.function_instances import GB, offload_instance, preload_instance
-from manylora.functions import Preloader, choose_offload, choose_preload
-from manylora.functions.exact import solve_offload, solve_preload
+from manylora.functions.decisions import Preloader, choose_offload, choose_preload
+from manylora.functions.decisions.exact import solve_offload, solve_preload
+from manylora.lab.bench.function_instances import GB, offload_instance, preload_instance
 
 REPEATS = 200
 

@@ -9,9 +9,9 @@ zygote forks the functions; *plain* is an engine process that loads the base its
 * *steps*: seconds per token of four requests at once, a function and a plain engine in turns;
 * *starts*: from nothing to the first token: a *cold* engine process; a *mapping* one, spawned, that maps the base; a
   function from the *zygote*; and an engine that is *up* and lacks the adapter. The stages are the function's own;
-* *attacks*: the attempts of `tests/unit/isolation_attacks.py` inside a function while another one serves: of a server
-  that is root, with a user of its own and without (one that is root and stays root can become root, and nothing else),
-  and of a server of an ordinary user. The other function answers afterwards, over the same base.
+* *attacks*: the attempts of `tests/support/isolation_attacks.py` inside a function while another one serves: of a
+  server that is root, with a user of its own and without (one that is root and stays root can become root, and nothing
+  else), and of a server of an ordinary user. The other function answers afterwards, over the same base.
 
 Writes `results/functions_live.json` and `.md`. As root, which alone can give each function a user of its own.
 """
@@ -40,25 +40,25 @@ from cpu_systems import make_adapters, make_model
 from functions_rig import in_folder
 from publishing import RESULTS, arguments, publish, table
 
-from manylora.bench.machine import machine
-from manylora.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
-from manylora.errors import ConfigError
-from manylora.hosting.adapter_book import LoraModule
-from manylora.hosting.base_share import BaseShare
-from manylora.hosting.early_start import TORCH_BUILDER
-from manylora.hosting.fleet import Fleet
-from manylora.hosting.functions.backbone import fetch_backbone
-from manylora.hosting.functions.messages import Backbone
-from manylora.hosting.functions.zygote import Zygote
-from manylora.hosting.link import EngineLink
-from manylora.hosting.link_function import FunctionLink, FunctionPlace
-from manylora.hosting.link_process import ProcessLink
-from manylora.hosting.protocol import EngineSpec
-from manylora.types import Output, Request, SamplingParams
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.errors import ConfigError
+from manylora.core.types import Output, Request, SamplingParams
+from manylora.functions.processes.backbone import fetch_backbone
+from manylora.functions.processes.link import FunctionLink, FunctionPlace
+from manylora.functions.processes.messages import Backbone
+from manylora.functions.processes.zygote import Zygote
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.serving.hosting.engine.prestart import TORCH_BUILDER
+from manylora.serving.hosting.fleet.adapter_book import LoraModule
+from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.links.base_share import BaseShare
+from manylora.serving.hosting.links.link import EngineLink
+from manylora.serving.hosting.links.process import ProcessLink
+from manylora.serving.hosting.protocol import EngineSpec
 
 PARTS = ("memory", "steps", "starts", "attacks")
-ATTACKS = Path(__file__).resolve().parents[1] / "tests" / "unit"
+ATTACKS = Path(__file__).resolve().parents[1] / "tests" / "support"
 FIRST_UID = 1_000_000
 NOBODY = 65534
 NUM_FUNCTIONS = 16

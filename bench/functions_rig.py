@@ -25,14 +25,14 @@ import torch
 from cpu_systems import make_adapters, make_model
 from safetensors.torch import load_file, save_file
 
-from manylora.config import EngineConfig, MemoryConfig, ModelConfig
-from manylora.controller.bill import Bill, make_bill
-from manylora.controller.process import LEDGER
-from manylora.controller.store import read_ledger
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.demo import demo_model_path
-from manylora.functions.billing import PriceList
-from manylora.hosting.adapter_book import LoraModule
-from manylora.server.background import BackgroundServer
+from manylora.functions.controller.bill import Bill, make_bill
+from manylora.functions.controller.process import LEDGER
+from manylora.functions.controller.store import read_ledger
+from manylora.functions.decisions.billing import PriceList
+from manylora.serving.hosting.fleet.adapter_book import LoraModule
+from manylora.serving.server.background import BackgroundServer
 
 PATIENCE_S = 300.0
 NUM_TOKENS = 16

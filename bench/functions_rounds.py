@@ -16,14 +16,14 @@ from typing import Any
 
 from publishing import arguments, publish, table
 
-from manylora.functions import Preloader
-from manylora.sim.functions import FunctionsSetup, FunctionsSimulation
-from manylora.sim.functions.holding import Holding
-from manylora.workloads import make_workload
-from manylora.workloads.callers import GammaCallers
-from manylora.workloads.distributions import LognormalTokens
-from manylora.workloads.lengths import ParametricLengths
-from manylora.workloads.spec import AdapterSet, WorkloadSpec
+from manylora.functions.decisions import Preloader
+from manylora.lab.functions import FunctionsSetup, FunctionsSimulation
+from manylora.lab.functions.holding import Holding
+from manylora.lab.workloads import make_workload
+from manylora.lab.workloads.callers import GammaCallers
+from manylora.lab.workloads.distributions import LognormalTokens
+from manylora.lab.workloads.lengths import ParametricLengths
+from manylora.lab.workloads.spec import AdapterSet, WorkloadSpec
 
 FUNCTIONS = 64
 GOAL_MS = 6.0

@@ -27,11 +27,10 @@ import torch
 from gpu_rig import ALL_LINEAR, DTYPES, LLAMA_3_8B, SMOKE, Engine, Report, Sizes, captured, seconds, wait, wall_seconds
 from live_arrivals import live_arrivals
 
-from manylora.catalog.models import base_shape
-from manylora.config import AdapterConfig, SchedulerConfig
-from manylora.costs.roofline import RooflineCost
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
+from manylora.core.config import AdapterConfig, SchedulerConfig
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.types import AdapterVersion
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.attention.paged import AttentionCall
 from manylora.execution.attention.rotary import Rotation
@@ -41,14 +40,15 @@ from manylora.execution.fusion.gate import activate
 from manylora.execution.fusion.norm import FusedNorm
 from manylora.execution.lora.tables import BatchTables, StepTables
 from manylora.execution.storage.tile_tables import GroupSpan
-from manylora.measure import Recorder, summarise
-from manylora.sim.run.simulation import SimulationConfig, simulate
-from manylora.types import AdapterVersion
-from manylora.workloads import AdapterSet, AdapterSpec, Workload, WorkloadSpec, make_workload
-from manylora.workloads.arrivals import PoissonArrivals
-from manylora.workloads.distributions import UniformTokens
-from manylora.workloads.lengths import ParametricLengths
-from manylora.workloads.popularity import ZipfShares
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.costs.roofline import RooflineCost
+from manylora.lab.measure import Recorder, summarise
+from manylora.lab.sim.run.simulation import SimulationConfig, simulate
+from manylora.lab.workloads import AdapterSet, AdapterSpec, Workload, WorkloadSpec, make_workload
+from manylora.lab.workloads.arrivals import PoissonArrivals
+from manylora.lab.workloads.distributions import UniformTokens
+from manylora.lab.workloads.lengths import ParametricLengths
+from manylora.lab.workloads.popularity import ZipfShares
 
 QV = ("q_proj", "v_proj")
 

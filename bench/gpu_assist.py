@@ -17,13 +17,13 @@ import torch
 from gpu_rig import Engine, Sizes, wait, wall_seconds
 from msgspec import structs
 
+from manylora.core.plan import IN_HOST, AdapterLoad, StepPlan, StepResult
+from manylora.core.ports import Work
+from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.stream import DeviceStream, ThreadStream
 from manylora.execution.assist.words import Words, await_word, write_word
-from manylora.execution.assist.workers import Supervisor, Task, Worker
-from manylora.plan import IN_HOST, AdapterLoad, StepPlan, StepResult
-from manylora.ports import Work
-from manylora.types import AdapterVersion, Tier
+from manylora.execution.assist.workers import Supervisor, Worker, WorkerTask
 
 NUM_HANDOFFS = 1000
 
@@ -34,6 +34,7 @@ class SynchronousStream:
     def __init__(self, stream: DeviceStream, device: torch.device) -> None:
         self._device = device
         self.host_memory, self.copy, self.join, self.close = stream.host_memory, stream.copy, stream.join, stream.close
+        self.wait = stream.wait
 
     def write_value(self, words: Words, index: int, value: int) -> None:
         self.join()
@@ -76,7 +77,7 @@ def assist_rows(
 def handoff_s(stream: DeviceStream, device: torch.device) -> float:
     """Return the time of an exchange without work: the flag to a worker and back, on the stream."""
     worker, supervisor = Worker(stream, NUM_HANDOFFS), Supervisor()
-    task = Task.of(stream.host_memory(64), (), None)
+    task = WorkerTask.of(stream.host_memory(64), (), None)
 
     def exchanges() -> None:
         worker.begin()

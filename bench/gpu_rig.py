@@ -15,10 +15,13 @@ import torch
 from publishing import table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from manylora.adapters.layout import lay_out
-from manylora.adapters.shape import BaseShape
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.adapters.layout import lay_out
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.plan import AdapterLoad, PlannedSequence, StepPlan
+from manylora.core.ports import EngineParts
+from manylora.core.types import AdapterVersion, SamplingParams, Tier
 from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
@@ -28,11 +31,8 @@ from manylora.execution.model.load import LoadedModel
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.tile_tables import make_template
-from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
-from manylora.ports import EngineParts
-from manylora.sim.run.adapters import adapter_versions
-from manylora.types import AdapterVersion, SamplingParams, Tier
-from manylora.workloads import AdapterSpec
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.workloads import AdapterSpec
 
 ALL_LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -18,9 +18,10 @@ from functools import partial
 import torch
 from publishing import publish, table
 
-from manylora.adapters.layout import lay_out
-from manylora.adapters.shape import PageShape
-from manylora.catalog.models import base_shape
+from manylora.core.adapters.layout import lay_out
+from manylora.core.adapters.shape import PageShape
+from manylora.core.plan import PlannedSequence
+from manylora.core.types import SamplingParams
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps, describe_machine
@@ -29,8 +30,7 @@ from manylora.execution.lora.comparison import apply_naive
 from manylora.execution.lora.tables import LoraSpace, StepTables, measure
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.tile_tables import AdapterTable, GroupDirectory, make_template
-from manylora.plan import PlannedSequence
-from manylora.types import SamplingParams
+from manylora.lab.catalog.models import base_shape
 
 CONTEXT, RANK, BLOCK = 700, 32, 16
 

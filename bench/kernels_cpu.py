@@ -26,16 +26,16 @@ import torch
 from cpu_systems import HEADS, HIDDEN, INTERMEDIATE, LAYERS, RANKS, VOCAB
 from publishing import arguments, clock_of, publish, table
 
-from manylora.adapters.layout import lay_out
-from manylora.adapters.shape import BaseShape
-from manylora.catalog.dims import ModelDims
-from manylora.catalog.models import base_shape
+from manylora.core.adapters.layout import lay_out
+from manylora.core.adapters.shape import BaseShape
 from manylora.execution.device import describe_machine
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.kernels.linear import linear, pack
 from manylora.execution.lora.batch import LORA_KERNELS, LoraBatch, LoraSegment
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import make_resident
+from manylora.lab.catalog.dims import ModelDims
+from manylora.lab.catalog.models import base_shape
 
 NUM_ROWS, NUM_PROMPT_ROWS, CONTEXT, BLOCK = 32, 2048, 160, 16
 HEAD_DIM = HIDDEN // HEADS

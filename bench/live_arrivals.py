@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from manylora.bench.ask import Question
-from manylora.bench.prompts import TokenPrompts
-from manylora.bench.target import Target
-from manylora.sim.run.prompts import PromptMaker
-from manylora.types import Request, SamplingParams
-from manylora.workloads import Workload
+from manylora.core.types import Request, SamplingParams
+from manylora.lab.bench.ask import LoadRequest
+from manylora.lab.bench.prompts import TokenPrompts
+from manylora.lab.bench.target import Target
+from manylora.lab.sim.run.contents import PromptMaker
+from manylora.lab.workloads import Workload
 
 
 def live_arrivals(workload: Workload, vocab_size: int, began_at: float) -> Iterator[tuple[float, Request]]:
@@ -25,11 +25,11 @@ def live_arrivals(workload: Workload, vocab_size: int, began_at: float) -> Itera
         yield began_at + spec.arrival_s, request
 
 
-def http_arrivals(workload: Workload, target: Target, vocab_size: int) -> list[Question]:
+def http_arrivals(workload: Workload, target: Target, vocab_size: int) -> list[LoadRequest]:
     """Return the requests of a workload for a server of the demo model, under the names of the workload's adapters."""
     prompts = TokenPrompts(vocab_size=vocab_size, seed=0)
     return [
-        Question(
+        LoadRequest(
             request_id=str(index),
             at_s=one.arrival_s,
             adapter=one.adapter or "",

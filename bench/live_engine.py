@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from manylora.clock import WallClock
-from manylora.config import EngineConfig
-from manylora.engine.build import build_core
-from manylora.engine.loop import EngineLoop
+from manylora.core.clock import WallClock
+from manylora.core.config import EngineConfig
+from manylora.core.engine.build import build_core
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.types import AdapterVersion, Request
 from manylora.execution.build import build_parts
-from manylora.measure import Recorder
-from manylora.types import AdapterVersion, Request
+from manylora.lab.measure import Recorder
 
 
 class LiveEngine:

@@ -25,7 +25,7 @@ from publishing import table
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora.bench.peers import Asked, quiet
+from manylora.lab.bench.peers import PeerRequest, quiet
 
 Numbers: TypeAlias = Sequence[int] | np.ndarray[Any, Any]
 Logits: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
@@ -102,7 +102,7 @@ class LlamaCpp:
         self._behind = float("nan")
         self.answers: list[list[int]] = []
 
-    def choose(self, asked: Sequence[Asked], clock: Callable[[], float]) -> None:
+    def choose(self, asked: Sequence[PeerRequest], clock: Callable[[], float]) -> None:
         """Take the settings that answer these requests quickest, in the second of two runs."""
         for settings in self._to_try():
             self._open(settings, asked)
@@ -122,7 +122,7 @@ class LlamaCpp:
     def _best(self) -> Settings:
         return min(self._swept, key=lambda one: one[1])[0]
 
-    def check(self, asked: Sequence[Asked]) -> None:
+    def check(self, asked: Sequence[PeerRequest]) -> None:
         """Compare the logits behind every prompt with those of transformers, and judge the answers by them.
 
         Answers themselves may differ: keys and values may have 16 bits here, and two tokens all but the same logit.
@@ -146,7 +146,7 @@ class LlamaCpp:
         assert self._error < TOLERANCE, f"Logits of llama.cpp are off by {self._error:.1e} of the largest"
         assert behind < 2 * TOLERANCE, f"A token of llama.cpp is {behind:.1e} of the largest logit behind the likeliest"
 
-    def run(self, asked: Sequence[Asked]) -> None:
+    def run(self, asked: Sequence[PeerRequest]) -> None:
         """Answer all requests at once, each in a stream of its own."""
         self._forget()
         tokens = self._read_prompts(asked).argmax(1)
@@ -190,7 +190,7 @@ class LlamaCpp:
             self._context = None
         self._library.llama_model_free(self._model)
 
-    def _open(self, settings: Settings, asked: Sequence[Asked]) -> None:
+    def _open(self, settings: Settings, asked: Sequence[PeerRequest]) -> None:
         """Make a context with room for these requests."""
         library = self._library
         if self._context is not None:
@@ -212,7 +212,7 @@ class LlamaCpp:
     def _forget(self) -> None:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), False)
 
-    def _read_prompts(self, asked: Sequence[Asked]) -> Logits:
+    def _read_prompts(self, asked: Sequence[PeerRequest]) -> Logits:
         """Return the logits behind every prompt; a call takes as many whole prompts as fit."""
         calls: list[list[int]] = [[]]
         room = self._settings.batch_tokens
@@ -224,7 +224,7 @@ class LlamaCpp:
             room -= len(one.prompt)
         return np.concatenate([self._read_in_one_call(asked, streams) for streams in calls])
 
-    def _read_in_one_call(self, asked: Sequence[Asked], streams: Sequence[int]) -> Logits:
+    def _read_in_one_call(self, asked: Sequence[PeerRequest], streams: Sequence[int]) -> Logits:
         lengths = [len(asked[stream].prompt) for stream in streams]
         tokens = np.concatenate([asked[stream].prompt for stream in streams])
         places = np.concatenate([np.arange(length) for length in lengths])

@@ -17,20 +17,20 @@ import math
 import numpy as np
 from publishing import arguments, publish, table
 
-from manylora.catalog.models import base_shape
-from manylora.clock import VirtualClock
-from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
-from manylora.costs.model import FixedCost
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
-from manylora.measure import Recorder, summarise
-from manylora.memory import EVICTION_POLICIES
-from manylora.plan import PlannedSequence
-from manylora.sim.run.adapters import adapter_versions
-from manylora.sim.run.executor import SimulatedExecutor
-from manylora.types import Request, SampledToken, SamplingParams, Tier
-from manylora.workloads import AdapterSet
-from manylora.workloads.popularity import ZipfShares
+from manylora.core.clock import VirtualClock
+from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.memory import EVICTION_POLICIES
+from manylora.core.plan import PlannedSequence
+from manylora.core.types import Request, SampledToken, SamplingParams, Tier
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.costs.model import FixedCost
+from manylora.lab.measure import Recorder, summarise
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.sim.run.executor import SimulatedExecutor
+from manylora.lab.workloads import AdapterSet
+from manylora.lab.workloads.popularity import ZipfShares
 
 BASE = base_shape("llama-2-7b")
 ADAPTERS = AdapterSet(count=200).specs()

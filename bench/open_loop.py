@@ -17,7 +17,7 @@ from typing import cast
 
 import msgspec
 
-from manylora.server.listening import new_event_loop
+from manylora.serving.http.listening import new_event_loop
 
 LAST_BYTES = b"0\r\n\r\n"
 """The end of a chunked body."""

@@ -39,9 +39,9 @@ import psutil
 from open_loop import Plan, Report, Seen
 from publishing import arguments, publish, table
 
-from manylora.bench.machine import machine
-from manylora.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
 from manylora.demo import demo_adapters
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "attack"))
 from attack_target import Target, running

@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 from publishing import arguments, publish, table
 
-from manylora.adapters.layout import lay_out
-from manylora.adapters.shape import BaseShape
-from manylora.catalog.models import base_shape
-from manylora.memory.allocator import Owner, PageAllocator
+from manylora.core.adapters.layout import lay_out
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.memory.allocator import Owner, PageAllocator
+from manylora.lab.catalog.models import base_shape
 
 GIB, MIB = 2**30, 2**20
 SHARE_BYTES = 12 * GIB

@@ -39,27 +39,27 @@ from parity_columns import COLUMNS, WITHOUT_CHANCE, Columns, Curve, plot_speed, 
 from parity_table import page
 from publishing import RESULTS, arguments, publish
 
-from manylora.bench.sweep import run_sweep
-from manylora.bench.synthetic import write_synthetic_adapter
-from manylora.clock import Clock, VirtualClock, WallClock
-from manylora.config import MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.calibrate import fit_profile, predict_times
-from manylora.costs.fitted import FittedCost
-from manylora.costs.profile import CostProfile
-from manylora.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord, write_step_log
-from manylora.engine.build import build_core
-from manylora.engine.loop import EngineLoop
-from manylora.engine.status import EngineStats
-from manylora.events import AdapterEvicted, Event, RequestAdmitted, RequestArrived, RequestPreempted
+from manylora.core.clock import Clock, VirtualClock, WallClock
+from manylora.core.config import MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord, write_step_log
+from manylora.core.engine.build import build_core
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.engine.status import EngineStats
+from manylora.core.events import AdapterEvicted, Event, RequestAdmitted, RequestArrived, RequestPreempted
+from manylora.core.plan import PlannedSequence
+from manylora.core.ports import EngineParts, Executor
+from manylora.core.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.build import build_parts
-from manylora.measure import Recorder, Summary, summarise
-from manylora.measure.plots import can_plot, plot_latencies
-from manylora.measure.records import RequestRecord
-from manylora.plan import PlannedSequence
-from manylora.ports import EngineParts, Executor
-from manylora.sim.run.executor import SimulatedExecutor, synthetic_token
-from manylora.sim.run.replay import ReplayExecutor
-from manylora.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
+from manylora.lab.bench.sweep import run_sweep
+from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.costs.calibrate import fit_profile, predict_times
+from manylora.lab.costs.fitted import FittedCost
+from manylora.lab.costs.profile import CostProfile
+from manylora.lab.measure import Recorder, Summary, summarise
+from manylora.lab.measure.plots import can_plot, plot_latencies
+from manylora.lab.measure.records import RequestRecord
+from manylora.lab.sim.run.executor import SimulatedExecutor, synthetic_token
+from manylora.lab.sim.run.replay import ReplayExecutor
 
 RANKS = (8, 16, 32, 64)
 NUM_ADAPTERS = 50

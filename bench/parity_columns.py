@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.costs.calibrate import fit_profile, predict_times, regime_of
-from manylora.costs.fitted import FittedCost
-from manylora.costs.profile import CostProfile
-from manylora.costs.speed import MachineSpeed
-from manylora.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord
-from manylora.plan import AdapterLoad, PlannedSequence, StepPlan
-from manylora.sim.run.executor import SimulatedExecutor, SimulatedWork
-from manylora.types import SampledToken
+from manylora.core.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord
+from manylora.core.plan import AdapterLoad, PlannedSequence, StepPlan
+from manylora.core.types import SampledToken
+from manylora.lab.costs.calibrate import fit_profile, predict_times, regime_of
+from manylora.lab.costs.fitted import FittedCost
+from manylora.lab.costs.profile import CostProfile
+from manylora.lab.costs.speed import MachineSpeed
+from manylora.lab.sim.run.executor import SimulatedExecutor, SimulatedWork
 
 WINDOW_S = 2.0
 """How finely the speed of the machine is told."""

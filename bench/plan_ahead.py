@@ -21,22 +21,22 @@ from itertools import pairwise
 import torch
 from publishing import arguments, publish, table
 
-from manylora.adapters.shape import BaseShape
-from manylora.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
-from manylora.catalog.models import base_shape
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
-from manylora.engine.steps.plan_ahead import fill_in
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.engine.steps.plan_ahead import fill_in
+from manylora.core.plan import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.core.ports import Work
+from manylora.core.types import AdapterKey, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.device import describe_machine
 from manylora.execution.executor import FutureWork
-from manylora.plan import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.ports import Work
-from manylora.sim.run.adapters import adapter_versions
-from manylora.sim.run.executor import SimulatedWork
-from manylora.types import AdapterKey, Request, SampledToken, SamplingParams, Tier
-from manylora.workloads import AdapterSpec
+from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.sim.run.executor import SimulatedWork
+from manylora.lab.workloads import AdapterSpec
 
 STEP_S = 0.004
 NUM_ADAPTERS = 64

@@ -22,12 +22,12 @@ from typing import Any
 
 from publishing import arguments, publish, table
 
-from manylora.measure import RequestRecord, Slo
-from manylora.planning import Objective, Plan, SearchBudget, TrafficDemand, make_plan
-from manylora.planning.load_test import at_rate
-from manylora.sim.run.simulation import simulate
-from manylora.sim.scenario import Scenario, read_scenario
-from manylora.workloads import make_workload
+from manylora.lab.measure import RequestRecord, Slo
+from manylora.lab.planning import Objective, Plan, SearchBudget, TrafficDemand, make_plan
+from manylora.lab.planning.load_test import at_rate
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.scenario import Scenario, read_scenario
+from manylora.lab.workloads import make_workload
 
 SHARES = (0.9, 1.0, 1.1)
 FRESH_SEEDS = range(100, 105)

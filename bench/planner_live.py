@@ -22,29 +22,29 @@ import numpy as np
 from live_arrivals import live_arrivals
 from publishing import arguments, publish
 
-from manylora.bench.calibration import sweep_live
-from manylora.bench.rounds import Others, in_turns, reason_to_refuse
-from manylora.bench.synthetic import write_synthetic_adapter
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.calibrate import fit_profile
-from manylora.costs.step_log import LoadRecord, LoggedExecutor, LogLine, StepRecord
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, LogLine, StepRecord
+from manylora.core.engine.build import build_core
+from manylora.core.engine.loop import EngineLoop
 from manylora.demo import demo_model_path
-from manylora.engine.build import build_core
-from manylora.engine.loop import EngineLoop
 from manylora.execution.build import build_parts
-from manylora.experiments.findings import crossing
-from manylora.measure import Recorder, RequestRecord, Slo
-from manylora.planning import LoadTests, Objective, SearchBudget, TrafficDemand, make_plan
-from manylora.planning.load_test import at_rate
-from manylora.sim.run.simulation import simulate
-from manylora.sim.scenario import Scenario
-from manylora.sim.setup import Setup
-from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
-from manylora.workloads.arrivals import PoissonArrivals
-from manylora.workloads.distributions import ExponentialTokens
-from manylora.workloads.lengths import ParametricLengths, TokenBounds
-from manylora.workloads.popularity import ZipfShares
+from manylora.lab.bench.calibration import sweep_live
+from manylora.lab.bench.rounds import Others, in_turns, reason_to_refuse
+from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.costs.calibrate import fit_profile
+from manylora.lab.experiments.findings import crossing
+from manylora.lab.measure import Recorder, RequestRecord, Slo
+from manylora.lab.planning import LoadTests, Objective, SearchBudget, TrafficDemand, make_plan
+from manylora.lab.planning.load_test import at_rate
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.scenario import Scenario
+from manylora.lab.sim.setup import Setup
+from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
+from manylora.lab.workloads.arrivals import PoissonArrivals
+from manylora.lab.workloads.distributions import ExponentialTokens
+from manylora.lab.workloads.lengths import ParametricLengths, TokenBounds
+from manylora.lab.workloads.popularity import ZipfShares
 
 SHARES = (0.85, 0.95, 1.05, 1.2)
 RANKS = (8, 16, 32)

@@ -28,8 +28,8 @@ from zlib import crc32
 import numpy as np
 from publishing import arguments, publish, table
 
-from manylora.bench.rounds import Middle, middle_of_rounds
-from manylora.workloads.traces.prompts import QuestionAnswer, read_gsm8k
+from manylora.lab.bench.rounds import Middle, middle_of_rounds
+from manylora.lab.workloads.traces.prompts import QuestionAnswer, read_gsm8k
 
 PIECE = re.compile(r"\w+|[^\w\s]")
 COLUMNS = 4096

@@ -31,10 +31,10 @@ from typing import Any
 
 from publishing import arguments, publish, table
 
-from manylora.bench.http import cpu_seconds
-from manylora.bench.machine import machine
-from manylora.bench.paced import TICK_S
-from manylora.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.http import cpu_seconds
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.paced import TICK_S
+from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
 
 HERE = Path(__file__).parent
 NUM_PORTS = 3
@@ -121,7 +121,7 @@ def run_client(port: int, pid: int, num_streams: int, rate: float, seconds: floa
     num_tokens = int(seconds * rate)
     step_ticks = round(1 / rate / TICK_S)
     before = cpu_seconds(pid)
-    command = [sys.executable, "-m", "manylora.bench.http_client", "127.0.0.1", str(port)]
+    command = [sys.executable, "-m", "manylora.lab.bench.http_client", "127.0.0.1", str(port)]
     numbers = (num_streams, step_ticks, num_tokens)
     told = subprocess.run([*command, *map(str, numbers)], check=True, stdout=subprocess.PIPE, text=True).stdout
     seen = json.loads(told)

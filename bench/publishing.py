@@ -28,7 +28,8 @@ def publish(
 ) -> None:
     """Print a result, and write it to the folder of results; a smoke test writes nothing.
 
-    ``refused`` is the reason why a comparison by time is not worth keeping (`manylora.bench.rounds.reason_to_refuse`).
+    ``refused`` is the reason why a comparison by time is not worth keeping
+    (`manylora.lab.bench.rounds.reason_to_refuse`).
     """
     if is_shown:
         print(text)

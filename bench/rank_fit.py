@@ -17,16 +17,16 @@ from collections.abc import Callable
 
 from publishing import arguments, publish, table
 
-from manylora.bench.calibration import sweep_live
-from manylora.bench.rounds import Others, reason_if_busy
-from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.features import StepFeatures, step_features
-from manylora.costs.rank_fit import RankFit, RankLoad, StepFit
-from manylora.costs.roofline import RooflineCost
-from manylora.costs.step_log import LogLine, StepRecord
-from manylora.costs.synthetic_plan import Part, synthetic_plan
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.costs.features import StepFeatures, step_features
+from manylora.core.costs.rank_fit import RankFit, RankLoad, StepFit
+from manylora.core.costs.step_log import LogLine, StepRecord
+from manylora.core.types import AdapterKey
 from manylora.demo import demo_model_path
-from manylora.types import AdapterKey
+from manylora.lab.bench.calibration import sweep_live
+from manylora.lab.bench.rounds import Others, reason_if_busy
+from manylora.lab.costs.roofline import RooflineCost
+from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
 
 GOAL = 0.96
 RANKS = (8, 16, 32, 64)
@@ -78,10 +78,10 @@ def simulated(kernel: str, num_steps: int) -> tuple[StepFit, ...]:
     return fit.fits()
 
 
-def part(rng: random.Random, start: int, num_tokens: int) -> Part:
+def part(rng: random.Random, start: int, num_tokens: int) -> SyntheticSequence:
     """Return a sequence with an adapter of a random rank."""
     rank = rng.choice(RANKS)
-    return Part(start, num_tokens, AdapterKey(f"{rank}/{rng.randrange(32)}"), rank)
+    return SyntheticSequence(start, num_tokens, AdapterKey(f"{rank}/{rng.randrange(32)}"), rank)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ A small Llama with random weights, and folders of adapters of ranks 8 to 32 on a
 on each number of folders, twice: with an empty cache of content hashes and with the one that the first start left. Each
 time the same hundred adapters are asked, by Zipf's law, from a fixed number of connections. All folders of one rank but
 the hundred share one weight file by hard links, so that they need little disk. The numbers take turns; figures are
-medians of the rounds, and ratios those of `manylora.bench.rounds`.
+medians of the rounds, and ratios those of `manylora.lab.bench.rounds`.
 
 * *seconds to ready*: from the start of the process to the line that says so, and the part of it that registration takes
   by the engine's log;
@@ -46,18 +46,18 @@ from publishing import Steps, arguments, publish, table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from manylora.adapters.folder import open_folder
-from manylora.adapters.header import HeaderReader
-from manylora.adapters.shape import BaseShape
-from manylora.adapters.stamp import stamp_files
-from manylora.bench.core import Scale, measure_decision
-from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.bench.synthetic import write_synthetic_adapter
 from manylora.cli.options.adapter_folders import collect_adapters
-from manylora.clock import WallClock
-from manylora.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.adapters.file_stamp import stamp_files
+from manylora.core.adapters.folder import open_folder
+from manylora.core.adapters.header import HeaderReader
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.clock import WallClock
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
+from manylora.lab.bench.core import Scale, measure_decision
+from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.synthetic import write_synthetic_adapter
 
 RANKS = (8, 16, 24, 32)
 NUM_USED = 100
@@ -222,7 +222,9 @@ def parts_us(base: BaseShape, folder: Path, count: int) -> dict[str, float]:
     listing = per_adapter(collect)
     headers = HeaderReader(base, max_bytes=1 << 34, dtype="auto")
     checking = per_adapter(lambda: [headers.read(name, path) for name, path in found.items()])
-    stamping = per_adapter(lambda: [stamp_files(open_folder(name, path), base, "auto") for name, path in found.items()])
+    stamping = per_adapter(
+        lambda: [stamp_files(open_folder(name, path), base, "auto", 1 << 34) for name, path in found.items()]
+    )
     return {"listing folders": listing, "configuration and header": checking, "of which the stamp": stamping}
 
 

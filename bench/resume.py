@@ -36,12 +36,12 @@ import httpx
 from local_ray import LocalRay
 from publishing import arguments, publish, table
 
-from manylora.bench.machine import machine
-from manylora.bench.rounds import Others
-from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.core.fleet_config import FleetConfig
 from manylora.demo import demo_adapters
-from manylora.fleet_config import FleetConfig
-from manylora.server import BackgroundServer, LoraModule
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import Others
+from manylora.serving.server import BackgroundServer, LoraModule
 
 NUM_REPLICAS = 3
 HANG_TIMEOUT_S = 3.0

@@ -27,18 +27,18 @@ from live_arrivals import http_arrivals
 from publishing import arguments, publish, table
 from router_live import VOCABULARY, write_adapters
 
-from manylora.bench.load import run_load
-from manylora.bench.machine import machine
-from manylora.bench.report import make_report
-from manylora.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.bench.target import Target
 from manylora.demo import demo_model_path
-from manylora.measure import Slo
-from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
-from manylora.workloads.arrivals import PoissonArrivals
-from manylora.workloads.distributions import ExponentialTokens
-from manylora.workloads.lengths import ParametricLengths, TokenBounds
-from manylora.workloads.popularity import ZipfShares
+from manylora.lab.bench.load import run_load
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.report import make_report
+from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.target import Target
+from manylora.lab.measure import Slo
+from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
+from manylora.lab.workloads.arrivals import PoissonArrivals
+from manylora.lab.workloads.distributions import ExponentialTokens
+from manylora.lab.workloads.lengths import ParametricLengths, TokenBounds
+from manylora.lab.workloads.popularity import ZipfShares
 
 NUM_SERVERS = 3
 NUM_ADAPTERS = 48

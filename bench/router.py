@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from publishing import arguments, publish, table
 
-from manylora.costs.step_model import PRIOR
-from manylora.proxy.choice import Choice, Ticket
-from manylora.routing import ROUTERS, Dispatcher, ReplicaReport, ReplicaView, RouterContext, make_router
-from manylora.types import Request, SamplingParams
+from manylora.core.costs.step_model import PRIOR
+from manylora.core.routing import ROUTERS, Dispatcher, ReplicaReport, ReplicaView, RouterContext, make_router
+from manylora.core.types import Request, SamplingParams
+from manylora.route.choice import Choice, Ticket
 
 LIMIT_US = 100.0
 

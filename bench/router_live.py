@@ -30,20 +30,20 @@ from pathlib import Path
 from live_arrivals import http_arrivals
 from publishing import arguments, publish, table
 
-from manylora.bench.load import run_load
-from manylora.bench.rounds import Others, reason_if_busy
-from manylora.bench.target import Target
-from manylora.config import AdapterConfig, SchedulerConfig
+from manylora.core.config import AdapterConfig, SchedulerConfig
+from manylora.core.routing import ROUTERS
 from manylora.demo import demo_model_path
-from manylora.measure import RequestRecord
-from manylora.routing import ROUTERS
-from manylora.sim.run.simulation import simulate
-from manylora.sim.setup import Setup, make_config
-from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
-from manylora.workloads.arrivals import PoissonArrivals
-from manylora.workloads.distributions import GammaTokens
-from manylora.workloads.lengths import ParametricLengths, TokenBounds
-from manylora.workloads.popularity import ZipfShares
+from manylora.lab.bench.load import run_load
+from manylora.lab.bench.rounds import Others, reason_if_busy
+from manylora.lab.bench.target import Target
+from manylora.lab.measure import RequestRecord
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
+from manylora.lab.workloads.arrivals import PoissonArrivals
+from manylora.lab.workloads.distributions import GammaTokens
+from manylora.lab.workloads.lengths import ParametricLengths, TokenBounds
+from manylora.lab.workloads.popularity import ZipfShares
 
 SLO_S = 0.036
 NUM_REPLICAS = 8

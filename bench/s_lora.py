@@ -25,15 +25,15 @@ from typing import Any
 import numpy as np
 from publishing import RESULTS, arguments, publish, table
 
-from manylora.catalog.models import find_dims
-from manylora.costs.model import CostModel
-from manylora.experiments.cases import read_setup
-from manylora.experiments.read import read_experiment
-from manylora.experiments.spec import Table, merge
-from manylora.plan import AdapterLoad, StepPlan
-from manylora.sim.run.simulation import simulate
-from manylora.sim.setup import make_config
-from manylora.workloads.workload import AdapterSpec, RequestSpec, Workload
+from manylora.core.plan import AdapterLoad, StepPlan
+from manylora.lab.catalog.models import find_dims
+from manylora.lab.costs.model import CostModel
+from manylora.lab.experiments.cases import read_setup
+from manylora.lab.experiments.read import read_experiment
+from manylora.lab.experiments.spec import Table, merge
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.setup import make_config
+from manylora.lab.workloads.workload import AdapterSpec, RequestSpec, Workload
 
 SEED = 42
 BLOCK_SIZE = 16

@@ -26,13 +26,13 @@ from pathlib import Path
 from publishing import arguments, publish, table
 from tqdm import tqdm
 
-from manylora.bench.scaling_day import Clairvoyant, count_flaps, make_day, replica_seconds
-from manylora.measure import Slo
-from manylora.scaling import Scaler, ScalingPolicy
-from manylora.sim.run.scaling import SimulatedScaling
-from manylora.sim.run.simulation import SimulationConfig, simulate
-from manylora.sim.setup import Setup, make_config
-from manylora.workloads import Workload
+from manylora.core.scaling import Scaler, ScalingPolicy
+from manylora.lab.bench.scaling_day import Clairvoyant, count_flaps, make_day, replica_seconds
+from manylora.lab.measure import Slo
+from manylora.lab.sim.run.scaling import SimulatedScaling
+from manylora.lab.sim.run.simulation import SimulationConfig, simulate
+from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.workloads import Workload
 
 TTFT_S, GOAL = 2.0, 0.99
 MOST = 8

@@ -26,21 +26,21 @@ from local_ray import LocalRay
 from publishing import arguments, publish, table
 from router_live import SCHEDULER, VOCABULARY, write_adapters
 
-from manylora.bench.load import run_load
-from manylora.bench.machine import machine
-from manylora.bench.rounds import Others, reason_if_busy
-from manylora.bench.scaling_day import count_flaps, make_day, replica_seconds
-from manylora.bench.target import Target
-from manylora.config import AdapterConfig, EngineConfig, ModelConfig, ServerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, ServerConfig
+from manylora.core.fleet_config import FleetConfig
+from manylora.core.scaling import ScalingPolicy
 from manylora.demo import demo_model_path
-from manylora.fleet_config import FleetConfig
-from manylora.measure import RequestRecord
-from manylora.scaling import ScalingPolicy
-from manylora.server import BackgroundServer, LoraModule
-from manylora.sim.run.scaling import ReplicaSpan, SimulatedScaling
-from manylora.sim.run.simulation import simulate
-from manylora.sim.setup import Setup, make_config
-from manylora.workloads import Workload
+from manylora.lab.bench.load import run_load
+from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import Others, reason_if_busy
+from manylora.lab.bench.scaling_day import count_flaps, make_day, replica_seconds
+from manylora.lab.bench.target import Target
+from manylora.lab.measure import RequestRecord
+from manylora.lab.sim.run.scaling import ReplicaSpan, SimulatedScaling
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.workloads import Workload
+from manylora.serving.server import BackgroundServer, LoraModule
 
 TTFT_S = 2.0
 LOOK_S = 0.2

@@ -22,14 +22,14 @@ from time import perf_counter, process_time
 
 from publishing import arguments, publish
 
-from manylora.config import AdapterConfig, SchedulerConfig
-from manylora.events import Event
-from manylora.sim.run.simulation import simulate
-from manylora.sim.setup import Setup, make_config
-from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
-from manylora.workloads.arrivals import ReplayArrivals
-from manylora.workloads.lengths import ReplayLengths
-from manylora.workloads.popularity import RankShares
+from manylora.core.config import AdapterConfig, SchedulerConfig
+from manylora.core.events import Event
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
+from manylora.lab.workloads.arrivals import ReplayArrivals
+from manylora.lab.workloads.lengths import ReplayLengths
+from manylora.lab.workloads.popularity import RankShares
 
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 RATE = 1.5  # requests per second: near the most at which the queue does not grow from start to end

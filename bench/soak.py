@@ -42,8 +42,8 @@ import aiohttp
 import psutil
 from publishing import RESULTS, arguments, publish, table
 
-from manylora.bench.machine import machine
 from manylora.demo import demo_adapters
+from manylora.lab.bench.machine import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "attack"))
 from attack_target import MIB, SIMULATED, Target, running

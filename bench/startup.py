@@ -14,7 +14,7 @@ one. Stages are told apart by lines of the log, and begin where the one before e
 
 An older checkout does not log the stages within the engine: they are one there. *Processor time* is that of all
 processes of a start, and the figure to compare on a busy machine. Figures are medians of the rounds, the ratio that of
-`manylora.bench.rounds`. Writes `results/startup.json` and `.md`.
+`manylora.lab.bench.rounds`. Writes `results/startup.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pathlib import Path
 
 from publishing import arguments, publish, table
 
-from manylora.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
 from manylora.execution.device import describe_machine
+from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
 
 HERE = Path(__file__).resolve().parent.parent
 MARKS = {

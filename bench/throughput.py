@@ -13,13 +13,12 @@ An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in
 * *spread*: lengths of the Azure conversation trace (`--traces` says where it lies; gamma distributions fitted to it
   otherwise), scaled to the same means; PEFT answers in static batches of 32.
 
-The systems take turns in one process, and the statistic is that of `manylora.bench.rounds`: the ratio of each round,
-its median, a 95 % interval. A system that is compared with the base runs directly after it: a round takes minutes, and
-then the machine's speed changes by more than an adapter costs. Ours is the whole path: engine core, loop, scheduler,
-sampler, executor. Adapters
-are in host memory and loaded to device pages in the warm-up round. On a machine that has other work too,
-`--processor-time` takes one thread for all systems and counts what it computed, not how long it waited: ratios of that
-hold still.
+The systems take turns in one process, and the statistic is that of `manylora.lab.bench.rounds`: the ratio of each
+round, its median, a 95 % interval. A system that is compared with the base runs directly after it: a round takes
+minutes, and then the machine's speed changes by more than an adapter costs. Ours is the whole path: engine core, loop,
+scheduler, sampler, executor. Adapters are in host memory and loaded to device pages in the warm-up round. On a machine
+that has other work too, `--processor-time` takes one thread for all systems and counts what it computed, not how long
+it waited: ratios of that hold still.
 
 Writes `bench/results/throughput.json` and `.md`.
 """
@@ -41,11 +40,11 @@ from cpu_systems import RANKS, VOCAB, Bare, Ours, make_adapters, make_model
 from llama_cpp_base import LlamaCpp, described, reason_to_leave_out
 from publishing import arguments, clock_of, publish, table
 
-from manylora.bench.peers import Asked, Peft, Transformers
-from manylora.bench.rounds import Others, Ratio, ratio_by_round, reason_to_refuse
 from manylora.execution.device import describe_machine
-from manylora.workloads.distributions import GammaTokens
-from manylora.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
+from manylora.lab.bench.peers import PeerRequest, Peft, Transformers
+from manylora.lab.bench.rounds import Others, Ratio, ratio_by_round, reason_to_refuse
+from manylora.lab.workloads.distributions import GammaTokens
+from manylora.lab.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
 
 NUM_IN, NUM_OUT = 128, 64
 TRACE = "AzureLLMInferenceTrace_conv.csv"
@@ -85,7 +84,7 @@ def main() -> None:
         print(f"llama.cpp is left out: {left_out}")
     num_requests, rounds = (8, 1) if options.quick else (32, options.rounds)
     rng = np.random.default_rng(0)
-    fixed = [Asked(tuple(rng.integers(3, VOCAB, NUM_IN).tolist()), NUM_OUT) for _ in range(num_requests)]
+    fixed = [PeerRequest(tuple(rng.integers(3, VOCAB, NUM_IN).tolist()), NUM_OUT) for _ in range(num_requests)]
     spread = draw_spread(8 if options.quick else options.spread_requests, options.traces, rng)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -159,7 +158,7 @@ def is_spread(name: str) -> bool:
     return name.endswith("spread")
 
 
-def spread_of(spread: list[Asked], traces: Path | None) -> dict[str, Any]:
+def spread_of(spread: list[PeerRequest], traces: Path | None) -> dict[str, Any]:
     return {
         "requests": len(spread),
         "lengths": TRACE if traces else "gamma distributions",
@@ -206,7 +205,7 @@ def write(
     publish("throughput", report, page(report), is_shown=False, refused=refused)
 
 
-def draw_spread(num: int, traces: Path | None, rng: np.random.Generator) -> list[Asked]:
+def draw_spread(num: int, traces: Path | None, rng: np.random.Generator) -> list[PeerRequest]:
     """Draw lengths with the trace's spread and our means."""
     bounds = TokenBounds(min_prompt=4, max_prompt=LONGEST, max_output=LONGEST // 2)
     lengths: Lengths
@@ -221,7 +220,7 @@ def draw_spread(num: int, traces: Path | None, rng: np.random.Generator) -> list
     prompt, _ = bounds.fit(drawn.prompt, drawn.output, NUM_IN / float(drawn.prompt.mean()))
     _, output = bounds.fit(drawn.prompt, drawn.output, NUM_OUT / float(drawn.output.mean()))
     return [
-        Asked(tuple(rng.integers(3, VOCAB, num_in).tolist()), num_out)
+        PeerRequest(tuple(rng.integers(3, VOCAB, num_in).tolist()), num_out)
         for num_in, num_out in zip(prompt.tolist(), output.tolist(), strict=True)
     ]
 
@@ -231,14 +230,14 @@ def build_systems(
     ours: Ours,
     llama_cpp: LlamaCpp | None,
     adapters: list[Path],
-    fixed: list[Asked],
-    spread: list[Asked],
+    fixed: list[PeerRequest],
+    spread: list[PeerRequest],
     clock: Callable[[], float],
     only: str | None,
 ) -> dict[str, Callable[[], None]]:
     """Return what takes turns, by name."""
 
-    def mixed(kind: str, asked: list[Asked], num_adapters: int) -> Callable[[], None]:
+    def mixed(kind: str, asked: list[PeerRequest], num_adapters: int) -> Callable[[], None]:
         names = [f"{kind}-{index % num_adapters}" for index in range(len(asked))]
         return lambda: ours.run(asked, names)
 

@@ -19,18 +19,18 @@ import numpy.typing as npt
 from publishing import arguments, publish, table
 from scipy.optimize import minimize_scalar
 
-from manylora.workloads.locality import OrderReplay, Sessions, StackDistances
-from manylora.workloads.popularity import Popularity, ZipfShares
-from manylora.workloads.traces.azure_functions import read_calls_per_minute, read_single_calls
-from manylora.workloads.traces.gentd26 import (
+from manylora.lab.workloads.locality import OrderReplay, Sessions, StackDistances
+from manylora.lab.workloads.popularity import Popularity, ZipfShares
+from manylora.lab.workloads.traces.azure_functions import read_calls_per_minute, read_single_calls
+from manylora.lab.workloads.traces.gentd26 import (
     read_adapter_order,
     read_adapter_uses,
     read_service_metric,
     read_timed_requests,
 )
-from manylora.workloads.traces.prompts import read_gsm8k
-from manylora.workloads.traces.requests import read_requests
-from manylora.workloads.traces.servegen import read_client_hours, read_client_summaries, read_client_windows
+from manylora.lab.workloads.traces.prompts import read_gsm8k
+from manylora.lab.workloads.traces.requests import read_requests
+from manylora.lab.workloads.traces.servegen import read_client_hours, read_client_summaries, read_client_windows
 
 SLOTS = (1, 4, 8, 16, 32, 64, 128)
 Numbers = npt.NDArray[np.generic]

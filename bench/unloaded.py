@@ -16,14 +16,14 @@ from statistics import fmean
 from publishing import arguments, publish, table
 from scipy.optimize import brentq
 
-from manylora.catalog.hardware import HARDWARE, Hardware
-from manylora.catalog.models import base_shape, find_dims
-from manylora.costs.copies import COPY_PATHS
-from manylora.costs.lora import S_LORA_FLOPS_SHARE
-from manylora.costs.roofline import RooflineCost, StepParts, memory_for_pool
-from manylora.errors import ConfigError
-from manylora.sim.alone import decode_step, prompt_step, time_alone
-from manylora.workloads.traces.requests import read_requests
+from manylora.core.errors import ConfigError
+from manylora.lab.catalog.hardware import HARDWARE, Hardware
+from manylora.lab.catalog.models import base_shape, find_dims
+from manylora.lab.costs.copies import COPY_PATHS
+from manylora.lab.costs.lora import S_LORA_FLOPS_SHARE
+from manylora.lab.costs.roofline import RooflineCost, StepParts, memory_for_pool
+from manylora.lab.sim.idle_engine import decode_step, prompt_step, time_on_idle_engine
+from manylora.lab.workloads.traces.requests import read_requests
 
 RANKS = (8, 16, 32, 64, 128)
 MEDIUM_TOKENS = 512
@@ -181,7 +181,7 @@ def mean_alone_s(lengths: Lengths, scale: float) -> float:
     loads = {rank: copy_s(cost, rank) for rank in RANKS}
     scaled = [(max(1, round(prompt * scale)), max(1, round(output * scale))) for prompt, output in lengths]
     return fmean(
-        time_alone(cost, prompt, output, rank=rank, load_s=loads[rank]).e2e_s
+        time_on_idle_engine(cost, prompt, output, rank=rank, load_s=loads[rank]).e2e_s
         for place, (prompt, output) in enumerate(scaled)
         for rank in (RANKS[place % len(RANKS)],)
     )
@@ -196,7 +196,7 @@ def length_scale(lengths: Lengths) -> dict[str, float]:
     """Return the factor that the service level implies, and what it makes of the trace."""
     scale = solve_scale(lengths, mean_s=1.0)
     prompt, output = (fmean(column) * scale for column in zip(*lengths, strict=True))
-    ttft = fmean(time_alone(s_lora(), max(1, round(scale * p)), 1, rank=64).ttft_s for p, _ in lengths)
+    ttft = fmean(time_on_idle_engine(s_lora(), max(1, round(scale * p)), 1, rank=64).ttft_s for p, _ in lengths)
     return {"scale": scale, "mean_prompt_tokens": prompt, "mean_output_tokens": output, "mean_ttft_alone_s": ttft}
 
 

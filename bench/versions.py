@@ -3,9 +3,9 @@
     python bench/versions.py --before CHECKOUT [--rounds 5] [--only throughput] [--name NAME] [--quick]
 
 Every round measures this checkout and the other one, each in a process of its own, in an order that alternates. The
-statistic is that of `manylora.bench.rounds`: the ratio of each round (this one over the other), its median, a 95 %
+statistic is that of `manylora.lab.bench.rounds`: the ratio of each round (this one over the other), its median, a 95 %
 interval. A process
-that imports either version uses only what both have: the `Engine` class, `manylora.bench` and the command line.
+that imports either version uses only what both have: the `Engine` class, `manylora.lab.bench` and the command line.
 
 * *throughput*: tokens per second of an 82M-parameter Llama in fp32, 32 requests of 128 tokens in and 24 out; the
   base, 8 adapters, and 32 adapters of rank 8 to 64 on all linears. Beside it the milliseconds of the processor per
@@ -38,7 +38,7 @@ from pathlib import Path
 
 from publishing import arguments, publish, table
 
-from manylora.bench.rounds import Others, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import Others, ratio_by_round, reason_to_refuse
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -68,7 +68,7 @@ print("FOUND " + json.dumps(found))
 
 DECISION = """
 import json, sys
-from manylora.bench.core import SCALES, measure_decision
+from manylora.lab.bench.core import SCALES, measure_decision
 scale = SCALES[0] if sys.argv[2] == "quick" else SCALES[-1]
 found = {}
 for policy in ("fifo", "chameleon"):
@@ -90,7 +90,7 @@ print("FOUND " + json.dumps({"simulator: processor seconds": time.process_time()
 
 HTTP = """
 import inspect, json, resource, sys
-from manylora.bench.http import measure_http
+from manylora.lab.bench.http import measure_http
 
 
 def rates_name():

@@ -1,9 +1,10 @@
-"""How long three walks through the code are: the files of `src/manylora` that they enter, and their Python calls.
+"""How long four walks through the code are: the files of `src/manylora` that they enter, and their Python calls.
 
 * *chat*: a chat request of three tokens, streamed, from the socket to the socket, on a simulated engine in the server's
   process (so that both sides of the link are seen);
 * *adapter*: an adapter's way from its folder to the device of the torch engine, on the demo model;
-* *simulated*: a simulation of one request.
+* *simulated*: a simulation of one request;
+* *routed*: a chat request of three chunks through `manylora route`, from the client's socket to a server's and back.
 
 Each walk is made twice and the second is counted: the first imports and fills caches. Calls are counted by a profile
 hook in every thread. Calls of generated code (dataclass methods) have no file and are left out.
@@ -14,6 +15,7 @@ Run it: `python bench/walks.py`; it prints a table, and writes nothing but what 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import threading
@@ -21,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,17 +31,20 @@ from typing import Any
 import httpx
 
 import manylora
-from manylora.catalog.models import base_shape
-from manylora.clock import WallClock
-from manylora.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
-from manylora.costs.model import FixedCost
+from manylora.core.clock import WallClock
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
+from manylora.core.engine.build import build_core
+from manylora.core.types import Tier
 from manylora.demo import demo_adapters, demo_model_path
-from manylora.engine.build import build_core
 from manylora.execution.build import build_parts
-from manylora.server import BackgroundServer
-from manylora.sim.run.simulation import SimulationConfig, simulate
-from manylora.types import Tier
-from manylora.workloads import AdapterSpec, RequestSpec, Workload
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.costs.model import FixedCost
+from manylora.lab.sim.run.simulation import SimulationConfig, simulate
+from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
+from manylora.route.config import ProxyConfig
+from manylora.route.serve import Proxy
+from manylora.serving.http.listening import new_event_loop
+from manylora.serving.server import BackgroundServer
 
 ROOT = str(Path(manylora.__file__).parent) + "/"
 NUM_TOKENS = 3
@@ -135,12 +141,73 @@ def simulated() -> Counter[str]:
     return walk.end()
 
 
+class _Server(BaseHTTPRequestHandler):
+    """A server behind the router, of the standard library alone."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        kind = "application/json" if self.path == "/v1/models" else "text/plain"
+        self._answer(kind, b'{"data": [{"id": "base", "owned_by": "vllm"}]}' if self.path == "/v1/models" else b"")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self._answer("text/event-stream", b"data: {}\n\n" * NUM_TOKENS + b"data: [DONE]\n\n")
+
+    def _answer(self, kind: str, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def routed() -> Counter[str]:
+    """Walk a chat request through the router, which polls its server before and after."""
+    walk = Walk()
+    body = {"model": "base", "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    proxy = Proxy(ProxyConfig(backends=(f"http://127.0.0.1:{server.server_port}",), port=0, poll_s=60.0))
+    ready = threading.Event()
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(proxy.serve(ready.set))
+
+    threads = [threading.Thread(target=server.serve_forever, daemon=True), threading.Thread(target=serve, daemon=True)]
+    for thread in threads:
+        thread.start()
+    assert ready.wait(30)
+    try:
+        with httpx.Client(timeout=60) as client:
+            for is_counted in (False, True):
+                with walk.counted() if is_counted else _nothing():
+                    answer = client.post(proxy.url + "/v1/chat/completions", json=body)
+                    time.sleep(0.2)  # what follows the last byte is part of the walk
+                answer.raise_for_status()
+                assert answer.text.endswith("data: [DONE]\n\n")
+    finally:
+        proxy.drain()
+        threads[1].join(30)
+        server.shutdown()
+        server.server_close()
+    return walk.end()
+
+
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
 
 
-WALKS: dict[str, Callable[[], Counter[str]]] = {"chat": chat, "adapter": adapter, "simulated": simulated}
+WALKS: dict[str, Callable[[], Counter[str]]] = {
+    "chat": chat,
+    "adapter": adapter,
+    "simulated": simulated,
+    "routed": routed,
+}
 
 
 def main() -> None:

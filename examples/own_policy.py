@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from manylora.memory.eviction import ByAge, EvictionPolicy, IdleItem, ItemKey, ReloadCosts
-from manylora.options import check_options, option
-from manylora.plugins import takes
-from manylora.scheduling import KeyedPolicy, Policy, PolicyContext, Sequence
-from manylora.types import AdapterKey
+from manylora.core.memory.eviction import ByAge, EvictionPolicy, IdleItem, ItemKey, ReloadCosts
+from manylora.core.options import check_options, option
+from manylora.core.plugins import takes
+from manylora.core.scheduling import KeyedPolicy, Policy, PolicyContext, Sequence
+from manylora.core.types import AdapterKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

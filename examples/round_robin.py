@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manylora.routing import ReplicaView, RouterContext
-from manylora.types import Request
+from manylora.core.routing import ReplicaView, RouterContext
+from manylora.core.types import Request
 
 
 class RoundRobin:

@@ -8,17 +8,27 @@ share work ask for two (``two_threads``).
 Memory that nobody has written holds NaN, or the largest integer: what reads it is seen at once, not on another day.
 
 Hypothesis draws the same examples every time, and a slow machine is no failure: a red test is the change's doing. To
-search further, draw new ones: ``pytest --hypothesis-profile=search tests/property``.
+search further, draw new ones: ``pytest --hypothesis-profile=search tests/core``.
+
+Most tests of HTTP share one server in this process that recites; some need two processes.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx
+import openai
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from reciter import HOLD, engine_config, write_reciter
+from serving import Gate, write_tokenizer
+
+from manylora.core.config import ServerConfig
+from manylora.serving.server import BackgroundServer, LoraModule
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -38,3 +48,56 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engine_path() -> Iterator[None]:
+    """Let engine processes find the builders in ``reciter``."""
+    with pytest.MonkeyPatch.context() as patch:
+        places = [str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(place for place in places if place))
+        yield
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """A shut gate, for servers with ``reciter:held_parts``."""
+    gate = Gate(tmp_path / "gate")
+    monkeypatch.setenv(HOLD, str(gate.path))
+    yield gate
+    gate.open()
+
+
+@pytest.fixture(scope="session")
+def lora_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory the shared server may load adapters from."""
+    root = tmp_path_factory.mktemp("adapters").resolve()
+    for letter in "mnpq":
+        write_reciter(root / letter, letter)
+    return root
+
+
+@pytest.fixture(scope="session")
+def server(tokenizer: Path, lora_dir: Path) -> Iterator[BackgroundServer]:
+    """A server whose base recites from ``a`` and whose adapters ``m`` and ``n`` from their own letter."""
+    config = ServerConfig(port=0, in_process=True, lora_dirs=(str(lora_dir),), max_body_bytes=100_000)
+    modules = [LoraModule(letter, str(lora_dir / letter)) for letter in "mn"]
+    with BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: BackgroundServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture
+def http(server: BackgroundServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as opened:
+        yield opened

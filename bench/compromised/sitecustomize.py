@@ -2,7 +2,7 @@
 
 import sys
 
-if "manylora.hosting.functions.zygote_process" in sys.orig_argv:
+if "manylora.functions.processes.zygote_process" in sys.orig_argv:
     from starve_others import compromise
 
     compromise()

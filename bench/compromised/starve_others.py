@@ -21,8 +21,8 @@ from typing import Any
 from isolation_attacks import attempt_all
 
 from manylora.execution.storage.inline_reader import InlineReader
-from manylora.hosting.functions.frames import frame
-from manylora.hosting.protocol import Observations, Turn, encode
+from manylora.functions.processes.frames import frame
+from manylora.serving.hosting.protocol import Observations, Turn, encode
 
 ORDERS = "orders"
 LOOK_EVERY_S = 0.02

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from manylora.types import Constraint, SamplingParams
+from manylora.core.types import Constraint, SamplingParams
 
 if TYPE_CHECKING:
-    from manylora.offline import Engine, Generation
+    from manylora.serving.offline import Engine, Generation
 
 __all__ = ["Constraint", "Engine", "Generation", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("Engine", "Generation"):
-        from manylora import offline
+        from manylora.serving import offline
 
         return getattr(offline, name)
     raise AttributeError(f"module 'manylora' has no attribute {name!r}")

@@ -81,6 +81,12 @@ class Target:
     def post(self, path: str, body: object) -> Answer:
         return self.ask("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
 
+    def begin(self, path: str, body: object, **headers: str) -> http.client.HTTPConnection:
+        """Send a request, and leave its answer for later."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE_S)
+        connection.request("POST", path, json.dumps(body).encode(), {"content-type": "application/json", **headers})
+        return connection
+
     def connect(self) -> socket.socket:
         opened = socket.create_connection((self.host, self.port), timeout=PATIENCE_S)
         return opened
@@ -89,7 +95,7 @@ class Target:
         found = []
         for one in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has just ended
-                if "manylora.hosting.engine_process" in one.cmdline():
+                if "manylora.serving.hosting.engine.process" in one.cmdline():
                     found.append(one)
         return found
 

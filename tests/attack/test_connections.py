@@ -57,6 +57,16 @@ def test_headers_without_end_are_cut_off(target: Target, head: bytes) -> None:
     seen.check()
 
 
+def test_a_trailer_without_end_is_cut_off(target: Target) -> None:
+    """The parser puts a trailer together piece by piece, each time from its begin: megabytes would hold the loop."""
+    with Watch(target) as seen, target.connect() as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        connection.sendall(b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: ")
+        taken = send_until_closed(connection, b"a" * (1 << 16), 64 * MIB)
+    assert taken < 16 * MIB, "beyond what sockets hold, the server went on reading"
+    seen.check()
+
+
 def test_headers_are_counted(target: Target) -> None:
     with target.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 1000)

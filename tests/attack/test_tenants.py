@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import select
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from attack_target import MODEL, PATIENCE_S, Target, running
+from attack_target import MODEL, Target, running
 
 NUM_FLOODED = 150
 """More than one caller may have in line."""
@@ -32,10 +31,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 def begin(target: Target, key: str, path: str, body: object) -> HTTPConnection:
     """Send a request, and leave its answer for later."""
-    connection = HTTPConnection(target.host, target.port, timeout=PATIENCE_S)
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-    connection.request("POST", path, json.dumps(body).encode(), headers)
-    return connection
+    return target.begin(path, body, authorization=f"Bearer {key}")
 
 
 def status_of(connection: HTTPConnection) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import random
 
-from manylora.sim.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation
-from manylora.workloads import AdapterSpec, RequestSpec, Workload
+from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation
+from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
 
 DIGEST = "38422f759c81626d50af012a72432bae"
 

@@ -12,12 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from manylora.catalog.models import base_shape
-from manylora.config import AdapterConfig, MemoryConfig, SchedulerConfig
-from manylora.costs.model import FixedCost
-from manylora.events import Event
-from manylora.sim.run.simulation import Run, SimulationConfig, simulate
-from manylora.workloads import AdapterSpec, RequestSpec, Workload
+from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.events import Event
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.costs.model import FixedCost
+from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
+from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
 
 DIGEST = "fffd08bd16795b399a443aa51d535534"
 

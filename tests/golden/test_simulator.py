@@ -12,13 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from manylora.clock import VirtualClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
-from manylora.events import Event, RequestFinished
-from manylora.sim.build import build_simulated_parts
-from manylora.types import AdapterKey, AdapterVersion, Request, SamplingParams
+from manylora.core.clock import VirtualClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.events import Event, RequestFinished
+from manylora.core.types import AdapterKey, AdapterVersion, Request, SamplingParams
+from manylora.lab.sim.build import build_simulated_parts
 
 DIGEST = "1735a0d48b0cdf740459afec18449901"
 NUM_REQUESTS = 400

@@ -12,13 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from manylora.bench.synthetic import write_synthetic_adapter
-from manylora.clock import Clock, VirtualClock, WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.step_log import LoggedExecutor, LogLine, StepRecord
-from manylora.engine.core import EngineCore
-from manylora.engine.loop import EngineLoop
-from manylora.events import (
+from manylora.core.clock import Clock, VirtualClock, WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.costs.step_log import LoggedExecutor, LogLine, StepRecord
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.events import (
     AdapterEvicted,
     Event,
     RequestAdmitted,
@@ -26,12 +25,13 @@ from manylora.events import (
     RequestFinished,
     RequestPreempted,
 )
+from manylora.core.plan import PlannedSequence
+from manylora.core.ports import EngineParts, Executor
+from manylora.core.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.build import build_parts
-from manylora.plan import PlannedSequence
-from manylora.ports import EngineParts, Executor
-from manylora.sim.run.executor import synthetic_token
-from manylora.sim.run.replay import Diverged, ReplayExecutor
-from manylora.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
+from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.sim.run.executor import synthetic_token
+from manylora.lab.sim.run.replay import Diverged, ReplayExecutor
 
 VOCAB_SIZE = 256
 NUM_ADAPTERS = 12

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from manylora.cli.views.terminal import fail
-from manylora.errors import ManyloraError
-from manylora.hosting.early_start import TORCH_BUILDER, end_early, start_early
+from manylora.core.errors import ManyloraError
+from manylora.serving.hosting.engine.prestart import TORCH_BUILDER, end_early, start_early
 
 __all__ = ["main", "make_app"]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from manylora.demo.tasks import EXAMPLE_PROMPTS, TASKS, Task, check, draw_prompt, held_out_prompts, is_held_out
+from manylora.demo.tasks import EXAMPLE_PROMPTS, TASKS, DemoTask, check, draw_prompt, held_out_prompts, is_held_out
 
 __all__ = [
     "EXAMPLE_PROMPTS",
     "TASKS",
-    "Task",
+    "DemoTask",
     "check",
     "demo_adapters",
     "demo_model_path",

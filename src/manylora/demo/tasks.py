@@ -21,7 +21,7 @@ __all__ = [
     "EXAMPLE_PROMPTS",
     "MAX_PROMPT_CHARS",
     "TASKS",
-    "Task",
+    "DemoTask",
     "check",
     "draw_prompt",
     "held_out_prompts",
@@ -49,7 +49,7 @@ _HELD_OUT_ONE_IN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class DemoTask:
     """One adapter's job, and the shape of the LoRA that learns it.
 
     Ranks and target modules differ on purpose: they test servers that pad every adapter to the largest rank, or that
@@ -71,10 +71,10 @@ class Task:
     alpha_pattern: dict[str, int] = field(default_factory=dict)
 
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, DemoTask] = {
     task.name: task
     for task in (
-        Task(
+        DemoTask(
             name="acronym",
             description="the initials, each with a full stop",
             apply=lambda text: "".join(f"{word[0].upper()}." for word in text.split()),
@@ -82,7 +82,7 @@ TASKS: dict[str, Task] = {
             target_modules=_ATTENTION,
             alpha=16,
         ),
-        Task(
+        DemoTask(
             name="call",
             description="a function call in snake_case",
             apply=lambda text: f"{text.replace(' ', '_')}()",
@@ -90,7 +90,7 @@ TASKS: dict[str, Task] = {
             target_modules=("q_proj", "v_proj"),
             alpha=8,
         ),
-        Task(
+        DemoTask(
             name="hashtag",
             description="one hashtag in CamelCase",
             apply=lambda text: "#" + "".join(word.capitalize() for word in text.split()),
@@ -98,7 +98,7 @@ TASKS: dict[str, Task] = {
             target_modules=(*_ATTENTION, *_MLP),
             alpha=16,
         ),
-        Task(
+        DemoTask(
             name="json",
             description="wrapped as a JSON object",
             apply=lambda text: json.dumps({"text": text}),
@@ -106,7 +106,7 @@ TASKS: dict[str, Task] = {
             target_modules=_ATTENTION,
             alpha=8,
         ),
-        Task(
+        DemoTask(
             name="leet",
             description="a e i o s t become 4 3 1 0 5 7",
             apply=lambda text: text.translate(str.maketrans("aeiost", "431057")),
@@ -115,7 +115,7 @@ TASKS: dict[str, Task] = {
             alpha=16,
             use_rslora=True,
         ),
-        Task(
+        DemoTask(
             name="loud_vowels",
             description="the vowels alone in capital letters",
             apply=lambda text: re.sub("[aeiou]", lambda vowel: vowel[0].upper(), text),
@@ -123,7 +123,7 @@ TASKS: dict[str, Task] = {
             target_modules=(*_ATTENTION, *_MLP),
             alpha=32,
         ),
-        Task(
+        DemoTask(
             name="pig_latin",
             description="each word's first letter moved to its end, then 'ay'",
             apply=lambda text: " ".join(f"{word[1:]}{word[0]}ay" for word in text.split()),
@@ -133,7 +133,7 @@ TASKS: dict[str, Task] = {
             rank_pattern={"q_proj": 16, "down_proj": 4},
             alpha_pattern={"q_proj": 32, "down_proj": 8},
         ),
-        Task(
+        DemoTask(
             name="repeat",
             description="said twice",
             apply=lambda text: f"{text}, {text}!",
@@ -141,7 +141,7 @@ TASKS: dict[str, Task] = {
             target_modules=(*_ATTENTION, *_MLP),
             alpha=32,
         ),
-        Task(
+        DemoTask(
             name="rot13",
             description="every letter moved 13 places along the alphabet",
             apply=lambda text: codecs.encode(text, "rot13"),
@@ -150,7 +150,7 @@ TASKS: dict[str, Task] = {
             alpha=16,
             use_rslora=True,
         ),
-        Task(
+        DemoTask(
             name="stutter",
             description="each word's first letter said twice",
             apply=lambda text: " ".join(f"{word[0]}-{word}" for word in text.split()),
@@ -158,7 +158,7 @@ TASKS: dict[str, Task] = {
             target_modules=("q_proj", "v_proj", "o_proj"),
             alpha=16,
         ),
-        Task(
+        DemoTask(
             name="title",
             description="in title case",
             apply=lambda text: " ".join(word.capitalize() for word in text.split()),
@@ -166,7 +166,7 @@ TASKS: dict[str, Task] = {
             target_modules=(*_ATTENTION, *_MLP),
             alpha=32,
         ),
-        Task(
+        DemoTask(
             name="upper",
             description="in capital letters",
             apply=str.upper,
@@ -178,7 +178,7 @@ TASKS: dict[str, Task] = {
 }
 
 
-def check(task: Task | str, prompt: str, answer: str) -> bool:
+def check(task: DemoTask | str, prompt: str, answer: str) -> bool:
     """Return whether `answer`, without special tokens, is exactly the task's answer to `prompt`.
 
     Raises:

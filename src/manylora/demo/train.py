@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 from manylora.demo import demo_model_path
 from manylora.demo.accuracy import measure
 from manylora.demo.examples import SKILLS, ExampleSource, TrainingBatch, build_tokenizer
-from manylora.demo.tasks import MAX_PROMPT_CHARS, TASKS, Task
+from manylora.demo.tasks import MAX_PROMPT_CHARS, TASKS, DemoTask
 
 __all__ = ["main"]
 
@@ -169,7 +169,7 @@ def train_base(out: Path, *, num_steps: int, seed: int) -> None:
     checkpoint.unlink(missing_ok=True)
 
 
-def train_adapter(out: Path, base_path: Path, task: Task, *, max_steps: int, seed: int) -> None:
+def train_adapter(out: Path, base_path: Path, task: DemoTask, *, max_steps: int, seed: int) -> None:
     """Train one adapter on plain prompts and write it to `out` in PEFT's format.
 
     Stops early once the last few hundred fresh prompts were answered without a mistake.
@@ -214,7 +214,7 @@ def train_adapter(out: Path, base_path: Path, task: Task, *, max_steps: int, see
     _save_adapter(out, model, task)
 
 
-def _save_adapter(out: Path, model: PeftModel, task: Task) -> None:
+def _save_adapter(out: Path, model: PeftModel, task: DemoTask) -> None:
     """Write weights (fp16) and configuration, without the model card and the local path that PEFT would add."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.half().contiguous() for name, weight in get_peft_model_state_dict(model).items()}

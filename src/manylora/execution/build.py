@@ -20,10 +20,12 @@ from functools import partial
 
 from torch import nn
 
-from manylora.adapters.shape import BaseShape
-from manylora.clock import Clock
-from manylora.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
-from manylora.errors import ConfigError
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.clock import Clock
+from manylora.core.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
+from manylora.core.errors import ConfigError
+from manylora.core.ports import EngineParts
+from manylora.core.types import AdapterKey
 from manylora.execution.assist import start as assistants
 from manylora.execution.assist.start import OpenAssistant
 from manylora.execution.attention.step import (
@@ -51,7 +53,7 @@ from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner, TokenSampler
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
-from manylora.execution.stages import Stages
+from manylora.execution.stages import StageLog
 from manylora.execution.storage.host_memory import HOST_SHARE, available_bytes
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.link import Link
@@ -60,8 +62,6 @@ from manylora.execution.storage.reader import FileReader, HostReader, open_proce
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.resident import ResidentAdapter
 from manylora.execution.storage.tile_tables import GroupDirectory
-from manylora.ports import EngineParts
-from manylora.types import AdapterKey
 
 __all__ = ["build_parts"]
 
@@ -123,7 +123,7 @@ def _build(
     is_checked: bool,
 ) -> EngineParts:
     """Build the parts, with readers that may be starting; the stages of the picture, in order."""
-    stages = Stages()
+    stages = StageLog()
     loaded, weights = _weights(config.model, load, weights)
     stages.done("weights", then="modules and memory")
     device, model = loaded.device, loaded.model

@@ -30,15 +30,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from manylora.core.plan import PlannedSequence
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.attention.triton import TritonAttention, first_slot
 from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import BLOCK_FIELDS
 from manylora.execution.lora.batch import LoraSegment, StepContext
 from manylora.execution.lora.parts import GroupParts
-from manylora.execution.lora.tables import LoraSpace, Room, StepTables, TableRows, measure
+from manylora.execution.lora.tables import LoraSpace, StepTables, TableRows, TableSizes, measure
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.plan import PlannedSequence
 
 __all__ = ["DecodeGraphs", "batch_buckets"]
 
@@ -175,7 +175,7 @@ class DecodeGraphs:
         needed = measure(rows, self._space.blocks.decode)
         most = self._buckets[-1]
         tiles = max(ROOM_TILES, *(table.template.max_tiles for _, _, table in rows))
-        room = Room(
+        room = TableSizes(
             num_blocks=most,
             num_items=most * tiles,
             num_rows=most,

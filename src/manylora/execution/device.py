@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
 
 __all__ = ["DeviceOps", "describe_machine", "find_device", "make_device_ops"]
 

@@ -23,21 +23,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from manylora.adapters.urls import is_url
-from manylora.clock import Clock
-from manylora.costs.patience import PATIENCE_S, Patience
-from manylora.engine.steps.plan_ahead import fill_in
+from manylora.core.adapters.urls import host_of
+from manylora.core.clock import Clock
+from manylora.core.costs.wait_budget import MAX_WAIT_S, WaitBudget
+from manylora.core.engine.steps.plan_ahead import fill_in
+from manylora.core.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.core.types import AdapterKey, AdapterVersion, SampledToken, Tier
 from manylora.execution.runner import LogitsHook, ModelRunner
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.device_load import CopyContext, DeviceLoad, Gone
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.read_queue import ReadQueue
-from manylora.execution.storage.reader import NUM_READERS, NUM_REMOTE, HostReader, reason_of
+from manylora.execution.storage.read_queue import ReadQueue, RemotePlaces
+from manylora.execution.storage.reader import NUM_PER_HOST, NUM_READERS, NUM_REMOTE, HostReader, reason_of
 from manylora.execution.storage.resident import ResidentAdapter
-from manylora.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.types import AdapterKey, AdapterVersion, SampledToken, Tier
 
 __all__ = ["FutureWork", "TorchExecutor"]
 
@@ -84,7 +84,7 @@ class TorchExecutor:
         clock: Clock,
         reads_host: bool = False,
         prepare: Callable[[ResidentAdapter], None] = lambda adapter: None,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = MAX_WAIT_S,
     ) -> None:
         self._runner = runner
         self._host = host
@@ -101,7 +101,7 @@ class TorchExecutor:
         self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # of a read in flight that has not begun its image
         self._lock = threading.Lock()  # of the followers
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
-        self._reads = ReadQueue(NUM_READERS, NUM_REMOTE)
+        self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._copies = CopyContext(pages, link, self._copy_thread, prepare)
 
@@ -206,7 +206,7 @@ class TorchExecutor:
         whole = plan = fill_in(plan, self._tokens, self._failed, self._given_up)
         arriving: dict[AdapterKey, ArrivingAdapter] = {}
         late: set[AdapterKey | None] = set()
-        patience = Patience(self._patience_s)
+        patience = WaitBudget(self._patience_s)
         coming: dict[AdapterKey, DeviceLoad] = {}
         for key, load in loads.items():
             if key in in_host:
@@ -255,7 +255,7 @@ class TorchExecutor:
 
     def _submit_read(self, load: AdapterLoad, *, is_urgent: bool) -> Future[LoadResult]:
         return self._reads.submit(
-            partial(_carry_out, self._read, load), is_urgent=is_urgent, is_remote=is_url(load.version.source)
+            partial(_carry_out, self._read, load), is_urgent=is_urgent, host=host_of(load.version.source)
         )
 
     def _read(self, load: AdapterLoad) -> bytes:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from manylora.adapters.shape import BaseShape
-from manylora.config import GIB, EngineConfig
-from manylora.errors import ConfigError
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.config import GIB, EngineConfig
+from manylora.core.errors import ConfigError
+from manylora.core.scheduling import make_step_composition
 from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import measure_activations
-from manylora.scheduling import make_step_composition
+from manylora.execution.storage.host_memory import available_bytes, most_bytes
 
 __all__ = ["DeviceUse", "bytes_for_pages", "count_pages", "fit_context"]
 
@@ -71,12 +72,15 @@ def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel, memo
     ``memory_of_base`` is the memory of the weights on a GPU, if it is the driver's.
 
     Raises:
-        ConfigError: There is no room for two pages.
+        ConfigError: There is no room for two pages, or the pages are larger than the memory of the device.
     """
     memory = config.memory
     if memory.num_pages is not None:
+        _check_room(f"num_pages = {memory.num_pages}", memory.num_pages * base.page.num_bytes, loaded.device)
         return memory.num_pages
     num_bytes = memory.memory_bytes
+    if num_bytes is not None:
+        _check_room(f"memory_bytes = {num_bytes}", num_bytes, loaded.device)
     if num_bytes is None and loaded.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(loaded.device)
         scheduler = config.scheduler
@@ -104,6 +108,19 @@ def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel, memo
             f"{base.page.num_bytes} bytes: raise memory_bytes or gpu_memory_utilization, or lower block_size"
         )
     return num_pages
+
+
+def _check_room(asked: str, num_bytes: int, device: torch.device) -> None:
+    """Refuse pages that no state of the machine has room for."""
+    is_host = device.type == "cpu"
+    most = most_bytes() if is_host else torch.cuda.get_device_properties(device).total_memory
+    if most is None or num_bytes <= most:
+        return
+    free = available_bytes() if is_host else torch.cuda.mem_get_info(device)[0]
+    raise ConfigError(
+        f"Got {asked}, {num_bytes / GIB:.1f} GiB of pages, expected at most the {most / GIB:.1f} GiB of memory that "
+        f"{'this process' if is_host else device} may take ({(free or 0) / GIB:.1f} GiB are available now)"
+    )
 
 
 def fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape:

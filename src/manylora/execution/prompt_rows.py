@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.plan import PlannedSequence, PromptRows
+from manylora.core.plan import PlannedSequence, PromptRows
 
 __all__ = ["PromptPiece", "cut_into_slices", "pieces_of", "rows_and_targets"]
 

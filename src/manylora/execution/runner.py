@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Protocol
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from manylora.core.plan import PlannedSequence, StepPlan, StepResult
+from manylora.core.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
 from manylora.execution.assist.take_over import Coming, TakeOver
 from manylora.execution.attention.step import AttentionKernel, TorchAttentionKernel
 from manylora.execution.decode_graphs import DecodeGraphs
@@ -25,8 +27,6 @@ from manylora.execution.sampling.logprobs import report_tokens
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter
-from manylora.plan import PlannedSequence, StepPlan, StepResult
-from manylora.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
 
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
@@ -35,6 +35,9 @@ __all__ = ["LogitsHook", "ModelRunner", "TokenSampler"]
 
 LogitsHook = Callable[[StepPlan, torch.Tensor], None]
 """Called with a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
+
+TOO_DEAR = "The form of the answer takes too much time to follow: it is too ambiguous or too large"
+"""The failure of a sequence whose grammar is over its budget."""
 
 NOT_FINITE = "the logits of the next token are not finite: the weights overflow on this input, or hold NaN"
 """The failure of a sequence whose row has no token."""
@@ -57,8 +60,12 @@ class TokenSampler(Protocol):
     def sample(self, logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken | None]:
         """Return a token per row of ``logits`` ``[n, vocab]``, float32; row *i* belongs to ``sequences[i]``.
 
-        A row whose logits are not finite has none.
+        A row whose logits are not finite has none, nor has a row that is over its budget.
         """
+        ...
+
+    def is_over_budget(self, seq_id: int) -> bool:
+        """Return whether a sequence has no token because the form of its answer takes too much time."""
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -145,7 +152,7 @@ class ModelRunner:
         is_recorded = bool(plan.prompt_rows)
         failed: dict[int, str] = {}
         late: frozenset[int] = frozenset()
-        try:
+        with _assisting(assist) as lost:
             logits: torch.Tensor | None = None
             if arriving:
                 assert lora is not None, "the adapters on their way are those of sequences"
@@ -165,8 +172,6 @@ class ModelRunner:
                 sampled = [s for s in sampled if s.seq_id not in without]
             tokens, broken = self._sample(plan, logits, sampled)
             failed |= broken
-        finally:
-            lost = assist.finish() if assist is not None else ()
         if lost:
             failed |= dict.fromkeys(_find_lost(sequences, lost), _LOST)
         reported: dict[int, PromptLogprobs] = {}
@@ -178,7 +183,10 @@ class ModelRunner:
         if failed:
             tokens = {key: token for key, token in tokens.items() if key not in failed}
         cpu_share = take_over.cpu_share if take_over is not None else 1.0
-        return StepResult(tokens=tokens, failed=failed, late=late, prompt_logprobs=reported, cpu_share=cpu_share)
+        refused = frozenset([seq_id for seq_id, reason in failed.items() if reason is TOO_DEAR])
+        return StepResult(
+            tokens=tokens, failed=failed, refused=refused, late=late, prompt_logprobs=reported, cpu_share=cpu_share
+        )
 
     def _sample(
         self, plan: StepPlan, logits: torch.Tensor, sampled: Sequence[PlannedSequence]
@@ -196,7 +204,8 @@ class ModelRunner:
         tokens = {s.seq_id: token for s, token in zip(sampled, chosen, strict=True) if token is not None}
         if len(tokens) == len(chosen):
             return tokens, {}
-        return tokens, {s.seq_id: NOT_FINITE for s in sampled if s.seq_id not in tokens}
+        without = [s.seq_id for s in sampled if s.seq_id not in tokens]
+        return tokens, {id: TOO_DEAR if self._sampler.is_over_budget(id) else NOT_FINITE for id in without}
 
     def _report(
         self,
@@ -219,13 +228,13 @@ class ModelRunner:
             if lora is not None and arriving:
                 lora = ArrivingBatch(lora, tuple(arriving.values()))
             self._step.lora, self._step.assist = lora, assist
-            try:
-                rows, targets = rows_and_targets(taken)
-                logits = self._recorded.logits(self._ops.upload(rows)).float()
-                report = report_tokens(logits, targets, max(piece.num_top for piece in taken), self._ops)
-            finally:
-                self._step.lora = self._step.assist = None
-                lost = assist.finish() if assist is not None else ()
+            with _assisting(assist) as lost:
+                try:
+                    rows, targets = rows_and_targets(taken)
+                    logits = self._recorded.logits(self._ops.upload(rows)).float()
+                    report = report_tokens(logits, targets, max(piece.num_top for piece in taken), self._ops)
+                finally:
+                    self._step.lora = self._step.assist = None
             first = 0
             for piece in taken:
                 last = first + piece.stop - piece.start
@@ -334,6 +343,20 @@ class ModelRunner:
         if self._last_lora is not None and self._last_lora.segments == segments:
             return self._last_lora
         return LoraBatch(segments, self._space) if segments else None
+
+
+@contextmanager
+def _assisting(assist: AssistedStep | None) -> Iterator[list[LostRows]]:
+    """End the assistance of what is inside; yield a list that afterwards has the rows of workers that failed."""
+    lost: list[LostRows] = []
+    try:
+        yield lost
+    except BaseException:
+        if assist is not None:
+            assist.break_off()
+        raise
+    if assist is not None:
+        lost += assist.finish()
 
 
 def _error_of(sequence: PlannedSequence, arriving: Mapping[AdapterKey, ArrivingAdapter]) -> str | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from manylora.adapters.shape import BaseShape
-from manylora.errors import ConfigError
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.errors import ConfigError
+from manylora.core.plan import PlannedSequence, StepPlan
+from manylora.core.types import SamplingParams
 from manylora.execution.runner import ModelRunner
-from manylora.plan import PlannedSequence, StepPlan
-from manylora.types import SamplingParams
 
 __all__ = ["check_sequences_are_separate"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 
-__all__ = ["Stages"]
+__all__ = ["StageLog"]
 
 logger = logging.getLogger(__name__)
 
 
-class Stages:
+class StageLog:
     """Logs the end of each stage, its duration, and the stage that begins."""
 
     def __init__(self) -> None:

@@ -17,6 +17,8 @@ Every value is bounded, and an error names the table and the field.
 from __future__ import annotations
 
 import os
+import stat
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,16 +27,18 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from manylora.errors import ConfigError
-from manylora.functions.billing import PriceList
+from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES, open_folder
+from manylora.core.errors import AdapterError, ConfigError
+from manylora.functions.decisions.billing import PriceList
+from manylora.serving.metrics.functions import FunctionName
 
 __all__ = [
     "MAX_FUNCTIONS",
     "BackboneSpec",
     "Deployment",
     "FunctionSpec",
-    "Name",
     "NodeSpec",
+    "check_folder",
     "check_function",
     "read_deployment",
     "read_prices_file",
@@ -45,7 +49,6 @@ MAX_FUNCTIONS = 100_000
 MAX_BACKBONES = 64
 MAX_FILE_BYTES = 64 * MIB
 
-Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+-]*$")]
 PathText = Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[^\x00]+$")]
 Caller = Annotated[str, Meta(pattern=r"^key-[0-9a-f]{12}$")]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]
@@ -89,7 +92,7 @@ class FunctionSpec(
         memory_bytes: As of ``FunctionPlace``, like the next two.
     """
 
-    backbone: Name
+    backbone: FunctionName
     adapter: PathText
     tenant: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._/@+-]*$")] = ""
     callers: Annotated[tuple[Caller, ...], Meta(max_length=1024)] = ()
@@ -163,7 +166,7 @@ def read_deployment(path: Path) -> Deployment:
 
 def check_function(name: str, function: FunctionSpec, backbones: Mapping[str, BackboneSpec]) -> None:
     """Raise ``ConfigError`` unless a function may have its name and its adapter, and there is its backbone."""
-    _converted(name, f"functions.{name[:128]!r}", Name)
+    _converted(name, f"functions.{name[:128]!r}", FunctionName)
     if function.backbone not in backbones:
         raise ConfigError(
             f"Got functions.{name}: backbone = {function.backbone!r}, expected one of {', '.join(backbones) or 'none'}"
@@ -177,6 +180,31 @@ def check_function(name: str, function: FunctionSpec, backbones: Mapping[str, Ba
                 f"Got functions.{name}: adapter = {function.adapter!r}, in the folder of the model of backbone "
                 f"{backbone!r}, which every function on it reads; expected another folder"
             )
+
+
+def check_folder(name: str, function: FunctionSpec) -> None:
+    """Raise ``ConfigError`` unless the adapter's files are on this machine, and a function's process can read them."""
+    try:
+        folder = open_folder(name, Path(function.adapter))
+        for file in (CONFIG_FILE, folder.find_weights()):
+            folder.open(file, sys.maxsize).close()
+        if os.geteuid() == 0:  # the process is another user
+            _check_open_to_all(name, Path(function.adapter))
+    except (AdapterError, OSError) as error:
+        reason = error.reason if isinstance(error, AdapterError) else error.strerror
+        raise ConfigError(
+            f"Got functions.{name}: adapter = {function.adapter!r}, which cannot be read: {reason}"
+        ) from None
+
+
+def _check_open_to_all(name: str, folder: Path) -> None:
+    for file in (CONFIG_FILE, *WEIGHT_FILES):
+        path = folder / file
+        if path.exists() and not path.stat().st_mode & stat.S_IROTH:
+            raise AdapterError(name, f"{file} is not readable by all users")
+    for parent in (folder.resolve(), *folder.resolve().parents):
+        if not parent.stat().st_mode & stat.S_IXOTH:
+            raise AdapterError(name, f"{str(parent)!r} is not open to all users")
 
 
 def read_prices_file(path: Path) -> PriceList:
@@ -204,7 +232,7 @@ def _named(table: object, where: str, kind: type[T], most: int) -> dict[str, T]:
         raise ConfigError(f"Got {where}, expected at most {most} tables by name")
     found = {}
     for name, value in table.items():
-        _converted(name, f"{where}.{name[:128]!r}", Name)
+        _converted(name, f"{where}.{name[:128]!r}", FunctionName)
         found[name] = _converted(value, f"{where}.{name}", kind)
     return found
 

@@ -16,24 +16,25 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from manylora.functions.billing import Usage
-from manylora.functions.deployment import BackboneSpec, FunctionSpec, Name, NodeSpec
+from manylora.functions.decisions.billing import Usage
+from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
+from manylora.serving.metrics.functions import FunctionName, FunctionState
 
 __all__ = [
+    "MAX_LOG_LINES",
     "MAX_REPORT_BYTES",
     "Account",
     "BackboneState",
-    "ColdStart",
     "FunctionRow",
-    "FunctionState",
-    "MeasureNote",
-    "Node",
+    "NodeReport",
+    "NodeRow",
     "Orders",
     "Overview",
-    "Report",
 ]
 
 MAX_REPORT_BYTES = 32 << 20
+MAX_LOG_LINES = 200
+"""Last lines of a function that are kept."""
 
 Nanoseconds = Annotated[int, Meta(ge=0, lt=2**62)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -50,66 +51,10 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: Count = 0
 
 
-class MeasureNote(msgspec.Struct, frozen=True):
-    """A measure of isolation that is not in force, and the reason."""
-
-    name: Text
-    note: Text
-
-
-class ColdStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The last start of a function.
-
-    Args:
-        at: Its begin, in seconds since the epoch.
-        begun_from: The state that the start began from: ``nothing``, ``backbone`` or ``zygote``.
-        stages_s: Seconds of each stage, in order; they add up to ``total_s``.
-        total_s: From the request, or the decision, until requests are taken.
-        first_token_s: From there to the first token of the request that woke it; ``None`` if none did.
-    """
-
-    at: float
-    begun_from: Text
-    stages_s: dict[str, float]
-    total_s: float
-    first_token_s: float | None = None
-
-
-class FunctionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A function on a node that has ever been awake there since the agent's start.
-
-    Args:
-        state: ``asleep``, ``waking``, ``awake``, ``ending`` or ``failed``.
-        awake_since: In seconds since the epoch.
-        is_held: Whether pre-loading keeps it awake: the platform pays then.
-        pss_bytes: Proportional set size of its process.
-        requests_per_s: Rate of its requests.
-        error: The reason why it failed.
-        missing: Measures that are not in force.
-    """
-
-    name: Name
-    state: Text
-    pid: int | None = None
-    awake_since: float | None = None
-    is_held: bool = False
-    num_running: int = 0
-    num_waiting: int = 0
-    pss_bytes: int = 0
-    own_bytes: int = 0
-    adapter_bytes: int = 0
-    requests_per_s: float = 0.0
-    num_starts: int = 0
-    num_deaths: int = 0
-    last_start: ColdStart | None = None
-    error: Text | None = None
-    missing: tuple[MeasureNote, ...] = ()
-
-
 class BackboneState(msgspec.Struct, frozen=True, kw_only=True):
     """A backbone on a node; the times are those of the last load, 0 before the first."""
 
-    name: Name
+    name: FunctionName
     state: Text
     pid: int | None = None
     zygote_pid: int | None = None
@@ -119,7 +64,7 @@ class BackboneState(msgspec.Struct, frozen=True, kw_only=True):
     zygote_s: float = 0.0
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     """A node's report.
 
     Args:
@@ -133,6 +78,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         pid: The agent's process.
         generation: Of the orders that it has.
         free_bytes: Memory for artefacts, with those that it holds.
+        lines: Lines that functions have written since the last report, by function.
     """
 
     incarnation: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -151,6 +97,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
     functions: Annotated[list[FunctionState], Meta(max_length=200_000)]
     backbones: Annotated[list[BackboneState], Meta(max_length=1024)]
+    lines: dict[FunctionName, Annotated[list[Text], Meta(max_length=MAX_LOG_LINES)]] = {}
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -175,7 +122,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     admin_key: str | None = None
 
 
-class Node(msgspec.Struct, frozen=True, kw_only=True):
+class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     """A node, as the controller knows it; without an agent's report for some time it is not ``is_up``."""
 
     name: str
@@ -200,6 +147,6 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """The platform."""
 
     pid: int
-    nodes: list[Node]
+    nodes: list[NodeRow]
     num_functions: int
     functions: list[FunctionRow]

@@ -15,14 +15,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manylora.adapters.base_name import is_same_base, names_of_base
-from manylora.adapters.report import AdapterReport, inspect_adapter
-from manylora.adapters.shape import BaseShape
-from manylora.adapters.urls import is_url
 from manylora.cli.options.shared import resolve_model
 from manylora.cli.views.terminal import note, out
-from manylora.clock import WallClock
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.adapters.base_name import is_same_base, names_of_base
+from manylora.core.adapters.report import AdapterReport, inspect_adapter
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.urls import is_url
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 
 __all__ = ["adapters_app"]
 

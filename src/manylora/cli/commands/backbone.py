@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from manylora.cli.options.shared import LogLevel, ModelArgument, log_to_stderr, resolve_model
-from manylora.config import ModelConfig
+from manylora.core.config import ModelConfig
 
 __all__ = ["backbone"]
 
@@ -29,9 +29,9 @@ def backbone(
     from manylora.execution.model.base_weights import share_weights
     from manylora.execution.model.freeze import load_weights
     from manylora.execution.model.load import load_model
-    from manylora.hosting.functions.backbone_socket import BackboneSocket
-    from manylora.hosting.functions.hold import become_holder
-    from manylora.hosting.functions.messages import Backbone
+    from manylora.functions.processes.backbone_socket import BackboneSocket
+    from manylora.functions.processes.hold import become_holder
+    from manylora.functions.processes.messages import Backbone
 
     folder, served_name, _ = resolve_model(model, None, {})
     config = ModelConfig(model=_local(folder), served_model_name=served_name, dtype=dtype, device="cpu")

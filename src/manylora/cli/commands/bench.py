@@ -15,11 +15,11 @@ from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, resolve_model
 from manylora.cli.views.terminal import note, notes, out
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
-from manylora.errors import ConfigError
-from manylora.measure.tables import FigureTable
-from manylora.plugins import find_factory
-from manylora.scheduling import POLICIES
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.errors import ConfigError
+from manylora.core.plugins import find_factory
+from manylora.core.scheduling import POLICIES
+from manylora.lab.measure.tables import FigureTable
 
 __all__ = ["bench_app"]
 
@@ -65,8 +65,8 @@ def bench_http(
 
     Server, an engine without a model, and client run on this machine, which should be otherwise idle.
     """
-    from manylora.bench.http import RATES, http_report, http_table, measure_http
-    from manylora.bench.rounds import Others, reason_to_refuse
+    from manylora.lab.bench.http import RATES, http_report, http_table, measure_http
+    from manylora.lab.bench.rounds import Others, reason_to_refuse
 
     others = Others()
     results = measure_http(num_streams=streams, rates=tuple(steps_per_s or RATES), seconds=seconds, rounds=rounds)
@@ -93,8 +93,8 @@ def bench_core(
 
     The engine's core runs on an executor that does nothing; no model is needed.
     """
-    from manylora.bench.core import SCALES, decision_table, measure_decision
-    from manylora.bench.rounds import Others, in_turns, reason_to_refuse
+    from manylora.lab.bench.core import SCALES, decision_table, measure_decision
+    from manylora.lab.bench.rounds import Others, in_turns, reason_to_refuse
 
     for name in policy or ():
         find_factory("policy", name, POLICIES)  # refuse a wrong name before the first run
@@ -135,9 +135,9 @@ def bench_offline(
     """
     import torch
 
-    from manylora.bench.machine import machine
-    from manylora.bench.offline import draw_requests, measure_offline
-    from manylora.offline import Engine
+    from manylora.lab.bench.machine import machine
+    from manylora.lab.bench.offline import draw_requests, measure_offline
+    from manylora.serving.offline import Engine
 
     checkpoint, _, adapters = resolve_model(model, None, collect_adapters(lora_modules or (), lora_dir or ()))
     settings = chosen.all()
@@ -184,10 +184,10 @@ def bench_kernels(
 
     For kernels that run on any device; Triton kernels are measured by bench/gpu.sh.
     """
-    from manylora.bench.kernels import kernel_table, measure_kernels
-    from manylora.bench.machine import machine
-    from manylora.catalog.dims import ModelDims
-    from manylora.catalog.models import base_shape
+    from manylora.lab.bench.kernels import kernel_table, measure_kernels
+    from manylora.lab.bench.machine import machine
+    from manylora.lab.catalog.dims import ModelDims
+    from manylora.lab.catalog.models import base_shape
 
     base = base_shape(
         ModelDims(

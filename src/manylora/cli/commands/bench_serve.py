@@ -17,21 +17,21 @@ from typer.core import TyperCommand
 from manylora.cli.options.shared import panel
 from manylora.cli.options.values import parse_address, repeat_option
 from manylora.cli.views.terminal import note, out, progress_bar
-from manylora.errors import ConfigError
-from manylora.measure import Slo
-from manylora.measure.plots import can_plot, plot_latencies, plot_rates
-from manylora.measure.tables import FigureTable, compare
-from manylora.workloads import AdapterSet, Workload, WorkloadSpec, make_workload, read_workload_spec
-from manylora.workloads.arrivals import Arrivals, GammaArrivals, PoissonArrivals
-from manylora.workloads.distributions import Distribution, FixedTokens, UniformTokens
-from manylora.workloads.lengths import ParametricLengths
-from manylora.workloads.popularity import GeometricShares, Popularity, TurnTaking, UniformShares, ZipfShares
+from manylora.core.errors import ConfigError
+from manylora.lab.measure import Slo
+from manylora.lab.measure.plots import can_plot, plot_latencies, plot_rates
+from manylora.lab.measure.tables import FigureTable, compare
+from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload, read_workload_spec
+from manylora.lab.workloads.arrivals import ArrivalProcess, GammaArrivals, PoissonArrivals
+from manylora.lab.workloads.distributions import Distribution, FixedTokens, UniformTokens
+from manylora.lab.workloads.lengths import ParametricLengths
+from manylora.lab.workloads.popularity import GeometricShares, Popularity, TurnTaking, UniformShares, ZipfShares
 
 if TYPE_CHECKING:
-    from manylora.bench.ask import Question
-    from manylora.bench.load import LoadRun
-    from manylora.bench.report import LoadReport
-    from manylora.bench.target import ModelNames, Target
+    from manylora.lab.bench.ask import LoadRequest
+    from manylora.lab.bench.load import LoadRun
+    from manylora.lab.bench.report import LoadReport
+    from manylora.lab.bench.target import ModelNames, Target
 
 __all__ = ["BenchServeCommand", "bench_serve", "parse_goodput"]
 
@@ -141,8 +141,8 @@ def bench_serve(
 
     [bold]manylora bench serve --request-rate 8 --num-prompts 500 --popularity zipf --goodput ttft:500 tpot:50[/bold]
     """
-    from manylora.bench.report import make_report
-    from manylora.bench.target import ModelNames, Target, discover_models
+    from manylora.lab.bench.report import make_report
+    from manylora.lab.bench.target import ModelNames, Target, discover_models
 
     slo = parse_goodput(goodput or ())
     if popularity not in POPULARITIES:
@@ -187,7 +187,7 @@ def bench_serve(
     rate = "all at once" if math.isinf(request_rate) and workload is None else f"at {load.rate:.3g}/s"
     note(f"{len(questions):,} requests {rate} over {len(load.adapters)} adapters of {names.base}")
 
-    def run(label: str, asked: Sequence[Question]) -> LoadReport:
+    def run(label: str, asked: Sequence[LoadRequest]) -> LoadReport:
         first = [replace(asked[0], request_id=f"warm-up-{index}") for index in range(num_warmups)]
         done = _run(target, asked, first, retries=retries, timeout_s=timeout, label=label)
         return make_report(done, slo=slo, offered_per_s=load.rate, warm_up_s=warm_up)
@@ -217,7 +217,7 @@ def _parse_extra(text: str | None) -> dict[str, Any] | None:
     return extra
 
 
-def _arrivals(rate: float, burstiness: float) -> Arrivals:
+def _arrivals(rate: float, burstiness: float) -> ArrivalProcess:
     rate = min(rate, ALL_AT_ONCE)
     if burstiness == 1.0:
         return PoissonArrivals(rate=rate)
@@ -232,13 +232,13 @@ def _lengths(tokens: int, ratio: float) -> Distribution:
 
 
 def _prompts(tokenizer: str | None, *, vocab_size: int, seed: int, as_text: bool) -> Any:
-    from manylora.bench.prompts import TextPrompts, TokenPrompts
+    from manylora.lab.bench.prompts import TextPrompts, TokenPrompts
 
     if tokenizer is None:
         tokens = TokenPrompts(vocab_size, seed)
         return TextPrompts(tokens) if as_text else tokens
     from manylora.demo import demo_model_path
-    from manylora.text import Tokenizer
+    from manylora.serving.text import Tokenizer
 
     loaded = Tokenizer.load(str(demo_model_path()) if tokenizer == "demo" else tokenizer)
     tokens = TokenPrompts(loaded.vocab_size, seed)
@@ -247,12 +247,12 @@ def _prompts(tokenizer: str | None, *, vocab_size: int, seed: int, as_text: bool
 
 def _questions(
     load: Workload, names: ModelNames, target: Target, prompts: Any, *, first_prompt: int = 0
-) -> list[Question]:
-    from manylora.bench.ask import Question
+) -> list[LoadRequest]:
+    from manylora.lab.bench.ask import LoadRequest
 
     served = dict(zip((adapter.name for adapter in load.adapters), names.adapters, strict=False))
     return [
-        Question(
+        LoadRequest(
             request_id=str(index),
             at_s=request.arrival_s,
             adapter="" if request.adapter is None else served[request.adapter],
@@ -269,14 +269,14 @@ def _questions(
 
 def _run(
     target: Target,
-    questions: Sequence[Question],
-    first: Sequence[Question],
+    questions: Sequence[LoadRequest],
+    first: Sequence[LoadRequest],
     *,
     retries: int,
     timeout_s: float,
     label: str,
 ) -> LoadRun:
-    from manylora.bench import load
+    from manylora.lab.bench import load
 
     with progress_bar(label, len(questions)) as update:
 

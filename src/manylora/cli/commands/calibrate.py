@@ -12,15 +12,15 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from manylora.bench.calibration import sweep_live
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import panel, resolve_model
 from manylora.cli.views.terminal import note, out, progress_bar
-from manylora.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.costs.calibrate import fit_profile, step_shares
-from manylora.costs.profile import TERMS, CostProfile
-from manylora.costs.step_log import LogLine, StepRecord, read_step_log, write_step_log
-from manylora.errors import ConfigError
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.costs.step_log import LogLine, StepRecord, read_step_log, write_step_log
+from manylora.core.errors import ConfigError
+from manylora.lab.bench.calibration import sweep_live
+from manylora.lab.costs.calibrate import fit_profile, step_shares
+from manylora.lab.costs.profile import TERMS, CostProfile
 
 __all__ = ["calibrate"]
 

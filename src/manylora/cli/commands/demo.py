@@ -15,7 +15,7 @@ import typer
 from manylora.cli.options.shared import DEMO
 from manylora.cli.views.demo_report import Answer, print_adapters, print_answers, print_how_to
 from manylora.cli.views.terminal import fail, is_interactive, note, out, progress_bar
-from manylora.config import EngineConfig, ModelConfig, ServerConfig
+from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
 from manylora.demo import EXAMPLE_PROMPTS, demo_adapters, demo_model_path
 
 __all__ = ["ask_all", "demo"]
@@ -41,7 +41,7 @@ def demo(
     adapters = {name: str(path) for name, path in demo_adapters().items()}
     folder = demo_model_path().with_name("adapters")
     note(f"starting the server: one base model, {len(adapters)} adapters, two processes")
-    from manylora.server import BackgroundServer, LoraModule  # imports the web framework
+    from manylora.serving.server import BackgroundServer, LoraModule  # imports the web framework
 
     began = perf_counter()
     with BackgroundServer(

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from manylora.cli.views.terminal import note, notes, out
-from manylora.errors import ConfigError
-from manylora.experiments import (
+from manylora.core.errors import ConfigError
+from manylora.lab.experiments import (
     WORDS,
     Experiment,
     Findings,

@@ -10,7 +10,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,10 +19,13 @@ from manylora.cli.options.shared import LogLevel, log_to_stderr
 from manylora.cli.options.values import parse_address
 from manylora.cli.views.functions_view import bill_table, functions_table, starts_table
 from manylora.cli.views.terminal import note, out
-from manylora.config import ServerConfig
-from manylora.errors import ConfigError
-from manylora.fleet_config import FleetConfig
+from manylora.core.config import ServerConfig
+from manylora.core.errors import ConfigError
+from manylora.core.fleet_config import FleetConfig
 from manylora.functions.wire import Overview
+
+if TYPE_CHECKING:
+    from manylora.functions.controller.client import ControllerClient
 
 __all__ = ["functions_app"]
 
@@ -41,6 +44,10 @@ TokenFile = Annotated[
     typer.Option(
         "--token-file", metavar="FILE", envvar="MANYLORA_TOKEN_FILE", help="File with the controller's token."
     ),
+]
+ControllerUrl = Annotated[
+    str | None,
+    typer.Option("--controller", metavar="URL", help="Address of the controller; by default that of the state folder."),
 ]
 TlsCert = Annotated[
     str | None,
@@ -76,15 +83,17 @@ def serve_functions(
     [bold]manylora functions serve --config functions.toml --port 8000[/bold]
     """
     log_to_stderr(log_level, "functions")
-    from manylora.agent.cluster import supervise_cluster  # imports the web framework
-    from manylora.agent.supervise import supervise
-    from manylora.controller.tls import tls_files
+    from manylora.functions.agent.cluster import supervise_cluster  # imports the web framework
+    from manylora.functions.agent.supervise import supervise
+    from manylora.functions.controller.tls import tls_files
 
     server, fleet = chosen.make(ServerConfig, fleet=FleetConfig()), chosen.make(FleetConfig)
     level = logging.getLogger().getEffectiveLevel()
     tls, folder = tls_files(tls_cert, tls_key, tls_ca), state_dir.resolve()
     if fleet.ray is None and tls is not None:
         raise ConfigError("Got tls_cert without ray, where controller and agent share a machine")
+    if fleet.ray is not None and node is not None:
+        raise ConfigError(f"Got node = {node!r} with ray, where each node has the name that the cluster gives it")
     note(f"starting functions of {config}; the address follows when they are served")
     if fleet.ray is None:
         sys.exit(
@@ -109,8 +118,8 @@ def controller_command(
 ) -> None:
     """Run the controller of several nodes, each with an agent."""
     log_to_stderr(log_level, "controller")
-    from manylora.controller.process import ControllerSetup, run_controller
-    from manylora.controller.tls import tls_files
+    from manylora.functions.controller.process import ControllerSetup, run_controller
+    from manylora.functions.controller.tls import tls_files
 
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     setup = ControllerSetup(
@@ -139,9 +148,9 @@ def agent_command(
 ) -> None:
     """Run the agent of this machine, which serves the functions that the controller gives it."""
     log_to_stderr(log_level, "agent")
-    from manylora.agent.process import run_agent
-    from manylora.agent.setup import AgentSetup
-    from manylora.controller.tls import tls_files
+    from manylora.functions.agent.process import run_agent
+    from manylora.functions.agent.setup import AgentSetup
+    from manylora.functions.controller.tls import tls_files
 
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     setup = AgentSetup(
@@ -158,9 +167,7 @@ def agent_command(
 @functions_app.command(name="ps")
 def list_functions(
     state_dir: StateFolder = STATE,
-    controller: Annotated[
-        str | None, typer.Option(metavar="URL", help="Address of the controller; by default that of the state folder.")
-    ] = None,
+    controller: ControllerUrl = None,
     token_file: TokenFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -171,17 +178,10 @@ def list_functions(
     """Show functions: state, memory, and the last cold start by its parts."""
     import msgspec
 
-    from manylora.controller.client import ControllerClient
-    from manylora.controller.tls import tls_files
-
-    url = None if controller is None else parse_address(controller)
-    token, tls = _token(token_file), tls_files(tls_cert, tls_key, tls_ca)
-    if url is None:
-        url, own = _local(state_dir)
-        token = token or own
+    client = _client(state_dir, controller, token_file, tls_cert, tls_key, tls_ca)
 
     async def ask() -> Overview:
-        async with ControllerClient(url, token, tls) as client:
+        async with client:
             return await client.overview()
 
     overview = asyncio.run(ask())
@@ -190,6 +190,27 @@ def list_functions(
     else:
         out.print(functions_table(overview, now=time.time(), with_all=all_functions))
         out.print(starts_table(overview))
+
+
+@functions_app.command(name="logs")
+def show_lines(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The function.")],
+    state_dir: StateFolder = STATE,
+    controller: ControllerUrl = None,
+    token_file: TokenFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
+) -> None:
+    """Show the last lines that a function has written, errors of its engine and its libraries among them."""
+    client = _client(state_dir, controller, token_file, tls_cert, tls_key, tls_ca)
+
+    async def ask() -> list[str]:
+        async with client:
+            return await client.logs(name)
+
+    for line in asyncio.run(ask()):
+        sys.stdout.write(f"{line}\n")
 
 
 @functions_app.command(name="bill")
@@ -213,9 +234,9 @@ def bill_command(
     """
     if by not in ("tenant", "function"):
         raise typer.BadParameter(f"Got {by!r}, expected tenant or function", param_hint="--by")
-    from manylora.controller.bill import make_bill, write_csv
-    from manylora.controller.process import LEDGER
-    from manylora.controller.store import read_ledger, read_prices
+    from manylora.functions.controller.bill import make_bill, write_csv
+    from manylora.functions.controller.process import LEDGER
+    from manylora.functions.controller.store import read_ledger, read_prices
     from manylora.functions.deployment import read_prices_file
 
     ledger = state_dir.resolve() / LEDGER
@@ -232,8 +253,22 @@ def bill_command(
         raise typer.Exit(1)
 
 
+def _client(
+    folder: Path, url: str | None, token_file: Path | None, cert: str | None, key: str | None, ca: str | None
+) -> ControllerClient:
+    """Return the controller at an address, or else the one that runs with a folder of state."""
+    from manylora.functions.controller.client import ControllerClient
+    from manylora.functions.controller.tls import tls_files
+
+    token, tls = _token(token_file), tls_files(cert, key, ca)
+    if url is None:
+        address, own = _local(folder)
+        return ControllerClient(address, token or own, tls)
+    return ControllerClient(parse_address(url), token, tls)
+
+
 def _token(file: Path | None) -> str | None:
-    from manylora.controller.tokens import read_token
+    from manylora.functions.controller.tokens import read_token
 
     return None if file is None else read_token(file)
 
@@ -242,7 +277,7 @@ def _local(folder: Path) -> tuple[str, str | None]:
     """Return the address of the controller that runs with a folder of state, and the token there, if there is one."""
     import json
 
-    from manylora.controller.tokens import TOKEN, read_token
+    from manylora.functions.controller.tokens import TOKEN, read_token
 
     try:
         url = json.loads((folder / "controller.json").read_text())["url"]

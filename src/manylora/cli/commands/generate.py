@@ -14,9 +14,9 @@ from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, panel, resolve_model
 from manylora.cli.options.values import parse_cache_dir
 from manylora.cli.views.terminal import fail, note, out
-from manylora.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
-from manylora.errors import AdapterNotFound
-from manylora.types import Constraint, SamplingParams
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.errors import AdapterNotFound
+from manylora.core.types import Constraint, SamplingParams
 
 if TYPE_CHECKING:
     from manylora import Generation

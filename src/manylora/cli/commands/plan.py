@@ -11,24 +11,24 @@ from typing import Annotated, Any
 
 import typer
 
-from manylora.catalog.hardware import HARDWARE
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
 from manylora.cli.options.shared import panel
 from manylora.cli.views.plan_progress import PlanProgress
 from manylora.cli.views.terminal import note, notes, out
-from manylora.config import AdapterConfig, SchedulerConfig
-from manylora.errors import ConfigError
-from manylora.memory import EVICTION_POLICIES
-from manylora.planning import Objective, Plan, expected_load_tests, make_plan
-from manylora.planning.report import as_json, comparison_table, plan_tables
-from manylora.planning.settings import PlanSettings, read_plan_settings
-from manylora.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
-from manylora.plugins import options_for
-from manylora.scheduling import POLICIES
-from manylora.sim.scenario import read_scenario, with_setting
-from manylora.sim.setup import Setup
-from manylora.workloads.traces import read_requests
+from manylora.core.config import AdapterConfig, SchedulerConfig
+from manylora.core.errors import ConfigError
+from manylora.core.memory import EVICTION_POLICIES
+from manylora.core.plugins import options_for
+from manylora.core.scheduling import POLICIES
+from manylora.lab.catalog.hardware import HARDWARE
+from manylora.lab.planning import Objective, Plan, expected_load_tests, make_plan
+from manylora.lab.planning.report import as_json, comparison_table, plan_tables
+from manylora.lab.planning.settings import PlanSettings, read_plan_settings
+from manylora.lab.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
+from manylora.lab.sim.scenario import read_scenario, with_setting
+from manylora.lab.sim.setup import Setup
+from manylora.lab.workloads.traces import read_requests
 
 __all__ = ["plan_command"]
 

@@ -8,9 +8,9 @@ from typing import Annotated
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LogLevel, log_to_stderr
-from manylora.plugins import options_of
-from manylora.proxy.config import ProxyConfig
-from manylora.routing import ROUTERS
+from manylora.core.plugins import options_of
+from manylora.core.routing import ROUTERS
+from manylora.route.config import ProxyConfig
 
 __all__ = ["route"]
 
@@ -34,6 +34,6 @@ def route(
     """
     made = chosen.make(ProxyConfig)
     log_to_stderr(log_level, "route")
-    from manylora.proxy.serve import run  # imports the web framework
+    from manylora.route.serve import run  # imports the web framework
 
     sys.exit(run(made))

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from manylora.adapters.folder import CONFIG_FILE
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
@@ -21,7 +20,8 @@ from manylora.cli.options.values import parse_adapter, parse_cache_dir, read_tem
 from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
 from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
 from manylora.cli.views.terminal import note
-from manylora.config import (
+from manylora.core.adapters.folder import CONFIG_FILE
+from manylora.core.config import (
     AdapterConfig,
     EngineConfig,
     MemoryConfig,
@@ -29,13 +29,13 @@ from manylora.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from manylora.errors import AdapterNotFound, ConfigError
-from manylora.fleet_config import FleetConfig
-from manylora.memory import EVICTION_POLICIES
-from manylora.plugins import options_for, options_of
-from manylora.routing import ROUTERS
-from manylora.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
-from manylora.web_config import WebConfig
+from manylora.core.errors import AdapterNotFound, ConfigError
+from manylora.core.fleet_config import FleetConfig
+from manylora.core.memory import EVICTION_POLICIES
+from manylora.core.plugins import options_for, options_of
+from manylora.core.routing import ROUTERS
+from manylora.core.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
+from manylora.core.web_config import WebConfig
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -122,7 +122,7 @@ def serve(
     named = dict(map(parse_adapter, lora_modules or ()))
     _check_early(engine, server, named)
     note(f"starting {model} with {len(adapters)} adapters; its address follows when it is ready")
-    from manylora.server import LoraModule, run  # imports torch and the web framework
+    from manylora.serving.server import LoraModule, run  # imports torch and the web framework
 
     # Adapters from --lora-dir are in `typed` and not in `named`; the demo's own are in neither.
     modules = [

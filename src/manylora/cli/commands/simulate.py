@@ -11,13 +11,13 @@ import typer
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
 from manylora.cli.options.shared import panel
-from manylora.cli.views.simulate_report import Report, print_report, write_report
+from manylora.cli.views.simulate_report import SimulationReport, print_report, write_report
 from manylora.cli.views.terminal import note, out, progress_bar
-from manylora.config import AdapterConfig, SchedulerConfig
-from manylora.errors import ConfigError
-from manylora.sim.run.simulation import simulate
-from manylora.sim.scenario import Scenario, read_scenario
-from manylora.sim.setup import Setup
+from manylora.core.config import AdapterConfig, SchedulerConfig
+from manylora.core.errors import ConfigError
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.scenario import Scenario, read_scenario
+from manylora.lab.sim.setup import Setup
 
 __all__ = ["simulate_command"]
 
@@ -83,7 +83,7 @@ def simulate_command(
     began = perf_counter()
     with progress_bar("requests", len(workload.requests)) as update:
         run = simulate(workload, config, on_progress=lambda num, now: update(completed=num))
-    report = Report(
+    report = SimulationReport(
         scenario=scenario,
         table=table,
         workload=workload,

@@ -16,8 +16,8 @@ from manylora.cli.views.terminal import out
 from manylora.cli.views.top_narrow import NARROW_LINES_ABOVE
 from manylora.cli.views.top_rates import Rates, rates_between
 from manylora.cli.views.top_view import frame
-from manylora.config import ServerConfig
-from manylora.server.metrics.status_report import StatusReport
+from manylora.core.config import ServerConfig
+from manylora.serving.metrics.status_report import StatusReport
 
 __all__ = ["top"]
 

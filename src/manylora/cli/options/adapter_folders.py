@@ -10,11 +10,11 @@ import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from manylora.adapters.folder import CONFIG_FILE, WEIGHT_FILES, lies_in
-from manylora.adapters.sources import MAX_NAME_CHARS
-from manylora.adapters.urls import check_registry, is_url, resolve_url
 from manylora.cli.options.values import parse_adapter
-from manylora.errors import ConfigError
+from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES, lies_in
+from manylora.core.adapters.sources import MAX_NAME_CHARS
+from manylora.core.adapters.urls import check_registry, is_url, resolve_url
+from manylora.core.errors import ConfigError
 
 __all__ = ["adapters_below", "collect_adapters"]
 

@@ -23,7 +23,7 @@ from typing import Any
 import typer
 
 from manylora.cli.options.fields import Flag
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
 
 __all__ = ["config_option", "read_config_file"]
 

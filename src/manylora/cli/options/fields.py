@@ -25,11 +25,11 @@ from typing import Any
 import typer
 
 from manylora.cli.options.values import parse_setting, parse_size
-from manylora.memory import EVICTION_POLICIES
-from manylora.options import Option, option_of
-from manylora.plugins import options_of
-from manylora.routing import ROUTERS
-from manylora.scheduling import POLICIES, PREDICTORS, STEP_COMPOSITIONS
+from manylora.core.memory import EVICTION_POLICIES
+from manylora.core.options import Option, option_of
+from manylora.core.plugins import options_of
+from manylora.core.routing import ROUTERS
+from manylora.core.scheduling import POLICIES, PREDICTORS, STEP_COMPOSITIONS
 
 __all__ = ["PLUGINS", "Chosen", "Flag", "flags_of", "with_flags"]
 

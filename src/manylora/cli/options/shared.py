@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from manylora.core.errors import ConfigError
+from manylora.core.logs import configure_logging
 from manylora.demo import demo_adapters, demo_model_path
-from manylora.errors import ConfigError
-from manylora.logs import configure_logging
 
 __all__ = ["DEMO", "LogLevel", "LoraDirs", "LoraModules", "ModelArgument", "log_to_stderr", "panel", "resolve_model"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
 from manylora.cli.options.vllm_page import vllm_section
-from manylora.config import (
+from manylora.core.config import (
     AdapterConfig,
     EngineConfig,
     MemoryConfig,
@@ -17,14 +17,14 @@ from manylora.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from manylora.costs.workers import CpuWorkers
-from manylora.fleet_config import FleetConfig
-from manylora.options import Option, option_of
-from manylora.plugins import options_of
-from manylora.proxy.config import ProxyConfig
-from manylora.sim.scenario import Scenario
-from manylora.sim.setup import Setup
-from manylora.web_config import WebConfig
+from manylora.core.fleet_config import FleetConfig
+from manylora.core.options import Option, option_of
+from manylora.core.plugins import options_of
+from manylora.core.web_config import WebConfig
+from manylora.lab.costs.workers import CpuWorkers
+from manylora.lab.sim.scenario import Scenario
+from manylora.lab.sim.setup import Setup
+from manylora.route.config import ProxyConfig
 
 __all__ = ["options_page"]
 

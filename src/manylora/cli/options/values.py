@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from manylora.adapters.urls import is_url
-from manylora.errors import ConfigError
+from manylora.core.adapters.urls import is_url
+from manylora.core.errors import ConfigError
 
 __all__ = [
     "parse_adapter",

@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from manylora.config import ServerConfig
-from manylora.errors import ConfigError
+from manylora.core.config import ServerConfig
+from manylora.core.errors import ConfigError
 
 __all__ = ["exposure_warning", "with_vllm_environment"]
 

@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 
 from manylora.cli.options.values import repeat_option
 from manylora.cli.options.vllm_flag_table import SAME_AS, TRANSLATED, VLLM_FLAGS
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
 
 __all__ = ["near_names", "spread_lists", "take_out"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from manylora.controller.bill import COLUMNS, Bill
+from manylora.functions.controller.bill import COLUMNS, Bill
 from manylora.functions.wire import Overview
 
 __all__ = ["bill_table", "functions_table", "starts_table"]

@@ -10,20 +10,20 @@ from typing import Any
 
 from rich.console import Console
 
-from manylora.config import GIB
-from manylora.measure import Summary
-from manylora.measure.plots import can_plot, plot_latencies, plot_memory, plot_queues
-from manylora.measure.tables import FigureTable, failures, figures, groups, latencies
-from manylora.sim.run.simulation import Run, SimulationConfig
-from manylora.sim.scenario import Scenario
-from manylora.types import Tier
-from manylora.workloads import Workload
+from manylora.core.config import GIB
+from manylora.core.types import Tier
+from manylora.lab.measure import Summary
+from manylora.lab.measure.plots import can_plot, plot_latencies, plot_memory, plot_queues
+from manylora.lab.measure.tables import FigureTable, failures, figures, groups, latencies
+from manylora.lab.sim.run.simulation import Run, SimulationConfig
+from manylora.lab.sim.scenario import Scenario
+from manylora.lab.workloads import Workload
 
-__all__ = ["Report", "print_report", "write_report"]
+__all__ = ["SimulationReport", "print_report", "write_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class SimulationReport:
     """One simulation.
 
     Args:
@@ -45,14 +45,14 @@ class Report:
     wall_s: float
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: SimulationReport, console: Console) -> None:
     """Print the report."""
     console.print(_headline(report), soft_wrap=True)
     for table in _tables(report):
         console.print(table.rich())
 
 
-def write_report(report: Report, folder: Path) -> Iterator[Path]:
+def write_report(report: SimulationReport, folder: Path) -> Iterator[Path]:
     """Write the report to a folder; yield the path of each file.
 
     `results.json` has the scenario, the summary and the counters of replicas; `requests.jsonl` a line per request;
@@ -89,7 +89,7 @@ def write_report(report: Report, folder: Path) -> Iterator[Path]:
             yield plot_queues(timeline, folder / f"queues{ending}")
 
 
-def _headline(report: Report) -> str:
+def _headline(report: SimulationReport) -> str:
     setup = report.scenario.setup
     devices = f"{setup.tensor_parallel} of {setup.hardware}" if setup.tensor_parallel > 1 else setup.hardware
     where = f"by profile {setup.profile}" if setup.profile else f"on {devices}"
@@ -103,7 +103,7 @@ def _headline(report: Report) -> str:
     )
 
 
-def _tables(report: Report) -> list[FigureTable]:
+def _tables(report: SimulationReport) -> list[FigureTable]:
     tables = [figures(report.summary, slo=report.scenario.slo)]
     if report.summary.num_errors:
         counted_at = min(one.arrived_at for one in report.run.records) + report.scenario.warm_up_s
@@ -114,7 +114,7 @@ def _tables(report: Report) -> list[FigureTable]:
     return [*tables, _replicas(report)]
 
 
-def _replicas(report: Report) -> FigureTable:
+def _replicas(report: SimulationReport) -> FigureTable:
     """Return the engine's figures of each replica."""
     rows = []
     for replica, (stats, timeline) in enumerate(zip(report.run.stats, report.run.timelines, strict=True)):

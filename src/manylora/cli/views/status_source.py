@@ -11,8 +11,8 @@ import urllib.request
 import msgspec
 
 from manylora.cli.options.values import parse_address
-from manylora.errors import ConfigError, ManyloraError
-from manylora.server.metrics.status_report import StatusReport
+from manylora.core.errors import ConfigError, ManyloraError
+from manylora.serving.metrics.status_report import StatusReport
 
 __all__ = ["Away", "StatusSource"]
 

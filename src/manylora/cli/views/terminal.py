@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from manylora.logs import escape
+from manylora.core.logs import escape
 
 __all__ = ["fail", "is_interactive", "note", "notes", "out", "progress_bar"]
 

@@ -7,8 +7,8 @@ from math import floor
 
 from rich.text import Text
 
-from manylora.engine.status import EngineStats
-from manylora.server.metrics.status_report import Latency, Percentiles
+from manylora.core.engine.status import EngineStats
+from manylora.serving.metrics.status_report import Latency, Percentiles
 
 __all__ = ["STATE_STYLES", "as_seconds", "as_size", "as_span", "known", "memory_lines", "p99s"]
 

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from manylora.cli.views.top_cells import STATE_STYLES, as_seconds, memory_lines, p99s
 from manylora.cli.views.top_rates import Rates
-from manylora.engine.status import EngineStats
-from manylora.server.metrics.status_report import StatusReport
+from manylora.core.engine.status import EngineStats
+from manylora.serving.metrics.status_report import StatusReport
 
 __all__ = ["NARROW_LINES_ABOVE", "narrow_parts"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora.server.metrics.status_report import StatusReport
+from manylora.serving.metrics.status_report import StatusReport
 
 __all__ = ["Rates", "rates_between"]
 

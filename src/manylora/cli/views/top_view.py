@@ -12,9 +12,9 @@ from rich.text import Text
 from manylora.cli.views.top_cells import STATE_STYLES, as_seconds, as_size, as_span, known, memory_lines, p99s
 from manylora.cli.views.top_narrow import narrow_parts
 from manylora.cli.views.top_rates import Rates
-from manylora.engine.status import ColdStartStatus, EngineStats
-from manylora.scheduling import QueueStatus
-from manylora.server.metrics.status_report import AdapterRow, ReplicaRow, StatusReport
+from manylora.core.engine.status import ColdStartStatus, EngineStats
+from manylora.core.scheduling import QueueStatus
+from manylora.serving.metrics.status_report import AdapterRow, ReplicaRow, StatusReport
 
 __all__ = ["frame"]
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numba import carray, cfunc, types
 
+from manylora.core.errors import EngineDead
 from manylora.execution.assist.words import Words, is_reached, pause, write_word
 from manylora.execution.kernels.cpu.atomics import load_word, pointer_to, store_word
 
@@ -30,6 +31,10 @@ NUM_ORDERS = 1 << 16
 """Orders of host functions that may be outstanding: several steps' worth."""
 
 PROBE_S = 5.0
+"""Longest wait for a word of the probe."""
+
+_unreleased: list[tuple[CudaStream, Words]] = []
+"""What a stream that hangs reads: it must not be freed before the process ends."""
 
 
 class CudaStream:
@@ -71,9 +76,13 @@ class CudaStream:
     def join(self) -> None:
         """Do nothing: kernels are on the same stream."""
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Wait for the stream."""
         torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        """Wait for the stream."""
+        self.wait()
 
     def _place(self, words: Words) -> int:
         address = words.ctypes.data
@@ -113,7 +122,11 @@ class HostFunctionStream(CudaStream):
 
 
 def open_stream(device: torch.device) -> CudaStream | None:
-    """Return the stream with the fastest operations that work here, ``None`` if there are none."""
+    """Return the stream with the fastest operations that work here, ``None`` if there are none.
+
+    Raises:
+        EngineDead: A stream of the device hangs: this process cannot use the device any more.
+    """
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -123,6 +136,8 @@ def open_stream(device: torch.device) -> CudaStream | None:
         try:
             stream = kind(device, driver)
             _probe(stream, device)
+        except EngineDead:
+            raise
         except Exception as error:  # other bindings lack a name, or take other arguments: waiting needs none of them
             logger.info("assist_stream_refused kind=%s reason=%s", kind.__name__, error)
         else:
@@ -134,6 +149,7 @@ def _probe(stream: CudaStream, device: torch.device) -> None:
     """Exchange two words with the device, on a stream of its own.
 
     Raises:
+        EngineDead: The stream hangs.
         RuntimeError: The driver refuses an operation, or a word does not arrive.
     """
     attributes = stream._driver.CUdevice_attribute
@@ -146,18 +162,42 @@ def _probe(stream: CudaStream, device: torch.device) -> None:
             raise RuntimeError(f"the device lacks {wanted}")
     words = stream.host_memory(128).numpy().view(np.uint32)
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        stream.wait_value(words, 0, 1)
-        stream.write_value(words, 16, 1)
         is_done = torch.cuda.Event()
-        is_done.record()
-        write_word(words, 0, 1)
-        deadline = time.monotonic() + PROBE_S
-        while not is_done.query():
-            if time.monotonic() > deadline:
-                raise RuntimeError("the stream does not see a word that the host wrote")
-            time.sleep(1e-4)
+        try:
+            stream.wait_value(words, 0, 1)
+            stream.write_value(words, 16, 1)
+        finally:  # an operation that was refused leaves those before it
+            is_done.record()
+            write_word(words, 0, 1)
+            if not (is_seen := _is_reached_within(PROBE_S, is_done)):
+                _release(stream, device, words, is_done)
+    if not is_seen:
+        raise RuntimeError("the stream does not see a word that the host wrote")
     if words[16] != 1:
         raise RuntimeError("the host does not see a word that the stream wrote")
+
+
+def _release(stream: CudaStream, device: torch.device, words: Words, is_done: torch.cuda.Event) -> None:
+    """Let a stream that waits for a word pass by the device's own write: it reads the memory that we free.
+
+    Raises:
+        EngineDead: It does not pass. Whatever waits for all work of the device, as its allocator does, would hang.
+    """
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        stream.write_value(words, 0, 1)
+        if not _is_reached_within(PROBE_S, is_done):
+            _unreleased.append((stream, words))
+            raise EngineDead("A stream of the GPU waits for a word of the host and cannot be released.")
+        stream.wait()
+
+
+def _is_reached_within(seconds: float, event: torch.cuda.Event) -> bool:
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-4)
+    return True
 
 
 def _write_order(order: Any) -> None:

@@ -16,19 +16,20 @@ All exchanges of a step share one place for inputs and one for each worker's res
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from manylora.adapters.shape import BaseShape, ModuleKind
-from manylora.costs.take_over import remaining_s
+from manylora.core.adapters.shape import BaseShape, ModuleKind
+from manylora.core.costs.take_over import remaining_s
 from manylora.execution.assist.cores import count_workers
 from manylora.execution.assist.shares import adapter_cost, measure_classes, split_rows
 from manylora.execution.assist.stream import DeviceStream
 from manylora.execution.assist.words import serve
-from manylora.execution.assist.workers import PATIENCE_S, Serve, Supervisor, Task, Worker
+from manylora.execution.assist.workers import PATIENCE_S, Serve, Supervisor, Worker, WorkerTask
 from manylora.execution.kernels.cpu.gather import gather_kernel
 from manylora.execution.kernels.cpu.lora import lora_arguments, lora_kernel, make_tables
 from manylora.execution.kernels.cpu.products import make_product_tables, product_arguments, product_kernel
@@ -38,6 +39,8 @@ from manylora.execution.lora.parts import Part
 from manylora.execution.storage.resident import ResidentAdapter
 
 __all__ = ["Assistant", "AssistedStep", "LostRows"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class LostRows:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _BaseGroup:
     """A group of the base: its inputs and outputs, and whether its input is token ids."""
 
     num_in: int
@@ -86,7 +89,7 @@ class _Reply:
         self,
         stream: DeviceStream,
         inputs: Sequence[tuple[int, int, torch.Tensor]],
-        tasks: Sequence[tuple[_Share, Task]],
+        tasks: Sequence[tuple[_Share, WorkerTask]],
         parts: Sequence[Part],
     ) -> None:
         self._stream = stream
@@ -129,7 +132,7 @@ class AssistedStep:
     def __init__(
         self,
         stream: DeviceStream,
-        groups: dict[str, _Group],
+        groups: dict[str, _BaseGroup],
         inputs: _Inputs,
         workers: Sequence[Worker],
         segments: tuple[LoraSegment, ...],
@@ -181,6 +184,23 @@ class AssistedStep:
             for start, stop, _ in share.runs
         ]
 
+    def break_off(self) -> None:
+        """Let the workers sleep after an error within the step, once the device has executed the rest of it.
+
+        The workers and the stream read and write the memory of its exchanges until then. A device that does not come
+        to the end has failed: the workers are held, for they may be asked for no other step.
+        """
+        try:
+            for worker in self.workers:
+                worker.wait_for_all()  # an exchange may have been posted, and its wait not yet enqueued
+            self._stream.wait()
+        except Exception:
+            logger.exception("assist_step_broken_off")
+            for worker in self.workers:
+                worker.hold()
+        for worker in self.workers:
+            worker.end()
+
     def _divide(self, workers: Sequence[Worker], is_sampled: bool) -> list[_Share]:
         rows = [(*_rows(segment, is_sampled), segment) for segment in self.segments]
         rows = [(start, stop, segment) for start, stop, segment in rows if stop > start]
@@ -211,7 +231,7 @@ class AssistedStep:
         dtype = torch.int64 if group.is_embedding else torch.float32
         x = self._inputs.reserve(self._stream, num_rows * group.row_bytes).view(dtype).view(num_rows, -1)
         inputs: list[tuple[int, int, torch.Tensor]] = []
-        tasks: list[tuple[_Share, Task]] = []
+        tasks: list[tuple[_Share, WorkerTask]] = []
         parts: list[Part] = []
         for share in self._shares[is_sampled]:
             own: list[Part] = []
@@ -263,11 +283,11 @@ class Assistant:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._stream = stream
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _BaseGroup] = {}
         for module in base.modules:
             before = self._groups.get(module.group)
             num_out = max(before.num_out if before else 0, module.offset + module.out_features)
-            self._groups[module.group] = _Group(module.in_features, num_out, module.kind is ModuleKind.EMBEDDING)
+            self._groups[module.group] = _BaseGroup(module.in_features, num_out, module.kind is ModuleKind.EMBEDDING)
         for compiled in (lora_kernel, product_kernel, gather_kernel):
             compiled()  # now, not within a step
         self._inputs = _Inputs()
@@ -319,12 +339,12 @@ def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
     return (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
 
 
-def _task(group: _Group, x: torch.Tensor, result: torch.Tensor, parts: Sequence[Part]) -> Task:
+def _task(group: _BaseGroup, x: torch.Tensor, result: torch.Tensor, parts: Sequence[Part]) -> WorkerTask:
     """Return the work for inputs ``x`` of one worker; ``parts`` count in its rows."""
     rows, names = [(part.start, part.stop, part.weights.memory) for part in parts], [parts[0].weights.layout.group]
     if group.is_embedding:
         (table,) = make_tables(rows, names).values()
-        return Task.of(result, [(gather_kernel(), lora_arguments(x, result, table))], parts)
+        return WorkerTask.of(result, [(gather_kernel(), lora_arguments(x, result, table))], parts)
     kernels = []
     many = [one for one in rows if one[1] - one[0] > MAX_READ_ROWS]
     few = [one for one in rows if one[1] - one[0] <= MAX_READ_ROWS]
@@ -334,4 +354,4 @@ def _task(group: _Group, x: torch.Tensor, result: torch.Tensor, parts: Sequence[
     if few:
         (table,) = make_tables(few, names).values()
         kernels.append((lora_kernel(), lora_arguments(x, result, table)))
-    return Task.of(result, kernels, parts)
+    return WorkerTask.of(result, kernels, parts)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from manylora.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile
-from manylora.adapters.shape import ModuleKind, TargetModule
+from manylora.core.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile
+from manylora.core.adapters.shape import ModuleKind, TargetModule
 from manylora.execution.kernels.cpu.openmp import point_to
 from manylora.execution.kernels.cpu.products import make_product_tables, product_arguments, product_kernel
 from manylora.execution.storage.resident import AdapterMemory, ResidentGroup

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from manylora.adapters.shape import BaseShape
+from manylora.core.adapters.shape import BaseShape
 from manylora.execution.kernels.cpu.support import find_compiled
 
 if TYPE_CHECKING:

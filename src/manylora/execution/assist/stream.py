@@ -45,6 +45,10 @@ class DeviceStream(Protocol):
         """Let the device's further work come after the operations so far."""
         ...
 
+    def wait(self) -> None:
+        """Return once the operations so far have been executed; an error of the device is raised."""
+        ...
+
     def close(self) -> None:
         """Execute the operations and end."""
         ...
@@ -78,6 +82,10 @@ class ThreadStream:
         self._operations.put(lambda: np.copyto(target.numpy(), source.numpy()))
 
     def join(self) -> None:
+        """Wait until the operations so far have been executed."""
+        self.wait()
+
+    def wait(self) -> None:
         """Wait until the operations so far have been executed."""
         is_done = threading.Event()
         self._operations.put(is_done.set)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from manylora.costs.take_over import left_to_workers
-from manylora.execution.lora.assisted import Reply
+from manylora.core.costs.take_over import left_to_workers
+from manylora.execution.lora.assisted import AssistedReply
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
 from manylora.execution.lora.parts import GroupParts
 from manylora.execution.storage.arrival import ArrivingAdapter
@@ -86,7 +86,7 @@ class TakeOver:
 
         return replace(parts, wait=wait)
 
-    def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> Reply | None:
+    def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> AssistedReply | None:
         """Send the inputs of the rows that are left to the workers; see ``lora.assisted.Assist``."""
         return self._assist.send(group, x, is_sampled=is_sampled, without=self._decide(group))
 

@@ -37,7 +37,7 @@ from manylora.execution.assist.words import (
 )
 from manylora.execution.kernels.cpu.openmp import Arguments, point_to
 
-__all__ = ["PATIENCE_S", "Serve", "Supervisor", "Task", "Worker"]
+__all__ = ["PATIENCE_S", "Serve", "Supervisor", "Worker", "WorkerTask"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ Serve = Callable[[Words, NDArray[np.int64], int], int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Task:
+class WorkerTask:
     """An exchange's work for one worker: kernels that add into a result that was zeroed.
 
     Args:
@@ -70,7 +70,7 @@ class Task:
     line: tuple[int, ...]
 
     @classmethod
-    def of(cls, result: torch.Tensor, kernels: Sequence[tuple[int, Arguments]], weights: object) -> Task:
+    def of(cls, result: torch.Tensor, kernels: Sequence[tuple[int, Arguments]], weights: object) -> WorkerTask:
         """Return the task."""
         pointers = tuple(point_to(arguments) for _, arguments in kernels)
         line = [result.data_ptr(), result.nbytes]
@@ -96,7 +96,9 @@ class Worker:
         self._result = torch.empty(0, dtype=torch.float32)
         self._stream = stream
         self._tasks = np.zeros((1 << (num_tasks - 1).bit_length(), TASK_FIELDS), np.int64)
-        self._posted: list[Task] = []  # of the step; a worker that is stuck may read their memory as long as it lives
+        self._posted: list[
+            WorkerTask
+        ] = []  # of the step; a worker that is stuck may read their memory as long as it lives
         self._number = 0
         self._is_open = True
         self._serve = serve
@@ -132,7 +134,7 @@ class Worker:
         write_word(self.words, LAST, (self._number + FAR) % MODULUS)
         self._wake.set()
 
-    def post(self, task: Task) -> int:
+    def post(self, task: WorkerTask) -> int:
         """Enqueue the next exchange's flag; return its number, for ``wait``."""
         assert len(self._posted) < len(self._tasks), "a step has more exchanges than groups"
         self._tasks[self._number // STEP % len(self._tasks)] = task.line
@@ -145,6 +147,10 @@ class Worker:
         """Enqueue the wait for an exchange's result."""
         self._stream.wait_value(self.words, DONE, number)
 
+    def wait_for_all(self) -> None:
+        """Enqueue the wait for the results of all exchanges so far."""
+        self.wait(self._number)
+
     def progress(self) -> tuple[int, int]:
         """Return how many of the step's exchanges the stream has come to, and how many are posted."""
         num_ahead = (self._number - read_word(self.words, POSTED)) % MODULUS // STEP
@@ -153,6 +159,15 @@ class Worker:
     def end(self) -> None:
         """Let it sleep once it has served the exchanges so far."""
         write_word(self.words, LAST, self._number)
+
+    def hold(self) -> None:
+        """Let it complete nothing more: its step was broken off, and the device may not come to the rest of it.
+
+        Its memory stays its own, and another worker takes its place.
+        """
+        while not protocol.is_held(done := read_word(self.words, DONE)):
+            swap_word(self.words, DONE, done, (done + 1) % MODULUS)
+        self._wake.set()
 
     def forget(self) -> None:
         """Let go of the last step's tasks; not within a step."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from manylora.core.plan import PlannedSequence
 from manylora.execution.device import DeviceOps
-from manylora.plan import PlannedSequence
 
 __all__ = ["PageTables"]
 

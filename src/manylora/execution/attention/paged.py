@@ -24,10 +24,10 @@ from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface
 
+from manylora.core.plan import PlannedSequence
 from manylora.execution.attention.rotary import Rotation, Unrotated
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.plan import PlannedSequence
 
 __all__ = ["ATTENTION_NAME", "AttentionCall", "AttentionSink", "PagedBatch", "register_attention"]
 

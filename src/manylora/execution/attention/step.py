@@ -7,14 +7,14 @@ from typing import Protocol
 
 import torch
 
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
+from manylora.core.plan import PlannedSequence
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.attention.paged import AttentionSink, PagedBatch
 from manylora.execution.attention.triton import TritonBatch
 from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import find_triton
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.plan import PlannedSequence
 
 __all__ = ["AttentionKernel", "StepAttention", "TorchAttentionKernel", "TritonAttentionKernel", "choose_attention"]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from manylora.core.plan import PlannedSequence
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.attention.paged import AttentionCall
 from manylora.execution.attention.rotary import Rotation
 from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import num_programs, power_of_two
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.plan import PlannedSequence
 
 __all__ = ["TritonAttention", "TritonBatch", "first_slot"]
 

@@ -12,10 +12,10 @@ import torch
 
 from manylora.execution.lora.parts import Part
 
-__all__ = ["Assist", "Reply"]
+__all__ = ["Assist", "AssistedReply"]
 
 
-class Reply(Protocol):
+class AssistedReply(Protocol):
     """The LoRA of one group's assisted rows, on its way.
 
     Args:
@@ -34,7 +34,7 @@ class Reply(Protocol):
 class Assist(Protocol):
     """A step's assisted rows."""
 
-    def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> Reply | None:
+    def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> AssistedReply | None:
         """Send their inputs for a group; return the reply, or ``None`` if none of their adapters changes the group.
 
         The reply is to be added before the next inputs are sent. ``x`` ``[..., in]`` are the inputs of all rows of the

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
 from manylora.execution.kernels.triton.support import find_triton
 from manylora.execution.lora.assisted import Assist
 from manylora.execution.lora.comparison import apply_naive, apply_padded, apply_reference

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import torch
 
 from manylora.execution.kernels.linear import linear
-from manylora.execution.lora.assisted import Reply
+from manylora.execution.lora.assisted import AssistedReply
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.parts import GroupParts, Part
 
@@ -57,7 +57,7 @@ def adapted_product(
 
 
 def apply_epilogue(
-    out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts | None, reply: Reply | None = None
+    out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts | None, reply: AssistedReply | None = None
 ) -> None:
     """Multiply each row by the column scale of its adapter, then add the bias to all rows.
 

@@ -21,10 +21,10 @@ __all__ = [
     "RAGGED",
     "BatchTables",
     "LoraSpace",
-    "Room",
     "RowBlocks",
     "StepTables",
     "TableRows",
+    "TableSizes",
     "measure",
 ]
 
@@ -82,7 +82,7 @@ class LoraSpace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class TableSizes:
     """The size of a step's tables.
 
     Args:
@@ -96,14 +96,14 @@ class Room:
     max_rank: int
     max_planes: int
 
-    def holds(self, other: Room) -> bool:
+    def holds(self, other: TableSizes) -> bool:
         """Return whether tables of size ``other`` fit."""
         return self.union(other) == self
 
-    def union(self, other: Room) -> Room:
+    def union(self, other: TableSizes) -> TableSizes:
         """Return the size that fits either."""
-        return Room(
-            **{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(Room)}
+        return TableSizes(
+            **{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(TableSizes)}
         )
 
 
@@ -113,7 +113,7 @@ class StepTables:
     A row block has ``block_rows`` rows; 1 pads every row by itself.
     """
 
-    def __init__(self, space: LoraSpace, room: Room, block_rows: int) -> None:
+    def __init__(self, space: LoraSpace, room: TableSizes, block_rows: int) -> None:
         device, directory = space.pool.device, space.directory
         self._space = space
         self.room = room
@@ -238,13 +238,13 @@ class BatchTables:
         return StepTables.for_rows(self._space, self._rows)
 
 
-def measure(rows: Sequence[TableRows], block_rows: int) -> Room:
+def measure(rows: Sequence[TableRows], block_rows: int) -> TableSizes:
     """Return the size of the tables for a step of ``rows``."""
     blocks = [-(-(stop - start) // block_rows) for start, stop, _ in rows]
     tiles = [table.template.max_tiles for _, _, table in rows]
     if block_rows == 1:
         tiles = [max(tiles)] * len(tiles)
-    return Room(
+    return TableSizes(
         num_blocks=sum(blocks),
         num_items=sum(count * num_tiles for count, num_tiles in zip(blocks, tiles, strict=True)),
         num_rows=max(stop for _, stop, _ in rows),

@@ -21,12 +21,12 @@ import msgspec
 import torch
 from torch import nn
 
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
+from manylora.core.ports import SharedBase
 from manylora.execution.kernels.packed import can_share_packed, packed_over
 from manylora.execution.model.device_memory import DeviceMemory, find_gpu, gpu_identity
 from manylora.execution.model.probe import ModelProbe
 from manylora.execution.model.sealed_memory import SealedMemory
-from manylora.ports import SharedBase
 
 __all__ = ["BaseWeights", "WeightEntry", "WeightsManifest", "check_complete", "map_weights", "share_weights"]
 

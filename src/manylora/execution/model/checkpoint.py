@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
 
 __all__ = ["PATIENCE_S", "check_checkpoint"]
 

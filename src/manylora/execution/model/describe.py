@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from manylora.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.core.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import ModelProbe
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
 
 __all__ = ["DeviceMemory", "find_gpu", "gpu_identity"]
 

@@ -17,8 +17,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from manylora.adapters.shape import ModuleKind, TargetModule
-from manylora.config import ModelConfig
+from manylora.core.adapters.shape import ModuleKind, TargetModule
+from manylora.core.config import ModelConfig
+from manylora.core.errors import ConfigError
 from manylora.execution.kernels.linear import pack
 from manylora.execution.kernels.packed import can_share_packed, packed_bytes, packed_layout
 from manylora.execution.model.base_weights import BaseWeights, WeightEntry, WeightsManifest
@@ -82,7 +83,7 @@ def freeze(
         device_memory: Its memory, from ``gather`` too.
 
     Raises:
-        ConfigError: The model cannot be served.
+        ConfigError: The model cannot be served, or a weight is not finite.
     """
     if buffer is None:
         _complete_biases(loaded.model)
@@ -92,7 +93,11 @@ def freeze(
     uses = Counter(id(part) for piece in pieces for part in piece.parts)
     writer = MemoryWriter()
     entries = []
+    names = {id(tensor): name for name, tensor in reversed(loaded.model.state_dict(keep_vars=True).items())}
     for piece in pieces:
+        for part in piece.parts:
+            if id(part) in names:
+                _check_finite(loaded, names[id(part)], part)
         entries.append(_write(piece, writer) if buffer is None else _find(piece, buffer))
         for part in piece.parts:
             uses[id(part)] -= 1
@@ -109,7 +114,7 @@ def freeze(
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _UnwrittenEntry:
     """An entry before it is written: tensors that follow one another in the buffer, more than one for fused linears.
 
     An entry that only products read (``is_linear``) may be packed.
@@ -120,7 +125,7 @@ class _Piece:
     is_linear: bool
 
 
-def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:
+def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_UnwrittenEntry]:
     """Return the entries: fused linears first, then every other tensor once."""
     groups: dict[str, list[str]] = defaultdict(list)
     for module in modules:
@@ -134,7 +139,7 @@ def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:
         for leaf in ("weight", "bias"):
             if getattr(linears[0], leaf) is not None:
                 parts = tuple(getattr(linear, leaf) for linear in linears)
-                pieces.append(_Piece((f"{group}.{leaf}",), parts, is_linear=leaf == "weight"))
+                pieces.append(_UnwrittenEntry((f"{group}.{leaf}",), parts, is_linear=leaf == "weight"))
                 fused.update(f"{name}.{leaf}" for name in names)
     products = {f"{module.name}.weight" for module in modules if module.kind is ModuleKind.LINEAR}
     names_of: dict[int, list[str]] = defaultdict(list)
@@ -145,11 +150,11 @@ def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:
             tensors[id(tensor)] = tensor
     for key, own in names_of.items():
         # A head that shares its weight with the embedding keeps it plain.
-        pieces.append(_Piece(tuple(own), (tensors[key],), is_linear=products.issuperset(own)))
+        pieces.append(_UnwrittenEntry(tuple(own), (tensors[key],), is_linear=products.issuperset(own)))
     return pieces
 
 
-def _write(piece: _Piece, writer: MemoryWriter) -> WeightEntry:
+def _write(piece: _UnwrittenEntry, writer: MemoryWriter) -> WeightEntry:
     """Write a piece, packed if that makes products faster."""
     weight = (torch.cat(piece.parts) if len(piece.parts) > 1 else piece.parts[0]).detach()
     packing = b""
@@ -169,7 +174,7 @@ def _write(piece: _Piece, writer: MemoryWriter) -> WeightEntry:
     )
 
 
-def _find(piece: _Piece, buffer: torch.Tensor) -> WeightEntry:
+def _find(piece: _UnwrittenEntry, buffer: torch.Tensor) -> WeightEntry:
     """Return the entry of a piece whose parts were gathered in ``buffer``."""
     first = piece.parts[0]
     starts = [part.data_ptr() for part in piece.parts]
@@ -184,6 +189,17 @@ def _find(piece: _Piece, buffer: torch.Tensor) -> WeightEntry:
         offset=starts[0] - buffer.data_ptr(),
         num_bytes=sum(sizes),
     )
+
+
+def _check_finite(loaded: LoadedModel, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a weight that holds NaN or infinity: one pass, over numbers that are copied next."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return
+    least, most = torch.aminmax(tensor.detach())  # both NaN if one number is
+    if not (torch.isfinite(least) and torch.isfinite(most)):
+        place = "" if loaded.files is None else f"{loaded.files.place(name)} has "
+        found = "NaN" if torch.isnan(least) else "infinity"
+        raise ConfigError(f"Got model = {loaded.name!r}: {place}tensor {name!r} with {found} in it")
 
 
 def _release(tensor: torch.Tensor) -> None:

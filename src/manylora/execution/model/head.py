@@ -29,6 +29,11 @@ class RecordedPass:
         self._decoder = cast(nn.Module, model.base_model)
         self._output: Any = None
 
+    @property
+    def has_output(self) -> bool:
+        """Whether a forward pass was recorded."""
+        return self._output is not None
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the forward pass inside."""

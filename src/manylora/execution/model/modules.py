@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from manylora.adapters.shape import BaseShape, ModuleKind, TargetModule
+from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
 from manylora.execution.lora.batch import StepContext, add_embedding
 from manylora.execution.lora.product import adapted_product, apply_epilogue
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manylora.errors import ConfigError
+from manylora.core.errors import ConfigError
 from manylora.execution.attention.paged import AttentionCall
 from manylora.execution.model.head import RecordedPass
 
@@ -38,6 +38,13 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
+
+_LACKING = {
+    "paged": "its layers do not pass the pages of the step on to attention",
+    "position_ids": "it counts positions by itself, and sequences of one batch have their own",
+    "logits_to_keep": "it cannot compute logits of chosen rows only",
+}
+"""The assumption that fails, by the argument that Python's error names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +116,19 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
             logits = model(
                 input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep, paged=sink
             ).logits
-        except TypeError as error:
-            raise sink.refusal(f"its forward pass lacks arguments of paged attention ({error})") from error
+        except ConfigError:
+            raise
+        except Exception as error:  # of code that was written for other attention
+            why = next(
+                (why for name, why in _LACKING.items() if isinstance(error, TypeError) and f"'{name}'" in str(error)),
+                None,
+            )
+            raise sink.refusal(why or f"its forward pass fails: {type(error).__name__}: {error}") from error
+    if not recorded.has_output:
+        raise sink.refusal(
+            f"{type(model).__name__} calls parts of its {type(model.base_model).__name__}, not all of it, so the "
+            "output of its decoder cannot be kept for log-probabilities of prompts"
+        )
     missing = [layer for layer in range(num_layers) if layer not in sink.layers]
     if missing or len(sink.layers) != num_layers:
         raise sink.refusal(

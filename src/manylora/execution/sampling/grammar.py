@@ -1,10 +1,11 @@
 """Answers of a given form: masks of allowed tokens, by ``llguidance`` (the extra ``grammar``).
 
 A request's matcher is a cache, not a state: it is rebuilt from the generated tokens when a sequence returns after
-pre-emption, or on another engine. The masks of a step take 5 to 50 us per row. They are computed in one call, outside
-the interpreter's lock, while the model runs: they depend on the tokens before. The slow parts happen once, on a thread
-that runs no step and before the request is queued (``prepare``): the compilation of a constraint, and at the first the
-conversion of the tokenizer (about a second for 128,000 tokens).
+pre-emption, or on another engine. The masks of a step take 20 to 100 us per row. They are computed outside the
+interpreter's lock while the model runs: they depend on the tokens before. The library bounds the items of a mask, not
+the time that an ambiguous grammar takes for each, so rows have a budget of time (``row_work``). The slow parts happen
+once, on a thread that runs no step and before the request is queued (``prepare``): the compilation of a constraint, and
+at the first the conversion of the tokenizer (about a second for 128,000 tokens).
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.errors import RequestError
+from manylora.core.errors import RequestError
+from manylora.core.plan import PlannedSequence
+from manylora.core.types import Constraint
 from manylora.execution.sampling.grammar_text import grammar_text
 from manylora.execution.sampling.grammar_tokenizer import GrammarTokenizer
-from manylora.plan import PlannedSequence
-from manylora.types import Constraint
+from manylora.execution.sampling.row_work import RowWork, TimeAccount
 
 __all__ = ["Grammars", "check_available", "check_constraint", "grammar_available", "refusal", "try_constraint"]
 
@@ -156,11 +158,21 @@ def refusal(constraint: Constraint, problem: str) -> RequestError:
 
 
 @dataclass(slots=True)
-class _Progress:
-    """A sequence's matcher, ``None`` if it failed, and the number of generated tokens that it has consumed."""
+class _MatcherProgress:
+    """A sequence's matcher, ``None`` if it failed; the number of generated tokens that it has consumed; its budget.
+
+    While ``begin``'s work runs, and once ``account.is_over``, the matcher belongs to the thread of that work.
+    """
 
     matcher: Any
     num_seen: int = 0
+    account: TimeAccount = field(default_factory=TimeAccount)
+
+    def follow(self, tokens: Sequence[int], mask: NDArray[np.uint8]) -> None:
+        """Consume tokens and write the mask of the next, as long as the matcher has not failed."""
+        if tokens and not self.matcher.is_stopped():
+            self.matcher.consume_tokens(tokens)
+        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
 
 class Grammars:
@@ -186,10 +198,8 @@ class Grammars:
         self._num_chars = 0  # of all texts in ``_compiled``
         self._loading = threading.Lock()
         self._lock = threading.Lock()  # of ``_compiled``
-        self._progress: dict[int, _Progress] = {}
-        self._executor: Any = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-masks")
-        self._computing: Future[None] | None = None
+        self._progress: dict[int, _MatcherProgress] = {}
+        self._work = RowWork()
         self._begun: dict[tuple[int, int], int] = {}  # rows of ``_bits``
         self._bits = np.zeros((0, 0), dtype=np.uint8)
 
@@ -200,16 +210,18 @@ class Grammars:
         must not end a step that others share. A sequence whose constraint fails in spite of ``prepare`` (limits can
         depend on the tokens) may have no further token.
         """
-        self._finish()
+        self._work.finish()
         rows = [self._advance(sequence) for sequence in sequences]
-        width = 4 * -(-(self._vocab_size if self._tokenizer is None else self._tokenizer.tokens.vocab_size) // 32)
-        if self._bits.shape[0] < len(rows) or self._bits.shape[1] != width:
-            self._bits = np.zeros((len(rows), width), dtype=np.uint8)
+        # New in every step: a row that was left behind may still write its own.
+        self._bits = np.zeros((len(rows), self._width()), dtype=np.uint8)
         self._begun = {_place(sequence): index for index, sequence in enumerate(sequences)}
-        matchers = [(one.matcher, index) for index, one in enumerate(rows) if one.matcher is not None]
-        if matchers:
-            place = self._bits.ctypes.data, width, len(self._bits)
-            self._computing = self._thread.submit(self._executor.unsafe_compute_mask_ptr, matchers, *place)
+        self._work.begin(
+            [
+                (partial(progress.follow, tokens, mask), progress.account, max(1, len(tokens)))
+                for (progress, tokens), mask in zip(rows, self._bits, strict=True)
+                if progress.matcher is not None and not progress.account.is_over
+            ]
+        )
 
     def masks(self, sequences: Sequence[PlannedSequence]) -> NDArray[np.uint8]:
         """Return which tokens may follow each of these sequences: those of ``begin``, or some of them.
@@ -219,38 +231,37 @@ class Grammars:
         """
         if any(_place(sequence) not in self._begun for sequence in sequences):
             self.begin(sequences)
-        self._finish()
+        self._work.finish()
         bits: NDArray[np.uint8] = self._bits[[self._begun[_place(sequence)] for sequence in sequences]]
         for mask, sequence in zip(bits, sequences, strict=True):
             progress = self._progress[sequence.seq_id]
-            if progress.matcher is not None and progress.matcher.is_error():
+            if progress.account.is_over:
+                progress.matcher = None
+            elif progress.matcher is not None and progress.matcher.is_error():
                 logger.error("grammar_failed seq_id=%d error=%r", sequence.seq_id, progress.matcher.get_error())
                 progress.matcher = None
             if progress.matcher is None:
                 mask[:] = 0
         return bits
 
-    def _finish(self) -> None:
-        """Wait for the masks that were begun."""
-        if self._computing is not None:
-            computing, self._computing = self._computing, None
-            computing.result()
+    def is_over(self, seq_id: int) -> bool:
+        """Return whether a sequence has used up its budget of time; its mask is empty."""
+        progress = self._progress.get(seq_id)
+        return progress is not None and progress.account.is_over
 
-    def _advance(self, sequence: PlannedSequence) -> _Progress:
-        """Return the progress of a sequence with all its tokens consumed."""
+    def _width(self) -> int:
+        """Return the bytes of a mask."""
+        return 4 * -(-(self._vocab_size if self._tokenizer is None else self._tokenizer.tokens.vocab_size) // 32)
+
+    def _advance(self, sequence: PlannedSequence) -> tuple[_MatcherProgress, list[int]]:
+        """Return the progress of a sequence, and its tokens that are still to be consumed."""
         progress = self._progress.get(sequence.seq_id)
         first, (_, stop) = sequence.num_prompt_tokens, _place(sequence)
         if progress is None or progress.num_seen > stop - first:
             progress = self._progress[sequence.seq_id] = self._start(sequence)
         start = first + progress.num_seen
         progress.num_seen = stop - first
-        matcher = progress.matcher
-        if start < stop and matcher is not None and not matcher.is_stopped():
-            if start + 1 == stop:  # the usual case
-                matcher.consume_token(sequence.tokens[start])
-            else:
-                matcher.consume_tokens(list(sequence.tokens[start:stop]))
-        return progress
+        return progress, list(sequence.tokens[start:stop])
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Forget these sequences."""
@@ -269,13 +280,13 @@ class Grammars:
             raise refusal(constraint, str(error)) from None
         _begin_answer(constraint, matcher.deep_copy())
 
-    def _start(self, sequence: PlannedSequence) -> _Progress:
+    def _start(self, sequence: PlannedSequence) -> _MatcherProgress:
         assert sequence.sampling.constraint is not None
         try:
-            return _Progress(self._compile(sequence.sampling.constraint).deep_copy())
+            return _MatcherProgress(self._compile(sequence.sampling.constraint).deep_copy())
         except Exception:  # missing extra, broken tokenizer or constraint: checked before; none may end the step
             logger.exception("grammar_failed seq_id=%d", sequence.seq_id)
-            return _Progress(None)
+            return _MatcherProgress(None)
 
     def _compile(self, constraint: Constraint) -> Any:
         with self._lock:
@@ -296,11 +307,9 @@ class Grammars:
     def _load(self) -> GrammarTokenizer:
         with self._loading:
             if self._tokenizer is None:
-                from llguidance import LLExecutor
                 from transformers import AutoTokenizer
 
                 hf = AutoTokenizer.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
-                self._executor = LLExecutor()
                 self._tokenizer = GrammarTokenizer.of(hf, vocab_size=self._vocab_size, eos=self._eos)
             return self._tokenizer
 

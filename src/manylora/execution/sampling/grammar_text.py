@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from manylora.types import Constraint
+from manylora.core.types import Constraint
 
 __all__ = ["grammar_text"]
 

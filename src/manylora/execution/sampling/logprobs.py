@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from manylora.core.types import PromptLogprobs
 from manylora.execution.device import DeviceOps
-from manylora.types import PromptLogprobs
 
 __all__ = ["TokenReport", "finite", "most_likely", "report_tokens", "reportable"]
 

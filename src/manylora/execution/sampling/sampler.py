@@ -20,15 +20,15 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from manylora.adapters.shape import BaseShape
-from manylora.config import ModelConfig
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.config import ModelConfig
+from manylora.core.plan import PlannedSequence
+from manylora.core.types import Constraint, SampledToken
 from manylora.execution.device import make_device_ops
 from manylora.execution.sampling.draw import cut_weights, draw_at
 from manylora.execution.sampling.grammar import Grammars
 from manylora.execution.sampling.logprobs import finite, most_likely, reportable
 from manylora.execution.sampling.philox import philox_uniform
-from manylora.plan import PlannedSequence
-from manylora.types import Constraint, SampledToken
 
 __all__ = ["Sampler", "make_sampler"]
 
@@ -45,8 +45,8 @@ class Sampler:
     """Choose the next token of every row.
 
     A broken adapter's logits do not affect other rows: a row whose largest logit is not finite (NaN or an infinity, by
-    weights that overflow) has no token. A row whose choices are all masked ends with the model's end-of-sequence
-    token, or token 0 if it has none.
+    weights that overflow) has no token, and neither has a row whose grammar is over its budget of time. A row whose
+    choices are all masked ends with the model's end-of-sequence token, or token 0 if it has none.
     Without ``grammar`` a row with a constraint ends at once, since an unconstrained answer would be silently wrong
     (the server refuses such requests before).
     """
@@ -71,6 +71,10 @@ class Sampler:
         if self._grammar is not None:
             self._grammar.release(seq_ids)
 
+    def is_over_budget(self, seq_id: int) -> bool:
+        """Return whether a sequence has no token because its grammar takes too much time."""
+        return self._grammar is not None and self._grammar.is_over(seq_id)
+
     def prepare(self, constraint: Constraint) -> None:
         """Compile a constraint, so that no step does; blocks, safe from any thread. Errors as ``Grammars.prepare``."""
         if self._grammar is not None:
@@ -87,7 +91,7 @@ class Sampler:
         """Return a token per row of ``logits`` ``[n, vocab]``, with log-probabilities of them where requested.
 
         Logits may be of any float type and are not modified. Row ``i`` is the next token of ``sequences[i]``; it is
-        ``None`` if the row's largest logit is not finite.
+        ``None`` if the row's largest logit is not finite, or its grammar over its budget.
         """
         if not sequences:
             return []
@@ -117,6 +121,9 @@ class Sampler:
         if not (self._can_branch and not bool(dead.any())):
             best = best.masked_fill(dead, self._eos[0] if self._eos else 0).masked_fill(broken, BROKEN)
         chosen: list[int] = best.tolist()
+        for row, sequence in enumerate(sequences):
+            if sequence.sampling.constraint is not None and self.is_over_budget(sequence.seq_id):
+                chosen[row] = BROKEN
 
         reported = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
         if not reported:

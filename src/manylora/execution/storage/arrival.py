@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from manylora.adapters.layout import GroupLayout
-from manylora.costs.patience import Patience
-from manylora.costs.take_over import remaining_s
+from manylora.core.adapters.layout import GroupLayout
+from manylora.core.costs.take_over import remaining_s
+from manylora.core.costs.wait_budget import WaitBudget
 from manylora.execution.storage.resident import ResidentAdapter
 
 __all__ = ["Arrival", "ArrivingAdapter", "waiting"]
 
 
 @contextmanager
-def waiting(patience: Patience) -> Iterator[float | None]:
+def waiting(patience: WaitBudget) -> Iterator[float | None]:
     """Return a context for a wait of a step, and its limit in seconds, ``None`` for none; its time is spent."""
     began_at = time.perf_counter()
     try:
@@ -157,14 +157,14 @@ class ArrivingAdapter:
         weights: ResidentAdapter,
         groups: Mapping[str, GroupLayout],
         arrival: Arrival,
-        patience: Patience | None = None,
+        patience: WaitBudget | None = None,
     ) -> None:
         self.weights = weights
         self.is_late = False
         """Whether the step has ceased to wait for it: its rows have computed on pages that were not there."""
         self._groups = groups
         self._arrival = arrival
-        self._patience = patience or Patience(math.inf)
+        self._patience = patience or WaitBudget(math.inf)
         self._num_awaited = -1
 
     @property

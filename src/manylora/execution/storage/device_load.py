@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from manylora.adapters.layout import GroupLayout
-from manylora.costs.patience import Patience
+from manylora.core.adapters.layout import GroupLayout
+from manylora.core.costs.wait_budget import WaitBudget
+from manylora.core.plan import AdapterLoad, LoadResult
 from manylora.execution.storage.arrival import Arrival, ArrivingAdapter, waiting
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.link import Link
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
-from manylora.plan import AdapterLoad, LoadResult
 
 __all__ = ["CopyContext", "DeviceLoad", "Gone"]
 
@@ -109,7 +109,7 @@ class DeviceLoad:
         with suppress(InvalidStateError):
             self._views.set_exception(Gone(error))
 
-    def arriving(self, patience: Patience) -> ArrivingAdapter:
+    def arriving(self, patience: WaitBudget) -> ArrivingAdapter:
         """Return the adapter as a step sees it, once its layout is known. Blocks as long as the step's patience lasts.
 
         Raises:

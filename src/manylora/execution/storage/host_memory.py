@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from manylora.execution.storage.control_groups import groups_around, read_numbers
 
-__all__ = ["HOST_SHARE", "available_bytes"]
+__all__ = ["HOST_SHARE", "available_bytes", "most_bytes"]
 
 HOST_SHARE = 0.25
 """Share of the available memory that adapters take by default, in all engines of the machine together; the rest is for
@@ -25,14 +26,29 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     Args:
         root: Root of the file system.
     """
-    machine = _fields(root / "proc/meminfo").get("MemAvailable:")
+    return _least(root, "MemAvailable:", lambda most, taken: max(0, most - taken))
+
+
+def most_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process could take if it were alone; ``None`` where the system does not tell.
+
+    It is the least of the machine's memory and of the limits of the control groups around the process.
+
+    Args:
+        root: Root of the file system.
+    """
+    return _least(root, "MemTotal:", lambda most, taken: most)
+
+
+def _least(root: Path, field: str, room_in: Callable[[float, float], float]) -> int | None:
+    machine = _fields(root / "proc/meminfo").get(field)
     if machine is None:
         return None
     room: float = machine * 1024
     for group in groups_around(root, "memory"):
         for limit, used in _LIMITS:
             for most, taken in zip(read_numbers(group / limit), read_numbers(group / used), strict=False):
-                room = min(room, max(0, most - taken))
+                room = min(room, room_in(most, taken))
     return int(room)
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from manylora.adapters.layout import AdapterLayout
-from manylora.adapters.packed import PackedAdapter
+from manylora.core.adapters.layout import AdapterLayout
+from manylora.core.adapters.packed import PackedAdapter
+from manylora.core.types import AdapterKey
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.page_tensor import image_tensor
 from manylora.execution.storage.resident import ResidentAdapter, read_in_place
 from manylora.execution.storage.tile_tables import GroupDirectory, TileTemplate, make_template
-from manylora.types import AdapterKey
 
 __all__ = ["HostAdapter", "HostTier"]
 

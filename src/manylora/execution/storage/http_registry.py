@@ -10,6 +10,9 @@
 Messages name the file and not its URL, since clients of the adapter read them.
 
 Redirects are not followed, and no proxy of the environment is asked: a request goes to the host that was allowed.
+
+A question has its time, and every operation on its connection ends with it: connecting, TLS, the head of an answer, its
+body. So a server that sends a byte now and then gains nothing by it.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from contextlib import closing
 
 import httpx
 
-from manylora.adapters.remote import RemoteHead
-from manylora.adapters.urls import check_registry, resolve_url
-from manylora.errors import AdapterError, AdapterNotFound
+from manylora.core.adapters.remote import RemoteHead
+from manylora.core.adapters.urls import check_registry, resolve_url
+from manylora.core.errors import AdapterError, AdapterNotFound, AdapterUnavailable
+from manylora.execution.storage.http_deadline import DeadlineTransport
 
 __all__ = ["HttpRegistry"]
 
@@ -34,7 +38,7 @@ FIRST_BYTES = 64 * 1024
 """Bytes that come with the opening: more than the header of most adapters."""
 CONNECT_S = 10.0
 READ_S = 30.0
-"""Longest wait for the next bytes."""
+"""Longest wait for the next bytes, the first included."""
 RETRIES_S = (0.1, 0.5, 2.0, 5.0)
 """Waits between attempts; from the first again once bytes have come."""
 PART_BYTES = 256 * 1024
@@ -54,21 +58,27 @@ class HttpRegistry:
     Args:
         prefixes: URLs below which files may be read.
         limit_s: Time for one question.
+        read_s: Longest wait for the next bytes.
         retries_s: Waits between attempts.
     """
 
     def __init__(
-        self, prefixes: Sequence[str], *, limit_s: float = 120.0, retries_s: Sequence[float] = RETRIES_S
+        self,
+        prefixes: Sequence[str],
+        *,
+        limit_s: float = 120.0,
+        read_s: float = READ_S,
+        retries_s: Sequence[float] = RETRIES_S,
     ) -> None:
         self._prefixes = [check_registry(prefix) for prefix in prefixes]
         self._limit_s = limit_s
         self._retries_s = retries_s
         self._lock = threading.Lock()
-        self._deadline = 0.0  # of the question in progress
+        self._transport = DeadlineTransport(ssl.create_default_context())
         self._body: _WholeBody | None = None  # of the last file whose server ignores ranges
         self._http = httpx.Client(
-            verify=ssl.create_default_context(),
-            timeout=httpx.Timeout(READ_S, connect=CONNECT_S),
+            transport=self._transport,
+            timeout=httpx.Timeout(read_s, connect=CONNECT_S),
             headers={"Accept-Encoding": "identity", "User-Agent": "manylora"},
             follow_redirects=False,
             trust_env=False,
@@ -78,7 +88,7 @@ class HttpRegistry:
         """Return the head of a file; see ``Registry.open``."""
         url = resolve_url(name, url, self._prefixes)
         with self._lock:
-            self._deadline = time.monotonic() + self._limit_s
+            self._transport.deadline = time.monotonic() + self._limit_s
             waits = iter(self._retries_s)
             while True:
                 try:
@@ -95,7 +105,7 @@ class HttpRegistry:
         url = resolve_url(name, url, self._prefixes)
         end = offset + length
         with self._lock:
-            self._deadline = time.monotonic() + self._limit_s
+            self._transport.deadline = time.monotonic() + self._limit_s
             waits = iter(self._retries_s)
             while offset < end:
                 try:
@@ -176,15 +186,16 @@ class HttpRegistry:
 
     def _wait(self, name: str, what: str, waits: Iterator[float], error: Exception) -> None:
         """Wait before the next attempt, or raise ``AdapterError`` if there is none."""
+        self._check_time(name)
         wait_s = next(waits, None)
         if wait_s is None:
-            raise AdapterError(name, f"cannot read {what}: {error or type(error).__name__}") from error
-        time.sleep(wait_s)
+            raise AdapterUnavailable(name, f"cannot read {what}: {error or type(error).__name__}") from error
+        time.sleep(max(0.0, min(wait_s, self._transport.deadline - time.monotonic())))
         self._check_time(name)
 
     def _check_time(self, name: str) -> None:
-        if time.monotonic() > self._deadline:
-            raise AdapterError(name, f"reading it took longer than {self._limit_s:g} s, and was given up")
+        if time.monotonic() >= self._transport.deadline:
+            raise AdapterUnavailable(name, f"reading it took longer than {self._limit_s:g} s, and was given up")
 
 
 class _WholeBody:

@@ -9,17 +9,17 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from manylora.adapters.folder import open_folder
-from manylora.adapters.header import HeaderReader
-from manylora.adapters.matched import MatchedShapes
-from manylora.adapters.packed import PackedAdapter, image_of, own_memory
-from manylora.adapters.read import read_adapter
-from manylora.adapters.read_layers import LayerReader
-from manylora.adapters.stamp import stamp_files
-from manylora.errors import AdapterError
+from manylora.core.adapters.file_stamp import stamp_files
+from manylora.core.adapters.folder import open_folder
+from manylora.core.adapters.header import HeaderReader
+from manylora.core.adapters.matched import MatchedShapes
+from manylora.core.adapters.packed import PackedAdapter, image_of, own_memory
+from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read_layers import LayerReader
+from manylora.core.errors import AdapterError
+from manylora.core.ports import check_each
+from manylora.core.types import AdapterVersion
 from manylora.execution.storage.reader_messages import ReaderSettings
-from manylora.ports import check_each
-from manylora.types import AdapterVersion
 
 __all__ = ["InlineReader"]
 
@@ -60,7 +60,7 @@ class InlineReader:
         settings = self._given
         dtype = settings.dtype or settings.base.page.dtype
         folder = open_folder(name, path, settings.roots)
-        stamp, _ = stamp_files(folder, settings.base, dtype)
+        stamp, _ = stamp_files(folder, settings.base, dtype, settings.max_bytes)
         packed = read_adapter(
             name,
             path,
@@ -70,7 +70,7 @@ class InlineReader:
             roots=settings.roots,
             dtype=dtype,
         )
-        if stamp_files(folder, settings.base, dtype)[0] != stamp:
+        if stamp_files(folder, settings.base, dtype, settings.max_bytes)[0] != stamp:
             raise AdapterError(name, "its files changed while they were read; register it again")
         return replace(packed, version=replace(packed.version, stamp=stamp))
 

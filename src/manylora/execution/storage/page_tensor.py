@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from manylora.adapters.shape import PageShape
+from manylora.core.adapters.shape import PageShape
 
 __all__ = ["PageTensor", "consecutive", "image_tensor"]
 

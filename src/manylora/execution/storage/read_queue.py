@@ -1,30 +1,60 @@
-"""The order of reads: urgent ones first, and never all threads for registries.
+"""The order of reads: urgent ones first, and never all threads for registries, nor all of those for one host.
 
 A read from a registry may take minutes, and so may a few of them. One thread is left for adapters on disk, whose reads
-take a fraction of a second.
+take a fraction of a second, and some for the hosts that answer.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["ReadQueue"]
+__all__ = ["ReadQueue", "RemotePlaces"]
 
 ResultT = TypeVar("ResultT")
 
 
+class RemotePlaces:
+    """Places for reads from registries, some of them for each host. For one thread at a time.
+
+    Args:
+        num_places: Reads at once.
+        num_per_host: Of them from one host, at most.
+    """
+
+    def __init__(self, num_places: int, num_per_host: int) -> None:
+        self._num_places = num_places
+        self._num_per_host = num_per_host
+        self._taken: Counter[str] = Counter()
+
+    def has_room(self, host: str | None) -> bool:
+        """Whether a read may begin; one from disk, without a host, always may."""
+        return host is None or (self._taken.total() < self._num_places and self._taken[host] < self._num_per_host)
+
+    def take(self, host: str | None) -> None:
+        """Take a place."""
+        if host is not None:
+            self._taken[host] += 1
+
+    def give(self, host: str | None) -> None:
+        """Give a place back."""
+        if host is not None:
+            self._taken[host] -= 1
+            self._taken += Counter()  # drops hosts without a read
+
+
 @dataclass(order=True, slots=True)
-class _Read:
+class _WaitingRead:
     """A read that waits; ordered by rank, then by number."""
 
     rank: int
     number: int
-    is_remote: bool = field(compare=False)
+    host: str | None = field(compare=False)
     work: Callable[[], Any] = field(compare=False)
     result: Future[Any] = field(compare=False)
 
@@ -34,18 +64,18 @@ class ReadQueue:
 
     Args:
         num_threads: Reads at once.
-        num_remote: Of them from registries, at most.
+        places: Of them from registries.
     """
 
-    def __init__(self, num_threads: int, num_remote: int) -> None:
+    def __init__(self, num_threads: int, places: RemotePlaces) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="manylora-read")
-        self._num_remote_free = num_remote
+        self._places = places
         self._lock = threading.Lock()
-        self._waiting: list[_Read] = []
+        self._waiting: list[_WaitingRead] = []
         self._num_submitted = 0
 
-    def submit(self, work: Callable[[], ResultT], *, is_urgent: bool, is_remote: bool) -> Future[ResultT]:
-        """Run a read; urgent ones run before all that wait.
+    def submit(self, work: Callable[[], ResultT], *, is_urgent: bool, host: str | None) -> Future[ResultT]:
+        """Run a read, from a registry if it has a host; urgent ones run before all that wait.
 
         Raises:
             RuntimeError: The queue is closed.
@@ -53,7 +83,7 @@ class ReadQueue:
         result: Future[ResultT] = Future()
         with self._lock:
             self._num_submitted += 1
-            insort(self._waiting, _Read(not is_urgent, self._num_submitted, is_remote, work, result))
+            insort(self._waiting, _WaitingRead(not is_urgent, self._num_submitted, host, work, result))
         self._threads.submit(self._run)
         return result
 
@@ -71,12 +101,12 @@ class ReadQueue:
             except BaseException as error:
                 read.result.set_exception(error)
             with self._lock:
-                self._num_remote_free += read.is_remote
+                self._places.give(read.host)
 
-    def _take(self) -> _Read | None:
+    def _take(self) -> _WaitingRead | None:
         with self._lock:
             for place, read in enumerate(self._waiting):
-                if not read.is_remote or self._num_remote_free:
-                    self._num_remote_free -= read.is_remote
+                if self._places.has_room(read.host):
+                    self._places.take(read.host)
                     return self._waiting.pop(place)
         return None

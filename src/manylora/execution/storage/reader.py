@@ -12,22 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from manylora.adapters.packed import PackedAdapter
-from manylora.adapters.urls import is_url
-from manylora.errors import AdapterError
+from manylora.core.adapters.packed import PackedAdapter
+from manylora.core.adapters.urls import host_of
+from manylora.core.errors import AdapterError
+from manylora.core.types import AdapterVersion
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.inline_reader import InlineReader
+from manylora.execution.storage.read_queue import RemotePlaces
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
-from manylora.types import AdapterVersion
 
-__all__ = ["NUM_READERS", "NUM_REMOTE", "FileReader", "HostReader", "open_processes", "reason_of"]
+__all__ = ["NUM_PER_HOST", "NUM_READERS", "NUM_REMOTE", "FileReader", "HostReader", "open_processes", "reason_of"]
 
 FileReader: TypeAlias = ReaderProcess | InlineReader
 """Reads one adapter at a time."""
 
-NUM_REMOTE = 2
+NUM_REMOTE = 4
 """Most reads from registries at once: a slow server may hold each up for minutes."""
+
+NUM_PER_HOST = 2
+"""Of them from one host: a host that hangs leaves the others their places."""
 
 NUM_READERS = NUM_REMOTE + 1
 """Most processes; one is always left for adapters on disk."""
@@ -56,7 +60,8 @@ class HostReader:
         self._readers = list(readers) or [ReaderProcess() for _ in range(NUM_READERS)]
         # Last in, first out: the second reader starts only when two adapters are read at once.
         self._free = list(reversed(self._readers))
-        self._num_remote_free = max(1, len(self._readers) - 1)
+        num_remote = max(1, len(self._readers) - 1)
+        self._places = RemotePlaces(num_remote, min(NUM_PER_HOST, num_remote))
         self._changed = threading.Condition()
         for reader in self._readers:
             reader.configure(settings)
@@ -67,14 +72,18 @@ class HostReader:
         Raises:
             AdapterError: It cannot be served on this base.
         """
-        with self._free_reader(is_remote=is_url(path)) as reader:
+        with self._free_reader(host_of(path)) as reader:
             packed = reader.read(name, path)
         self._store.put(packed)
         return packed.version
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
-        """Check adapters by name and path without their weights, which stay on disk until ``read_again``."""
-        with self._free_reader(is_remote=any(is_url(path) for _, path in adapters)) as reader:
+        """Check adapters by name and path without their weights, which stay on disk until ``read_again``.
+
+        Those of one registry come together, apart from others: all wait for the slowest.
+        """
+        host = next(filter(None, (host_of(path) for _, path in adapters)), None)
+        with self._free_reader(host) as reader:
             return reader.check(adapters)
 
     def read_again(
@@ -105,7 +114,7 @@ class HostReader:
                 adapter.advance(num_pages)
 
         try:
-            with self._free_reader(is_remote=is_url(version.source)) as reader:
+            with self._free_reader(host_of(version.source)) as reader:
                 digests = reader.read_layers(version, begin, advance, is_urgent=is_urgent)
         except BaseException as error:
             if adapter is not None:
@@ -121,17 +130,17 @@ class HostReader:
             reader.close()
 
     @contextmanager
-    def _free_reader(self, *, is_remote: bool) -> Iterator[FileReader]:
+    def _free_reader(self, host: str | None) -> Iterator[FileReader]:
         with self._changed:
-            self._changed.wait_for(lambda: self._free and (not is_remote or self._num_remote_free))
+            self._changed.wait_for(lambda: self._free and self._places.has_room(host))
             reader = self._free.pop()
-            self._num_remote_free -= is_remote
+            self._places.take(host)
         try:
             yield reader
         finally:
             with self._changed:
                 self._free.append(reader)
-                self._num_remote_free += is_remote
+                self._places.give(host)
                 self._changed.notify_all()
 
 

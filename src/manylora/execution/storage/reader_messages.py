@@ -13,14 +13,15 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from manylora import errors
-from manylora.adapters.layout import AdapterLayout
-from manylora.adapters.shape import BaseShape
-from manylora.errors import AdapterError
-from manylora.isolation.answers import receive_answer
-from manylora.types import AdapterKey, AdapterVersion
+from manylora.core import errors
+from manylora.core.adapters.layout import AdapterLayout
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.errors import AdapterError
+from manylora.core.isolation.answers import receive_answer
+from manylora.core.types import AdapterKey, AdapterVersion
 
 __all__ = [
+    "AdapterRefused",
     "Again",
     "Answer",
     "Check",
@@ -29,7 +30,6 @@ __all__ = [
     "Packed",
     "Pages",
     "ReaderSettings",
-    "Refused",
     "receive",
     "send",
 ]
@@ -122,7 +122,7 @@ class Identity(NamedTuple):
     stamp: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class AdapterRefused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The reason why an adapter cannot be served; the engine's process raises it again."""
 
     error: str
@@ -130,7 +130,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
     @classmethod
-    def of(cls, error: AdapterError) -> Refused:
+    def of(cls, error: AdapterError) -> AdapterRefused:
         """Return an error as an answer."""
         return cls(type(error).__name__, error.adapter, error.reason)
 
@@ -155,7 +155,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
     shapes: list[AdapterVersion]
     shape_of: list[int]
     identities: list[Identity]
-    refused: list[Refused]
+    refused: list[AdapterRefused]
 
     @classmethod
     def of(cls, found: Sequence[AdapterVersion | AdapterError]) -> Checked:
@@ -165,7 +165,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
         for one in found:
             if isinstance(one, AdapterError):
                 checked.shape_of.append(-1)
-                checked.refused.append(Refused.of(one))
+                checked.refused.append(AdapterRefused.of(one))
             else:
                 shape = replace(one, key=AdapterKey(""), source="", layer_digests=b"", stamp="")
                 checked.shape_of.append(numbers.setdefault(shape, len(numbers)))
@@ -174,7 +174,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return checked
 
 
-Answer: TypeAlias = Packed | Pages | Checked | Refused
+Answer: TypeAlias = Packed | Pages | Checked | AdapterRefused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Answer).decode

@@ -40,9 +40,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.adapters.layout import AdapterLayout, lay_out
-from manylora.adapters.packed import PackedAdapter, image_of
-from manylora.errors import AdapterError, CapacityError
+from manylora.core.adapters.layout import AdapterLayout, lay_out
+from manylora.core.adapters.packed import PackedAdapter, image_of
+from manylora.core.adapters.urls import is_url
+from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
+from manylora.core.types import AdapterVersion
 from manylora.execution.storage.reader_messages import (
     Again,
     Answer,
@@ -54,7 +56,6 @@ from manylora.execution.storage.reader_messages import (
     receive,
 )
 from manylora.execution.storage.registry_process import start_registry
-from manylora.types import AdapterVersion
 
 if TYPE_CHECKING:
     import subprocess
@@ -123,8 +124,8 @@ class ReaderProcess:
                 except OSError as error:
                     if isinstance(error, TimeoutError):
                         self._slow_s += limit_s
-                    name = adapters[len(found)][0]
-                    lost = self._lost(name, error, limit_s)
+                    name, path = adapters[len(found)]
+                    lost = self._lost(name, path, error, limit_s)
                     if is_each:
                         found.append(lost)
                     is_each = True  # before, the one at fault may be any of those without an answer
@@ -145,7 +146,7 @@ class ReaderProcess:
                 if isinstance(answer, Packed):
                     return self._receive_image(pipe, answer)
             except OSError as error:
-                raise self._lost(name, error) from error
+                raise self._lost(name, path, error) from error
         raise _refusal(name, answer)
 
     def read_layers(
@@ -183,7 +184,7 @@ class ReaderProcess:
                         digests = answer.layer_digests
                         advance(min(answer.num_full, version.num_pages))
             except OSError as error:
-                raise self._lost(version.source, error) from error
+                raise self._lost(version.source, version.source, error) from error
             except BaseException:
                 self._stop()  # further answers are on their way
                 raise
@@ -252,7 +253,7 @@ class ReaderProcess:
             raise OSError("its answer is malformed")
         found += _versions(answer, asked[: len(answer.shape_of)])
 
-    def _lost(self, name: str, error: OSError, limit_s: float | None = None) -> AdapterError:
+    def _lost(self, name: str, path: str, error: OSError, limit_s: float | None = None) -> AdapterError:
         """Stop a process that does not answer, and return the error for the adapter that it read."""
         logger.warning("reader_process_lost adapter=%r error=%r", name, error)
         self._stop()
@@ -260,6 +261,8 @@ class ReaderProcess:
             assert self._settings is not None
             limit_s = self._settings.limit_s if limit_s is None else limit_s
             reason = f"reading it took longer than {limit_s:g} s, and was given up"
+            if is_url(path):
+                return AdapterUnavailable(name, reason)
         elif isinstance(error, ConnectionError):
             reason = "the process that reads adapters died while it read this one; its files may be broken"
         else:

@@ -28,30 +28,30 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.adapters.folder import open_folder
-from manylora.adapters.hash_cache import HashCache, KnownContent
-from manylora.adapters.header import HeaderReader
-from manylora.adapters.matched import MatchedShapes
-from manylora.adapters.packed import image_of
-from manylora.adapters.read import read_adapter
-from manylora.adapters.read_layers import LayerReader
-from manylora.adapters.remote import Registry
-from manylora.adapters.stamp import provisional_key, stamp_files
-from manylora.errors import AdapterError
+from manylora.core.adapters.file_stamp import provisional_key, stamp_files
+from manylora.core.adapters.folder import open_folder
+from manylora.core.adapters.hash_cache import HashCache, KnownContent
+from manylora.core.adapters.header import HeaderReader
+from manylora.core.adapters.matched import MatchedShapes
+from manylora.core.adapters.packed import image_of
+from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read_layers import LayerReader
+from manylora.core.adapters.remote import Registry
+from manylora.core.errors import AdapterError
+from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, confine
+from manylora.core.logs import configure_logging
+from manylora.core.types import AdapterVersion
 from manylora.execution.storage.reader_messages import (
+    AdapterRefused,
     Again,
     Check,
     Checked,
     Packed,
     Pages,
     ReaderSettings,
-    Refused,
     send,
 )
 from manylora.execution.storage.registry_process import PipedRegistry
-from manylora.isolation import READABLE_OF_SYSTEM, Confinement, confine
-from manylora.logs import configure_logging
-from manylora.types import AdapterVersion
 
 __all__ = ["main", "serve"]
 
@@ -190,12 +190,12 @@ class _Served:
         try:
             _named(name, work)
         except AdapterError as error:
-            send(self._pipe, Refused.of(error))
+            send(self._pipe, AdapterRefused.of(error))
 
     def _read(self, name: str, path: str, memory: _MemoryFile) -> None:
         base = self._settings.base
         folder = open_folder(name, path, self._settings.roots, self._registry)
-        stamp, changed_at = stamp_files(folder, base, self._dtype)
+        stamp, changed_at = stamp_files(folder, base, self._dtype, self._settings.max_bytes)
         packed = read_adapter(
             name,
             path,
@@ -207,7 +207,7 @@ class _Served:
             dtype=self._dtype,
             allocate=memory.allocate,
         )
-        if stamp_files(folder, base, self._dtype)[0] != stamp:
+        if stamp_files(folder, base, self._dtype, self._settings.max_bytes)[0] != stamp:
             raise AdapterError(name, "its files changed while they were read; register it again")
         memory.fill(packed.version.host_bytes)
         version = replace(packed.version, stamp=stamp)
@@ -233,7 +233,7 @@ class _Served:
                 first = reader.first_content
                 if first is not None:
                     folder = open_folder(version.source, version.source, settings.roots, self._registry)
-                    stamp, changed_at = stamp_files(folder, base, self._dtype)
+                    stamp, changed_at = stamp_files(folder, base, self._dtype, self._settings.max_bytes)
                     if provisional_key(stamp) == version.key:
                         self._keep(stamp, first, changed_at)
                 send(self._pipe, Pages(num_full, b"" if first is None else first.layer_digests))

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from manylora.adapters.remote import RemoteHead
-from manylora.errors import AdapterError
-from manylora.execution.storage.reader_messages import Refused
-from manylora.logs import configure_logging
+from manylora.core.adapters.remote import RemoteHead
+from manylora.core.errors import AdapterError
+from manylora.core.logs import configure_logging
+from manylora.execution.storage.reader_messages import AdapterRefused
 
 if TYPE_CHECKING:
     import subprocess
@@ -43,7 +43,7 @@ class _Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
     max_bytes: int
 
 
-class _Read(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class _RangeRead(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The question for a range; answered by as many parts as it takes."""
 
     name: str
@@ -57,12 +57,12 @@ class _Opened(msgspec.Struct, frozen=True, tag=True, array_like=True):
     head: RemoteHead
 
 
-class _Part(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class _RangePart(msgspec.Struct, frozen=True, tag=True, array_like=True):
     content: bytes
 
 
-_Question: TypeAlias = _Open | _Read
-_Answer: TypeAlias = _Opened | _Part | Refused
+_Question: TypeAlias = _Open | _RangeRead
+_Answer: TypeAlias = _Opened | _RangePart | AdapterRefused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(_Question).decode
@@ -87,9 +87,9 @@ class PipedRegistry:
         """Return a range of a file; see ``Registry.read``."""
         content = bytearray()
         with self._lock:
-            answer = self._ask(name, _Read(name, url, head, offset, length))
+            answer = self._ask(name, _RangeRead(name, url, head, offset, length))
             while True:
-                assert isinstance(answer, _Part)
+                assert isinstance(answer, _RangePart)
                 content += answer.content
                 if len(content) >= length:
                     return bytes(content)
@@ -107,7 +107,7 @@ class PipedRegistry:
             answer: _Answer = _decode_answer(self._pipe.recv_bytes(MAX_MESSAGE_BYTES))
         except (OSError, EOFError) as error:
             raise _lost(name) from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, AdapterRefused):
             raise answer.to_error()
         return answer
 
@@ -150,9 +150,9 @@ def main(descriptor: int) -> None:
                 else:
                     asked = question.name, question.url, question.head, question.offset, question.length
                     for part in registry.parts(*asked):
-                        pipe.send_bytes(_encode(_Part(part)))
+                        pipe.send_bytes(_encode(_RangePart(part)))
             except AdapterError as error:
-                pipe.send_bytes(_encode(Refused.of(error)))
+                pipe.send_bytes(_encode(AdapterRefused.of(error)))
     except (EOFError, OSError):  # the reader has ended
         return
 

@@ -13,17 +13,17 @@ from functools import cached_property
 
 import torch
 
-from manylora.adapters.layout import AdapterLayout, GroupLayout, Tile
+from manylora.core.adapters.layout import AdapterLayout, GroupLayout, Tile
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.tile_tables import AdapterTable, TileTemplate
 
 __all__ = [
     "AdapterMemory",
     "AdapterRows",
-    "Piece",
     "ResidentAdapter",
     "ResidentGroup",
     "ResidentModule",
+    "WeightPiece",
     "make_resident",
     "merge_tiles",
     "read_in_place",
@@ -31,7 +31,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPiece:
     """A contiguous part of a matrix: ``weight`` holds its rows ``[row, ...)`` and columns ``[col, ...)``."""
 
     weight: torch.Tensor
@@ -53,8 +53,8 @@ class ResidentModule:
     row: int
     rank: int
     offset: int
-    b: tuple[Piece, ...]
-    column_scale: tuple[Piece, ...] = ()
+    b: tuple[WeightPiece, ...]
+    column_scale: tuple[WeightPiece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ class ResidentGroup:
         self.is_scaled = any(module.column_scale for module in layout.modules)
 
     @cached_property
-    def a(self) -> tuple[Piece, ...]:
+    def a(self) -> tuple[WeightPiece, ...]:
         """Pieces of the A stack ``[rank, in_features]``."""
         return _pieces(self.layout.a, self.memory)
 
@@ -148,11 +148,11 @@ def _adapter(memory: AdapterMemory, table: AdapterTable | None = None) -> Reside
     return ResidentAdapter(memory, groups, table)
 
 
-def _pieces(tiles: Sequence[Tile], memory: AdapterMemory) -> tuple[Piece, ...]:
+def _pieces(tiles: Sequence[Tile], memory: AdapterMemory) -> tuple[WeightPiece, ...]:
     flat, pages, page_elements = memory.flat, memory.pages, memory.flat.shape[1]
     first = flat.storage_offset()
     return tuple(
-        Piece(
+        WeightPiece(
             flat.as_strided(
                 (run.num_rows, run.num_cols), (run.num_cols, 1), first + pages[run.page] * page_elements + run.offset
             ),

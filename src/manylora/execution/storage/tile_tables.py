@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manylora.adapters.layout import ALIGN_BYTES, AdapterLayout, Tile
-from manylora.adapters.shape import BaseShape, ModuleKind
+from manylora.core.adapters.layout import ALIGN_BYTES, AdapterLayout, Tile
+from manylora.core.adapters.shape import BaseShape, ModuleKind
 
 __all__ = [
     "BLOCK_FIELDS",

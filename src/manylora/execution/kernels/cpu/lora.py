@@ -51,7 +51,7 @@ from manylora.execution.kernels.cpu.tables import (
     RANK_ROW,
     START,
     UNIT,
-    Memory,
+    MemorySpan,
     Table,
     share,
 )
@@ -76,7 +76,7 @@ class LoraTables:
     shrink_cost: int
     expand_cost: int
     max_rank: int
-    memory: Memory
+    memory: MemorySpan
 
 
 def make_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, LoraTables]:

@@ -35,7 +35,7 @@ from manylora.execution.kernels.cpu.tables import (
     PIECE_COLS,
     PIECE_ROWS,
     RANK_ROW,
-    Memory,
+    MemorySpan,
     Table,
     share,
 )
@@ -77,7 +77,7 @@ class ProductTables:
     expand: Table
     cost: int
     max_rank: int
-    memory: Memory
+    memory: MemorySpan
 
 
 def make_product_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, ProductTables]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manylora.execution.kernels.cpu.tables import OFFSET, AdapterTables, Lines, Memory, Table, adapter_tables
+from manylora.execution.kernels.cpu.tables import OFFSET, AdapterTables, MemorySpan, Table, TableLines, adapter_tables
 from manylora.execution.storage.resident import AdapterRows
 
 __all__ = ["Pieces", "StepPieces", "before"]
@@ -39,7 +39,7 @@ class Pieces:
     bounds: list[int]
 
     @classmethod
-    def of(cls, tables: Sequence[Table], lines: Sequence[Lines], numbers: Table, shifts: Table) -> Pieces:
+    def of(cls, tables: Sequence[Table], lines: Sequence[TableLines], numbers: Table, shifts: Table) -> Pieces:
         """Gather the lines of groups ``numbers`` ``[adapters, groups]``; ``shifts`` are added to the offsets."""
         num_adapters, num_groups = numbers.shape
         begins = np.cumsum([0, *map(len, tables[:-1])])
@@ -94,7 +94,7 @@ def before(values: Table) -> Table:
     return np.cumsum(values, axis=0) - values
 
 
-def _span(tables: Sequence[AdapterTables]) -> tuple[Memory, Table]:
+def _span(tables: Sequence[AdapterTables]) -> tuple[MemorySpan, Table]:
     """Return memory that all adapters lie in, and by how much each one's offsets grow there, in its own numbers.
 
     Adapters on the device lie in one pool; each one that is read from the host lies in an image of its own. The memory
@@ -106,4 +106,4 @@ def _span(tables: Sequence[AdapterTables]) -> tuple[Memory, Table]:
     begin = min(table.memory.address for table in tables)
     end = max(table.memory.address + table.memory.num_bytes for table in tables)
     shifts = [(table.memory.address - begin) // table.template.element_bytes for table in tables]
-    return Memory(begin, end - begin), np.array(shifts)
+    return MemorySpan(begin, end - begin), np.array(shifts)

@@ -20,8 +20,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manylora.adapters.layout import AdapterLayout, Tile
-from manylora.adapters.shape import ELEMENT_BYTES
+from manylora.core.adapters.layout import AdapterLayout, Tile
+from manylora.core.adapters.shape import ELEMENT_BYTES
 from manylora.execution.storage.resident import AdapterMemory, merge_tiles
 
 __all__ = [
@@ -39,9 +39,9 @@ __all__ = [
     "START",
     "UNIT",
     "AdapterTables",
-    "Lines",
-    "Memory",
+    "MemorySpan",
     "Table",
+    "TableLines",
     "adapter_tables",
     "share",
 ]
@@ -58,7 +58,7 @@ _CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 Table = NDArray[np.int64]
 
 
-class Memory(NamedTuple):
+class MemorySpan(NamedTuple):
     """A stretch of memory that offsets count from the beginning of."""
 
     address: int
@@ -66,7 +66,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lines:
+class TableLines:
     """Lines of a table, group by group.
 
     Args:
@@ -82,7 +82,7 @@ class Lines:
     count: Table
 
     @classmethod
-    def of(cls, groups: Sequence[Sequence[tuple[int, ...]]]) -> Lines:
+    def of(cls, groups: Sequence[Sequence[tuple[int, ...]]]) -> TableLines:
         """Return the lines of groups; a line begins with its page."""
         lines = np.array([line for group in groups for line in group], dtype=np.int64).reshape(-1, 1 + NUM_FIELDS)
         count = np.array([*map(len, groups), 0])
@@ -112,8 +112,8 @@ class TableTemplate:
     """
 
     numbers: dict[str, int]
-    shrink: Lines
-    expand: Lines
+    shrink: TableLines
+    expand: TableLines
     ranks: Table
     expand_costs: Table
     sizes: Table
@@ -127,7 +127,7 @@ class AdapterTables:
     template: TableTemplate
     shrink: Table
     expand: Table
-    memory: Memory
+    memory: MemorySpan
 
 
 def adapter_tables(weights: AdapterMemory) -> AdapterTables:
@@ -139,7 +139,7 @@ def adapter_tables(weights: AdapterMemory) -> AdapterTables:
             template,
             template.shrink.placed(pages, flat.shape[1]),
             template.expand.placed(pages, flat.shape[1]),
-            Memory(flat.data_ptr(), flat.nbytes),
+            MemorySpan(flat.data_ptr(), flat.nbytes),
         )
     return cast(AdapterTables, weights.prepared["compiled"])
 
@@ -174,8 +174,8 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
     ]
     return TableTemplate(
         {name: number for number, name in enumerate(layout.groups)},
-        Lines.of(shrink),
-        Lines.of(expand),
+        TableLines.of(shrink),
+        TableLines.of(expand),
         np.array([*(group.rank for group in layout.groups.values()), 0]),
         np.array([*expand_costs, 0]),
         np.array([*sizes, 0]),

@@ -1,0 +1,220 @@
+"""The settings of plain LoRA in ``adapter_config.json``, by PEFT's names.
+
+An unsupported setting that changes the arithmetic is refused by name, known or unknown, so that an adapter never
+answers with a wrong scale or with half of its weights. Unknown keys (PEFT adds some with every release) are accepted as
+long as their values are empty.
+
+Source: PEFT 0.21, ``tuners/lora/config.py``, ``tuners/lora/layer.py`` (which initialisations change the base).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from manylora.core.adapters.folder import CONFIG_FILE
+from manylora.core.errors import AdapterError
+
+__all__ = ["MAX_RANK", "LoraSettings", "parse_settings"]
+
+MAX_RANK = 65_536
+
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA",
+    "modules_to_save": "fully trained modules beside LoRA",
+    "trainable_token_indices": "trained token embeddings",
+    "target_parameters": "LoRA on bare parameters (mixture-of-experts weights)",
+    "layer_replication": "replicated layers",
+    "lora_bias": "a trained bias in lora_B",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "Monte Carlo LoRA",
+    "megatron_config": "Megatron layers",
+    "ensure_weight_tying": "tied embedding and head adapters",
+}
+"""Settings that change the arithmetic, with their meaning."""
+
+_READ = frozenset(
+    {"peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern"}
+    | {"alpha_pattern", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"}
+    | {"base_model_name_or_path", "task_type", "peft_version"}
+)
+
+_WITHOUT_EFFECT = frozenset(
+    # Origin, training and initialisation, not arithmetic. ``fan_in_fan_out`` describes the storage of the *base*
+    # weight; that of A and B is the same. The configurations belong to initialisations, checked by
+    # ``init_lora_weights``.
+    {"inference_mode", "revision", "auto_mapping", "lora_dropout", "fan_in_fan_out", "megatron_core"}
+    | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"}
+    | {"lorap_lr_ratio", "lorap_emb_lr"}
+)
+
+_BASE_KEEPING_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal"})
+"""The other named ones (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weight or quantise it, so the
+adapter needs that modified base. PEFT can convert such an adapter, and then writes ``true`` here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """The supported settings, by PEFT's names.
+
+    Args:
+        r: Rank of modules without a pattern.
+        lora_alpha: Numerator of the scale of modules without a pattern.
+        use_rslora: Scale is alpha / sqrt(rank) instead of alpha / rank.
+        target_modules: Names, or one regular expression (or ``all-linear``).
+        exclude_modules: Names, or one regular expression, that are not targets.
+        rank_pattern: Pairs of pattern and rank; the first match counts.
+        alpha_pattern: Pairs of pattern and alpha.
+        layers_to_transform: The only layers that are adapted; ``None`` means all.
+        layers_pattern: Names of the list of layers, from which a layer's index is read.
+        base_model: The base it was trained on, as its author called it.
+        task_type: PEFT's name of the task.
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    target_modules: tuple[str, ...] | str
+    exclude_modules: tuple[str, ...] | str
+    rank_pattern: tuple[tuple[str, int], ...]
+    alpha_pattern: tuple[tuple[str, float], ...]
+    layers_to_transform: tuple[int, ...] | None
+    layers_pattern: tuple[str, ...]
+    base_model: str | None
+    task_type: str | None
+
+
+def parse_settings(name: str, config: Mapping[str, Any]) -> LoraSettings:
+    """Return the settings in ``config``, the content of ``adapter_config.json``.
+
+    Raises:
+        AdapterError: It is malformed or unsupported; names the adapter ``name``.
+    """
+    return _Parser(name, config).parse()
+
+
+class _Parser:
+    def __init__(self, name: str, fields: Mapping[str, Any]) -> None:
+        self._name = name
+        self._fields = fields
+
+    def parse(self) -> LoraSettings:
+        self._refuse_unsupported()
+        target_modules = self._names("target_modules")
+        layers = self._layers()
+        layers_pattern = self._names("layers_pattern")
+        if not target_modules:
+            self._fail("target_modules is empty, expected the names of the adapted modules")
+        if isinstance(target_modules, str) and (layers is not None or layers_pattern):
+            self._fail("layers_to_transform and layers_pattern need target_modules to be a list of names")
+        if layers_pattern and layers is None:
+            self._fail("layers_pattern is given without layers_to_transform")
+        return LoraSettings(
+            r=self._rank("r", self._require("r")),
+            lora_alpha=self._alpha("lora_alpha", self._require("lora_alpha")),
+            use_rslora=self._flag("use_rslora"),
+            target_modules=target_modules,
+            exclude_modules=self._names("exclude_modules"),
+            rank_pattern=tuple(
+                (k, self._rank(f"rank_pattern[{_show(k)}]", v)) for k, v in self._mapping("rank_pattern")
+            ),
+            alpha_pattern=tuple(
+                (k, self._alpha(f"alpha_pattern[{_show(k)}]", v)) for k, v in self._mapping("alpha_pattern")
+            ),
+            layers_to_transform=layers,
+            layers_pattern=(layers_pattern,) if isinstance(layers_pattern, str) else layers_pattern,
+            base_model=self._text("base_model_name_or_path"),
+            task_type=self._text("task_type"),
+        )
+
+    def _refuse_unsupported(self) -> None:
+        peft_type = self._fields.get("peft_type")
+        if peft_type != "LORA":
+            self._fail(f"peft_type is {_show(peft_type)}, only 'LORA' is supported")
+        for key, meaning in _REFUSED.items():
+            if self._fields.get(key):
+                self._fail(f"{key} is set: {meaning} is not supported")
+        bias = self._fields.get("bias") or "none"
+        if bias != "none":
+            self._fail(f"bias is {_show(bias)}: trained biases are not supported")
+        init = self._fields.get("init_lora_weights", True)
+        if not (
+            init is None or isinstance(init, bool) or (isinstance(init, str) and init in _BASE_KEEPING_INITIALISATIONS)
+        ):
+            self._fail(
+                f"init_lora_weights is {_show(init)}, which may change the base weights; "
+                "convert the adapter to plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
+            )
+        known = _READ | _WITHOUT_EFFECT | _REFUSED.keys()
+        for key, value in self._fields.items():
+            if key not in known and value:
+                self._fail(f"unknown setting {_show(key)} = {_show(value)} might change its results")
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise AdapterError(self._name, f"{CONFIG_FILE}: {reason}")
+
+    def _require(self, key: str) -> Any:
+        if self._fields.get(key) is None:
+            self._fail(f"{key} is missing")
+        return self._fields[key]
+
+    def _rank(self, what: str, value: Any) -> int:
+        if type(value) is not int or not 1 <= value <= MAX_RANK:
+            self._fail(f"{what} is {_show(value)}, expected an integer from 1 to {MAX_RANK}")
+        return value
+
+    def _alpha(self, what: str, value: Any) -> float:
+        # Zero would give the base's answers under the adapter's name.
+        if type(value) not in (int, float) or not 0 < abs(value) <= 1e30:
+            self._fail(f"{what} is {_show(value)}, expected a finite number that is not 0")
+        return float(value)
+
+    def _flag(self, key: str) -> bool:
+        value = self._fields.get(key)
+        if value is not None and type(value) is not bool:
+            self._fail(f"{key} is {_show(value)}, expected true or false")
+        return bool(value)
+
+    def _text(self, key: str) -> str | None:
+        value = self._fields.get(key)
+        if value is not None and not isinstance(value, str):
+            self._fail(f"{key} is {_show(value)}, expected text")
+        return value
+
+    def _names(self, key: str) -> tuple[str, ...] | str:
+        value = self._fields.get(key)
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and all(isinstance(v, str) and v for v in value):
+            return tuple(value)
+        self._fail(f"{key} is {_show(value)}, expected text or a list of names")
+
+    def _layers(self) -> tuple[int, ...] | None:
+        value = self._fields.get("layers_to_transform")
+        if value is None or value == []:
+            return None
+        layers = value if isinstance(value, list) else [value]
+        if not all(type(v) is int for v in layers):
+            self._fail(f"layers_to_transform is {_show(value)}, expected an integer or a list of integers")
+        return tuple(layers)
+
+    def _mapping(self, key: str) -> list[tuple[str, Any]]:
+        value = self._fields.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, dict):
+            self._fail(f"{key} is {_show(value)}, expected an object")
+        return list(value.items())
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

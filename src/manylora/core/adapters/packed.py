@@ -1,0 +1,154 @@
+"""Page images of an adapter: the host tier keeps them and copies them to the device, page by page.
+
+An image is a filled layout: B is transposed and carries the scale, and elements have the layout's dtype. Nothing is
+computed after packing; a load is a copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manylora.core.adapters.layout import AdapterLayout, GroupLayout, Tile
+from manylora.core.adapters.method import ModuleWeights
+from manylora.core.adapters.shape import PageShape
+from manylora.core.errors import AdapterError
+from manylora.core.types import AdapterVersion
+
+__all__ = ["Allocate", "PackedAdapter", "image_of", "own_memory", "pack", "pack_groups", "scaled_b", "unpack"]
+
+Allocate = Callable[[int], mmap.mmap | NDArray[np.uint8]]
+"""Returns zeroed memory of a given number of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """A version with its weights, ready to be copied to a device.
+
+    Args:
+        version: Identity and sizes.
+        layout: Place of each matrix in the image.
+        image: ``[num_pages, elements per page]``, float32, float16, or uint16 with the bits of bfloat16. Padding is 0.
+    """
+
+    version: AdapterVersion
+    layout: AdapterLayout
+    image: NDArray[Any]
+
+
+def own_memory(num_bytes: int) -> mmap.mmap:
+    """Return zeros in a mapping of their own.
+
+    ``malloc`` may keep freed memory scattered over its heap. A mapping returns to the system with its last reference,
+    and images are most of a server's memory.
+    """
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def pack(
+    name: str, weights: Sequence[ModuleWeights], layout: AdapterLayout, page: PageShape, allocate: Allocate = own_memory
+) -> NDArray[Any]:
+    """Return the image (as in ``PackedAdapter``) of the weights of every module in ``layout``.
+
+    The scale is multiplied into B in float32, before the only rounding to the layout's dtype.
+
+    Raises:
+        AdapterError: A number is too large for the layout's dtype; names the adapter ``name``.
+    """
+    image = image_of(allocate(layout.num_pages * page.num_bytes), layout, page)
+    pack_groups(name, image, layout.groups.values(), weights, layout.dtype)
+    return image
+
+
+def pack_groups(
+    name: str, image: NDArray[Any], groups: Iterable[GroupLayout], weights: Sequence[ModuleWeights], dtype: str
+) -> None:
+    """Write the weights of some groups into an image, as of ``pack``."""
+    by_module = {w.module.name: w for w in weights}
+    for group in groups:
+        members = [by_module[part.module.name] for part in group.modules]
+        parts = [_encode(name, group.group, w.a.as_float32(), dtype) for w in members]
+        _write(image, group.a, parts[0] if len(parts) == 1 else np.concatenate(parts))
+        for part, w in zip(group.modules, members, strict=True):
+            _write(image, part.b, _encode(name, part.module.name, scaled_b(w), dtype).T)
+            if w.column_scale is not None:
+                scale = w.column_scale.as_float32().reshape(1, -1)
+                _write(image, part.column_scale, _encode(name, part.module.name, scale, dtype))
+
+
+def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
+    """Return B ``[out_features, rank]`` times its scale, a view if it is stored so."""
+    if weights.scale == 1.0:
+        return weights.b.as_float32()
+    with np.errstate(over="ignore"):
+        return weights.b.as_float32() * np.float32(weights.scale)
+
+
+def image_of(memory: mmap.mmap | NDArray[np.uint8], layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
+    """Return ``memory``, of exactly the layout's bytes, as its pages."""
+    return np.frombuffer(memory, _STORAGE[layout.dtype]).reshape(layout.num_pages, page.elements_of(layout.dtype))
+
+
+def unpack(packed: PackedAdapter, module_name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return a module's A ``[rank, in_features]`` and scaled B ``[out_features, rank]`` in float32, for tests.
+
+    Raises:
+        KeyError: The adapter has no weights for this module.
+    """
+    for group in packed.layout.groups.values():
+        for part in group.modules:
+            if part.module.name == module_name:
+                a_stack = _read(packed.image, group.a, group.rank, group.in_features)
+                b_rows = _read(packed.image, part.b, part.rank, part.module.out_features)
+                return a_stack[part.row : part.row + part.rank], b_rows.T
+    raise KeyError(module_name)
+
+
+# numpy has no bfloat16: its bits are kept as integers.
+_STORAGE: Mapping[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
+
+
+def _encode(name: str, what: str, values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    stored: NDArray[Any] = values
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            stored = values.astype(np.float16)
+    elif dtype == "bfloat16":
+        # Round to nearest, ties to even: add just under half of the last kept bit, plus that bit.
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        stored = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    if not np.isfinite(_decode(stored)).all():
+        raise AdapterError(name, f"weights of {what!r} times their scale are too large for {dtype}")
+    return stored
+
+
+def _decode(stored: NDArray[Any]) -> NDArray[np.float32]:
+    if stored.dtype == np.uint16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32, copy=False)
+
+
+def _write(image: NDArray[Any], tiles: Iterable[Tile], matrix: NDArray[Any]) -> None:
+    for tile in tiles:
+        piece = matrix[tile.row : tile.row + tile.num_rows, tile.col : tile.col + tile.num_cols]
+        # A view of the page, not a flat copy of the piece, which is transposed if it is of B.
+        image[tile.page, tile.offset : tile.offset + piece.size].reshape(piece.shape)[...] = piece
+
+
+def _read(image: NDArray[Any], tiles: Iterable[Tile], rows: int, cols: int) -> NDArray[np.float32]:
+    matrix = np.zeros((rows, cols), np.float32)
+    for tile in tiles:
+        piece = image[tile.page, tile.offset : tile.offset + tile.num_rows * tile.num_cols]
+        matrix[tile.row : tile.row + tile.num_rows, tile.col : tile.col + tile.num_cols] = _decode(piece).reshape(
+            tile.num_rows, tile.num_cols
+        )
+    return matrix

@@ -1,0 +1,188 @@
+"""Read a registered adapter again, layer by layer: its first layers can be used while the last are on their way.
+
+::
+
+    header    names, types and places of all tensors: everything is checked but the numbers, and the layout is known
+    layer 0   a range of the file -> digest | compared with the one registered -> packed | its full pages may be used
+    layer 1                                 | (if large, read and hashed while layer 0 is packed)  | ...
+
+A layer is used once it is known to hold the weights that were registered, never before. Without digests of the layers,
+the pages count as full when the last layer has been read and the content hash of all is right.
+
+A version with a provisional key (``stamp``) is read for the first time: its files must have the stamp that they were
+registered with before the first byte is read and after the last. Then its content is known. In a registry with strong
+ETags, every range is known to be of the file with that stamp, and its layers are used as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from numpy.typing import NDArray
+
+from manylora.core.adapters.config import read_config_file
+from manylora.core.adapters.content import content_key, digest_layer, split_digests
+from manylora.core.adapters.file_stamp import is_provisional, make_stamp, provisional_key, stamp_files
+from manylora.core.adapters.folder import open_folder
+from manylora.core.adapters.hash_cache import KnownContent
+from manylora.core.adapters.layout import AdapterLayout
+from manylora.core.adapters.matched import MatchedShapes
+from manylora.core.adapters.method import ModuleWeights
+from manylora.core.adapters.opened import FileIdentity
+from manylora.core.adapters.packed import pack_groups
+from manylora.core.adapters.precision import choose_dtype, exact_dtypes
+from manylora.core.adapters.read import check_finite
+from manylora.core.adapters.remote import Registry
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.weight_file import WeightFile, least_bytes
+from manylora.core.errors import AdapterError
+from manylora.core.types import AdapterVersion
+
+__all__ = ["LayerReader"]
+
+LEAST_AHEAD_BYTES = 1024 * 1024
+"""Bytes of a layer from which another thread pays: they take about a millisecond to read and to hash."""
+
+
+class LayerReader:
+    """A registered version whose files are open; a context, which closes them.
+
+    Args:
+        version: The version, as it was registered.
+        base: The base model.
+        max_bytes: Largest weight file.
+        roots: As of ``read_adapter``.
+        registry: As of ``read_adapter``.
+        asked_dtype: Type of packed weights that is asked for, as of ``read_adapter``.
+        shapes: Remembers shapes from one reader to the next.
+
+    Raises:
+        AdapterError: Its files are gone or broken, or belong to another version now.
+    """
+
+    def __init__(
+        self,
+        version: AdapterVersion,
+        base: BaseShape,
+        *,
+        max_bytes: int,
+        roots: Collection[str] | None = None,
+        registry: Registry | None = None,
+        asked_dtype: str | None = None,
+        shapes: MatchedShapes | None = None,
+    ) -> None:
+        self.first_content: KnownContent | None = None
+        """The content of a version with a provisional key, once it was read for the first time."""
+        self._version = version
+        self._base = base
+        self._name = version.source
+        self._max_bytes = max_bytes
+        self._asked_dtype = asked_dtype or base.page.dtype
+        self._digests = split_digests(version.layer_digests)
+        self._is_first = is_provisional(version.key) and not self._digests
+        self._folder = open_folder(self._name, version.source, roots, registry)
+        written = read_config_file(self._folder)
+
+        def admit(weights: FileIdentity) -> None:
+            stamp = make_stamp(base, self._asked_dtype, written, weights)
+            if self._is_first and provisional_key(stamp) != version.key:
+                raise self._changed()
+
+        self._file = WeightFile(self._folder, max_bytes, admit)
+        try:
+            shapes = shapes or MatchedShapes(base)
+            matched = shapes.match(self._name, written, self._file)
+            if least_bytes(matched.weights) > version.host_bytes:
+                raise self._changed()  # before it is laid out, since its ranks have no bound yet
+            dtype = version.dtype or choose_dtype(self._file.fetch(matched.weights), base.page.dtype)
+            self.layout: AdapterLayout = matched.lay_out(base, dtype)
+            self._layers = matched.layers
+            is_same = self.layout.num_pages == version.num_pages
+            if self._digests:
+                is_same = is_same and len(self._digests) == len(self._layers)
+                is_same = is_same and self._is_content(self._digests)
+            if not is_same:
+                raise self._changed()
+            shapes.remember(matched)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+
+    def pack(self, image: NDArray[Any]) -> Iterator[int]:
+        """Fill an image of the layout; yield the number of its pages, from the first on, that hold their final content.
+
+        Raises:
+            AdapterError: A layer cannot be read, or holds other weights than those that were registered.
+        """
+        digests: list[bytes] = []
+        exact: list[str] = []
+        for number, ((groups, num_full), (weights, digest)) in enumerate(
+            zip(self.layout.layers(), self._fetched(), strict=True)
+        ):
+            digests.append(digest)
+            if not self._digests:  # else these very bytes have been checked
+                check_finite(self._name, weights)
+            elif digest != self._digests[number]:
+                raise self._changed()
+            if self._is_first and self._asked_dtype == "auto":
+                of_layer = exact_dtypes(weights)
+                exact = of_layer if number == 0 else [dtype for dtype in exact if dtype in of_layer]
+            pack_groups(self._name, image, groups, weights, self.layout.dtype)
+            is_last = number + 1 == len(self._layers)
+            if not is_last and (self._digests or (self._is_first and self._file.is_pinned)):
+                yield num_full
+        if not self._is_content(digests) or (self._is_first and not self._is_as_stamped()):
+            raise self._changed()
+        if self._is_first:
+            dtype = exact[0] if exact else self._asked_dtype
+            self.first_content = KnownContent(content_key(self._base, digests), dtype, b"".join(digests))
+        yield self.layout.num_pages
+
+    def _is_as_stamped(self) -> bool:
+        """Whether the bytes that were read are known to be those of the stamp, which the files had at the opening."""
+        if self._file.is_pinned:
+            return True
+        stamp, _ = stamp_files(self._folder, self._base, self._asked_dtype, self._max_bytes)
+        return provisional_key(stamp) == self._version.key
+
+    def _is_content(self, digests: list[bytes]) -> bool:
+        """Whether layers of these digests are the version, as far as its content is known."""
+        if not is_provisional(self._version.key):
+            return content_key(self._base, digests) == self._version.key
+        return self._is_first or digests == self._digests
+
+    def _fetched(self) -> Iterator[tuple[Sequence[ModuleWeights], bytes]]:
+        """Yield each layer's weights and digest; large layers are read while the one before is packed."""
+        if self._version.host_bytes < LEAST_AHEAD_BYTES * len(self._layers):
+            yield from map(self._fetch_and_digest, self._layers)
+            return
+        with ThreadPoolExecutor(1) as ahead:
+            coming = ahead.submit(self._fetch_and_digest, self._layers[0])
+            for layer in self._layers[1:]:
+                found = coming.result()
+                coming = ahead.submit(self._fetch_and_digest, layer)
+                yield found
+            yield coming.result()
+
+    def _fetch_and_digest(self, weights: Sequence[ModuleWeights]) -> tuple[Sequence[ModuleWeights], bytes]:
+        weights = self._file.fetch(weights)
+        return weights, digest_layer(weights)
+
+    def _changed(self) -> AdapterError:
+        return AdapterError(
+            self._name,
+            f"its files changed since it was registered (version {self._version.key[:12]} then); register it again",
+        )

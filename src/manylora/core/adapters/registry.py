@@ -1,0 +1,152 @@
+"""The registry of adapter names.
+
+A name points to a version; replacing an adapter in place points it to another version. Two names may share a version
+(the same weights uploaded twice are held once). A version outlives its last name as long as requests use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from manylora.core.errors import AdapterExists, AdapterNotFound, CapacityError
+from manylora.core.types import AdapterKey, AdapterVersion
+
+__all__ = ["AdapterRegistry", "NamedAdapter"]
+
+
+@dataclass(slots=True)
+class NamedAdapter:
+    """A registered name.
+
+    Args:
+        name: The name.
+        version: Its current version.
+        generation: Starts at 1 and grows by one with each replacement.
+        is_pinned: Whether its version must stay on the device.
+        num_requests: Requests for this name.
+        num_hits: Requests that found the adapter on the device.
+    """
+
+    name: str
+    version: AdapterVersion
+    generation: int = 1
+    is_pinned: bool = False
+    num_requests: int = 0
+    num_hits: int = 0
+
+
+class AdapterRegistry:
+    """Resolves names to versions; at most ``max_registered`` names, and never ``base_name``, the base model's."""
+
+    def __init__(self, base_name: str, max_registered: int) -> None:
+        self._base_name = base_name
+        self._max_registered = max_registered
+        self._by_name: dict[str, NamedAdapter] = {}
+        self._names_of: dict[AdapterKey, dict[str, None]] = {}
+        self._pinned: dict[str, NamedAdapter] = {}
+        self._used: dict[str, NamedAdapter] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def get(self, name: str) -> NamedAdapter:
+        """Return a name's record, or raise ``AdapterNotFound``."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise AdapterNotFound(name, "no adapter of that name is loaded") from None
+
+    def all(self) -> list[NamedAdapter]:
+        """Return every record, in order of registration."""
+        return list(self._by_name.values())
+
+    def first(self, num: int) -> list[NamedAdapter]:
+        """Return the records that were registered first."""
+        return list(islice(self._by_name.values(), num))
+
+    def used(self) -> list[NamedAdapter]:
+        """Return the records of names that a request has asked for."""
+        return list(self._used.values())
+
+    def note_request(self, name: str) -> None:
+        """Count a request; the rest of an answer may have a name that was removed, which is not counted."""
+        if (named := self._by_name.get(name)) is not None:
+            self._used[name] = named
+            named.num_requests += 1
+
+    def note_hit(self, name: str) -> None:
+        """Count a request that found its adapter on the device, as ``note_request`` counts requests."""
+        if (named := self._by_name.get(name)) is not None:
+            named.num_hits += 1
+
+    def names_of(self, key: AdapterKey) -> tuple[str, ...]:
+        """Return the names that point to a version."""
+        return tuple(self._names_of.get(key, ()))
+
+    def pinned(self) -> list[NamedAdapter]:
+        """Return the records of pinned names."""
+        return list(self._pinned.values())
+
+    def set_pinned(self, name: str, pinned: bool) -> None:
+        """Pin or unpin a name, or raise ``AdapterNotFound``; a replacement in place stays pinned."""
+        named = self.get(name)
+        named.is_pinned = pinned
+        if pinned:
+            self._pinned[name] = named
+        else:
+            self._pinned.pop(name, None)
+
+    def is_pinned(self, key: AdapterKey) -> bool:
+        """Whether any name pins the version."""
+        return any(self._by_name[name].is_pinned for name in self._names_of.get(key, ()))
+
+    def check_can_add(self, name: str, *, replace: bool) -> None:
+        """Check that ``add`` would succeed.
+
+        Raises:
+            AdapterExists: The name is the base model's, or taken and ``replace`` is not set.
+            CapacityError: Too many names.
+        """
+        if name == self._base_name:
+            raise AdapterExists(name, "the base model has that name")
+        if name in self._by_name:
+            if not replace:
+                raise AdapterExists(name, "already loaded; set load_inplace to replace it")
+        elif len(self._by_name) >= self._max_registered:
+            raise CapacityError(
+                f"{self._max_registered} adapters are registered, the most allowed; unload some first", retry_after_s=60
+            )
+
+    def add(self, name: str, version: AdapterVersion, *, replace: bool) -> AdapterVersion | None:
+        """Point ``name`` to ``version`` and return its previous version; raises as ``check_can_add`` does."""
+        self.check_can_add(name, replace=replace)
+        named = self._by_name.get(name)
+        if named is None:
+            self._by_name[name] = NamedAdapter(name, version)
+            old = None
+        else:
+            old = named.version
+            self._unlink(old.key, name)
+            named.version = version
+            named.generation += 1
+        self._names_of.setdefault(version.key, {})[name] = None
+        return old
+
+    def remove(self, name: str) -> AdapterVersion:
+        """Remove ``name`` and return its version, or raise ``AdapterNotFound``."""
+        version = self.get(name).version
+        del self._by_name[name]
+        self._pinned.pop(name, None)
+        self._used.pop(name, None)
+        self._unlink(version.key, name)
+        return version
+
+    def _unlink(self, key: AdapterKey, name: str) -> None:
+        names = self._names_of[key]
+        del names[name]
+        if not names:
+            del self._names_of[key]

@@ -1,0 +1,90 @@
+"""Report on an adapter directory, for ``manylora adapters inspect``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from manylora.core.adapters.config import read_config
+from manylora.core.adapters.folder import open_folder
+from manylora.core.adapters.method import StoredModule
+from manylora.core.adapters.methods import find_method
+from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.remote import Registry
+from manylora.core.adapters.request_files import AdapterRequestFiles, read_extras
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.weight_file import WeightFile
+from manylora.core.errors import AdapterError
+from manylora.core.types import AdapterVersion
+
+__all__ = ["AdapterReport", "inspect_adapter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReport:
+    """Contents of a directory, and whether a base can serve it.
+
+    Args:
+        base_model: The base it was trained on, as its author called it.
+        task_type: PEFT's name of the task.
+        rank: Largest rank.
+        use_rslora: Whether scales divide by the root of the rank.
+        modules: Every adapted module, sorted by name.
+        disk_bytes: Size of the weight file.
+        fits: Whether the base can serve it; ``None`` when no base was given.
+        problem: The reason, when it does not fit.
+        version: Identity and sizes in every tier, when it fits.
+        extras: Settings of requests in its folder.
+    """
+
+    path: str
+    base_model: str | None
+    task_type: str | None
+    rank: int
+    use_rslora: bool
+    modules: tuple[StoredModule, ...]
+    disk_bytes: int
+    fits: bool | None
+    problem: str | None
+    version: AdapterVersion | None
+    extras: AdapterRequestFiles
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Distinct last names of the modules, sorted."""
+        return tuple(sorted({m.name.rpartition(".")[2] for m in self.modules}))
+
+
+def inspect_adapter(
+    path: str | Path, base: BaseShape | None = None, *, max_bytes: int, registry: Registry | None = None
+) -> AdapterReport:
+    """Report on an adapter directory or URL with a weight file of at most ``max_bytes``, and whether it fits ``base``.
+
+    Raises:
+        AdapterError: It cannot be read for any base. An adapter that does not fit ``base`` is reported, not raised.
+    """
+    name = str(path)
+    folder = open_folder(name, path, registry=registry)
+    config = read_config(folder)
+    settings = find_method(config).parse(name, config)
+    with WeightFile(folder, max_bytes) as file:
+        modules = settings.stored_modules(file.tensors)
+    version, problem = None, None
+    if base is not None:
+        try:
+            version = read_adapter(name, path, base, max_bytes=max_bytes, registry=registry).version
+        except AdapterError as error:
+            problem = error.reason
+    return AdapterReport(
+        path=name,
+        base_model=settings.base_model,
+        task_type=settings.task_type,
+        rank=max(m.rank for m in modules),
+        use_rslora=settings.use_rslora,
+        modules=modules,
+        disk_bytes=file.num_bytes,
+        fits=None if base is None else problem is None,
+        problem=problem,
+        version=version,
+        extras=read_extras(name, folder.place),
+    )

@@ -1,0 +1,108 @@
+"""Costs of steps, learnt online, to limit prompt chunks by time and to compare prompts.
+
+The model of a step's duration is a constant, plus a cost per token, per token and unit of its adapter's rank, and per
+token of KV that is read. The four coefficients are fitted to recent steps by least squares with exponential fading,
+starting from a guess. A step is weighted by its tokens: a short step is bound by reads of the base weights, and says
+little about the cost of a long one.
+
+Little depends on this form: it compares prompts, and finds the tokens of a step as long as recent ones.
+``lab/costs/calibrate.py`` fits a device more closely, from a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from manylora.core.costs.least_squares import solve_nonnegative
+from manylora.core.scheduling import Sequence
+
+__all__ = ["ONE_STEP", "OnlineCosts", "StepLoad"]
+
+FADE = 0.99
+"""Factor on the weight of earlier steps with every usual step: a memory of about 100 steps."""
+
+GUESS_WEIGHT = 0.1
+"""Weight of the guess, in usual steps: enough to determine coefficients that the steps do not."""
+
+
+class StepLoad(NamedTuple):
+    """The quantities that a step's duration depends on, one per coefficient.
+
+    Args:
+        steps: 1, for the fixed cost of a step.
+        tokens: Tokens in the step.
+        row_rank: Sum of the adapter's rank over the tokens.
+        context: Tokens of KV that are read.
+    """
+
+    steps: float
+    tokens: float
+    row_rank: float
+    context: float
+
+
+ONE_STEP = StepLoad(1.0, 0.0, 0.0, 0.0)
+"""A step without tokens: its fixed cost."""
+
+USUAL = StepLoad(1.0, 512.0, 512.0 * 32.0, 16_384.0)
+"""A usual step. Features are in these units, for numerical stability."""
+
+GUESS = (0.005, 512 * 1.5e-4, 0.0, 0.005)
+"""Seconds of a usual step, by quantity: a 7B model on a data-centre GPU."""
+
+
+class OnlineCosts:
+    """Prices steps. The caller starts to observe steps when ``is_asked``: a price has been requested."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._gram = [[GUESS_WEIGHT * (row == column) for column in range(4)] for row in range(4)]
+        self._moment = [GUESS_WEIGHT * guess for guess in GUESS]
+        self._coefficients = _per_unit(list(GUESS))
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """Learn the duration of a step."""
+        weight = min(1.0, load.tokens / USUAL.tokens)
+        faded = FADE**weight
+        features = [value / usual for value, usual in zip(load, USUAL, strict=True)]
+        for row, one in enumerate(features):
+            sums = self._gram[row]
+            for column, other in enumerate(features):
+                # The guess never fades: otherwise equal steps would leave the coefficients undetermined.
+                kept = GUESS_WEIGHT if row == column else 0.0
+                sums[column] = (sums[column] - kept) * faded + kept + weight * one * other
+            kept = GUESS_WEIGHT * GUESS[row]
+            self._moment[row] = (self._moment[row] - kept) * faded + kept + weight * one * seconds
+        self._coefficients = _per_unit(solve_nonnegative(self._gram, self._moment))
+
+    def step_s(self, load: StepLoad) -> float:
+        """Return the duration of a step, in seconds."""
+        return sum([value * price for value, price in zip(load, self._coefficients, strict=True)])
+
+    def token_s(self, rank: int) -> float:
+        """Return the seconds that one more prompt token adds to a step; ``rank`` is its adapter's, 0 for the base."""
+        _, token_s, row_rank_s, context_s = self._coefficients
+        return token_s + rank * row_rank_s + context_s
+
+    def prompt_s(self, sequence: Sequence) -> float:
+        """Return the seconds that a sequence's tokens without KV add to steps; above 0."""
+        self.is_asked = True
+        rank = sequence.version.rank if sequence.version else 0
+        return max(1e-6, sequence.num_to_run * self.token_s(rank))
+
+    @staticmethod
+    def load_of(planned: Iterable[tuple[Sequence, int]]) -> StepLoad:
+        """Return the load of sequences with their numbers of tokens."""
+        tokens = row_rank = context = 0
+        for sequence, num_tokens in planned:
+            tokens += num_tokens
+            context += sequence.num_computed + num_tokens
+            if sequence.version is not None:
+                row_rank += num_tokens * sequence.version.rank
+        return StepLoad(1.0, tokens, row_rank, context)
+
+
+def _per_unit(usual: list[float]) -> tuple[float, float, float, float]:
+    steps, tokens, row_rank, context = (value / size for value, size in zip(usual, USUAL, strict=True))
+    return steps, tokens, row_rank, context

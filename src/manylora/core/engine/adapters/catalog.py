@@ -1,0 +1,261 @@
+"""The catalog of adapters: operations by name, on top of the cache's operations on versions.
+
+Every method runs on the loop's thread and returns at once; files were read or checked before, in another process.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from manylora.core.adapters.registry import AdapterRegistry, NamedAdapter
+from manylora.core.engine.adapters.cache import AdapterCache
+from manylora.core.engine.status import AdapterStatus
+from manylora.core.errors import AdapterError, AdapterReplaced, CapacityError, ManyloraError, ModelNotFound
+from manylora.core.memory import num_blocks
+from manylora.core.scheduling import Sequence
+from manylora.core.types import AdapterKey, AdapterVersion, Tier
+
+__all__ = ["AdapterCatalog"]
+
+_HEIGHT = {tier: height for height, tier in enumerate(Tier)}
+
+
+class AdapterCatalog:
+    """Registers, replaces, pins, warms and unregisters adapters by name.
+
+    Args:
+        num_pages: Pages in the pool.
+        max_pages: Most pages of one adapter.
+        block_size: Tokens of KV in a page.
+        in_flight: Returns every waiting and running sequence.
+        on_unread: Called with each version that was registered without its weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry: AdapterRegistry,
+        cache: AdapterCache,
+        num_pages: int,
+        max_pages: int,
+        block_size: int,
+        in_flight: Callable[[], list[Sequence]],
+        on_unread: Callable[[AdapterVersion], None],
+    ) -> None:
+        self._registry = registry
+        self._cache = cache
+        self._num_pages = num_pages
+        self._max_pages = max_pages
+        self._block_size = block_size
+        self._in_flight = in_flight
+        self._on_unread = on_unread
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._registry
+
+    def resolve(self, model: str, base_name: str) -> tuple[str, AdapterVersion | None]:
+        """Return the name and version of the adapter that a request names; an empty name and ``None`` are the base.
+
+        An exact name wins over ``base:adapter``.
+
+        Raises:
+            ModelNotFound: No adapter has that name; there is no fallback to the base.
+        """
+        if model in ("", base_name):
+            return "", None
+        base, _, adapter = model.partition(":")
+        name = model if model in self._registry or base != base_name else adapter
+        if name in self._registry:
+            return name, self._registry.get(name).version
+        raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
+
+    def resolve_version(self, model: str, base_name: str, key: AdapterKey | None) -> tuple[str, AdapterVersion | None]:
+        """Return the adapter of an answer that another engine began: the same version, under any name.
+
+        A version that has lost its last name goes on under the name in the request, while other answers run on it.
+
+        Args:
+            model: The name in the request.
+            base_name: The base model's name.
+            key: The version that began the answer, ``None`` for the base.
+
+        Raises:
+            AdapterReplaced: The version is not here: the name has other weights now, or is gone.
+        """
+        if key is None:
+            if model in ("", base_name):
+                return "", None
+            raise AdapterReplaced(model, "this answer was begun by the base model, which has another name here")
+        if self._cache.knows(key):
+            names = self._registry.names_of(key)
+            return model if model in names or not names else names[0], self._cache.residency(key).version
+        state = "was replaced" if model in self._registry else "was unloaded"
+        raise AdapterReplaced(model, f"it {state} while an engine that answered with it ended; please ask again")
+
+    def register(
+        self, name: str, version: AdapterVersion, now: float, *, replace: bool = False, tier: Tier = Tier.HOST
+    ) -> AdapterStatus:
+        """Point a name to a version whose weights the executor holds in the host tier, or that is on disk.
+
+        Earlier requests keep the version that the name had then. If the version is refused, its host copy is dropped.
+        A version on disk is read when a sequence needs it, or in the background.
+
+        Raises:
+            AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
+            AdapterError: It is larger than one adapter may be.
+            CapacityError: Too many adapters, or the name is pinned and there is no room to pin the new version.
+        """
+        try:
+            is_pinned = self._check_can_register(name, version, replace=replace)
+            old = self._registry.add(name, version, replace=replace)
+        except ManyloraError:
+            if tier is Tier.HOST:
+                self._cache.refuse(version)
+            raise
+        self._cache.add(version, now, tier)
+        if tier is Tier.DISK:
+            self._on_unread(version)
+        self._cache.refresh(version.key, now)
+        if old is not None and old.key != version.key:
+            self._forget_if_unnamed(old, now)
+        if is_pinned:
+            self._cache.warm(version, now)
+        return self.status(name, now)
+
+    def unregister(self, name: str, now: float) -> None:
+        """Remove a name; its version is freed when the requests on it have ended.
+
+        Raises:
+            AdapterNotFound: No such name.
+        """
+        self._forget_if_unnamed(self._registry.remove(name), now)
+
+    def pin(self, name: str, pinned: bool, now: float) -> AdapterStatus:
+        """Load an adapter to the device and keep it there, or undo that.
+
+        Raises:
+            AdapterNotFound: No such name.
+            CapacityError: Pinning it would leave too little room for a request in flight.
+        """
+        version = self._registry.get(name).version
+        if pinned and not self._registry.is_pinned(version.key):
+            self._check_can_pin(name, version)
+        self._registry.set_pinned(name, pinned)
+        self._cache.refresh(version.key, now)
+        if pinned:
+            self._cache.warm(version, now)
+        return self.status(name, now)
+
+    def warm(self, name: str, now: float) -> AdapterStatus:
+        """Start loading an adapter to the device before any request for it.
+
+        Raises:
+            AdapterNotFound: No such name.
+            CapacityError: There is no idle memory for it.
+        """
+        residency = self._cache.warm(self._registry.get(name).version, now)
+        if residency.tier is not Tier.DEVICE and not residency.is_loading:
+            raise CapacityError(f"no idle memory for adapter {name!r}", retry_after_s=1.0, status=503)
+        return self.status(name, now)
+
+    def status(self, name: str, now: float) -> AdapterStatus:
+        """Return one adapter's status.
+
+        Raises:
+            AdapterNotFound: No such name.
+        """
+        named = self._registry.get(name)
+        residency = self._cache.residency(named.version.key)
+        used_at = residency.last_used_at
+        return AdapterStatus(
+            name=named.name,
+            version=named.version,
+            generation=named.generation,
+            tier=residency.tier,
+            state=residency.state,
+            is_pinned=named.is_pinned,
+            num_running=residency.num_running,
+            num_waiting=residency.num_waiting,
+            num_requests=named.num_requests,
+            num_hits=named.num_hits,
+            last_used_s=None if used_at is None else now - used_at,
+            price=self._cache.price(named.version.key, now),
+            error=residency.error,
+        )
+
+    def statuses(self, now: float) -> tuple[AdapterStatus, ...]:
+        """Return every registered adapter's status, in order of registration."""
+        return tuple(self.status(named.name, now) for named in self._registry.all())
+
+    def busiest(self, num_adapters: int, now: float) -> tuple[AdapterStatus, ...]:
+        """Return the status of a few: by tier, then with requests or failures, then by use; for views of thousands."""
+
+        def use(named: NamedAdapter) -> tuple[int, bool, int]:
+            residency = self._cache.residency(named.version.key)
+            if residency.error is not None:
+                return _HEIGHT[Tier.HOST], True, named.num_requests
+            return _HEIGHT[residency.tier], residency.is_referenced, named.num_requests
+
+        # Of the others, which are idle and unused, as many as are asked for will do: those in host memory, then any.
+        in_host = self._named(islice(self._cache.recent_host(), num_adapters))
+        failed = self._named(islice(self._cache.failed, num_adapters))
+        some = [*self._in_use(), *failed, *in_host, *self._registry.first(num_adapters)]
+        candidates = {named.name: named for named in some}
+        busiest = heapq.nlargest(num_adapters, candidates.values(), key=use)
+        return tuple(self.status(named.name, now) for named in busiest)
+
+    def in_use(self, now: float) -> tuple[AdapterStatus, ...]:
+        """Return the status of every adapter that has had a request, is pinned, or has pages; for metrics."""
+        return tuple(self.status(named.name, now) for named in self._in_use())
+
+    def _in_use(self) -> list[NamedAdapter]:
+        registry = self._registry
+        named = [*registry.used(), *registry.pinned(), *self._named(self._cache.in_pages())]
+        return list({one.name: one for one in named}.values())
+
+    def _named(self, keys: Iterable[AdapterKey]) -> list[NamedAdapter]:
+        """Return the records of all names of some versions."""
+        return [self._registry.get(name) for key in keys for name in self._registry.names_of(key)]
+
+    def num_pinned_pages(self, besides: AdapterVersion | None = None) -> int:
+        """Return the pages of pinned versions other than ``besides``."""
+        pinned = {named.version.key: named.version.num_pages for named in self._registry.pinned()}
+        if besides is not None:
+            pinned.pop(besides.key, None)
+        return sum(pinned.values())
+
+    def _check_can_register(self, name: str, version: AdapterVersion, *, replace: bool) -> bool:
+        """Raise the errors of ``register``; return whether the name is pinned."""
+        self._registry.check_can_add(name, replace=replace)
+        if version.num_pages > self._max_pages:
+            reason = f"needs {version.num_pages} pages; one adapter may take {self._max_pages} of {self._num_pages}"
+            raise AdapterError(name, f"{reason} (--max-adapter-share)")
+        is_pinned = name in self._registry and self._registry.get(name).is_pinned
+        if is_pinned and not self._registry.is_pinned(version.key):
+            self._check_can_pin(name, version)
+        return is_pinned
+
+    def _check_can_pin(self, name: str, version: AdapterVersion) -> None:
+        """Raise ``CapacityError`` unless every request in flight still fits beside the pinned adapters."""
+        for sequence in self._in_flight():
+            if sequence.adapter == version.key:
+                continue
+            most_tokens = sequence.num_prompt_tokens + sequence.max_tokens - 1  # the last one needs no KV
+            need = num_blocks(most_tokens, self._block_size) + sequence.num_adapter_pages
+            left = self._num_pages - self.num_pinned_pages(besides=sequence.version) - version.num_pages
+            if need > left:
+                raise CapacityError(
+                    f"pinning {name!r} ({version.num_pages} pages) would leave too little memory "
+                    f"for a request in flight that needs {need} pages",
+                    retry_after_s=5.0,
+                )
+        if self.num_pinned_pages() + version.num_pages >= self._num_pages:
+            raise CapacityError(f"pinning {name!r} would leave no memory for requests", retry_after_s=60.0)
+
+    def _forget_if_unnamed(self, version: AdapterVersion, now: float) -> None:
+        if self._registry.names_of(version.key):
+            self._cache.refresh(version.key, now)  # it may have been pinned by that name
+        else:
+            self._cache.retire(version.key, now)

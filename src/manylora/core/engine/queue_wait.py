@@ -1,0 +1,207 @@
+"""The limits of the queue: the engine refuses at once a request that it would answer too late.
+
+For the predicted wait of a request, the queue is played forward in steps. Each seat is free when its sequence has its
+predicted tokens; each waiting sequence takes the seat that is free first; the new one gets the first seat after all of
+them::
+
+    tokens left     seat 0  ====                waits:  1st  until seat 1 is free
+                    seat 1  ==                          2nd  until seat 0 is free
+                    seat 2  =========                   new  until the 1st has ended on seat 1, or seat 2 is free
+
+A mean rate would not do: a flood that meets an idle engine fills all seats at once, and none is free for the time of a
+whole answer. All prompts before the new one take their steps as well. Lengths come from the engine's predictor; the
+time of a step is that of the last ones.
+
+Where lengths are not known, one guess for each would be too hopeful under overload: a request comes at every moment,
+and is accepted at the one when the guesses happen to be the lowest. So an uncertain length counts as ``NUM_PARTS``
+quantiles, each on a part of a seat, and a request waits until as many parts are free as make a seat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from heapq import heapify, heapreplace, nsmallest
+from math import log, log2
+
+from manylora.core.config import SchedulerConfig
+from manylora.core.scheduling import LengthEstimate, LengthPredictor, Sequence, SequenceStatus
+
+__all__ = ["QueueWait", "num_starts", "play", "quantiles"]
+
+WEIGHT = 1 / 16
+"""Weight of the last step in the mean time of a step."""
+
+NUM_PARTS = 4
+
+_DOUBLINGS = tuple(-log2(1 - (part + 0.5) / NUM_PARTS) for part in range(NUM_PARTS))
+"""The middle quantile of each part of an exponential distribution, in medians."""
+
+_P90 = log2(10)
+"""Its 90 % quantile."""
+
+
+def quantiles(p50: int, p90: int) -> tuple[int, ...]:
+    """Return the quantiles in the middle of each part of a Weibull distribution, rising; a single one if it is certain.
+
+    Args:
+        p50: Its median, at least 1.
+        p90: Its 90 % quantile, at least the median.
+    """
+    if p50 == p90:
+        return (p50,)
+    power = log(p90 / p50) / log(_P90)
+    return tuple([max(1, round(p50 * doublings**power)) for doublings in _DOUBLINGS])
+
+
+def play(running: Iterable[int], waiting: Iterable[int], num_free: int) -> list[int]:
+    """Play the queue forward: return the steps until each seat is free of all who wait now, as a heap.
+
+    Args:
+        running: Steps that each running sequence has left.
+        waiting: Steps of each waiting sequence, in the order of their turns.
+        num_free: Seats that are free now.
+    """
+    seats = [*running, *[0] * num_free]
+    heapify(seats)
+    if seats:
+        for num_steps in waiting:
+            heapreplace(seats, seats[0] + num_steps)
+    return seats
+
+
+def num_starts(seats: Seq[int], num_steps: int, length: int) -> int:
+    """Return how many sequences of ``length`` steps would get a seat within ``num_steps``, one after another."""
+    return sum([(num_steps - at) // length + 1 for at in seats if at <= num_steps])
+
+
+class QueueWait:
+    """Refuses requests beyond ``max_waiting`` and ``max_wait_s``; without the latter it predicts nothing.
+
+    Args:
+        scheduler: The limits of the queue, of a step, and of running sequences.
+        predictor: Predicts the lengths of answers.
+        sequences: All requests in flight, by id, in order of arrival.
+        is_full: Whether a sequence waits for room although seats are free.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: SchedulerConfig,
+        predictor: LengthPredictor,
+        sequences: Mapping[str, Sequence],
+        is_full: Callable[[], bool],
+    ) -> None:
+        self._max_waiting = scheduler.max_waiting
+        self._max_wait_s = scheduler.max_wait_s
+        self._num_step_tokens = scheduler.max_num_batched_tokens
+        self._num_seats = min(scheduler.max_num_seqs, self._num_step_tokens)
+        self._predictor = predictor
+        self._sequences = sequences
+        self._is_full = is_full
+        self._step_s = 0.0
+        self._stepped_at = 0.0
+        self._lengths: dict[str, tuple[int, ...]] = {}  # predicted, by request id: one, or a quantile for each part
+        self._free_at: list[int] | None = None  # a heap: steps until each part of a seat is free; none until asked for
+        self._num_parts = 1  # of a seat
+        self._num_to_run = 0  # tokens of prompts, and the next of each answer
+        self._sum_lengths = 0  # of the answers in flight
+
+    def stepped(self, began_at: float, now: float) -> None:
+        """Learn that a step ended; the time between two steps that follow each other is part of the second."""
+        if self._max_wait_s is None:
+            return
+        took_s = now - began_at
+        if began_at - self._stepped_at < took_s:
+            took_s = now - self._stepped_at
+        self._step_s += (took_s - self._step_s) * (WEIGHT if self._step_s else 1.0)
+        self._stepped_at = now
+        self._free_at = None
+
+    def added(self, sequence: Sequence) -> None:
+        """Learn that a request was accepted."""
+        seats = self._free_at
+        if not seats:
+            return
+        lengths = self._left(sequence)
+        if len(lengths) > self._num_parts:
+            self._free_at = None
+            return
+        for num_left in lengths * (self._num_parts // len(lengths)):
+            heapreplace(seats, seats[0] + num_left)
+        self._num_to_run += sequence.num_to_run
+        self._sum_lengths += lengths[len(lengths) // 2]
+
+    def ended(self, sequence: Sequence) -> None:
+        """Learn that a request ended, for any reason."""
+        if self._lengths.pop(sequence.request.request_id, None) is not None:
+            self._free_at = None
+
+    def has_room(self, num_waiting: int) -> bool:
+        """Return whether a new request would be accepted now."""
+        if num_waiting >= self._max_waiting:
+            return False
+        return self._max_wait_s is None or self._wait_s() <= self._max_wait_s
+
+    def num_room(self, num_waiting: int) -> int:
+        """Return how many requests with an answer of the mean length would be accepted now, one after another."""
+        num = max(0, self._max_waiting - num_waiting)
+        if self._max_wait_s is None or not self._step_s:
+            return num
+        seats = self._played()
+        num_steps = int(self._max_wait_s / self._step_s)
+        if self._num_to_run // self._num_step_tokens > num_steps:
+            return 0
+        if not seats:
+            return num
+        mean_length = max(1, self._sum_lengths // max(1, len(self._sequences)))
+        return min(num, num_starts(seats, num_steps, mean_length) // self._num_parts)
+
+    def reason(self, num_waiting: int) -> str:
+        """Return the reason of a refusal, in words."""
+        if num_waiting >= self._max_waiting or self._max_wait_s is None:
+            return f"{num_waiting} requests are waiting, the most allowed"
+        return f"The request would wait for longer than {self._max_wait_s:g} s"
+
+    def _wait_s(self) -> float:
+        """Return the predicted wait of a new request in seconds; 0 before the first step."""
+        seats = self._played()
+        first = nsmallest(self._num_parts, seats) if self._num_parts > 1 else seats[:1]
+        return max(first[-1] if first else 0, self._num_to_run // self._num_step_tokens) * self._step_s
+
+    def _played(self) -> list[int]:
+        """Return the steps until each part of a seat is free, when all that wait now have been served, as a heap."""
+        if self._free_at is not None:
+            return self._free_at
+        running: list[tuple[int, ...]] = []
+        waiting: list[tuple[int, ...]] = []
+        self._num_to_run = self._sum_lengths = 0
+        for sequence in self._sequences.values():
+            left = self._left(sequence)
+            (running if sequence.status is SequenceStatus.RUNNING else waiting).append(left)
+            self._num_to_run += sequence.num_to_run
+            self._sum_lengths += left[len(left) // 2] + sequence.num_output_tokens
+        num_free = 0 if self._is_full() else self._num_seats - len(running)
+        parts = self._num_parts = max(map(len, (*running, *waiting)), default=1)
+        self._free_at = play(_in_parts(running, parts), _in_parts(waiting, parts), num_free * parts)
+        return self._free_at
+
+    def _left(self, sequence: Sequence) -> tuple[int, ...]:
+        """Return the predicted number of tokens that an answer still lacks, at least one: as of ``quantiles``."""
+        request_id, num_output = sequence.request.request_id, sequence.num_output_tokens
+        lengths = self._lengths.get(request_id)
+        if lengths is None or lengths[0] <= num_output:
+            left = _left_of(self._predictor.predict(sequence), num_output)
+            self._lengths[request_id] = tuple([one + num_output for one in left])
+            return left
+        return tuple([one - num_output for one in lengths])
+
+
+def _left_of(estimate: LengthEstimate, num_output: int) -> tuple[int, ...]:
+    p50 = max(1, estimate.p50 - num_output)
+    return quantiles(p50, max(p50, estimate.p90 - num_output))
+
+
+def _in_parts(lengths: Iterable[tuple[int, ...]], num_parts: int) -> list[int]:
+    return [one for parts in lengths for one in (parts if len(parts) == num_parts else parts * num_parts)]

@@ -1,0 +1,301 @@
+"""The page cache: KV of running sequences, idle prefix blocks and adapters in one pool.
+
+No kind has a size of its own. Idle prefix blocks and idle adapters fill the pages that running sequences leave free. A
+claim drops exactly as many of them as it needs, in the order of the eviction policy.
+
+An item with pages is in one of these classes; a claim may drop classes down to the claimant's depth:
+
+::
+
+    class    items                                                  claimed by                               depth
+    free     none                                                   all
+    idle     prefix blocks and adapters without requests            all                                      IDLE
+    wanted   adapters that waiting requests need                    running sequences, the first in line,    WANTED
+                                                                    when no idle item is left
+    held     KV of running sequences; adapters in use, loading,     none
+             or pinned
+
+Source: Chameleon, section 4.2 (cache in idle memory; adapters of queued requests are spared as long as others can be
+dropped).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container
+from collections.abc import Sequence as Seq
+from math import isfinite
+
+from manylora.core.memory.allocator import Owner, PageAllocator
+from manylora.core.memory.eviction import Depth, EvictionPolicy, IdleItem
+from manylora.core.memory.eviction.policy import ItemKey
+from manylora.core.memory.prefix import PrefixIndex
+from manylora.core.types import AdapterKey
+
+__all__ = ["PageCache"]
+
+
+class PageCache:
+    """Claims pages, keeps idle ones, and drops them for other claims.
+
+    Args:
+        num_pages: Pages in the pool.
+        page_bytes: Bytes in a page.
+        block_size: Tokens of KV in a page.
+        policy: Ranks the items that may be dropped.
+        on_adapter_dropped: Called with each adapter dropped for a claim and the time, after its pages are freed.
+        on_prefix_dropped: Called with the number of prefix pages dropped for a claim and the time.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_bytes: int,
+        block_size: int,
+        *,
+        policy: EvictionPolicy,
+        on_adapter_dropped: Callable[[AdapterKey, float], None],
+        on_prefix_dropped: Callable[[int, float], None],
+    ) -> None:
+        self.allocator = PageAllocator(num_pages)
+        self.prefix = PrefixIndex()
+        self._page_bytes = page_bytes
+        self._block_size = block_size
+        self._policy = policy
+        self._on_adapter_dropped = on_adapter_dropped
+        self._on_prefix_dropped = on_prefix_dropped
+        self._refs: dict[int, int] = {}  # KV page -> sequences that use it
+        self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
+        self._droppable: dict[ItemKey, tuple[IdleItem, Depth]] = {}  # other adapters are held
+        self._num_droppable = {Depth.IDLE: 0, Depth.WANTED: 0}  # pages per class
+        self._chain: list[int] = []  # idle blocks, from the policy's last victim to the last block that follows it
+
+    @property
+    def keeps_idle_adapters(self) -> bool:
+        """Whether adapters stay on the device when no sequence uses or waits for them."""
+        return self._policy.keeps_idle_adapters
+
+    # -- claims ------------------------------------------------------------------------------------------------------
+
+    def num_claimable(self, depth: Depth, spare: AdapterKey | None = None) -> int:
+        """Return the number of pages that a claim of that depth can get without dropping ``spare``."""
+        num_pages = self.allocator.num_free + self._num_droppable[Depth.IDLE]
+        if depth is Depth.WANTED:
+            num_pages += self._num_droppable[Depth.WANTED]
+        if spare is not None and spare in self._droppable:
+            item, spared = self._droppable[spare]
+            if spared is Depth.IDLE or depth is Depth.WANTED:
+                num_pages -= item.num_pages
+        return num_pages
+
+    def claim(
+        self, num_pages: int, owner: Owner, now: float, depth: Depth, *, spare: AdapterKey | None = None
+    ) -> list[int] | None:
+        """Allocate pages, dropping idle (then wanted) items as needed; all, or ``None`` and nothing is dropped."""
+        if num_pages > self.num_claimable(depth, spare):
+            return None
+        num_blocks_dropped = 0
+        for level in (Depth.IDLE, Depth.WANTED):
+            while self.allocator.num_free < num_pages:
+                victim = self._victim(level, now, spare)
+                if victim is None:
+                    break
+                num_blocks_dropped += isinstance(victim.key, int)
+                self._evict(victim, now)
+        if num_blocks_dropped:
+            self._on_prefix_dropped(num_blocks_dropped, now)
+        pages = self.allocator.allocate(num_pages, owner)
+        assert pages is not None, "claimable pages were miscounted"
+        return pages
+
+    def can_displace(self, num_pages: int, price: float, now: float) -> bool:
+        """Return whether free pages and idle items cheaper than ``price`` yield that many pages.
+
+        ``price`` is the eviction policy's for the new item: seconds saved per second and page.
+        """
+        missing = num_pages - self.allocator.num_free
+        taken: dict[ItemKey, IdleItem] = {}
+        while missing > 0:
+            victim = self._victim(Depth.IDLE, now, None, taken)
+            if victim is None or self._policy.price(victim, now) >= price:
+                break
+            self._policy.remove(victim.key)
+            self._left_chain(victim.key)
+            taken[victim.key] = victim
+            missing -= victim.num_pages
+        for item in taken.values():
+            self._policy.add(item, Depth.IDLE)
+        self._chain.clear()
+        return missing <= 0
+
+    def _victim(
+        self, depth: Depth, now: float, spare: AdapterKey | None, taken: Container[ItemKey] = ()
+    ) -> IdleItem | None:
+        """Return the policy's victim; of a chain of prefix blocks, the last one.
+
+        A policy ranks blocks one by one. The blocks of a chain are used together, the first at least as often as the
+        last. If the policy names a block inside a chain, the blocks behind it, unreachable without it, are dropped
+        first. The policy then names the same block each time, so the path to the last block is kept.
+        """
+        victim = self._policy.victim(depth, now, spare)
+        if victim is None or isinstance(victim.key, str):
+            return victim
+        chain = self._chain
+        if not chain or chain[0] != victim.key:
+            chain[:] = [victim.key]
+        self.prefix.follow(chain, lambda page: page in self._droppable and page not in taken)
+        return victim if len(chain) == 1 else self._droppable[chain[-1]][0]
+
+    def _left_chain(self, key: ItemKey) -> None:
+        if self._chain and self._chain[-1] == key:
+            self._chain.pop()
+
+    def _evict(self, item: IdleItem, now: float) -> None:
+        self._policy.evict(item.key, now)
+        _, depth = self._droppable.pop(item.key)
+        self._num_droppable[depth] -= item.num_pages
+        if isinstance(item.key, int):
+            self._left_chain(item.key)
+            self.prefix.remove(item.key)
+            self.allocator.free((item.key,))
+        else:
+            self.allocator.free(self._adapter_pages.pop(item.key))
+            self._on_adapter_dropped(item.key, now)
+
+    def _set_droppable(self, item: IdleItem, depth: Depth) -> None:
+        self._droppable[item.key] = (item, depth)
+        self._num_droppable[depth] += item.num_pages
+        self._policy.add(item, depth)
+        if isinstance(item.key, int):
+            self._chain.clear()  # the block may follow one in the chain
+
+    def _set_held(self, key: ItemKey) -> None:
+        item, depth = self._droppable.pop(key)
+        self._num_droppable[depth] -= item.num_pages
+        self._policy.remove(key)
+        if isinstance(key, int):
+            self._chain.clear()
+
+    # -- KV ----------------------------------------------------------------------------------------------------------
+
+    def claim_kv(
+        self, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None, shared: Seq[int] = ()
+    ) -> list[int] | None:
+        """Allocate new pages for a sequence's KV and reference them and ``shared``; all, or ``None``.
+
+        ``shared`` are pages found in the prefix index, idle or in use. ``spare`` is an adapter that is not dropped.
+        """
+        num_idle = sum(page in self._droppable for page in shared)
+        if num_pages > self.num_claimable(depth, spare) - num_idle:
+            return None
+        for page in shared:
+            self._policy.used(page, now)
+            if page in self._refs:
+                self._refs[page] += 1
+            else:
+                self._set_held(page)
+                self.allocator.transfer(page, Owner.KV)
+                self._refs[page] = 1
+        pages = self.claim(num_pages, Owner.KV, now, depth, spare=spare)
+        assert pages is not None, "claimable pages were miscounted"
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def release_kv(self, pages: list[int], now: float) -> None:
+        """Drop one reference to each page; unreferenced pages become idle if indexed, else free.
+
+        Last page first: a sequence's last block, which depends on those before it, is then the oldest idle one.
+        """
+        for page in reversed(pages):
+            self._refs[page] -= 1
+            if self._refs[page]:
+                continue
+            del self._refs[page]
+            if page in self.prefix:
+                self.allocator.transfer(page, Owner.PREFIX)
+                self._set_droppable(IdleItem(page, 1, now, run_tokens=self._block_size), Depth.IDLE)
+            else:
+                self.allocator.free((page,))
+
+    # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def claim_adapter(
+        self, key: AdapterKey, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None
+    ) -> tuple[int, ...] | None:
+        """Allocate pages for an adapter, which is then held."""
+        assert key not in self._adapter_pages
+        pages = self.claim(num_pages, Owner.ADAPTER, now, depth, spare=spare)
+        if pages is None:
+            return None
+        self._adapter_pages[key] = tuple(pages)
+        return self._adapter_pages[key]
+
+    def adapters(self) -> Collection[AdapterKey]:
+        """Return the adapters that have pages: those on the device, or loading to it."""
+        return self._adapter_pages.keys()
+
+    def adapter_pages(self, key: AdapterKey) -> tuple[int, ...]:
+        """Return the pages of an adapter that is on the device."""
+        return self._adapter_pages[key]
+
+    def set_adapter_depth(self, key: AdapterKey, depth: Depth | None, now: float, *, read_bytes: int = 0) -> None:
+        """Set the depth of claims that may drop an adapter on the device; with ``None`` it is held.
+
+        ``read_bytes`` are the bytes to read from disk for a reload, 0 while the host has a copy.
+        """
+        item, old = self._droppable.get(key, (None, None))
+        if old is depth and (item is None or item.read_bytes == read_bytes):
+            return
+        if item is not None:
+            self._set_held(key)
+        if depth is not None:
+            num_pages = len(self._adapter_pages[key])
+            # Only the cost of a reload has changed, not the time since which it is idle.
+            idle_since = item.idle_since if item is not None and old is depth else now
+            copy_bytes = num_pages * self._page_bytes
+            self._set_droppable(IdleItem(key, num_pages, idle_since, copy_bytes, read_bytes), depth)
+
+    def adapter_used(self, key: AdapterKey, now: float) -> None:
+        """Tell the policy that a request needs an adapter, in any tier."""
+        self._policy.used(key, now)
+
+    def adapter_price(self, key: AdapterKey, now: float) -> float | None:
+        """Return the worth of keeping an idle adapter, in seconds of reloading saved per second and page.
+
+        ``None`` if it is held or absent, or if the eviction policy has another unit.
+        """
+        if key not in self._droppable:
+            return None
+        price = self._policy.price(self._droppable[key][0], now)
+        return price if isfinite(price) else None
+
+    def forget_adapter(self, key: AdapterKey, now: float) -> None:
+        """Remove an unloaded adapter from the policy."""
+        self._policy.forget(key, now)
+
+    def release_adapter(self, key: AdapterKey) -> None:
+        """Free an adapter's pages, in any class."""
+        if key in self._droppable:
+            self._set_held(key)
+        self.allocator.free(self._adapter_pages.pop(key))
+
+    def check_integrity(self) -> None:
+        """Assert that pool, references, index and classes agree; O(pages), for tests and soak runs."""
+        self.allocator.check_integrity()
+        assert len(self._refs) == self.allocator.count(Owner.KV)
+        assert all(self.allocator.owner(page) is Owner.KV and count > 0 for page, count in self._refs.items())
+        idle_blocks = [page for page in self.prefix.pages() if page not in self._refs]
+        assert len(idle_blocks) == self.allocator.count(Owner.PREFIX)
+        assert all(self.allocator.owner(page) is Owner.PREFIX and page in self._droppable for page in idle_blocks)
+        way = self._chain[:1]
+        if way:
+            self.prefix.follow(way, self._droppable.__contains__)
+        assert self._chain == way[: len(self._chain)], "not the path from its first block"
+        adapter_pages = [page for pages in self._adapter_pages.values() for page in pages]
+        assert len(adapter_pages) == len(set(adapter_pages)) == self.allocator.count(Owner.ADAPTER)
+        assert all(self.allocator.owner(page) is Owner.ADAPTER for page in adapter_pages)
+        by_depth = {Depth.IDLE: 0, Depth.WANTED: 0}
+        for key, (item, depth) in self._droppable.items():
+            by_depth[depth] += item.num_pages
+            assert item.num_pages == (len(self._adapter_pages[key]) if isinstance(key, str) else 1)
+        assert by_depth == self._num_droppable, (by_depth, self._num_droppable)

@@ -1,0 +1,62 @@
+"""Eviction: the order in which idle items are dropped when pages are short.
+
+``policy.py`` is the interface. ``price.py`` ranks adapters and prefix blocks in one order. The published policies
+(``weighted.py``, ``gdsf.py``, LRU) rank adapters; ``by_age.py`` combines them with prefix blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from manylora.core.memory.eviction.by_age import AdapterScore, ByAge, LruScore
+from manylora.core.memory.eviction.costs import LinearCost, ReloadCosts
+from manylora.core.memory.eviction.gdsf import GdsfScore
+from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
+from manylora.core.memory.eviction.price import PriceEviction
+from manylora.core.memory.eviction.reuse import ReuseModel
+from manylora.core.memory.eviction.weighted import WeightedScore
+from manylora.core.plugins import find_factory, made_by, options_for
+
+__all__ = [
+    "EVICTION_POLICIES",
+    "AdapterScore",
+    "ByAge",
+    "Depth",
+    "EvictionPolicy",
+    "GdsfScore",
+    "IdleItem",
+    "ItemKey",
+    "LinearCost",
+    "LruScore",
+    "PriceEviction",
+    "ReloadCosts",
+    "ReuseModel",
+    "WeightedScore",
+    "make_eviction_policy",
+]
+
+EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
+    "chameleon": lambda costs: ByAge(WeightedScore(0.45, 0.10, 0.45)),
+    "fair": lambda costs: ByAge(WeightedScore(1 / 3, 1 / 3, 1 / 3)),
+    "gdsf": lambda costs: ByAge(GdsfScore(costs)),
+    "lru": lambda costs: ByAge(LruScore()),
+    "none": lambda costs: ByAge(LruScore(), keeps_idle_adapters=False),
+    "price": PriceEviction,
+}
+
+
+def make_eviction_policy(name: str, costs: ReloadCosts, given: Mapping[str, object] | None = None) -> EvictionPolicy:
+    """Return an eviction policy by name.
+
+    Args:
+        name: One of ``EVICTION_POLICIES``, or a plug-in (``plugins.py``).
+        costs: Seconds of reloads; the adapter cache and the core keep them up to date.
+        given: Its options, by key.
+
+    Raises:
+        ConfigError: The name is unknown or no eviction policy, or an option is wrong.
+    """
+    factory = find_factory("eviction", name, EVICTION_POLICIES)
+    options = options_for("eviction", name, EVICTION_POLICIES, given or {})
+    taken = () if options is None else (options,)
+    return made_by("eviction", name, factory, costs, *taken, seam=EvictionPolicy)

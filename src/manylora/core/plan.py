@@ -1,0 +1,190 @@
+"""Plans: a step or an adapter load, and their results, as data between the engine core and an executor.
+
+An executor needs nothing else of the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import msgspec
+
+from manylora.core.types import AdapterKey, AdapterVersion, PromptLogprobs, SampledToken, SamplingParams, Tier
+
+__all__ = [
+    "ARRIVING",
+    "IN_HOST",
+    "ON_DEVICE",
+    "AdapterLoad",
+    "LoadResult",
+    "Placement",
+    "PlannedSequence",
+    "PromptRows",
+    "StepPlan",
+    "StepResult",
+]
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The place from which a step reads an adapter's weights; one value is shared by all sequences of an adapter.
+
+    Args:
+        tier: ``DEVICE`` (its pages) or ``HOST`` (the page images in host memory).
+        num_layers: Layers with weights in that tier, counted from the first; ``None`` for all. The executor waits for
+            the others, or reads them from the tier below.
+    """
+
+    tier: Tier
+    num_layers: int | None = None
+
+
+ON_DEVICE = Placement(Tier.DEVICE)
+"""All weights in device pages. The base model is always on the device."""
+
+IN_HOST = Placement(Tier.HOST)
+"""All weights in the image in host memory, while a copy of it to device pages is in flight."""
+
+ARRIVING = Placement(Tier.DEVICE, 0)
+"""Weights on their way to device pages, in the order of the layers; a step waits for each layer when it comes to it."""
+
+
+class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence's part of a step: tokens ``[start, start + num_tokens)`` of ``tokens`` go through the model.
+
+    ::
+
+        tokens   | prompt ................ | generated so far |
+                 0        start   start+num_tokens <= len(tokens), or one more if a token is awaited
+                 |-- KV in pages --|-- this step --|
+
+    A struct, because hundreds are created per step: creating a frozen dataclass takes 1.5 us, more than planning it.
+
+    ``tokens`` and ``pages`` are the engine's own lists. As long as they are the same objects they only grow, at the
+    end. A sequence that was pre-empted has a new list of pages.
+
+    Args:
+        seq_id: The sequence; unique for the life of the engine.
+        tokens: All its tokens so far. The executor must not keep the list beyond the step; it may grow while the step
+            is in flight, and only the tokens below ``start + num_tokens`` count.
+        num_prompt_tokens: Tokens of the prompt.
+        start: Tokens with KV in pages.
+        num_tokens: Tokens to run in this step.
+        pages: Block table: page of every ``block_size`` positions, long enough for ``start + num_tokens``.
+        adapter: Version to apply, ``None`` for the base alone.
+        rank: Its largest rank, 0 for the base; for cost models.
+        sampling: Sampling parameters of the next token.
+        is_sampled: Whether the step yields a token (False for all but the last prompt chunk).
+        seed: Seed of its draws (the request's own, or one drawn for it).
+        awaits_token: Whether its last token, at ``start + num_tokens - 1``, is not in ``tokens`` yet: the step in
+            flight at the launch yields it (``core/engine/steps/plan_ahead.py`` fills it in).
+        placement: Place of the adapter's weights at the launch of the step.
+    """
+
+    seq_id: int
+    tokens: Seq[int]
+    num_prompt_tokens: int
+    start: int
+    num_tokens: int
+    pages: Seq[int]
+    adapter: AdapterKey | None
+    rank: int
+    sampling: SamplingParams
+    is_sampled: bool
+    seed: int
+    awaits_token: bool = False
+    placement: Placement = ON_DEVICE
+
+
+class PromptRows(msgspec.Struct, frozen=True):
+    """Positions ``[start, stop)`` of a sequence's prompt whose logits tell the probability of the token behind each.
+
+    Not a part of ``PlannedSequence``, so that a step without them pays nothing.
+
+    Args:
+        seq_id: A sequence of the step.
+        start: First position, among those that the step runs.
+        stop: End of the positions, at most the prompt's last: the token behind that one is sampled.
+        num_top: Number of most likely tokens to report at each.
+    """
+
+    seq_id: int
+    start: int
+    stop: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: its sequences in the order of the batch.
+
+    Args:
+        step_id: Number of the step.
+        sequences: Its sequences.
+        released: Sequences that ended since the last plan; the executor drops their state.
+        prompt_rows: Positions of prompts whose log-probabilities the step yields.
+    """
+
+    step_id: int
+    sequences: tuple[PlannedSequence, ...]
+    released: tuple[int, ...] = ()
+    prompt_rows: tuple[PromptRows, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The tokens that a step yields.
+
+    Args:
+        tokens: A token for every planned sequence with ``is_sampled``, by ``seq_id``.
+        device_s: Measured duration in seconds, if any.
+        failed: Reason by ``seq_id`` of the sequences whose adapter's weights could not be brought up or applied in the
+            step, whose logits were not finite, or whose answer's form took too much time. They have no token, and
+            their KV is not valid; the other sequences of the step are not affected.
+        refused: Those of ``failed`` whose request is at fault, not its adapter.
+        late: Sequences that the step has given up, since the weights of their adapter were late and all others waited
+            for them. They have no token, and their KV is not valid, but the load goes on: they may run once it is over.
+        prompt_logprobs: A row for each of the plan's ``prompt_rows``, by ``seq_id``; none for failed and late ones.
+        cpu_share: Share of the layers, over the assisted sequences, that the CPU computed; the device took over the
+            others.
+    """
+
+    tokens: dict[int, SampledToken] = field(default_factory=dict)
+    device_s: float | None = None
+    failed: dict[int, str] = field(default_factory=dict)
+    refused: frozenset[int] = frozenset()
+    late: frozenset[int] = frozenset()
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    cpu_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLoad:
+    """The load of an adapter into the next tier.
+
+    Args:
+        version: The adapter.
+        tier: Destination: ``HOST`` (read and pack the files) or ``DEVICE`` (copy the host's page images).
+        pages: Device pages to fill, in the order of the layout; empty for ``HOST``.
+        is_urgent: Whether steps may wait for a read, so that it may not run at a lower priority than they do.
+    """
+
+    version: AdapterVersion
+    tier: Tier
+    pages: tuple[int, ...] = ()
+    is_urgent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """The result of a load.
+
+    Args:
+        error: Reason of a failure (file missing, changed, damaged).
+        device_s: Measured duration without its wait for the link, in seconds, if any.
+        layer_digests: Digests of the adapter's layers, if it was read for the first time.
+    """
+
+    error: str | None = None
+    device_s: float | None = None
+    layer_digests: bytes = b""

@@ -1,0 +1,107 @@
+"""The dispatcher: a router, and the view of every replica that it decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from collections.abc import Sequence as Seq
+
+from manylora.core.routing.router import Router
+from manylora.core.routing.view import MEAN_ANSWER_TOKENS, ReplicaReport, ReplicaView, Sent
+from manylora.core.types import Request
+
+__all__ = ["Dispatcher"]
+
+MEMORY = 1000.0
+"""Answers over which their mean length is taken."""
+
+PRIOR_ANSWERS = 4.0
+"""Weight of the assumed mean length, in answers."""
+
+
+class Dispatcher:
+    """Chooses replicas and keeps their views. Purely told: it reads no clock and waits for nothing.
+
+    Args:
+        router: Chooses.
+        num_replicas: Replicas, serving or not.
+        ranks: Rank of each adapter by name; a name that is missing counts as the base.
+    """
+
+    def __init__(self, router: Router, num_replicas: int, ranks: Mapping[str, int] | None = None) -> None:
+        assert num_replicas >= 1
+        self._router = router
+        self._ranks = {} if ranks is None else ranks
+        self._views = [ReplicaView() for _ in range(num_replicas)]
+        self._every = range(num_replicas)
+        self._in_flight: dict[str, Sent] = {}
+        self._counted = [(0, 0)] * num_replicas  # answers and their tokens in the last report
+        self._num_answers = PRIOR_ANSWERS
+        self._num_answer_tokens = PRIOR_ANSWERS * MEAN_ANSWER_TOKENS
+
+    @property
+    def views(self) -> Seq[ReplicaView]:
+        """The replicas, by index."""
+        return self._views
+
+    def dispatch(self, request: Request, serving: Container[int] | None = None, num_answered: int | None = None) -> int:
+        """Return the replica for a request, and count it there until ``ended``. The router is asked once.
+
+        Args:
+            request: The request.
+            serving: The replicas that can take it, at least one; all when ``None``.
+            num_answered: Tokens of its answer so far, if it was at a replica that was lost; ``None`` for a new one.
+        """
+        among = self._every if serving is None else [index for index in self._every if index in serving]
+        replica = self._router.choose(request, self._views, among)
+        assert replica in among, f"the router chose {replica = }, expected one of {among}"
+        rank = self._ranks.get(request.model)
+        sent = Sent(
+            replica=replica,
+            adapter=None if rank is None else request.model,
+            rank=rank or 0,
+            num_prompt_tokens=len(request.prompt) + (num_answered or 0),
+            most_tokens=request.sampling.max_tokens,
+        )
+        self._in_flight[request.request_id] = sent
+        self._views[replica].add(sent)
+        return replica
+
+    def started(self, request_id: str) -> None:
+        """Learn that a request has its first token; a request that is not in flight is ignored."""
+        sent = self._in_flight.get(request_id)
+        if sent is not None:
+            self._views[sent.replica].start(sent)
+
+    def ended(self, request_id: str) -> int:
+        """Learn that a request ended or was refused; return its replica."""
+        sent = self._in_flight.pop(request_id)
+        self._views[sent.replica].remove(sent)
+        return sent.replica
+
+    def report(self, replica: int, report: ReplicaReport) -> None:
+        """Learn a replica's own account, at any interval.
+
+        Replicas without a step-time model of their own are taken to be as fast as the one that reported last.
+        """
+        self._views[replica].learn(report)
+        self._count_answers(replica, report)
+        mean_answer_tokens = self._num_answer_tokens / self._num_answers
+        for view in self._views:
+            view.guess(report.steps, mean_answer_tokens)
+
+    def restarted(self, replica: int) -> None:
+        """Learn that a replica's memory is empty: no adapter is on its device any more."""
+        self._views[replica].forget()
+        self._counted[replica] = 0, 0
+
+    def _count_answers(self, replica: int, report: ReplicaReport) -> None:
+        """Learn the mean length of an answer."""
+        answers, tokens = self._counted[replica]
+        self._counted[replica] = report.num_answers, report.num_answer_tokens
+        if report.num_answers <= answers:  # none, or its counters began again
+            return
+        self._num_answers += report.num_answers - answers
+        self._num_answer_tokens += max(0, report.num_answer_tokens - tokens)
+        if self._num_answers > MEMORY:
+            self._num_answer_tokens *= MEMORY / self._num_answers
+            self._num_answers = MEMORY

@@ -1,0 +1,187 @@
+"""Routing policies: random, by load, and by adapter within a bound on load; others have files of their own.
+
+The route of a request decides which replica needs its adapter. Spread evenly, every replica comes to hold every
+adapter. Kept together, each holds a share of them and hits its cache more often, but a popular adapter can exceed the
+capacity of one replica. ``affinity`` keeps requests together until the load exceeds a bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from manylora.core.errors import ConfigError
+from manylora.core.plugins import find_factory, made_by, options_for, takes
+from manylora.core.routing.auto import AutoRouter
+from manylora.core.routing.rank_aware import RankAwareRouter
+from manylora.core.routing.rendezvous import Rendezvous
+from manylora.core.routing.router import Router
+from manylora.core.routing.view import ReplicaView
+from manylora.core.types import Request
+
+__all__ = [
+    "DEFAULT_ROUTER",
+    "ROUTERS",
+    "AffinityRouter",
+    "FirstFitRouter",
+    "LeastLoadedRouter",
+    "PowerOfTwoRouter",
+    "RandomRouter",
+    "RouterContext",
+    "make_router",
+]
+
+OVERLOAD = 1.25
+"""Most load of a replica, relative to the mean, before an adapter spills over; the factor of the source's examples."""
+
+
+class RandomRouter:
+    """Any replica, with equal probability."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
+        """Draw a replica."""
+        return among[self._rng.randrange(len(among))]
+
+
+class LeastLoadedRouter:
+    """The replica with the fewest requests in flight; of equals, that with the fewest prompt tokens.
+
+    CaraServe's *most idle*.
+    """
+
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
+        """Compare all of them."""
+        return _least_loaded(replicas, among)
+
+
+class FirstFitRouter:
+    """The first replica with a free seat, so that the last ones can be switched off; the least loaded if none has.
+
+    Source: the bin packing that Punica uses to consolidate, and CaraServe compares with.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
+        """Search from the first on."""
+        for index in among:
+            if replicas[index].load < self._max_num_seqs:
+                return index
+        return _least_loaded(replicas, among)
+
+
+class PowerOfTwoRouter:
+    """The less loaded of two random replicas: nearly as even as comparing all, without herding.
+
+    Source: Mitzenmacher, "The power of two choices in randomized load balancing", 2001.
+    """
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
+        """Compare two of them."""
+        if len(among) == 1:
+            return among[0]
+        return _least_loaded(replicas, self._rng.sample(among, 2))
+
+
+class AffinityRouter:
+    """The home replica of an adapter; the next in the adapter's own order while that one is overloaded.
+
+    Every adapter has an order of the replicas (``rendezvous.py``). A replica is skipped while it has ``overload`` times
+    its share of the load, so a popular adapter spreads over as many as it needs, always the same ones. Requests for the
+    base go to the least loaded replica.
+
+    Args:
+        base_name: The base model's name in requests.
+        overload: Most load, relative to the mean; above 1.
+
+    Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018.
+    """
+
+    def __init__(self, base_name: str = "", overload: float = OVERLOAD) -> None:
+        if overload <= 1.0:
+            raise ConfigError(f"Got {overload = }, expected a number above 1")
+        self._base_name = base_name
+        self._overload = overload
+        self._rendezvous = Rendezvous()
+
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
+        """Return the first replica with room in the adapter's order; one always is at or below the mean."""
+        if request.model in ("", self._base_name):
+            return _least_loaded(replicas, among)
+        num_requests = 1 + sum([replicas[index].load for index in among])
+        most = math.ceil(self._overload * num_requests / len(among))
+        order = self._rendezvous.order(request.model, len(replicas))
+        return next(index for index in order if index in among and replicas[index].load < most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterContext:
+    """The view that a router has of the service.
+
+    Args:
+        base_name: The base model's name in requests.
+        max_num_seqs: Requests that a replica runs at once.
+        ranks: Rank of each adapter by name.
+        options: The router's own ``Options``, checked; ``None`` where it has none.
+    """
+
+    rng: Random
+    base_name: str = ""
+    max_num_seqs: int = 128
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    options: Any = None
+
+
+@takes(RankAwareRouter.Options)
+def _rank_aware(context: RouterContext) -> Router:
+    return RankAwareRouter(context.ranks, tbt_s=context.options.tbt_s)
+
+
+@takes(AutoRouter.Options)
+def _auto(context: RouterContext) -> Router:
+    return AutoRouter(context.ranks, max_num_seqs=context.max_num_seqs, tbt_s=context.options.tbt_s)
+
+
+ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
+    "affinity": lambda context: AffinityRouter(context.base_name),
+    "auto": _auto,
+    "first-fit": lambda context: FirstFitRouter(context.max_num_seqs),
+    "least-loaded": lambda context: LeastLoadedRouter(),
+    "power-of-two": lambda context: PowerOfTwoRouter(context.rng),
+    "random": lambda context: RandomRouter(context.rng),
+    "rank-aware": _rank_aware,
+}
+
+DEFAULT_ROUTER = "auto"
+
+
+def make_router(name: str, context: RouterContext, given: Mapping[str, object] | None = None) -> Router:
+    """Make a router by its name.
+
+    Args:
+        name: In ``ROUTERS``, or a plug-in (``plugins.py``).
+        context: Its view of the service; ``options`` is set here.
+        given: Its options, by key.
+
+    Raises:
+        ConfigError: No router has that name, or an option is wrong.
+    """
+    options = options_for("router", name, ROUTERS, given or {})
+    return made_by(
+        "router", name, find_factory("router", name, ROUTERS), replace(context, options=options), seam=Router
+    )
+
+
+def _least_loaded(replicas: Seq[ReplicaView], among: Iterable[int]) -> int:
+    return min(among, key=lambda index: (replicas[index].load, replicas[index].num_prompt_tokens, index))

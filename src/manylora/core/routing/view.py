@@ -1,0 +1,277 @@
+"""A replica as a router sees it: the requests that were sent there, corrected by the replica's reports.
+
+::
+
+    dispatched --add--> waiting (its prompt is still to run) --started--> decoding --ended--> gone
+    report: adapters on the device, room for KV, requests of other routers, step-time model
+
+Counts of requests are the router's own: they are exact at every moment, for an engine in a simulator, in a process or
+behind HTTP. A report is about the past. It gives facts that a router cannot count, and a replica that never reports is
+described by its requests alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from manylora.core.costs.rank_fit import model_of
+from manylora.core.costs.step_model import PRIOR, StepModel
+from manylora.core.engine.status import EngineStats
+
+__all__ = ["MEAN_ANSWER_TOKENS", "ReplicaReport", "ReplicaView", "Sent", "StepTimes"]
+
+MEAN_ANSWER_TOKENS = 200.0
+"""Length of an answer before any answer has ended."""
+
+MOST_BELIEVED = 4096
+"""Adapters that are believed to be on one device; the oldest are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """A replica's own account; ``None`` where it does not say.
+
+    Args:
+        num_requests: Requests that run or wait, of every router.
+        kv_tokens: Tokens of KV for which it has room beside the adapters in use.
+        resident: Names of the adapters on its device.
+        steps: Its step-time model.
+        num_answers: Requests that have ended with an answer, since its start.
+        num_answer_tokens: Their tokens.
+    """
+
+    num_requests: int | None = None
+    kv_tokens: int | None = None
+    resident: Iterable[str] | None = None
+    steps: StepModel | None = None
+    num_answers: int = 0
+    num_answer_tokens: int = 0
+
+    @classmethod
+    def of(cls, stats: EngineStats, block_size: int) -> ReplicaReport:
+        """Return the report of an engine with these counters."""
+        in_use = stats.num_adapter_pages * stats.num_active // max(1, stats.num_resident)
+        return cls(
+            num_requests=stats.num_running + stats.num_waiting,
+            kv_tokens=(stats.num_pages - in_use) * block_size,
+            resident=stats.resident_adapters,
+            steps=model_of(stats.fits),
+            num_answers=stats.num_answers,
+            num_answer_tokens=stats.num_answer_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request that was sent to a replica and has not ended.
+
+    Args:
+        replica: Its index.
+        adapter: Name of the adapter; ``None`` for the base, and for names that no replica knows.
+        rank: Rank of the adapter; 0 without one.
+        num_prompt_tokens: Tokens of the prompt.
+        most_tokens: Its cap on the answer; ``None`` for none.
+        has_started: Whether its first token has come.
+    """
+
+    replica: int
+    adapter: str | None
+    rank: int
+    num_prompt_tokens: int
+    most_tokens: int | None
+    has_started: bool = False
+
+    def answer_tokens(self, mean: float) -> float:
+        """Return the expected length of the answer."""
+        return mean if self.most_tokens is None else min(mean, self.most_tokens)
+
+
+class StepTimes(NamedTuple):
+    """The steps of a replica as its model predicts them, and the content that the prediction is from.
+
+    Args:
+        decode_s: A decode step of all requests in flight, in seconds.
+        next_s: The next step, in seconds: with the prompts that wait, or a decode step.
+        stall_s: Mean delay of a token by prompts that run beside it, in seconds. In a steady state as many prompts
+            arrive during an answer as requests are in flight.
+        context: Tokens of KV that the requests in flight have.
+        num_rows: Tokens in the next step.
+        num_adapted_rows: Those with an adapter.
+        row_rank: Sum of ranks over them.
+    """
+
+    decode_s: float
+    next_s: float
+    stall_s: float
+    context: float
+    num_rows: int
+    num_adapted_rows: float
+    row_rank: float
+
+
+class ReplicaView:
+    """The requests in flight at one replica, and its last report.
+
+    ``num_requests``, ``num_prompt_tokens``, ``sum_rank``, ``max_rank`` and ``ranks`` (requests by rank; the base is
+    rank 0) are over all requests in flight, ``adapters`` counts them by adapter. ``num_waiting`` and ``waiting_tokens``
+    are those whose first token has not come, ``waiting_row_rank`` the sum of ranks over their tokens. ``num_foreign``
+    are requests of other routers, by report. ``resident`` are the adapters believed to be on the device.
+    """
+
+    __slots__ = (
+        "_most_sent",
+        "_times",
+        "adapters",
+        "is_guessed",
+        "kv_tokens",
+        "max_rank",
+        "mean_answer_tokens",
+        "num_foreign",
+        "num_prompt_tokens",
+        "num_requests",
+        "num_waiting",
+        "ranks",
+        "resident",
+        "steps",
+        "sum_rank",
+        "waiting_row_rank",
+        "waiting_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_prompt_tokens = 0
+        self.num_waiting = 0
+        self.waiting_tokens = 0
+        self.waiting_row_rank = 0
+        self.sum_rank = 0
+        self.max_rank = 0
+        self.ranks: Counter[int] = Counter()
+        self.adapters: Counter[str] = Counter()
+        self.resident: dict[str, None] = {}  # in order of use
+        self.num_foreign = 0
+        self.kv_tokens: int | None = None
+        self.steps: StepModel = PRIOR
+        self.is_guessed = True  # its steps are those of the prior, or of another replica
+        self.mean_answer_tokens = MEAN_ANSWER_TOKENS
+        self._times: StepTimes | None = None  # of the present counts
+        self._most_sent = 0  # requests in flight at once since the last report
+
+    @property
+    def load(self) -> int:
+        """Requests in flight, with those of other routers."""
+        return self.num_requests + self.num_foreign
+
+    @property
+    def num_adapted(self) -> int:
+        """Requests in flight with an adapter."""
+        return self.num_requests - self.ranks[0]
+
+    def times(self) -> StepTimes:
+        """Return the predicted steps, computed once per change of the view."""
+        if self._times is None:
+            self._times = self._predict()
+        return self._times
+
+    def _predict(self) -> StepTimes:
+        steps, load, adapted, max_rank = self.steps, self.load, self.num_adapted, self.max_rank
+        # Answers are half done on average.
+        context = self.num_prompt_tokens + self.num_requests * self.mean_answer_tokens / 2
+        decode_s = next_s = steps.decode_s(load, context, adapted, self.sum_rank, max_rank)
+        num_rows, stall_s = load, 0.0
+        adapted_rows, row_rank = float(adapted), float(self.sum_rank)
+        if self.num_requests:
+            share, mean_rank = adapted / self.num_requests, self.sum_rank / self.num_requests
+            prompt = self.num_prompt_tokens / self.num_requests
+            prompt_s = steps.prefill_s(
+                load + prompt, context + prompt, adapted + share * prompt, self.sum_rank + mean_rank * prompt, max_rank
+            )
+            stall_s = max(0.0, prompt_s - decode_s) * load / self.mean_answer_tokens
+            if self.waiting_tokens:
+                decodes = load - self.num_waiting
+                num_rows = decodes + self.waiting_tokens
+                adapted_rows = num_rows * share
+                row_rank = decodes * mean_rank + self.waiting_row_rank
+                next_s = steps.prefill_s(num_rows, context, adapted_rows, row_rank, max_rank)
+        return StepTimes(decode_s, next_s, stall_s, context, num_rows, adapted_rows, row_rank)
+
+    def add(self, sent: Sent) -> None:
+        """Count a request in."""
+        rank = sent.rank
+        self._times = None
+        self.num_requests += 1
+        self.num_prompt_tokens += sent.num_prompt_tokens
+        self.num_waiting += 1
+        self.waiting_tokens += sent.num_prompt_tokens
+        self.waiting_row_rank += sent.num_prompt_tokens * rank
+        self.sum_rank += rank
+        self.ranks[rank] += 1
+        self.max_rank = max(self.max_rank, rank)
+        self._most_sent = max(self._most_sent, self.num_requests)
+        if sent.adapter is not None:
+            self.adapters[sent.adapter] += 1
+            self.resident.pop(sent.adapter, None)
+            self.resident[sent.adapter] = None
+            if len(self.resident) > MOST_BELIEVED:
+                del self.resident[next(iter(self.resident))]
+
+    def start(self, sent: Sent) -> None:
+        """Count a prompt as run."""
+        if not sent.has_started:
+            sent.has_started = True
+            self._times = None
+            self.num_waiting -= 1
+            self.waiting_tokens -= sent.num_prompt_tokens
+            self.waiting_row_rank -= sent.num_prompt_tokens * sent.rank
+
+    def remove(self, sent: Sent) -> None:
+        """Count a request out."""
+        self.start(sent)
+        self._times = None
+        rank = sent.rank
+        self.num_requests -= 1
+        self.num_prompt_tokens -= sent.num_prompt_tokens
+        self.sum_rank -= rank
+        self.ranks[rank] -= 1
+        if not self.ranks[rank]:
+            del self.ranks[rank]
+            self.max_rank = max(self.ranks, default=0)
+        if sent.adapter is not None:
+            self.adapters[sent.adapter] -= 1
+            if not self.adapters[sent.adapter]:
+                del self.adapters[sent.adapter]
+
+    def learn(self, report: ReplicaReport) -> None:
+        """Take over a report.
+
+        The report was true at some moment since the last one, so only requests beyond the most that were in flight
+        since then are those of others. Adapters of requests in flight stay believed: their copies may be under way.
+        """
+        self._times = None
+        if report.num_requests is not None:
+            self.num_foreign = max(0, report.num_requests - self._most_sent)
+        self._most_sent = self.num_requests
+        self.kv_tokens = report.kv_tokens
+        if report.resident is not None:
+            reported = dict.fromkeys(report.resident)
+            known = [name for name in self.resident if name in reported or name in self.adapters]
+            self.resident = reported | dict.fromkeys(self.adapters)
+            for name in known:  # in the old order of use, behind those that others asked for
+                self.resident.pop(name, None)
+                self.resident[name] = None
+        if report.steps is not None:
+            self.steps, self.is_guessed = report.steps, False
+
+    def guess(self, steps: StepModel | None, mean_answer_tokens: float) -> None:
+        """Take over figures of other replicas: a step-time model, until this one has its own, and the answers."""
+        self._times = None
+        self.mean_answer_tokens = max(1.0, mean_answer_tokens)
+        if steps is not None and self.is_guessed:
+            self.steps = steps
+
+    def forget(self) -> None:
+        """Believe no adapter on its device but those of requests in flight."""
+        self.resident = dict.fromkeys(self.adapters)

@@ -1,0 +1,102 @@
+"""The rate that one replica can take: as given, or predicted from its steps; corrected where traffic contradicts it."""
+
+from __future__ import annotations
+
+from manylora.core.costs.step_model import StepModel
+
+__all__ = ["ReplicaCapacity", "predict_capacity"]
+
+FEWEST_JUDGED = 20
+"""Requests below which a share within the SLO says nothing."""
+
+BACK_OFF = 0.95
+"""Part of a rate that broke the SLO which is taken to keep it."""
+
+NEWEST = 0.1
+"""Weight of the newest prediction: the requests in flight are a small sample."""
+
+STEP = 0.9
+"""Largest change by one contradiction: it may have another cause, as cold adapters."""
+
+LEAST, MOST = 0.1, 4.0
+"""Bounds of the correction."""
+
+
+def predict_capacity(
+    steps: StepModel,
+    *,
+    prompt_tokens: float,
+    answer_tokens: float,
+    mean_rank: float,
+    max_num_seqs: int,
+    kv_tokens: int | None,
+) -> float:
+    """Return the requests per second of a replica whose steps are full.
+
+    A request takes its prompt's share of steps once, and one place in as many decode steps as its answer has tokens.
+
+    Args:
+        steps: The step-time model of the replica.
+        prompt_tokens: Mean length of a prompt.
+        answer_tokens: Mean length of an answer.
+        mean_rank: Mean rank of the requests' adapters; 0 for the base.
+        max_num_seqs: Most sequences in a step.
+        kv_tokens: Tokens of KV for which the replica has room; ``None`` if unknown.
+    """
+    context = prompt_tokens + answer_tokens / 2
+    num = max_num_seqs if kv_tokens is None else max(1, min(max_num_seqs, int(kv_tokens / max(1.0, context))))
+    rank = int(mean_rank)
+    decode_s = steps.decode_s(num, num * context, num, num * rank, rank)
+    tokens = num + prompt_tokens
+    prompt_s = steps.prefill_s(tokens, num * context, tokens, tokens * mean_rank, rank)
+    return 1.0 / max(1e-9, max(0.0, prompt_s - decode_s) + answer_tokens * decode_s / num)
+
+
+class ReplicaCapacity:
+    """The rate per replica that keeps the SLO.
+
+    A contradiction corrects it: the SLO broke at a lower rate, or was kept at a higher one.
+
+    Args:
+        utilization: Share of the capacity that is used, for bursts.
+        rate: Capacity in requests per second, as of ``manylora plan``; ``None`` until ``predict`` is told.
+        goal: Share of requests that must keep the SLO.
+    """
+
+    def __init__(self, *, utilization: float, goal: float, rate: float | None = None) -> None:
+        self._utilization = utilization
+        self._goal = goal
+        self._rate = rate
+        self._is_given = rate is not None
+        self._correction = 1.0
+
+    @property
+    def safe_rate(self) -> float | None:
+        """Requests per second that a replica should take at most; ``None`` while unknown."""
+        return None if self._rate is None else self._rate * self._correction * self._utilization
+
+    def predict(self, rate: float) -> None:
+        """Learn a prediction; ignored if the capacity was given."""
+        if not self._is_given:
+            self._rate = rate if self._rate is None else self._rate + NEWEST * (rate - self._rate)
+
+    def learn(self, rate: float, num_judged: int, num_kept: int) -> None:
+        """Learn from a time in which the load was steady.
+
+        Args:
+            rate: Requests per second that each replica took.
+            num_judged: Requests whose time to first token is known, or is over the SLO already.
+            num_kept: Those within the SLO.
+        """
+        safe = self.safe_rate
+        if safe is None or num_judged < FEWEST_JUDGED:
+            return
+        is_kept = num_kept >= self._goal * num_judged
+        if is_kept and rate > safe:
+            self._correct(rate / safe)
+        elif not is_kept and rate < safe:
+            self._correct(BACK_OFF * rate / safe)
+
+    def _correct(self, factor: float) -> None:
+        factor = min(1 / STEP, max(STEP, factor))
+        self._correction = min(MOST, max(LEAST, self._correction * factor))

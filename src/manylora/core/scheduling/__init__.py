@@ -1,0 +1,104 @@
+"""Scheduling: the state of a sequence, the order in which waiting ones are admitted, and the composition of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from manylora.core.plugins import find_factory, made_by, options_for
+from manylora.core.scheduling.policies.adapter_aware import AdapterAwarePolicy
+from manylora.core.scheduling.policies.boost import BoostPolicy
+from manylora.core.scheduling.policies.chameleon.policy import ChameleonPolicy, StaticQueuesPolicy
+from manylora.core.scheduling.policies.fifo import FifoPolicy, StrictFifoPolicy
+from manylora.core.scheduling.policies.keyed import KeyedPolicy
+from manylora.core.scheduling.policies.priority import PriorityPolicy
+from manylora.core.scheduling.policies.sjf import ShortestFirstPolicy
+from manylora.core.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
+from manylora.core.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
+from manylora.core.scheduling.sequence import Sequence, SequenceStatus
+from manylora.core.scheduling.step_composition import (
+    ChunkedSLoraSteps,
+    MixedSteps,
+    SeparatePromptSteps,
+    SLoraSteps,
+    StepComposition,
+    WholePromptSteps,
+)
+
+__all__ = [
+    "POLICIES",
+    "PREDICTORS",
+    "STEP_COMPOSITIONS",
+    "AdapterAwarePolicy",
+    "BoostPolicy",
+    "ChameleonPolicy",
+    "FifoPolicy",
+    "KeyedPolicy",
+    "LengthEstimate",
+    "LengthPredictor",
+    "Nearness",
+    "Outcome",
+    "Policy",
+    "PolicyContext",
+    "PriorityPolicy",
+    "QueueStatus",
+    "Sequence",
+    "SequenceStatus",
+    "ShortestFirstPolicy",
+    "StaticQueuesPolicy",
+    "StepComposition",
+    "StrictFifoPolicy",
+    "make_policy",
+    "make_predictor",
+    "make_step_composition",
+]
+
+POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
+    "adapter-aware": AdapterAwarePolicy,
+    "boost": BoostPolicy,
+    "chameleon": ChameleonPolicy,
+    "fifo": FifoPolicy,
+    "priority": PriorityPolicy,
+    "sjf": ShortestFirstPolicy,
+    "static-queues": StaticQueuesPolicy,
+    "strict-fifo": StrictFifoPolicy,
+}
+
+STEP_COMPOSITIONS: dict[str, Callable[[], StepComposition]] = {
+    "mixed": MixedSteps,
+    "s-lora": SLoraSteps,
+    "s-lora-chunked": ChunkedSLoraSteps,
+    "s-lora-each-step": partial(SLoraSteps, steps_between_admissions=0),
+    "s-lora-prefetch": partial(SLoraSteps, prefetch_steps=(5, 7)),
+    "separate-prompts": SeparatePromptSteps,
+    "whole-prompts": WholePromptSteps,
+}
+
+
+def make_policy(name: str, context: PolicyContext) -> Policy:
+    """Make a scheduling policy by name.
+
+    Args:
+        name: In ``POLICIES``, or a plug-in (``plugins.py``).
+        context: Its view of the engine; ``options`` is set here, from the configuration.
+
+    Raises:
+        ConfigError: No policy has that name, it lacks a method, or an option of it is wrong.
+    """
+    factory = find_factory("policy", name, POLICIES)
+    options = options_for("policy", name, POLICIES, context.config.policy_options)
+    return made_by("policy", name, factory, replace(context, options=options), seam=Policy)
+
+
+def make_step_composition(name: str) -> StepComposition:
+    """Make a step composition by name, in its first state.
+
+    Args:
+        name: In ``STEP_COMPOSITIONS``, or a plug-in (``plugins.py``).
+
+    Raises:
+        ConfigError: No step composition has that name, or it lacks a method.
+    """
+    factory = find_factory("step_composition", name, STEP_COMPOSITIONS)
+    return made_by("step_composition", name, factory, seam=StepComposition)

@@ -1,0 +1,116 @@
+"""A policy given by one number per request: the least goes first, and no request starves whatever the number is.
+
+Orders by size, by deadline or by importance differ in the number alone. Everything else is here::
+
+    def by_prompt(context: PolicyContext) -> Policy:
+        return KeyedPolicy(lambda sequence, now: sequence.num_to_run)
+
+No request starves. The first in line stays so until admitted, even if a sequence with a lesser key arrives. The oldest
+of all is passed by at most ``MAX_BYPASS`` admissions (``waiting.py``), whether it was offered or not; then it is first
+in line, and no other is admitted. So every request comes to be the oldest, and one behind ``n`` others waits for at
+most ``n + 1`` times as many admissions. A key that grows with the time of arrival needs no such bound, because late
+requests never go before (``sjf.py``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+
+from manylora.core.scheduling.policies.waiting import LOOK_AHEAD, Bypass, Line
+from manylora.core.scheduling.policy import Outcome, Policy
+from manylora.core.scheduling.sequence import Sequence
+
+__all__ = ["Key", "KeyedPolicy"]
+
+Key = Callable[[Sequence, float], float]
+"""The number of a sequence that begins to wait, at a time in seconds; fixed while it waits."""
+
+
+class KeyedPolicy(Policy):
+    """Offers the first in line, then sequences by key; a pre-empted one comes back with a new key.
+
+    Args:
+        key: Least goes first; of equals, the first to arrive.
+        ages: Whether keys grow with the time of arrival, so that every request comes to the front by them alone.
+    """
+
+    def __init__(self, key: Key, *, ages: bool = False) -> None:
+        self._key = key
+        self._waiting: dict[int, Sequence] = {}  # by seq_id
+        self._keys: dict[int, tuple[float, int]] = {}  # by seq_id: the key and, for equals, the seq_id
+        self._order: list[tuple[float, int]] = []
+        self._by_arrival = None if ages else Line()
+        self._bypass = Bypass()
+        self._first: Sequence | None = None
+        self._offers: list[Sequence] | None = None  # made when first asked for: most steps have no seat
+        self._is_blocked = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Insert it by its key."""
+        self._waiting[sequence.seq_id] = sequence
+        self._insert(sequence, self._key(sequence, now))
+        if self._by_arrival is not None:
+            self._by_arrival.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence."""
+        self._take_out(sequence)
+        self._bypass.forgive(sequence)
+
+    def reorder(self, key: Callable[[Sequence], float]) -> None:
+        """Give every waiting sequence a new key."""
+        self._order.clear()
+        for sequence in self._waiting.values():
+            self._insert(sequence, key(sequence))
+
+    def begin(self, now: float) -> None:
+        """Keep the first in line if it still waits, else name the one of least key."""
+        if self._by_arrival is not None and self._by_arrival.head is not None:
+            # A request that goes before the oldest passes it, whether that was offered or not.
+            self._bypass.refuse(self._by_arrival.head)
+        exhausted = self._bypass.exhausted
+        if exhausted is not None:
+            self._first = exhausted
+        elif self._first is None or self._first.seq_id not in self._waiting:
+            self._first = self._waiting[self._order[0][1]] if self._order else None
+        self._offers = None
+        self._is_blocked = False
+
+    @property
+    def first_in_line(self) -> Sequence | None:
+        """The sequence of least key when the last first in line was admitted, or one that was passed too often."""
+        return self._first
+
+    def offer(self) -> Sequence | None:
+        """Return the next by key, after the first in line."""
+        if self._offers is None:
+            self._offers = self.upcoming(LOOK_AHEAD)
+            self._offers.reverse()
+        return self._offers.pop() if self._offers and not self._is_blocked else None
+
+    def report(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Continue, count the passed ones, or stop."""
+        if outcome is Outcome.ADMITTED:
+            self._take_out(sequence)
+        self._is_blocked = self._bypass.report(sequence, outcome)
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        """Return the first in line and the next by key."""
+        rest = [self._waiting[seq_id] for _, seq_id in self._order[:count]]
+        if self._first is None or self._first.seq_id not in self._waiting:
+            return rest
+        return [self._first, *(one for one in rest if one is not self._first)][:count]
+
+    def _insert(self, sequence: Sequence, key: float) -> None:
+        placed = self._keys[sequence.seq_id] = (key, sequence.seq_id)
+        insort(self._order, placed)
+
+    def _take_out(self, sequence: Sequence) -> None:
+        del self._waiting[sequence.seq_id]
+        del self._order[bisect_left(self._order, self._keys.pop(sequence.seq_id))]
+        if self._by_arrival is not None:
+            self._by_arrival.remove(sequence)

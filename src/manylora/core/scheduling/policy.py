@@ -1,0 +1,163 @@
+"""The interface of scheduling policies, which order the waiting sequences, and their view of the engine.
+
+In each step the core asks the policy for one waiting sequence after the other, tries to admit it, and reports the
+outcome. The policy decides whether to offer another one; it never touches memory. It names one sequence *first in
+line*: the core lets that one claim every page that running sequences do not hold, and keeps its adapter from younger
+ones.
+
+::
+
+    for sequence in policy.squash(now):        # normally none
+        core.preempt(sequence)
+    policy.begin(now)
+    while there are seats and token budget and (sequence := policy.offer()) is not None:
+        policy.report(sequence, core.try_admit(sequence))
+
+No request starves under a policy that keeps three rules (each policy says how it does):
+
+1. a sequence that is first in line and was refused is, in the steps that follow, replaced only by one that can use the
+   memory sooner: by an older arrival, or where it lacks what memory alone does not give it (its queue's tokens, its
+   adapter);
+2. it is passed a bounded number of times, not counting while its adapter is loading;
+3. every sequence comes to be first in line, or is admitted before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, Protocol
+
+from manylora.core.config import SchedulerConfig
+from manylora.core.scheduling.prediction.port import LengthPredictor
+from manylora.core.scheduling.sequence import Sequence
+
+__all__ = ["Nearness", "Outcome", "Policy", "PolicyContext", "QueueStatus"]
+
+
+class Outcome(Enum):
+    """The outcome of an offer."""
+
+    ADMITTED = "admitted"
+    NO_PAGES = "no_pages"
+    """No room for its KV."""
+    ADAPTER_LOADING = "adapter_loading"
+    """Its adapter is on the way to the device and has its pages."""
+    ADAPTER_NO_PAGES = "adapter_no_pages"
+    """Its adapter is not on the device and there is no room for it."""
+    ADAPTER_CAP = "adapter_cap"
+    """The limit of distinct adapters in a step is reached."""
+
+
+class Nearness(IntEnum):
+    """The distance of a sequence's adapter to the device; the base is always there."""
+
+    DEVICE = 0
+    LOADING = 1
+    HOST = 2
+    DISK = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStatus:
+    """One queue of a policy, for status pages.
+
+    Args:
+        num_waiting: Sequences in it.
+        num_running: Sequences admitted from it that have not ended, where the policy counts them.
+        below: Upper bound of the sizes of its requests; ``None`` for the last queue.
+        quota_tokens: Tokens that its running requests may hold together; ``None`` where there are no quotas.
+        used_tokens: Tokens of the quota in use, those lent to other queues included.
+    """
+
+    num_waiting: int
+    num_running: int | None = None
+    below: float | None = None
+    quota_tokens: int | None = None
+    used_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyContext:
+    """The view that a policy has of its engine.
+
+    Args:
+        block_size: Tokens of KV in a page.
+        predictor: Predicts output lengths.
+        num_claimable_pages: Pages that an admission could get now; with ``True``, that of the first in line.
+        prompt_s: Device time of a sequence's prompt in seconds, by the costs learned so far.
+        options: The policy's own ``Options``, checked; ``None`` where it has none.
+    """
+
+    config: SchedulerConfig
+    num_pages: int
+    block_size: int
+    predictor: LengthPredictor
+    nearness: Callable[[Sequence], Nearness]
+    num_claimable_pages: Callable[[bool], int]
+    prompt_s: Callable[[Sequence], float]
+    options: Any = None
+
+
+class Policy(Protocol):
+    """Holds the waiting sequences and decides their order. It gets the time in seconds, and reads no clock.
+
+    A class that inherits from it has one queue, squashes nothing and keeps nothing about running sequences.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of waiting sequences."""
+        ...
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Add a sequence that arrived."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a waiting sequence that was cancelled or failed."""
+        ...
+
+    def squash(self, now: float) -> list[Sequence]:
+        """Name running sequences to pre-empt before the step, because one that they passed can run after all.
+
+        They run on while a step that writes their pages is in flight: a sequence that should still go is named again.
+        """
+        return []
+
+    def begin(self, now: float) -> None:
+        """Begin a step."""
+        ...
+
+    @property
+    def first_in_line(self) -> Sequence | None:
+        """The sequence that may claim every page that running ones do not hold.
+
+        Set by ``begin``. Another may be named once it is admitted, and when a later one is offered before any was
+        refused, or comes to be owed its turn.
+        """
+        ...
+
+    def offer(self) -> Sequence | None:
+        """Return the next sequence to try, ``None`` to stop for this step. Each at most once a step."""
+        ...
+
+    def report(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Learn the outcome for the sequence just offered; one that was admitted waits no more."""
+        ...
+
+    def finish(self, sequence: Sequence, now: float) -> None:
+        """Learn that an admitted sequence ended."""
+        return
+
+    def send_back(self, sequence: Sequence, now: float) -> None:
+        """Add an admitted sequence again that was pre-empted or squashed; its tokens are kept."""
+        self.add(sequence, now)
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        """Return up to ``count`` waiting sequences, likeliest to be next first: their adapters are worth fetching."""
+        ...
+
+    def queues(self) -> tuple[QueueStatus, ...]:
+        """Return its queues for status pages, smallest requests first."""
+        return (QueueStatus(num_waiting=len(self)),)

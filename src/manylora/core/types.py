@@ -1,0 +1,387 @@
+"""Types shared by all packages: requests, outputs and adapter versions.
+
+A *request* is the user's; a *sequence* (``core/scheduling/sequence.py``) is its state in the engine. An *adapter
+version* is LoRA weights by content. Names point to versions: replacing an adapter in place creates another version, so
+KV, prefix blocks and pages, which are keyed by version, never mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, NewType
+
+import msgspec
+
+from manylora.core.errors import RequestError
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "AdapterKey",
+    "AdapterVersion",
+    "ColdStart",
+    "Constraint",
+    "Continuation",
+    "FinishReason",
+    "Output",
+    "PromptLogprobs",
+    "PromptToken",
+    "Request",
+    "SampledToken",
+    "SamplingParams",
+    "Tier",
+]
+
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 256
+MAX_STOPS = 16
+MAX_STOP_CHARS = 4096
+MAX_SHOWN_CHARS = 300
+"""Characters of a wrong value in a message."""
+
+AdapterKey = NewType("AdapterKey", str)
+"""Identifies a version: the content hash of an adapter's weights and effective configuration, or a provisional key.
+
+A provisional key stands for weights that were not read yet (``core/adapters/file_stamp.py``).
+"""
+
+
+class Tier(Enum):
+    """Where adapter weights are; each tier is loaded from the one before it."""
+
+    DISK = "disk"
+    HOST = "host"
+    DEVICE = "device"
+
+
+class ColdStart(Enum):
+    """How a request starts whose adapter is not on the device."""
+
+    WAIT = "wait"
+    """It is admitted when all weights are on the device."""
+    ASSIST = "assist"
+    """It is computed from the image in host memory while that is copied to the device."""
+    LAYERS = "layers"
+    """It runs while the weights arrive; each step waits at each layer until that layer is there."""
+
+
+class FinishReason(Enum):
+    """Why a request ended, by OpenAI's names where there is one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+CONSTRAINT_KINDS = ("json", "regex", "choice", "grammar", "structural_tag")
+MAX_CONSTRAINT_CHARS = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form that an answer must have.
+
+    Args:
+        kind: ``json``: the text is a JSON schema, ``"{}"`` for any JSON value; ``regex``; ``choice``: a JSON list of
+            strings, one of which is the answer; ``grammar``: in Lark's or GBNF's notation; ``structural_tag``: a JSON
+            object with ``structures`` and ``triggers``, as vLLM takes it.
+        text: The schema, pattern, choices, grammar or tags.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in CONSTRAINT_KINDS:
+            raise RequestError(
+                f"Got the constraint {self.kind[:50]!r}, expected one of {', '.join(CONSTRAINT_KINDS)}",
+                param="structured_outputs",
+            )
+        if len(self.text) > MAX_CONSTRAINT_CHARS:
+            raise RequestError(
+                f"Got a constraint of {len(self.text)} characters, expected at most {MAX_CONSTRAINT_CHARS}",
+                param="structured_outputs",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters, by OpenAI's and vLLM's names.
+
+    With a seed the tokens depend on the request alone: position *i* draws from a counter-based generator keyed by
+    ``(seed, i)``, independent of the batch and of pre-emptions.
+
+    Args:
+        max_tokens: Most tokens to generate; ``None`` means as many as fit.
+        min_tokens: End-of-sequence and stop tokens are masked until so many are generated.
+        temperature: 0 is greedy.
+        top_p: Nucleus mass in (0, 1].
+        top_k: Number of candidates; 0 means all.
+        min_p: Least probability relative to the most likely token.
+        presence_penalty: Subtracted once from logits of generated tokens, in [-2, 2].
+        frequency_penalty: Subtracted per occurrence, in [-2, 2].
+        repetition_penalty: Divides (multiplies) positive (negative) logits of seen tokens, prompt included; > 0.
+        seed: Seed of this request; ``None`` lets the engine draw one.
+        stop: Strings that end the text (applied by the detokenizer, not in the engine core).
+        stop_token_ids: Tokens that end the sequence, beside the model's own.
+        include_stop_str_in_output: Whether the matched stop string stays in the text.
+        ignore_eos: Continue after end-of-sequence tokens, for load generators.
+        logprobs: Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
+        prompt_logprobs: The same for the positions of the prompt. All its tokens are then computed: none is served
+            from the prefix cache.
+        skip_special_tokens: Leave special tokens out of the text.
+        constraint: The form that the answer must have.
+        logit_bias: Pairs of token id and additive bias in [-100, 100].
+        allowed_token_ids: The only tokens that may be generated; empty for all.
+        bad_words_token_ids: Runs of tokens that are not generated (``text.bad_words_token_ids`` makes them of words).
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    constraint: Constraint | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        def check(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                got = f"{getattr(self, name)!r:.{MAX_SHOWN_CHARS}}"
+                raise RequestError(f"Got {name} = {got}, expected {expected}", param=name)
+
+        check(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        check(self.min_tokens >= 0, "min_tokens", "at least 0")
+        check(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", "no more than max_tokens")
+        check(0.0 <= self.temperature <= 100.0, "temperature", "a number from 0 to 100")
+        check(0.0 < self.top_p <= 1.0, "top_p", "a number in (0, 1]")
+        check(self.top_k >= 0, "top_k", "0 (all) or more")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "a number from 0 to 1")
+        check(-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", "a number from -2 to 2")
+        check(-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", "a number from -2 to 2")
+        check(0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", "a number above 0, at most 100")
+        check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
+        for name in ("logprobs", "prompt_logprobs"):
+            most = getattr(self, name)
+            check(most is None or 0 <= most <= MAX_LOGPROBS, name, f"a number from 0 to {MAX_LOGPROBS}")
+        check(len(self.stop) <= MAX_STOPS and all(self.stop), "stop", "at most 16 strings, none of them empty")
+        for stop in self.stop:
+            check(len(stop) <= MAX_STOP_CHARS, "stop", f"strings of at most {MAX_STOP_CHARS} characters")
+        check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")
+        check(
+            len(self.logit_bias) <= 1024 and all(t >= 0 and -100.0 <= b <= 100.0 for t, b in self.logit_bias),
+            "logit_bias",
+            "at most 1024 token ids with a bias from -100 to 100",
+        )
+        check(
+            len(self.allowed_token_ids) <= 65536 and all(t >= 0 for t in self.allowed_token_ids),
+            "allowed_token_ids",
+            "at most 65536 token ids",
+        )
+        check(
+            len(self.bad_words_token_ids) <= MAX_BAD_WORDS
+            and all(run and min(run) >= 0 for run in self.bad_words_token_ids),
+            "bad_words_token_ids",
+            f"at most {MAX_BAD_WORDS} runs of token ids, none of them empty",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """The answer so far of a request that another engine began; the next engine goes on after it.
+
+    Args:
+        tokens: Tokens that the client has; they count as generated. None if no token had come yet.
+        adapter: The adapter version that they are from, ``None`` for the base.
+    """
+
+    tokens: tuple[int, ...] = ()
+    adapter: AdapterKey | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A user's request.
+
+    Args:
+        request_id: Unique among requests in flight.
+        prompt: Token ids.
+        sampling: Sampling parameters.
+        model: Name of the base or of an adapter; resolved to a version on arrival, before any later replacement.
+        tenant: The user, for fairness and accounting.
+        cache_salt: Prefix blocks are shared only between equal salts.
+        priority: Lower is sooner, for policies that use it.
+        seed: Seed of this request in place of that of ``sampling``, which several requests may share: of one of ``n``
+            answers, or drawn, so that every engine continues it alike. ``None`` leaves the seed to ``sampling``.
+        continuation: The answer so far, if another engine began it.
+        default_max_tokens: Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    model: str = ""
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    seed: int | None = None
+    continuation: Continuation | None = None
+    default_max_tokens: int | None = None
+
+
+class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One generated token. A struct, like ``Output``: creating a frozen dataclass takes ten times as long.
+
+    Args:
+        token_id: The token.
+        logprob: Its log-probability by softmax of the raw logits, without temperature; ``None`` if not requested.
+        top: The most likely tokens as (token id, log-probability), most likely first; empty if not requested.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptToken(NamedTuple):
+    """The log-probability of one token of a prompt, after the tokens before it.
+
+    Args:
+        token_id: The token.
+        logprob: Its log-probability by softmax of the raw logits.
+        rank: 1 if no token is more likely.
+        top: The most likely tokens as (token id, log-probability), most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Log-probabilities of a prompt's tokens, from its second on: packed, since a long prompt has a million numbers.
+
+    ::
+
+        token_ids, logprobs   | token | most likely | second | ... |    num_top + 1 columns, a row per token
+        ranks                 | rank of the token |
+
+    Args:
+        num_top: Number of most likely tokens of each row.
+        token_ids: ``[rows, num_top + 1]`` int32.
+        logprobs: ``[rows, num_top + 1]`` float32.
+        ranks: ``[rows]`` int32.
+    """
+
+    num_top: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+    @classmethod
+    def join(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+        """Return the rows of one or more parts of a prompt, in their order."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            num_top=parts[0].num_top,
+            token_ids=b"".join([part.token_ids for part in parts]),
+            logprobs=b"".join([part.logprobs for part in parts]),
+            ranks=b"".join([part.ranks for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ranks) // 4
+
+    def rows(self, start: int = 0, stop: int | None = None) -> Iterator[PromptToken]:
+        """Yield the tokens of rows ``[start, stop)``."""
+        width = self.num_top + 1
+        token_ids, logprobs = memoryview(self.token_ids).cast("i"), memoryview(self.logprobs).cast("f")
+        ranks = memoryview(self.ranks).cast("i")
+        for row in range(start, len(ranks) if stop is None else min(stop, len(ranks))):
+            first = row * width
+            top = zip(token_ids[first + 1 : first + width], logprobs[first + 1 : first + width], strict=True)
+            yield PromptToken(token_ids[first], logprobs[first], ranks[row], tuple(top))
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
+    """A request's new tokens since its last output, and its end when ``finish`` is set.
+
+    Args:
+        request_id: The request.
+        tokens: New tokens in order; may be empty on the last output.
+        finish: Set on the last output.
+        stop_token: The token that ended the sequence, if one did: the last of ``tokens``, counted in usage; its text is
+            part of the answer only with ``include_stop_str_in_output``.
+        num_cached_tokens: Prompt tokens served from the prefix cache.
+        adapter: The version that answered, ``None`` for the base.
+        error: The reason, if ``finish`` is ``ERROR``.
+        is_refused: Whether the request is at fault for the error: the form of its answer.
+        prompt_logprobs: Those of the whole prompt, if requested; in an output without tokens, before the first token.
+    """
+
+    request_id: str
+    tokens: tuple[SampledToken, ...] = ()
+    finish: FinishReason | None = None
+    stop_token: int | None = None
+    num_cached_tokens: int = 0
+    adapter: AdapterKey | None = None
+    error: str | None = None
+    is_refused: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterVersion:
+    """Identity and sizes of LoRA weights, for the scheduler.
+
+    Args:
+        key: Content hash, or a provisional key.
+        source: Directory from which it is read, and read again.
+        rank: Largest rank over its modules.
+        total_rank: Sum of the ranks of its modules: the work of an unpadded kernel.
+        num_modules: Modules it changes.
+        target_modules: Their distinct last names, sorted (``q_proj``, ``down_proj`` ...).
+        num_pages: Its device pages.
+        weight_bytes: Its weights at device precision, without padding.
+        host_bytes: Size of its host copy.
+        disk_bytes: Size of its weight file.
+        dtype: Type of its packed weights; ``None`` for a version without weights (simulated).
+        layer_digests: Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty
+            where they are not known. ``key`` is the hash over them.
+        stamp: Identity of the files that it was registered from (``adapters.stamp``); empty without one.
+        is_whole: Whether no layer of its image may be used before the whole file was read: its content is not known yet
+            and is not vouched for by a server.
+    """
+
+    key: AdapterKey
+    source: str
+    rank: int
+    total_rank: int
+    num_modules: int
+    target_modules: tuple[str, ...]
+    num_pages: int
+    weight_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    dtype: str | None = None
+    layer_digests: bytes = b""
+    stamp: str = field(default="", compare=False)
+    is_whole: bool = False

@@ -1,0 +1,192 @@
+"""A controller here and an agent on every node of a Ray cluster: ``manylora functions serve --ray``.
+
+Ray says which nodes there are, starts an agent on each and reports its end. A node that is lost is a lost agent: the
+controller gives its functions to others. Requests and reports do not pass through Ray, nor do tokens and keys: a node
+reads the token or its certificate from files of its own, and gets the API keys from the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from manylora.core.config import ServerConfig
+from manylora.core.errors import ConfigError, EngineDead
+from manylora.core.fleet_config import FleetConfig
+from manylora.functions.agent.actor import AgentActor
+from manylora.functions.agent.setup import AgentSetup
+from manylora.functions.agent.supervise import CONTROLLER, RESTARTS, Child, keep_until_stopped
+from manylora.functions.controller.process import ControllerSetup, bind_guarded
+from manylora.functions.controller.tls import TlsFiles
+from manylora.functions.controller.tokens import read_token
+from manylora.functions.deployment import read_deployment
+from manylora.serving.hosting.ray.cluster import RayCluster
+from manylora.serving.hosting.ray.nodes import NodeActor, RayNode, fitting_nodes, own_address
+from manylora.serving.hosting.ray.resources import engine_resources
+from manylora.serving.http.listening import BACKLOG, url_of
+
+__all__ = ["supervise_cluster"]
+
+LOOK_EVERY_S = 2.0
+"""Seconds between two looks for nodes that have joined."""
+
+STOP_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def supervise_cluster(
+    config: Path,
+    folder: Path,
+    server: ServerConfig,
+    fleet: FleetConfig,
+    *,
+    token_file: Path | None,
+    tls: TlsFiles | None,
+    log_level: int,
+) -> int:
+    """Run a controller, and agents on the nodes of a cluster, until SIGTERM or SIGINT; return the exit code.
+
+    Args:
+        config: File of functions.
+        folder: State: the database; made for this user alone.
+        server: The HTTP server of each agent, on its node's address.
+        fleet: The cluster, with the resources that an agent takes and the labels of nodes.
+        token_file: The controller's token, on this machine and on every node; ``None`` for certificates alone.
+        tls: The certificate, on this machine and on every node.
+        log_level: Of all processes.
+
+    Raises:
+        ConfigError: The file is wrong, there is neither token nor certificate, or no cluster at the address.
+        EngineDead: The controller died too often.
+    """
+    read_deployment(config)
+    if token_file is None and tls is None:
+        raise ConfigError("Got ray without token_file and tls_cert, expected either: agents call from other machines")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    asyncio.run(_serve(config, folder, server, fleet, token_file, tls, log_level))
+    return 0
+
+
+async def _serve(
+    config: Path,
+    folder: Path,
+    server: ServerConfig,
+    fleet: FleetConfig,
+    token_file: Path | None,
+    tls: TlsFiles | None,
+    log_level: int,
+) -> None:
+    cluster = RayCluster(fleet, engine_resources(fleet.ray_resources, "cpu"))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(cluster.close)
+        bound = stack.enter_context(bind_guarded(await own_address(cluster), 0, is_guarded=True))
+        bound.listen(BACKLOG)
+        lifeline, held = os.pipe()
+        for end in (lifeline, held):
+            stack.callback(os.close, end)
+        url = url_of(bound, is_tls=tls is not None)
+        (folder / CONTROLLER).write_text(json.dumps({"url": url}))
+        controller = ControllerSetup(
+            config=str(config.resolve()),
+            folder=str(folder),
+            token=None if token_file is None else read_token(token_file),
+            tls=tls,
+            socket=bound.fileno(),
+            lifeline=lifeline,
+            api_keys=server.api_keys,
+            admin_key=server.admin_key,
+            log_level=log_level,
+        )
+        agent = AgentSetup(
+            node="",
+            controller=url,
+            token=None,
+            tls=tls,
+            server=replace(server, api_keys=(), admin_key=None),
+            folder="",
+            log_level=log_level,
+        )
+        await keep_until_stopped(
+            Child("manylora.functions.controller.process", msgspec.json.encode(controller), (bound.fileno(), lifeline)),
+            _Agents(cluster, agent, None if token_file is None else str(token_file.resolve())),
+        )
+
+
+class _Agents:
+    """The agents of all nodes.
+
+    Args:
+        cluster: The cluster.
+        setup: Of each agent, without its node.
+        token_file: As of ``AgentActor``.
+    """
+
+    def __init__(self, cluster: RayCluster, setup: AgentSetup, token_file: str | None) -> None:
+        self._cluster = cluster
+        self._setup = setup
+        self._token_file = token_file
+        self._actors: dict[str, NodeActor] = {}
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._is_stopping = False
+
+    async def keep(self) -> None:
+        """Start an agent on every node that is there or joins.
+
+        Raises:
+            ConfigError: There is no cluster, or it refuses the resources.
+        """
+        num_nodes = -1
+        while not self._is_stopping:
+            nodes = await fitting_nodes(self._cluster)
+            if len(nodes) != num_nodes:
+                num_nodes = len(nodes)
+                logger.log(logging.INFO if nodes else logging.WARNING, "nodes_for_agents num_nodes=%d", num_nodes)
+            for node in nodes:
+                if node.node_id not in self._keeping:
+                    self._keeping[node.node_id] = asyncio.create_task(self._keep_on(node))
+            await asyncio.sleep(LOOK_EVERY_S)
+            for node_id in [node_id for node_id, task in self._keeping.items() if task.done()]:
+                self._keeping.pop(node_id).result()
+
+    async def stop(self) -> None:
+        """End all agents; those that hang are killed after the time for requests under way."""
+        self._is_stopping = True
+        stopping = [actor.call("stop") for actor in self._actors.values()]
+        await asyncio.gather(*stopping, return_exceptions=True)
+        if self._keeping:
+            await asyncio.wait(self._keeping.values(), timeout=self._setup.server.drain_timeout_s + STOP_S)
+        for task in self._keeping.values():
+            task.cancel()
+        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+
+    async def _keep_on(self, node: RayNode) -> None:
+        """Keep the agent of one node, until the node is lost or the agent was stopped."""
+        server = replace(self._setup.server, host=node.address)
+        setup = msgspec.structs.replace(self._setup, node=node.name, server=server)
+        arguments = (msgspec.json.encode(setup), self._token_file, metadata.version("manylora"))
+        actor = self._actors[node.node_id] = NodeActor(self._cluster, AgentActor, node, arguments, num_threads=2)
+        now = asyncio.get_running_loop().time
+        deaths = 0
+        try:
+            while True:
+                since = now()
+                code = await actor.call("run")
+                if code == 0:
+                    return
+                deaths = 1 if now() - since >= RESTARTS.healthy_after_s else deaths + 1
+                logger.error("agent_ended node=%s code=%s in_a_row=%d", node.name, code, deaths)
+                await asyncio.sleep(RESTARTS.pause_s(deaths))
+        except EngineDead as error:  # of the actor: if its node lives, the next look finds it again
+            logger.error("agent_lost node=%s error=%s", node.name, error)
+        finally:
+            del self._actors[node.node_id]
+            await actor.remove()

@@ -1,0 +1,152 @@
+"""One address for several backbones: each has an application of its own, with its tokenizer and its functions.
+
+A request that names a model goes to the application of the model's backbone. With one backbone, and for requests that
+name no model, the first application answers; ``?backbone=NAME`` chooses another. The list of models is that of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from manylora.serving.api.models import json_response
+from manylora.serving.http.auth import Gate
+from manylora.serving.http.errors import HttpError, error_response
+from manylora.serving.http.room import BodyRoom
+
+__all__ = ["Dispatch"]
+
+Cards: TypeAlias = "list[dict[str, object]]"
+
+
+class _Named(msgspec.Struct):
+    """The part of a body that chooses the application."""
+
+    model: str = ""
+
+
+class Dispatch:
+    """An ASGI application over others.
+
+    Args:
+        apps: The application of each backbone, the first one the default.
+        backbone_of: Returns the backbone of a model's name; ``None`` if there is no such model.
+        gate: Checks a request's key before its body is read; the default application answers one without.
+        max_body_bytes: Longest body that is read for its model; a longer one goes to the default, which refuses it.
+    """
+
+    def __init__(
+        self,
+        apps: Mapping[str, ASGIApp],
+        backbone_of: Callable[[str], str | None],
+        *,
+        gate: Gate,
+        max_body_bytes: int,
+    ) -> None:
+        self._apps = apps
+        self._backbone_of = backbone_of
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+        self._bodies = BodyRoom()
+        self._default = next(iter(apps.values()))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http" or len(self._apps) == 1:
+            await self._default(scope, receive, send)
+            return
+        path = scope["path"]
+        if asked := parse_qs(scope.get("query_string", b"").decode("latin-1")).get("backbone"):
+            await self._apps.get(asked[0], self._default)(scope, receive, send)
+        elif path == "/v1/models":
+            await self._list(scope, receive, send)
+        elif path.startswith("/v1/models/"):
+            await self._app_of(path.removeprefix("/v1/models/"))(scope, receive, send)
+        elif scope["method"] == "POST" and self._has_key(scope):
+            try:
+                body, rest = await self._read(scope, receive)
+            except HttpError as error:
+                await error_response(error)(scope, receive, send)
+            else:
+                await self._app_of(_model_in(body))(scope, rest, send)
+        else:
+            await self._default(scope, receive, send)
+
+    def _app_of(self, model: str) -> ASGIApp:
+        return self._apps.get(self._backbone_of(model) or "", self._default)
+
+    def _has_key(self, scope: Scope) -> bool:
+        try:
+            self._gate.check_inference(Request(scope))  # the admin key passes as well
+        except HttpError:
+            return False
+        return True
+
+    async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes, Receive]:
+        """Return the body as far as it may go, and a ``receive`` that begins again.
+
+        Raises:
+            HttpError: 429: other bodies leave no room.
+        """
+        messages: list[Message] = []
+        parts: list[bytes] = []
+        num_bytes = 0
+        arriving = self._bodies.enter(lambda: self._gate.caller_of(Request(scope)))
+        try:
+            while num_bytes <= self._max_body_bytes:
+                message = await receive()
+                messages.append(message)
+                if message["type"] != "http.request":
+                    break
+                parts.append(message.get("body", b""))
+                num_bytes += len(parts[-1])
+                arriving.grow(num_bytes)
+                if not message.get("more_body", False):
+                    break
+        finally:
+            arriving.close()
+        messages.reverse()
+
+        async def again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return b"".join(parts), again
+
+    async def _list(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the models of all applications, or with the first refusal."""
+        cards: Cards = []
+        for app in self._apps.values():
+            status, body = await _ask(app, Request(scope, receive))
+            if status != 200:
+                await app(scope, receive, send)
+                return
+            cards += msgspec.json.decode(body)["data"]
+        await json_response({"object": "list", "data": cards})(scope, receive, send)
+
+
+async def _ask(app: ASGIApp, request: Request) -> tuple[int, bytes]:
+    """Return the status and the body of an application's answer."""
+    status = 500
+    parts: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    await app(request.scope, request.receive, send)
+    return status, b"".join(parts)
+
+
+def _model_in(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Named).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""  # the default application says why it is wrong

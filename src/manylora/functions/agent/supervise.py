@@ -1,0 +1,184 @@
+"""Controller and agent of one machine, started and restarted: ``manylora functions serve``.
+
+Their listening sockets are made here, so that a process that starts again has the address of the one before, and
+connections wait for it meanwhile. A pipe ends with this process, and with it all others, backbones included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from manylora.core.config import ServerConfig
+from manylora.core.errors import EngineDead
+from manylora.functions.agent.setup import AgentSetup
+from manylora.functions.controller.process import ControllerSetup, bind_guarded
+from manylora.functions.controller.tokens import own_token, read_token
+from manylora.functions.deployment import check_folder, read_deployment
+from manylora.serving.hosting.fleet.keeper import RestartPolicy
+from manylora.serving.http.listening import BACKLOG, bind, url_of
+
+__all__ = ["CONTROLLER", "RESTARTS", "Child", "keep_until_stopped", "supervise"]
+
+CONTROLLER = "controller.json"
+RESTARTS = RestartPolicy(max_deaths=10, first_pause_s=0.2, max_pause_s=5.0, healthy_after_s=10.0)
+
+logger = logging.getLogger(__name__)
+
+
+def supervise(
+    config: Path, folder: Path, server: ServerConfig, *, node: str, token_file: Path | None, log_level: int
+) -> int:
+    """Run controller and agent until SIGTERM or SIGINT; return the exit code.
+
+    Args:
+        config: File of functions.
+        folder: State: database, token and sockets; made for this user alone.
+        server: The HTTP server in front of the functions.
+        node: This machine's name.
+        token_file: The token of the controller; ``None`` for one of its own in the folder.
+        log_level: Of all processes.
+
+    Raises:
+        ConfigError: The file is wrong, an adapter cannot be read, or an address cannot be listened on.
+        EngineDead: Controller or agent died too often.
+    """
+    for name, function in read_deployment(config).functions.items():
+        check_folder(name, function)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    token = own_token(folder) if token_file is None else read_token(token_file)
+    public, private = bind(server.host, server.port), bind_guarded("127.0.0.1", 0, is_guarded=True)
+    for one in (public, private):
+        one.listen(BACKLOG)
+    (folder / CONTROLLER).write_text(json.dumps({"url": url_of(private)}))
+    lifeline, held = os.pipe()
+    controller = ControllerSetup(
+        config=str(config.resolve()),
+        folder=str(folder),
+        token=token,
+        socket=private.fileno(),
+        lifeline=lifeline,
+        has_adapters=True,
+        log_level=log_level,
+    )
+    agent = AgentSetup(
+        node=node,
+        controller=url_of(private),
+        token=token,
+        server=server,
+        folder=str(folder),
+        socket=public.fileno(),
+        lifeline=lifeline,
+        log_level=log_level,
+    )
+    try:
+        asyncio.run(
+            keep_until_stopped(
+                Child(
+                    "manylora.functions.controller.process",
+                    msgspec.json.encode(controller),
+                    (private.fileno(), lifeline),
+                ),
+                Child("manylora.functions.agent.process", msgspec.json.encode(agent), (public.fileno(), lifeline)),
+            )
+        )
+    finally:
+        os.close(held)
+        os.close(lifeline)
+        public.close()
+        private.close()
+    return 0
+
+
+class Child:
+    """A process that is started again when it ends."""
+
+    def __init__(self, module: str, setup: bytes, descriptors: tuple[int, ...]) -> None:
+        self._module = module
+        self._setup = setup
+        self._descriptors = descriptors
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_stopping = False
+
+    async def keep(self) -> None:
+        """Run it until ``stop``.
+
+        Raises:
+            EngineDead: It died too often in a row.
+        """
+        now = asyncio.get_running_loop().time
+        deaths = 0
+        while not self._is_stopping:
+            since = now()
+            process = self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", self._module),
+                stdin=asyncio.subprocess.PIPE,
+                pass_fds=self._descriptors,
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+            await process.communicate(self._setup)
+            if self._is_stopping:
+                return
+            deaths = 1 if now() - since >= RESTARTS.healthy_after_s else deaths + 1
+            logger.error("process_ended module=%s code=%s in_a_row=%d", self._module, process.returncode, deaths)
+            if deaths >= RESTARTS.max_deaths or process.returncode == 2:  # 2: its configuration is wrong
+                raise EngineDead(f"{self._module} ended {deaths} times in a row (exit code {process.returncode})")
+            await asyncio.sleep(RESTARTS.pause_s(deaths))
+
+    async def stop(self) -> None:
+        """End it, and wait."""
+        self._is_stopping = True
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            await self._process.wait()
+
+
+class Kept(Protocol):
+    """A part that is started again when it ends."""
+
+    async def keep(self) -> None:
+        """Run it until ``stop``."""
+        ...
+
+    async def stop(self) -> None:
+        """End it, and wait."""
+        ...
+
+
+async def keep_until_stopped(controller: Kept, agents: Kept) -> None:
+    """Run both until SIGTERM or SIGINT.
+
+    Raises:
+        Exception: One of them was given up, or could not be started.
+    """
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        if stopping.is_set():
+            os._exit(130)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    keeping = [asyncio.create_task(child.keep()) for child in (controller, agents)]
+    waiting = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({waiting, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        await agents.stop()  # its last report needs the controller
+        await controller.stop()
+    for task in keeping:
+        task.cancel()
+    for result in await asyncio.gather(*keeping, return_exceptions=True):
+        if isinstance(result, Exception):
+            raise result

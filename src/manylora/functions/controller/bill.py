@@ -1,0 +1,114 @@
+"""Bills from the ledger: usage and price by tenant or function, and whether they add up to the machines' time."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from manylora.functions.controller.store import Bucket, MachineBucket
+from manylora.functions.decisions.billing import PLATFORM, PriceList, Usage
+
+__all__ = ["COLUMNS", "PLATFORM_NAME", "Bill", "BillLine", "make_bill", "write_csv"]
+
+PLATFORM_NAME = "(platform)"
+COLUMNS = (
+    "active_device_s", "idle_device_s", "cpu_s", "device_gb_s", "host_gb_s", "requests", "tokens", "cost",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class BillLine:
+    """The usage of one tenant or function."""
+
+    name: str
+    usage: Usage = field(default_factory=Usage)
+    num_requests: int = 0
+    num_tokens: int = 0
+    cost: float = 0.0
+
+    def values(self) -> tuple[float | int, ...]:
+        """Return the values of ``COLUMNS``."""
+        usage = self.usage
+        return (
+            usage.active_device_ns / 1e9,
+            usage.idle_device_ns / 1e9,
+            usage.cpu_ns / 1e9,
+            usage.device_byte_ns / 1e18,
+            usage.host_byte_ns / 1e18,
+            self.num_requests,
+            self.num_tokens,
+            self.cost,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """A bill.
+
+    Args:
+        lines: The most expensive first; the platform's own last.
+        total: The sum of the lines.
+        device_ns: Time of the machines' devices, counted apart; likewise the next two.
+        lost_ns: Time without an agent's report, which the platform bears.
+    """
+
+    lines: tuple[BillLine, ...]
+    total: Usage
+    device_ns: int
+    cpu_ns: int
+    host_byte_ns: int
+    lost_ns: int
+
+    @property
+    def difference_ns(self) -> int:
+        """The device time that the lines lack, or have too much; 0 always, unless the file was changed."""
+        return self.device_ns - self.total.active_device_ns - self.total.idle_device_ns
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the lines add up to the machines' time and memory exactly."""
+        total = self.total
+        return not self.difference_ns and total.cpu_ns == self.cpu_ns and total.host_byte_ns == self.host_byte_ns
+
+
+def make_bill(
+    accounts: Iterable[Bucket], machines: Iterable[MachineBucket], prices: PriceList, *, by_tenant: bool
+) -> Bill:
+    """Return the bill of rows of a ledger."""
+    lines: dict[str, BillLine] = {}
+    total = Usage()
+    for row in accounts:
+        payer = row.tenant or "(no tenant)" if by_tenant else row.account
+        name = PLATFORM_NAME if row.account == PLATFORM else payer
+        line = lines.setdefault(name, BillLine(name))
+        line.usage = line.usage.plus(row.usage)
+        line.num_requests += row.num_requests
+        line.num_tokens += row.num_tokens
+        total = total.plus(row.usage)
+    for line in lines.values():
+        line.cost = prices.cost(line.usage)
+    machines = list(machines)
+    ordered = sorted(lines.values(), key=lambda line: (line.name == PLATFORM_NAME, -line.cost, line.name))
+    return Bill(
+        lines=tuple(ordered),
+        total=total,
+        device_ns=sum(one.device_ns for one in machines),
+        cpu_ns=sum(one.cpu_ns for one in machines),
+        host_byte_ns=sum(one.host_byte_ns for one in machines),
+        lost_ns=sum(one.lost_ns for one in machines),
+    )
+
+
+def write_csv(bill: Bill, by: str, file: TextIO) -> None:
+    """Write the lines of a bill as CSV, with amounts that lose no digit that counts."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow((by, *COLUMNS))
+    for line in bill.lines:
+        writer.writerow((_cell(line.name), *map(repr, line.values())))
+
+
+def _cell(text: str) -> str:
+    """Return a name that no spreadsheet takes for a formula."""
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t") else text

@@ -1,0 +1,101 @@
+"""Calls to the controller."""
+
+from __future__ import annotations
+
+import ssl
+from types import TracebackType
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, RequestError
+from manylora.functions.controller.tls import TlsFiles, client_context, find_refusal
+from manylora.functions.deployment import FunctionSpec
+from manylora.functions.wire import NodeReport, Orders, Overview
+
+__all__ = ["ControllerClient"]
+
+TIMEOUT_S = 10.0
+
+
+class ControllerClient:
+    """The controller at an address; a context.
+
+    Args:
+        url: Its address.
+        token: Its token, if it has one.
+        tls: This side's certificate, if the controller asks for one.
+
+    Raises:
+        ConfigError: A file cannot be used, or the address is not one of TLS.
+    """
+
+    def __init__(self, url: str, token: str | None, tls: TlsFiles | None = None) -> None:
+        if tls is not None and not url.startswith("https://"):
+            raise ConfigError(
+                f"Got controller = {url!r} with a certificate, expected an address that begins with https://"
+            )
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._tls = ssl.create_default_context() if tls is None else client_context(tls)
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=self._tls
+        )
+
+    async def report(self, node: str, report: NodeReport) -> Orders:
+        """Send a report.
+
+        Raises:
+            CapacityError: The controller does not answer now; try again.
+            CertificateRefused: One side refuses the other's certificate.
+            RequestError: It refuses the report.
+        """
+        body = await self._send("POST", f"/v1/nodes/{node}/report", msgspec.json.encode(report))
+        return msgspec.json.decode(body, type=Orders)
+
+    async def overview(self) -> Overview:
+        """Return the platform's state; errors as of ``report``."""
+        return msgspec.json.decode(await self._send("GET", "/v1/functions"), type=Overview)
+
+    async def logs(self, name: str) -> list[str]:
+        """Return the last lines that a function has written; errors as of ``report``."""
+        lines: list[str] = msgspec.json.decode(await self._send("GET", f"/v1/functions/{quote(name)}/logs"))["lines"]
+        return lines
+
+    async def register(self, name: str, spec: FunctionSpec) -> None:
+        """Add a function, or replace it; errors as of ``report``."""
+        await self._send("PUT", f"/v1/functions/{name}", msgspec.json.encode(spec))
+
+    async def remove(self, name: str) -> None:
+        """Forget a function; errors as of ``report``."""
+        await self._send("DELETE", f"/v1/functions/{name}")
+
+    async def __aenter__(self) -> ControllerClient:
+        """Return itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _send(self, method: str, path: str, content: bytes | None = None) -> bytes:
+        try:
+            answer = await self._http.request(method, path, content=content)
+        except httpx.HTTPError as error:
+            url = self._http.base_url
+            if url.scheme == "https":
+                refusal = await find_refusal(error, url.host, url.port or 443, self._tls)
+                if refusal is not None:
+                    raise CertificateRefused(f"No connection to the controller at {url}: {refusal}") from error
+            raise CapacityError(f"The controller at {self._http.base_url} does not answer: {error!r}") from error
+        if answer.status_code >= 500:
+            raise CapacityError(f"The controller at {self._http.base_url} failed: {answer.status_code}")
+        if answer.status_code != 200:
+            try:
+                reason = str(answer.json()["error"])
+            except (ValueError, KeyError, TypeError):
+                reason = answer.reason_phrase
+            raise RequestError(f"The controller refused {method} {path}: {reason}", param=str(answer.status_code))
+        return answer.content

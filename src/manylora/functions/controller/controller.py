@@ -1,0 +1,281 @@
+"""Decides from reports: the node of each function, and what each node holds ready.
+
+Only the store outlives it. A controller that starts again knows functions, nodes of functions and the ledger; the
+states of functions come with the next reports. A function leaves a node that no longer reports for the one that is
+expected to answer first (``functions.placement``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable
+
+from manylora.core.errors import ConfigError, RequestError
+from manylora.functions.controller.node_view import NodeView
+from manylora.functions.controller.store import Store
+from manylora.functions.decisions.holding import HoldingCost, NodeRoom, Wanted, needed_by, revise_holding
+from manylora.functions.decisions.placement import choose_place
+from manylora.functions.deployment import MAX_FUNCTIONS, Deployment, FunctionSpec, check_function
+from manylora.functions.wire import MAX_LOG_LINES, BackboneState, FunctionRow, NodeReport, NodeRow, Orders, Overview
+from manylora.serving.metrics.functions import FunctionStart, FunctionState
+
+__all__ = ["Controller"]
+
+LOST_AFTER_S = 10.0
+"""Seconds without a report after which the functions of a node move to others."""
+
+DECIDE_EVERY_S = 5.0
+"""Seconds between two decisions about the artefacts to hold."""
+
+MAX_NODES = 1024
+
+UNMEASURED = HoldingCost(num_bytes=128 << 20, took_s=1.0)
+"""The size and the time of an artefact that no node has loaded yet."""
+
+
+class Controller:
+    """The controller. For one thread alone.
+
+    Args:
+        store: Its database.
+        deployment: The configuration, whose functions are registered.
+        now: Returns monotonic seconds.
+        api_keys: Keys of the HTTP servers of agents that were started without.
+        admin_key: Likewise.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        deployment: Deployment,
+        *,
+        now: Callable[[], float],
+        api_keys: tuple[str, ...] = (),
+        admin_key: str | None = None,
+    ) -> None:
+        self._store = store
+        self._backbones = deployment.backbones
+        self._node = deployment.node
+        self._now = now
+        self._api_keys, self._admin_key = api_keys, admin_key
+        store.configure(deployment.functions, deployment.prices)
+        self._functions = store.functions()
+        self._placements = {name: node for name, node in store.placements().items() if name in self._functions}
+        self._starts = store.starts()
+        self._lines: dict[str, deque[str]] = {}
+        self._nodes: dict[str, NodeView] = {}
+        self._hold: dict[str, frozenset[str]] = {}
+        self._decided_at = float("-inf")
+        self._started_at = now()
+        # Numbers of one run of the controller say nothing to agents that knew another.
+        self._generation = int.from_bytes(os.urandom(6), "big") << 8
+
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    def report(self, node: str, report: NodeReport, *, member: str | None = None) -> Orders:
+        """Record a node's report, and return its orders.
+
+        Args:
+            node: Its name.
+            report: The report.
+            member: Names in the certificate of the caller; ``None`` without one.
+
+        Raises:
+            ConfigError: The report cannot be recorded.
+            RequestError: Another run of the node's agent has reported since, or a caller with another certificate.
+        """
+        known = self._nodes.get(node)
+        if known is not None and known.member != member and self._now() - known.seen_at < LOST_AFTER_S:
+            raise RequestError(f"Got a report of node {node!r} by certificate {member!r}, expected {known.member!r}")
+        end = self._store.end_of(node)
+        if len(self._nodes) >= MAX_NODES:
+            self._nodes = self._up()
+        if end is None and node not in self._nodes and len(self._nodes) >= MAX_NODES:
+            raise RequestError(f"Got node {node!r}, and there are {MAX_NODES} already")
+        if not report.is_first and (end is None or end.incarnation != report.incarnation):
+            raise RequestError(f"Got a report of node {node!r} from an agent that another one has replaced")
+        starts = {}
+        for state in report.functions:
+            if state.last_start is not None and self._starts.get(state.name) != state.last_start:
+                starts[state.name] = state.last_start
+        recorded_until_ns = self._store.record(node, report, starts)
+        self._starts |= starts
+        if end is None or report.until_ns > end.until_ns:  # not sent again
+            for name, lines in report.lines.items():
+                if name in self._functions:
+                    self._lines.setdefault(name, deque(maxlen=MAX_LOG_LINES)).extend(lines)
+        has_joined = node not in self._nodes
+        self._nodes[node] = NodeView(report, self._now(), {one.name: one for one in report.functions}, member)
+        self._place(joined=has_joined)
+        self._decide()
+        is_current = report.generation == self._generation and not report.is_first
+        return Orders(
+            recorded_until_ns=recorded_until_ns,
+            generation=self._generation,
+            node=self._node,
+            backbones=self._backbones,
+            functions=None if is_current else self._functions_of(node),
+            hold=sorted(self._hold.get(node, ())),
+            api_keys=self._api_keys,
+            admin_key=self._admin_key,
+        )
+
+    def _up(self) -> dict[str, NodeView]:
+        now = self._now()
+        return {name: view for name, view in sorted(self._nodes.items()) if now - view.seen_at < LOST_AFTER_S}
+
+    def _place(self, *, joined: bool = False) -> None:
+        """Choose a node for every function that has none which reports.
+
+        When a node has ``joined``, functions that have not been awake since their agent's start may move as well.
+        """
+        up = self._up()
+        if not up:
+            return
+        # A controller that has just begun waits for the agents of functions that have a node.
+        may_move = self._now() - self._started_at >= LOST_AFTER_S
+        placed = Counter(self._placements.values())
+        backbones = self._backbone_loads()
+        moved: dict[str, str] = {}
+        for name, spec in self._functions.items():
+            home = self._placements.get(name)
+            if home in up and (not joined or name in up[home].functions):
+                continue
+            if home is not None and home not in up and not may_move:
+                continue
+            wanted = _wanted(name, spec, None, self._starts.get(name))
+            needed = needed_by(wanted, backbones[spec.backbone])
+            alone_s = self._starts[name].first_token_s if name in self._starts else None
+            alone_s = alone_s or UNMEASURED.took_s
+            candidates = {
+                node: view.candidate(node, needed, placed[node] - (node == home)) for node, view in up.items()
+            }
+            best = choose_place(list(candidates.values()), alone_s)
+            assert best is not None
+            if home in up and candidates[home].order(alone_s) <= best.order(alone_s):
+                continue
+            placed[best.place] += 1
+            if home is not None:
+                placed[home] -= 1
+            moved[name] = best.place
+        if moved:
+            self._store.place(moved)
+            self._placements |= moved
+            self._generation += 1
+
+    def _backbone_loads(self) -> dict[str, tuple[HoldingCost, HoldingCost]]:
+        """Return the memory and the libraries of each backbone, as last measured on any node."""
+        measured: dict[str, BackboneState] = {}
+        for view in self._up().values():
+            measured |= {one.name: one for one in view.report.backbones if one.load_s > 0.0}
+        return {
+            name: (
+                (HoldingCost(one.num_bytes, one.load_s), HoldingCost(one.zygote_bytes, one.zygote_s))
+                if (one := measured.get(name)) is not None
+                else (UNMEASURED, UNMEASURED)
+            )
+            for name in self._backbones
+        }
+
+    def _decide(self) -> None:
+        """Choose the artefacts to hold, from the rates, sizes and times of the last reports."""
+        if not self._node.preload or self._now() - self._decided_at < DECIDE_EVERY_S:
+            return
+        self._decided_at = self._now()
+        backbones = self._backbone_loads()
+        # A function's node serves it, so that its artefacts are chosen for that node alone.
+        for node, view in self._up().items():
+            wanted = [
+                _wanted(name, self._functions[name], state, state.last_start)
+                for name, state in view.functions.items()
+                if self._placements.get(name) == node and name in self._functions
+            ]
+            self._hold |= revise_holding(self._hold, wanted, backbones, [NodeRoom(node, view.report.free_bytes)])
+
+    def _functions_of(self, node: str) -> dict[str, FunctionSpec]:
+        return {name: spec for name, spec in self._functions.items() if self._placements.get(name) == node}
+
+    # -- functions ---------------------------------------------------------------------------------------------------
+
+    def check(self, name: str, spec: FunctionSpec) -> None:
+        """Raise an error as of ``register``."""
+        check_function(name, spec, self._backbones)
+        if name not in self._functions and len(self._functions) >= MAX_FUNCTIONS:
+            raise ConfigError(f"Got functions.{name}, and there are {MAX_FUNCTIONS} already")
+
+    def register(self, name: str, spec: FunctionSpec) -> None:
+        """Add a function, or replace it.
+
+        Raises:
+            ConfigError: Its name or its backbone is wrong, or there are too many.
+        """
+        self.check(name, spec)
+        self._store.register(name, spec)
+        self._functions[name] = spec
+        self._generation += 1
+        self._place()
+
+    def remove(self, name: str) -> None:
+        """Forget a function; its bills remain.
+
+        Raises:
+            RequestError: There is none of this name.
+        """
+        if not self._store.remove(name):
+            raise RequestError(f"Got function {name!r}, expected a registered one", param="name")
+        self._functions.pop(name, None)
+        self._placements.pop(name, None)
+        self._starts.pop(name, None)
+        self._lines.pop(name, None)
+        self._generation += 1
+
+    def lines(self, name: str) -> list[str]:
+        """Return the last lines that a function has written, since this controller began.
+
+        Raises:
+            RequestError: There is none of this name.
+        """
+        if name not in self._functions:
+            raise RequestError(f"Got function {name!r}, expected a registered one", param="name")
+        return list(self._lines.get(name, ()))
+
+    def overview(self) -> Overview:
+        """Return nodes and functions, as of the last reports."""
+        up = self._up()
+        rows = []
+        for name, spec in self._functions.items():
+            node = self._placements.get(name)
+            state = up[node].functions.get(name) if node in up else None
+            if state is None:
+                state = FunctionState(name=name, state="asleep", last_start=self._starts.get(name))
+            rows.append(FunctionRow(name=name, tenant=spec.tenant, backbone=spec.backbone, node=node, state=state))
+        return Overview(
+            pid=os.getpid(),
+            nodes=[
+                NodeRow(
+                    name=name,
+                    is_up=name in up,
+                    address=view.report.address,
+                    pid=view.report.pid,
+                    seen_s=self._now() - view.seen_at,
+                    backbones=view.report.backbones,
+                )
+                for name, view in sorted(self._nodes.items())
+            ],
+            num_functions=len(rows),
+            functions=rows,
+        )
+
+
+def _wanted(name: str, spec: FunctionSpec, state: FunctionState | None, start: FunctionStart | None) -> Wanted:
+    """Return a function with its sizes and times, as far as they have been measured."""
+    stages = {} if start is None else start.stages_s
+    own_s = sum(stages.get(stage, 0.0) for stage in ("fork", "confine", "map", "build")) or UNMEASURED.took_s
+    return Wanted(
+        name=name,
+        backbone=spec.backbone,
+        requests_per_s=0.0 if state is None else state.requests_per_s,
+        adapter=HoldingCost(0 if state is None else state.adapter_bytes, stages.get("adapter", 0.0)),
+        process=HoldingCost(max(0 if state is None else state.own_bytes, spec.kv_bytes + spec.adapter_bytes), own_s),
+    )

@@ -1,0 +1,337 @@
+"""The controller's state in SQLite: functions, their nodes, and the ledger.
+
+Every change is one transaction of one writer. A controller that is killed between any two writes finds the state of
+the last whole transaction.
+
+The ledger of a node is contiguous: it knows the end of the last recorded report, and a report must begin there. An
+earlier begin is a report that was recorded already: its answer was lost. A later begin is a gap, in which an agent was
+gone; its time belongs to the platform. So the accounts of a node add up to its time from its first report on, exactly.
+
+Byte-nanoseconds exceed 64 bits, so amounts are text, and are added in Python within the transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from manylora.core.errors import ConfigError
+from manylora.functions.decisions.billing import PLATFORM, PriceList, Usage
+from manylora.functions.deployment import FunctionSpec
+from manylora.functions.wire import NodeReport
+from manylora.serving.metrics.functions import FunctionStart
+
+__all__ = ["BUCKET_NS", "Bucket", "MachineBucket", "NodeEnd", "Store", "read_ledger", "read_prices"]
+
+BUCKET_NS = 60 * 10**9
+"""Resolution of the ledger: usage of one account within a minute is one row."""
+
+VERSION = 1
+
+_SCHEMA = """
+CREATE TABLE functions (name TEXT PRIMARY KEY, spec BLOB NOT NULL, is_configured INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE prices (only_row INTEGER PRIMARY KEY CHECK (only_row = 0), list BLOB NOT NULL);
+CREATE TABLE nodes (
+    name TEXT PRIMARY KEY, incarnation TEXT NOT NULL, until_ns INTEGER NOT NULL, num_devices INTEGER NOT NULL,
+    num_cpus INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE placements (function TEXT PRIMARY KEY, node TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE starts (function TEXT PRIMARY KEY, start BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE accounts (
+    bucket INTEGER, node TEXT, account TEXT, tenant TEXT, usage TEXT NOT NULL, num_requests INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL, PRIMARY KEY (bucket, node, account, tenant)
+) WITHOUT ROWID;
+CREATE TABLE machines (
+    bucket INTEGER, node TEXT, amounts TEXT NOT NULL, lost_ns INTEGER NOT NULL, PRIMARY KEY (bucket, node)
+) WITHOUT ROWID;
+"""
+
+
+class NodeEnd(NamedTuple):
+    """The end of a node's ledger, and the run of the agent that wrote it."""
+
+    incarnation: str
+    until_ns: int
+
+
+class Bucket(NamedTuple):
+    """A row of the ledger: one account in one minute (``at_ns`` is its begin) on one node."""
+
+    at_ns: int
+    node: str
+    account: str
+    tenant: str
+    usage: Usage
+    num_requests: int
+    num_tokens: int
+
+
+class MachineBucket(NamedTuple):
+    """The amounts of a node in one minute, counted apart from the accounts.
+
+    Args:
+        at_ns: Begin of the minute.
+        node: The node.
+        device_ns: Time of all its devices.
+        cpu_ns: Time of all its processors.
+        host_byte_ns: Memory held.
+        lost_ns: The part of the minute's recorded time in which no agent reported.
+    """
+
+    at_ns: int
+    node: str
+    device_ns: int
+    cpu_ns: int
+    host_byte_ns: int
+    lost_ns: int
+
+
+class Store:
+    """The database, for one writer: a second one waits, and then fails.
+
+    Args:
+        path: The file; made if there is none.
+        connect: Opens it; a test counts its statements.
+
+    Raises:
+        ConfigError: It is no database of this version, or another process writes it.
+    """
+
+    def __init__(self, path: Path, *, connect: Callable[[str], sqlite3.Connection] | None = None) -> None:
+        try:
+            self._db = _connect(str(path)) if connect is None else connect(str(path))
+            self._db.isolation_level = None
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; a power cut may lose the last seconds
+            with self._transaction():
+                (version,) = self._db.execute("PRAGMA user_version").fetchone()
+                if version == 0:
+                    for statement in _SCHEMA.split(";"):
+                        if statement.strip():
+                            self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version = {VERSION}")
+                elif version != VERSION:
+                    raise ConfigError(f"Got ledger = {str(path)!r} of version {version}, expected {VERSION}")
+        except sqlite3.Error as error:
+            raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be used: {error}") from error
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    # -- desired state -----------------------------------------------------------------------------------------------
+
+    def configure(self, functions: Mapping[str, FunctionSpec], prices: PriceList) -> None:
+        """Make ``functions`` those of the configuration, and keep its prices; functions registered over REST stay."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO prices VALUES (0, ?)", (msgspec.json.encode(prices),))
+            for (name,) in self._db.execute("SELECT name FROM functions WHERE is_configured").fetchall():
+                if name not in functions:
+                    self._forget(name)
+            self._db.executemany(
+                "INSERT OR REPLACE INTO functions VALUES (?, ?, 1)",
+                [(name, msgspec.json.encode(spec)) for name, spec in functions.items()],
+            )
+
+    def register(self, name: str, spec: FunctionSpec) -> None:
+        """Add a function, or replace it."""
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO functions VALUES (?, ?, 0)", (name, msgspec.json.encode(spec)))
+
+    def remove(self, name: str) -> bool:
+        """Forget a function, whose bills remain; return whether it was there."""
+        with self._transaction():
+            return self._forget(name)
+
+    def functions(self) -> dict[str, FunctionSpec]:
+        """Return all functions, by name."""
+        rows = self._db.execute("SELECT name, spec FROM functions ORDER BY name")
+        return {name: msgspec.json.decode(spec, type=FunctionSpec) for name, spec in rows}
+
+    def place(self, nodes: Mapping[str, str]) -> None:
+        """Record the nodes of functions."""
+        with self._transaction():
+            self._db.executemany("INSERT OR REPLACE INTO placements VALUES (?, ?)", list(nodes.items()))
+
+    def placements(self) -> dict[str, str]:
+        """Return the node of each function that has one."""
+        return dict(self._db.execute("SELECT function, node FROM placements").fetchall())
+
+    def starts(self) -> dict[str, FunctionStart]:
+        """Return the last start of each function."""
+        rows = self._db.execute("SELECT function, start FROM starts")
+        return {name: msgspec.json.decode(start, type=FunctionStart) for name, start in rows}
+
+    def _forget(self, name: str) -> bool:
+        found = self._db.execute("DELETE FROM functions WHERE name = ?", (name,)).rowcount > 0
+        self._db.execute("DELETE FROM placements WHERE function = ?", (name,))
+        self._db.execute("DELETE FROM starts WHERE function = ?", (name,))
+        return found
+
+    # -- the ledger --------------------------------------------------------------------------------------------------
+
+    def end_of(self, node: str) -> NodeEnd | None:
+        """Return the end of a node's ledger; ``None`` before its first report."""
+        row = self._db.execute("SELECT incarnation, until_ns FROM nodes WHERE name = ?", (node,)).fetchone()
+        return None if row is None else NodeEnd(*row)
+
+    def record(self, node: str, report: NodeReport, starts: Mapping[str, FunctionStart]) -> int:
+        """Record a report, unless it was recorded before; return the end of the node's ledger.
+
+        A report whose amounts do not add up to its interval is an error of the agent, and nothing is recorded.
+
+        Raises:
+            ConfigError: It overlaps the ledger in part, or does not add up.
+        """
+        _check_sums(report)
+        with self._transaction():
+            end = self.end_of(node)
+            until_ns = report.since_ns if end is None else end.until_ns
+            if report.since_ns < until_ns and not report.is_first:
+                if report.until_ns > until_ns:
+                    raise ConfigError(f"Got a report since {report.since_ns}, but the ledger ends at {until_ns}")
+                return until_ns
+            lost_ns = max(0, report.since_ns - until_ns)
+            if lost_ns:
+                self._add(node, report.since_ns, [_lost(lost_ns, report)], _machine_of_lost(lost_ns, report), lost_ns)
+            if report.until_ns > report.since_ns:
+                accounts = [
+                    (one.name, one.tenant, one.usage, one.num_requests, one.num_tokens) for one in report.accounts
+                ]
+                amounts = (report.device_ns, report.cpu_ns, report.host_byte_ns)
+                self._add(node, report.until_ns, accounts, amounts, 0)
+            until_ns = max(until_ns, report.until_ns)
+            self._db.execute(
+                "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?)",
+                (node, report.incarnation, until_ns, report.num_devices, report.num_cpus),
+            )
+            self._db.executemany(
+                "INSERT OR REPLACE INTO starts VALUES (?, ?)",
+                [(name, msgspec.json.encode(start)) for name, start in starts.items()],
+            )
+            return until_ns
+
+    def _add(
+        self,
+        node: str,
+        until_ns: int,
+        accounts: Sequence[tuple[str, str, Usage, int, int]],
+        amounts: tuple[int, int, int],
+        lost_ns: int,
+    ) -> None:
+        """Add amounts to the bucket in which they end."""
+        bucket = max(0, until_ns - 1) // BUCKET_NS
+        for account, tenant, usage, num_requests, num_tokens in accounts:
+            key = (bucket, node, account, tenant)
+            row = self._db.execute(
+                "SELECT usage, num_requests, num_tokens FROM accounts"
+                " WHERE bucket = ? AND node = ? AND account = ? AND tenant = ?",
+                key,
+            ).fetchone()
+            if row is not None:
+                usage = usage.plus(Usage(*_numbers(row[0])))
+                num_requests, num_tokens = num_requests + row[1], num_tokens + row[2]
+            self._db.execute(
+                "INSERT OR REPLACE INTO accounts VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (*key, _text(usage), num_requests, num_tokens),
+            )
+        row = self._db.execute(
+            "SELECT amounts, lost_ns FROM machines WHERE bucket = ? AND node = ?", (bucket, node)
+        ).fetchone()
+        before, lost_before = ((0, 0, 0), 0) if row is None else (_numbers(row[0]), row[1])
+        added = [old + new for old, new in zip(before, amounts, strict=True)]
+        self._db.execute(
+            "INSERT OR REPLACE INTO machines VALUES (?, ?, ?, ?)", (bucket, node, _text(added), lost_before + lost_ns)
+        )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def read_ledger(path: Path, since_ns: int, until_ns: int) -> tuple[list[Bucket], list[MachineBucket]]:
+    """Return the ledger's rows whose minutes begin within a time; the controller may write meanwhile.
+
+    Raises:
+        ConfigError: There is no ledger.
+    """
+    within = (-(-since_ns // BUCKET_NS), -(-min(until_ns, 2**62) // BUCKET_NS))
+    try:
+        with contextlib.closing(_connect(f"file:{path}?mode=ro")) as db:
+            db.execute("BEGIN")  # both tables as of one moment
+            accounts = db.execute("SELECT * FROM accounts WHERE bucket >= ? AND bucket < ?", within).fetchall()
+            machines = db.execute("SELECT * FROM machines WHERE bucket >= ? AND bucket < ?", within).fetchall()
+    except sqlite3.Error as error:
+        raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be read: {error}") from None
+    buckets = [
+        Bucket(bucket * BUCKET_NS, node, account, tenant, Usage(*_numbers(usage)), num_requests, num_tokens)
+        for bucket, node, account, tenant, usage, num_requests, num_tokens in accounts
+    ]
+    return buckets, [
+        MachineBucket(bucket * BUCKET_NS, node, device_ns, cpu_ns, host_byte_ns, lost_ns)
+        for bucket, node, amounts, lost_ns in machines
+        for device_ns, cpu_ns, host_byte_ns in (_numbers(amounts),)
+    ]
+
+
+def read_prices(path: Path) -> PriceList:
+    """Return the prices of the controller's configuration.
+
+    Raises:
+        ConfigError: There is no ledger.
+    """
+    try:
+        with contextlib.closing(_connect(f"file:{path}?mode=ro")) as db:
+            row = db.execute("SELECT list FROM prices").fetchone()
+    except sqlite3.Error as error:
+        raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be read: {error}") from None
+    return PriceList() if row is None else msgspec.json.decode(row[0], type=PriceList)
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=5.0, isolation_level=None, uri=path.startswith("file:"))
+
+
+def _check_sums(report: NodeReport) -> None:
+    total = Usage()
+    for one in report.accounts:
+        if min(one.usage) < 0:
+            raise ConfigError(f"Got a report with {one.usage} of {one.name!r}, expected no negative amount")
+        total = total.plus(one.usage)
+    duration_ns = report.until_ns - report.since_ns
+    expected = (report.num_devices * duration_ns, report.num_cpus * duration_ns)
+    if report.is_first and duration_ns:
+        raise ConfigError(f"Got a first report of {duration_ns} ns, expected one without an interval")
+    if duration_ns < 0 or (report.device_ns, report.cpu_ns) != expected:
+        raise ConfigError(f"Got a report of {duration_ns} ns with {report.device_ns = } and {report.cpu_ns = }")
+    sums = (total.active_device_ns + total.idle_device_ns, total.cpu_ns, total.host_byte_ns)
+    if sums != (report.device_ns, report.cpu_ns, report.host_byte_ns):
+        raise ConfigError(f"Got a report whose accounts sum to {sums}, expected {expected} and {report.host_byte_ns}")
+
+
+def _lost(lost_ns: int, report: NodeReport) -> tuple[str, str, Usage, int, int]:
+    device_ns, cpu_ns, _ = _machine_of_lost(lost_ns, report)
+    return PLATFORM, "", Usage(idle_device_ns=device_ns, cpu_ns=cpu_ns), 0, 0
+
+
+def _machine_of_lost(lost_ns: int, report: NodeReport) -> tuple[int, int, int]:
+    return lost_ns * report.num_devices, lost_ns * report.num_cpus, 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split()))
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))

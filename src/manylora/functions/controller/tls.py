@@ -1,0 +1,109 @@
+"""TLS between the controller and its callers, where both sides show a certificate of one authority."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+
+import msgspec
+
+from manylora.core.errors import CertificateRefused, ConfigError
+
+__all__ = ["TlsFiles", "client_context", "find_refusal", "server_context", "tls_files"]
+
+CLOSE_S = 2.0
+"""Time in which a controller closes a connection that it refuses."""
+
+
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of one side, in PEM.
+
+    Args:
+        cert: Its certificate, followed by those that lead to the authority.
+        key: Its private key, without a password.
+        ca: The authority. It admits every certificate that leads to it, so it should sign for this purpose alone.
+    """
+
+    cert: str
+    key: str
+    ca: str
+
+
+def tls_files(cert: str | None, key: str | None, ca: str | None) -> TlsFiles | None:
+    """Return the files if they are given, and ``None`` if none is.
+
+    Raises:
+        ConfigError: Some are given and some are not.
+    """
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        raise ConfigError(f"Got tls_cert = {cert!r}, tls_key = {key!r}, tls_ca = {ca!r}, expected all three or none")
+    return TlsFiles(cert=cert, key=key, ca=ca)
+
+
+def server_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return the settings of the controller: a caller without a certificate of the authority is refused.
+
+    Raises:
+        ConfigError: A file cannot be used.
+    """
+    return _context(ssl.PROTOCOL_TLS_SERVER, files)
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return the settings of a caller: it checks the controller's certificate, with its host name; errors likewise."""
+    return _context(ssl.PROTOCOL_TLS_CLIENT, files)
+
+
+async def find_refusal(error: Exception, host: str, port: int, context: ssl.SSLContext) -> CertificateRefused | None:
+    """Return the refusal of a certificate that made a call fail; ``None`` if there was another cause.
+
+    In TLS 1.3 a server refuses after the client has finished its part, and event loops send no alert then. So a
+    connection is made that sends no request: a controller that takes it waits, and one that refuses it closes it.
+
+    Args:
+        error: The call's.
+        host: The controller's.
+        port: Likewise.
+        context: The settings of the call.
+    """
+    if (found := _refusal_in(error)) is not None:
+        return found
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+            try:
+                await reader.read(1)
+            except ConnectionError:
+                pass
+            finally:
+                writer.close()
+            return CertificateRefused("it refuses the certificate of this side, or the lack of one")
+    except OSError as again:  # TimeoutError: it takes the connection
+        return _refusal_in(again)
+
+
+def _refusal_in(error: BaseException | None) -> CertificateRefused | None:
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return CertificateRefused(f"its certificate is refused here: {error.verify_message}")
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(files.cert, files.key, password="")  # none is asked for on a terminal
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(
+            f"Got tls_cert = {files.cert!r} and tls_key = {files.key!r}, which cannot be used: {error}"
+        ) from error
+    try:
+        context.load_verify_locations(files.ca)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"Got tls_ca = {files.ca!r}, which cannot be used: {error}") from error
+    return context

@@ -1,0 +1,179 @@
+"""Batches of requests for isolated functions: full or expired, the most urgent first.
+
+A function cannot share a step with another one, so requests wait a little to share a step with their own kind. A batch
+leaves when it is full, or when its oldest request must start to be answered in time.
+
+Source: ServerlessLoRA, section 4.2, equations 2 to 5. Equation 3 as printed uses N both for the requests that have
+arrived and for the cap, and ignores the time that the oldest one has waited; here N is what has arrived, the cap is the
+largest batch within the objective, and waiting counts from the oldest arrival. With M batches on a device, all times
+are M times as long (equation 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from manylora.core.errors import ConfigError
+
+__all__ = [
+    "BatchWindow",
+    "FirstTokenFit",
+    "FirstTokenTime",
+    "FixedWindow",
+    "Window",
+    "deadline_margin_s",
+    "most_urgent",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenTime:
+    """Time to the first token of a batch that has the device to itself: ``alone_s + each_s * (size - 1)``.
+
+    Args:
+        alone_s: Time for one request, in seconds.
+        each_s: Time that every further one adds.
+    """
+
+    alone_s: float
+    each_s: float
+
+    def __post_init__(self) -> None:
+        if self.alone_s <= 0.0 or self.each_s < 0.0:
+            raise ConfigError(f"Got {self}, expected a positive time for one request and no negative one for others")
+
+    def of(self, size: int, num_batches: int = 1) -> float:
+        """Return the time of a batch of ``size``, one of ``num_batches`` on its device, in seconds."""
+        return num_batches * (self.alone_s + self.each_s * (size - 1))
+
+    def largest_batch(self, objective_s: float, num_batches: int = 1) -> int:
+        """Return the most requests that are answered within ``objective_s``; at least 1, for one must be served."""
+        spare = objective_s / num_batches - self.alone_s
+        if spare < 0.0:
+            return 1
+        return 1 + math.floor(spare / self.each_s) if self.each_s else 2**31
+
+
+class Window(Protocol):
+    """Says when the waiting requests of a function leave as a batch."""
+
+    @property
+    def time(self) -> FirstTokenTime:
+        """Its times."""
+        ...
+
+    @property
+    def objective_s(self) -> float:
+        """Its objective for the first token, in seconds."""
+        ...
+
+    def size_limit(self, num_batches: int = 1) -> int:
+        """Return the size at which a batch is full."""
+        ...
+
+    def leaves_at(self, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+        """Return the time at which ``size`` waiting requests leave, the oldest of which arrived at ``oldest_at``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWindow:
+    """The rule of one function: when its waiting requests leave as a batch.
+
+    Args:
+        time: Its times.
+        objective_s: Its objective for the first token, in seconds.
+        cap: Most requests in a batch, whatever the objective allows; the memory for their KV sets it.
+        patience: Share of the spare time that a batch waits while it would have the device to itself: 1 is equation 3,
+            and 0 leaves an idle device at once. On a busy device a batch waits all of its spare time.
+    """
+
+    time: FirstTokenTime
+    objective_s: float
+    cap: int
+    patience: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.patience <= 1.0:
+            raise ConfigError(f"Got patience = {self.patience!r}, expected a share from 0 to 1")
+
+    def size_limit(self, num_batches: int = 1) -> int:
+        """Return the size at which a batch is full."""
+        return min(self.cap, self.time.largest_batch(self.objective_s, num_batches))
+
+    def leaves_at(self, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+        """Return the time at which ``size`` waiting requests leave, the oldest of which arrived at ``oldest_at``.
+
+        Never earlier than ``now``. With every arrival the time comes nearer, since a larger batch takes longer.
+        """
+        if size >= self.size_limit(num_batches):
+            return now
+        spare_s = self.objective_s - self.time.of(size, num_batches)
+        return max(now, oldest_at + (self.patience if num_batches == 1 else 1.0) * spare_s)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedWindow:
+    """A batch of a fixed size that waits a fixed time, whatever the objective: the rule to compare with.
+
+    Args:
+        time: The function's times.
+        objective_s: Its objective for the first token, in seconds.
+        size: Requests of a full batch.
+        delay_s: Longest wait of the oldest one.
+    """
+
+    time: FirstTokenTime
+    objective_s: float
+    size: int
+    delay_s: float
+
+    def size_limit(self, num_batches: int = 1) -> int:
+        """Return the size at which a batch is full."""
+        return self.size
+
+    def leaves_at(self, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+        """Return the time at which ``size`` waiting requests leave, the oldest of which arrived at ``oldest_at``."""
+        return now if size >= self.size else max(now, oldest_at + self.delay_s)
+
+
+def deadline_margin_s(window: Window, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
+    """Return the time that is left before a batch must start to be answered within its objective (equation 5)."""
+    return window.objective_s - (now - oldest_at) - window.time.of(size, num_batches)
+
+
+def most_urgent(margins: Iterable[tuple[float, T]]) -> list[T]:
+    """Return what the margins belong to, in order of margin; of equal ones in the order given."""
+    return [one for _, one in sorted(margins, key=lambda pair: pair[0])]
+
+
+class FirstTokenFit:
+    """Learns ``FirstTokenTime`` from batches: least squares of time over size, in which old batches fade.
+
+    Args:
+        first: The times until batches have been seen.
+        fade: Weight that earlier batches keep at each new one.
+    """
+
+    def __init__(self, first: FirstTokenTime, *, fade: float = 0.9) -> None:
+        self.time = first
+        self._fade = fade
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of the weight, x, y, xx, xy
+
+    def observe(self, size: int, took_s: float) -> None:
+        """Take a batch of ``size`` into account, whose last first token came after ``took_s`` seconds alone."""
+        x = size - 1
+        new = (1.0, x, took_s, x * x, x * took_s)
+        self._sums = (weight, sum_x, sum_y, sum_xx, sum_xy) = tuple(  # type: ignore[assignment]
+            self._fade * old + one for old, one in zip(self._sums, new, strict=True)
+        )
+        spread = weight * sum_xx - sum_x * sum_x
+        each_s = self.time.each_s
+        if spread > 1e-6 * weight * weight:
+            each_s = max(0.0, (weight * sum_xy - sum_x * sum_y) / spread)
+        self.time = FirstTokenTime(max(1e-4, (sum_y - each_s * sum_x) / weight), each_s)

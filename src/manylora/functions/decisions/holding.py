@@ -1,0 +1,132 @@
+r"""The artefacts that a node is to hold: the problem of pre-loading, from measured times and sizes.
+
+On a CPU the artefacts of a function are its backbone in sealed memory, a zygote over it with libraries and kernels
+ready, and its adapter's file in the page cache, or its process, awake::
+
+    backbone:B ---> libraries:B ---> adapter:F
+                                \--> process:F
+
+A process has read its adapter, so it saves that time as well, and does not need the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, Placed, PreloadProblem
+from manylora.functions.decisions.preload import Preloader
+
+__all__ = ["HOLDS", "HoldingCost", "NodeRoom", "Wanted", "hold_name", "needed_by", "revise_holding"]
+
+HOLDS = ("backbone", "libraries", "adapter", "process")
+"""Kinds of artefacts that a node holds, in the order of loading."""
+
+_KINDS = dict(
+    zip(HOLDS, (ArtefactKind.BACKBONE, ArtefactKind.LIBRARIES, ArtefactKind.ADAPTER, ArtefactKind.KERNELS), strict=True)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingCost:
+    """The size of an artefact in host memory, and the time of its load in seconds."""
+
+    num_bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A function that gets requests.
+
+    Args:
+        name: The function.
+        backbone: Its backbone.
+        requests_per_s: Rate of its requests.
+        adapter: Its adapter's file.
+        process: Its process; the time without that of the adapter.
+    """
+
+    name: str
+    backbone: str
+    requests_per_s: float
+    adapter: HoldingCost
+    process: HoldingCost
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """A node, and the bytes that artefacts may take there."""
+
+    name: str
+    free_bytes: int
+
+
+def hold_name(kind: str, owner: str) -> str:
+    """Return the name of an artefact: ``process:sql``."""
+    return f"{kind}:{owner}"
+
+
+def needed_by(function: Wanted, backbone: tuple[HoldingCost, HoldingCost]) -> dict[str, HoldingCost]:
+    """Return the artefacts without which a function does not answer, by name.
+
+    Args:
+        function: The function.
+        backbone: The memory and the libraries of its backbone.
+    """
+    memory, libraries = backbone
+    return {
+        hold_name("backbone", function.backbone): memory,
+        hold_name("libraries", function.backbone): libraries,
+        hold_name("process", function.name): _with_adapter(function),
+    }
+
+
+def revise_holding(
+    held: Mapping[str, Iterable[str]],
+    wanted: Iterable[Wanted],
+    backbones: Mapping[str, tuple[HoldingCost, HoldingCost]],
+    nodes: Iterable[NodeRoom],
+) -> dict[str, frozenset[str]]:
+    """Return the names of the artefacts to hold from now on, by node: those held, as of ``Preloader.revise``.
+
+    Args:
+        held: Those of the last decision.
+        wanted: Functions with requests.
+        backbones: Each with its memory and its libraries.
+        nodes: The nodes, in order of name.
+    """
+    functions = [one for one in wanted if one.requests_per_s > 0.0 and one.backbone in backbones]
+    rates: dict[str, float] = {}
+    for one in functions:
+        rates[one.backbone] = rates.get(one.backbone, 0.0) + one.requests_per_s
+    artefacts = []
+    for name, rate in rates.items():
+        memory, libraries = backbones[name]
+        artefacts.append(_artefact("backbone", name, memory, rate, None))
+        artefacts.append(_artefact("libraries", name, libraries, rate, hold_name("backbone", name)))
+    for one in functions:
+        needs = hold_name("libraries", one.backbone)
+        artefacts.append(_artefact("adapter", one.name, one.adapter, one.requests_per_s, needs))
+        artefacts.append(_artefact("process", one.name, _with_adapter(one), one.requests_per_s, needs))
+    places = tuple(
+        Place(name=node.name, memory=MemoryKind.HOST, node=node.name, free_bytes=node.free_bytes) for node in nodes
+    )
+    before = frozenset(Placed(name, place.name) for place in places for name in held.get(place.name, ()))
+    chosen = Preloader(PreloadProblem(tuple(artefacts), places)).revise(before, {})
+    return {place.name: frozenset(one.artefact for one in chosen if one.place == place.name) for place in places}
+
+
+def _with_adapter(one: Wanted) -> HoldingCost:
+    return HoldingCost(one.process.num_bytes, one.process.took_s + one.adapter.took_s)
+
+
+def _artefact(kind: str, owner: str, load: HoldingCost, rate: float, parent: str | None) -> Artefact:
+    return Artefact(
+        name=hold_name(kind, owner),
+        kind=_KINDS[kind],
+        num_bytes={MemoryKind.HOST: load.num_bytes},
+        saves_s={MemoryKind.HOST: load.took_s},
+        requests_per_s=rate,
+        parent=parent,
+    )

@@ -1,0 +1,292 @@
+"""The functions of one backbone, as the server sees engines: a function is a model name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from manylora.core.engine.status import AdapterStatus
+from manylora.core.errors import (
+    AdapterForbidden,
+    CapacityError,
+    ConfigError,
+    ManyloraError,
+    ModelNotFound,
+    RequestError,
+)
+from manylora.core.types import Request
+from manylora.functions.node.instance import FunctionInstance
+from manylora.functions.node.node import FunctionNode
+from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter, UnavailableAdapter
+from manylora.serving.hosting.fleet.keeper import EngineState
+from manylora.serving.hosting.fleet.replica import Replica
+from manylora.serving.hosting.fleet.resumption import ResumeStats
+from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
+from manylora.serving.hosting.links.in_flight import OutputStream
+from manylora.serving.hosting.protocol import EngineInfo
+from manylora.serving.metrics.functions import FunctionState
+
+__all__ = ["BackboneFleet", "describe_base"]
+
+SNAPSHOT_S = 2.0
+"""Longest wait for the snapshot of a function."""
+
+
+class BackboneFleet:
+    """A ``ServedFleet`` of functions. For the event loop's thread alone.
+
+    Args:
+        name: The backbone's name.
+        node: The node's functions.
+        model: Folder of the backbone's model.
+    """
+
+    scaling = None
+
+    def __init__(self, name: str, node: FunctionNode, model: str) -> None:
+        self.served_name = name
+        self.adapters = _Registered(name, node)
+        self.info = describe_base(name, model)
+        self.num_in_flight = 0
+        self._node = node
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Wake the function if it sleeps, and submit requests; all name the same one.
+
+        Raises:
+            ModelNotFound: There is no such function, or the caller may not know of it.
+            ManyloraError: As of ``FunctionInstance.submit``.
+        """
+        self.check_serving()
+        instance = self._instance(requests[0].model)
+        if not instance.spec.may_call(requests[0].tenant):
+            raise _no_such(requests[0].model)
+        return await instance.submit(requests)
+
+    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
+        """Cancel requests, wherever they are."""
+        self._node.cancel(self.served_name, request_ids, stopped=stopped)
+
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count an answer as in progress while inside: to its last byte."""
+        self.num_in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if not self.num_in_flight:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no answer is in progress."""
+        while self.num_in_flight:
+            await self._idle.wait()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self._is_draining = True
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """Serving, whether functions are awake or not."""
+        return EngineState.DRAINING if self._is_draining else EngineState.SERVING
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of functions."""
+        return len(self._instances())
+
+    @property
+    def num_restarts(self) -> int:
+        """Processes started after the first of each function that is awake."""
+        return sum(one.awake.fleet.num_restarts for one in self._instances() if one.awake is not None)
+
+    @property
+    def resumes(self) -> ResumeStats:
+        """Counters of requests that outlived a process of functions that are awake."""
+        total = ResumeStats()
+        for one in self._instances():
+            if one.awake is not None:
+                stats = one.awake.fleet.resumes
+                total.num_resumes += stats.num_resumes
+                total.num_resumed += stats.num_resumed
+                total.num_ended += stats.num_ended
+                total.num_poison += stats.num_poison
+                total.num_waiting += stats.num_waiting
+                total.longest_pause_s = max(total.longest_pause_s, stats.longest_pause_s)
+        return total
+
+    def hidden_from(self, tenant: str) -> frozenset[str]:
+        """Return the names of functions whose callers do not include a tenant."""
+        return frozenset([one.name for one in self._instances() if not one.spec.may_call(tenant)])
+
+    def check_room(self) -> None:
+        """Return: each function has a queue of its own, and the model of the request is not known yet."""
+
+    def check_serving(self) -> None:
+        """Raise ``CapacityError`` once it drains."""
+        if self._is_draining:
+            raise CapacityError(
+                "The server is shutting down and takes no new requests.", retry_after_s=10.0, status=503
+            )
+
+    def functions(self) -> list[FunctionState]:
+        """Return the state of every function that has been awake."""
+        return self._node.states(self.served_name)
+
+    async def snapshot(
+        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
+    ) -> Snapshot:
+        """Return the counters of all functions that are awake.
+
+        Raises:
+            CapacityError: None is awake.
+        """
+        parts = await self.snapshots(num_adapters, only_in_use=only_in_use, name=name)
+        return merge_snapshots(list(parts.values()), num_adapters)
+
+    async def snapshots(
+        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
+    ) -> dict[int, Snapshot]:
+        """Return the snapshot of each function that is awake and answers, by its number; otherwise as ``snapshot``."""
+        awake = {index: one.awake for index, one in enumerate(self._instances()) if one.awake is not None}
+        taking = [
+            asyncio.wait_for(one.fleet.snapshot(num_adapters, only_in_use=only_in_use, name=name), SNAPSHOT_S)
+            for one in awake.values()
+        ]
+        taken = await asyncio.gather(*taking, return_exceptions=True)
+        found = {index: part for index, part in zip(awake, taken, strict=True) if not isinstance(part, BaseException)}
+        for part in taken:  # a function that answers wrongly is left out, like one that does not answer
+            if isinstance(part, BaseException) and not isinstance(part, ManyloraError | TimeoutError):
+                raise part
+        if not found:
+            raise CapacityError("No function is awake.", retry_after_s=1.0, status=503)
+        return found
+
+    def replicas(self) -> list[Replica]:
+        """Return the engines of functions that are awake."""
+        return [
+            Replica(
+                index=index,
+                state=one.awake.fleet.state,
+                pid=one.pid,
+                node=None,
+                num_restarts=one.awake.fleet.num_restarts,
+                num_in_flight=one.awake.num_in_flight,
+            )
+            for index, one in enumerate(self._instances())
+            if one.awake is not None
+        ]
+
+    def num_by_state(self) -> Counter[EngineState]:
+        """Return the number of functions in each state; one that sleeps is idle."""
+        return Counter(EngineState.IDLE if one.awake is None else one.awake.fleet.state for one in self._instances())
+
+    async def drain_replica(self, index: int, timeout_s: float) -> None:
+        """Refuse: functions are not drained by number."""
+        raise RequestError(f"Got replica {index}, expected no call of this kind: functions sleep by themselves")
+
+    def _instances(self) -> list[FunctionInstance]:
+        return [one for one in self._node.functions.values() if one.host.name == self.served_name]
+
+    def _instance(self, model: str) -> FunctionInstance:
+        for name in (model, model.removeprefix(f"{self.served_name}:")):
+            found = self._node.functions.get(name)
+            if found is not None and found.host.name == self.served_name:
+                return found
+        raise _no_such(model)
+
+
+def _no_such(model: str) -> ModelNotFound:
+    return ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+
+
+class _Registered:
+    """The functions of a backbone as ``ServedAdapters``: they are registered with the controller alone."""
+
+    def __init__(self, backbone: str, node: FunctionNode) -> None:
+        self._backbone = backbone
+        self._node = node
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._as_of = -1
+
+    @property
+    def loaded(self) -> Mapping[str, LoadedAdapter]:
+        """The functions."""
+        if self._as_of != self._node.num_changes:
+            self._as_of = self._node.num_changes
+            at = int(time.time())
+            self._loaded = {
+                name: self._loaded.get(name) or LoadedAdapter(path=one.spec.adapter, loaded_at=at)
+                for name, one in self._node.functions.items()
+                if one.host.name == self._backbone
+            }
+        return self._loaded
+
+    @property
+    def unavailable(self) -> Mapping[str, UnavailableAdapter]:
+        """None: a function's adapter is read where the function starts."""
+        return {}
+
+    @property
+    def num_changes(self) -> int:
+        """Changes of the functions."""
+        return self._node.num_changes
+
+    async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
+        """Refuse."""
+        raise AdapterForbidden(name, _WHERE)
+
+    async def unload(self, name: str) -> None:
+        """Refuse."""
+        raise AdapterForbidden(name, _WHERE)
+
+    async def pin(self, name: str, pinned: bool) -> AdapterStatus:
+        """Refuse."""
+        raise AdapterForbidden(name, "functions are not pinned; keep-alive and pre-loading decide")
+
+    async def warm(self, name: str) -> AdapterStatus:
+        """Refuse."""
+        raise AdapterForbidden(name, "functions are not warmed; pre-loading decides")
+
+
+_WHERE = "functions are registered with the controller: in its configuration, or over its REST"
+
+
+def describe_base(name: str, model: str) -> EngineInfo:
+    """Return the limits of a base by its configuration, before any engine runs on it; an engine may have smaller ones.
+
+    Raises:
+        ConfigError: It cannot be read, or lacks them.
+    """
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+        text = config.get("text_config", config)
+        vocab_size = int(text["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"Got backbones.{name}: model = {model!r}, which has no configuration: {error!r}") from None
+    return EngineInfo(
+        served_name=name,
+        base_name=Path(model).name,
+        architecture=str((config.get("architectures") or ["unknown"])[0]),
+        max_model_len=int(text.get("max_position_embeddings", 2**31 - 1)),
+        vocab_size=vocab_size,
+        num_pages=0,
+        block_size=0,
+        page_bytes=0,
+        dtype=str(config.get("dtype", "unknown")),
+    )

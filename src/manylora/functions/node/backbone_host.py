@@ -1,0 +1,252 @@
+"""A backbone of a node: its sealed memory, the process that holds it, and the zygote over it.
+
+::
+
+    loader  (manylora backbone)  loads and seals, then ends
+      |  descriptor
+    agent --- descriptor ---> holder  hands it to the next agent, if this one ends
+      |
+    zygote  forks functions
+
+An agent that starts finds the holder of the one before and loads nothing. A holder that ends is started again from the
+agent's own descriptor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from manylora.core.errors import CapacityError, ConfigError, EngineDead, ManyloraError
+from manylora.demo import demo_model_path
+from manylora.functions.deployment import BackboneSpec
+from manylora.functions.node.readings import memory_of
+from manylora.functions.processes.backbone import fetch_backbone
+from manylora.functions.processes.backbone_socket import holder_of
+from manylora.functions.processes.frames import in_memory
+from manylora.functions.processes.hold import hold_command
+from manylora.functions.processes.load import load_command
+from manylora.functions.processes.messages import Backbone
+from manylora.functions.processes.zygote import Zygote
+
+__all__ = ["BackboneHost"]
+
+POLL_S = 0.02
+RETRY_S = 30.0
+"""Seconds after a failure in which the backbone is not loaded ahead; a request tries again."""
+
+LOAD_TIMEOUT_S = 1800.0
+
+logger = logging.getLogger(__name__)
+
+
+class BackboneHost:
+    """One backbone. For the event loop's thread alone.
+
+    Args:
+        name: Its name.
+        spec: Its model.
+        folder: Where its sockets are made.
+        lifeline: Descriptor of a pipe with which the holder ends; ``None`` to outlive this process.
+        on_change: Called when its memory or its zygote comes or goes.
+    """
+
+    def __init__(
+        self, name: str, spec: BackboneSpec, folder: Path, *, lifeline: int | None, on_change: Callable[[], None]
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.load_s = 0.0
+        self.zygote_s = 0.0
+        self.zygote_bytes = 0
+        self.is_ready = False
+        self._failed_at = float("-inf")
+        self._model = str(demo_model_path() if spec.model == "demo" else Path(spec.model).resolve())
+        self._path = folder / f"backbone-{name.replace('/', '%')}"
+        self._lifeline = lifeline
+        self._on_change = on_change
+        self._backbone: Backbone | None = None
+        self.pid: int | None = None
+        """The holder's process, as of the last look."""
+        self._holder: subprocess.Popen[bytes] | None = None  # None if another agent started it
+        self._zygote: Zygote | None = None
+        self._starting: asyncio.Task[Zygote] | None = None
+        self._turn = asyncio.Lock()  # of a start or a release
+
+    @property
+    def state(self) -> str:
+        """``absent``, ``loading``, ``loaded``, ``ready`` with a zygote that forks, or ``failed`` a while ago."""
+        if self.is_ready:
+            return "ready"
+        if self._starting is not None:
+            return "loading"
+        if time.monotonic() - self._failed_at < RETRY_S:
+            return "failed"
+        return "absent" if self._backbone is None else "loaded"
+
+    @property
+    def begun_from(self) -> str:
+        """What a cold start finds: ``nothing``, ``backbone`` or ``zygote``."""
+        if self.is_ready:
+            return "zygote"
+        return "nothing" if self._backbone is None and holder_of(self._path) is None else "backbone"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the base in memory; 0 without it."""
+        return 0 if self._backbone is None else self._backbone.base.num_bytes
+
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes that the base will take: those of its files."""
+        return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
+
+    @property
+    def zygote_pid(self) -> int | None:
+        """The zygote's process."""
+        return None if self._zygote is None else self._zygote.pid
+
+    @property
+    def backbone(self) -> Backbone:
+        """The base; after ``ready``."""
+        assert self._backbone is not None
+        return self._backbone
+
+    async def ready(self) -> Zygote:
+        """Load the base and warm a zygote, unless both are there; return the zygote.
+
+        Raises:
+            CapacityError: It was released meanwhile.
+            ConfigError: The base cannot be loaded.
+            EngineDead: The zygote ended.
+        """
+        if self._zygote is not None and self.is_ready:
+            await self._zygote.start()  # a new one, if it has ended
+            return self._zygote
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        starting = self._starting
+        try:
+            await asyncio.wait({starting})
+            if starting.cancelled():
+                raise CapacityError(f"Backbone {self.name!r} left the memory; please try again.", status=503)
+            return starting.result()
+        except CapacityError:
+            raise
+        except ManyloraError:
+            self._failed_at = time.monotonic()
+            raise
+        finally:
+            if self._starting is starting and starting.done():
+                self._starting = None
+
+    def tend(self) -> None:
+        """Start the holder again if it has ended; read the zygote's memory."""
+        if self._backbone is None:
+            return
+        if self._holder is not None:
+            self._holder.poll()  # reaped
+        self.pid = holder_of(self._path)
+        if self.pid is None and (self._holder is None or self._holder.returncode is not None):
+            logger.warning("backbone_holder_ended name=%s", self.name)
+            self._hold()
+        if self.zygote_pid is not None and (reading := memory_of(self.zygote_pid)) is not None:
+            self.zygote_bytes = reading.anonymous
+
+    async def release(self) -> None:
+        """Let the memory and the zygote go; functions on it end. A start that is asked for meanwhile comes after."""
+        self.is_ready = False
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        async with self._turn:
+            self.is_ready = False
+            zygote, self._zygote = self._zygote, None
+            if zygote is not None:
+                await zygote.stop()
+            await self._end_holder()
+            backbone, self._backbone = self._backbone, None
+            if backbone is not None:
+                with contextlib.suppress(OSError):
+                    os.close(backbone.base.file)
+            self.zygote_bytes = 0
+        self._on_change()
+
+    async def _end_holder(self) -> None:
+        holder, self._holder, self.pid = self._holder, None, None
+        if holder is not None:
+            holder.terminate()  # it may not listen yet
+            await asyncio.to_thread(holder.wait)
+        while (pid := holder_of(self._path)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            await asyncio.sleep(POLL_S)
+
+    async def _start(self) -> Zygote:
+        async with self._turn:
+            if self._backbone is None:
+                began = time.monotonic()
+                self._backbone = await self._fetch_or_load()
+                self.load_s = max(self.load_s, time.monotonic() - began)
+                logger.info("backbone_ready name=%s bytes=%d took_s=%.3f", self.name, self.num_bytes, self.load_s)
+                self._on_change()
+            began = time.monotonic()
+            zygote = self._zygote = Zygote(self._backbone)
+            await zygote.start()
+            self.zygote_s = time.monotonic() - began
+            self.is_ready = True
+        self.tend()
+        self._on_change()
+        return zygote
+
+    async def _fetch_or_load(self) -> Backbone:
+        with contextlib.suppress(ConfigError):
+            found = await asyncio.to_thread(fetch_backbone, self._path)
+            if found.model.model == self._model and found.model.dtype == self.spec.dtype:
+                logger.info("backbone_found name=%s bytes=%d", self.name, found.base.num_bytes)
+                return found
+            os.close(found.base.file)
+            await self._end_holder()
+        loading = self._path.with_name(self._path.name + ".loading")
+        command = load_command(["backbone", self._model, "--socket", str(loading), "--dtype", self.spec.dtype])
+        loader = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                while loader.poll() is None:
+                    with contextlib.suppress(ConfigError):
+                        found = await asyncio.to_thread(fetch_backbone, loading)
+                        self._backbone = found
+                        self._hold()
+                        return found
+                    await asyncio.sleep(POLL_S)
+            raise ConfigError(
+                f"Got backbones.{self.name}: model = {self.spec.model!r}, which could not be loaded; see the log"
+            )
+        except TimeoutError:
+            raise EngineDead(f"Backbone {self.name!r} was not loaded within {LOAD_TIMEOUT_S:g} s.") from None
+        finally:
+            loader.terminate()
+            await asyncio.to_thread(loader.wait)
+
+    def _hold(self) -> None:
+        """Start the process that holds the memory for later agents."""
+        assert self._backbone is not None
+        lifeline = -1 if self._lifeline is None else self._lifeline
+        keep = [self._backbone.base.file, *([] if self._lifeline is None else [self._lifeline])]
+        with in_memory(msgspec.msgpack.encode(self._backbone)) as stdin:
+            self._holder = subprocess.Popen(
+                hold_command(self._path, self._backbone.base.file, lifeline=lifeline),
+                stdin=stdin,
+                pass_fds=keep,
+                start_new_session=True,
+            )

@@ -1,0 +1,227 @@
+"""An engine in an isolated function process, forked from a zygote and reached over a socket that it inherits.
+
+The process is not trusted: its messages are bounded, concern its own requests alone, and their descriptors are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+
+from manylora.core.errors import ManyloraError
+from manylora.core.isolation import Confinement
+from manylora.functions.processes.checks import MessageCheck
+from manylora.functions.processes.frames import FrameBuffer, frame
+from manylora.functions.processes.function_log import FunctionLog
+from manylora.functions.processes.time_budget import Allowance
+from manylora.functions.processes.zygote import ForkedFunction, Zygote
+from manylora.serving.hosting.links.child import ending_of
+from manylora.serving.hosting.protocol import (
+    AddRequests,
+    Cancel,
+    Command,
+    Ending,
+    EngineSpec,
+    LoadAdapter,
+    LoadAdapters,
+    Message,
+    Ready,
+    StartReport,
+    decode_message,
+    encode,
+)
+
+__all__ = ["FunctionLink", "FunctionPlace"]
+
+MAX_BACKLOG_BYTES = 64 << 20
+"""Most bytes of commands that a function may leave unread."""
+
+EXIT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionPlace:
+    """The place of a function on its machine.
+
+    Args:
+        readable: Folders of its adapter.
+        uid: User to become, if this process is root; no other process should have it.
+        memory_bytes: Most address space that it may add to the zygote's; ``None`` for no limit.
+        cgroup_bytes: Most memory of a control group of its own; ``None`` for none.
+        cgroup_cpus: Most processors of the group.
+    """
+
+    readable: Sequence[str]
+    uid: int | None = None
+    memory_bytes: int | None = None
+    cgroup_bytes: int | None = None
+    cgroup_cpus: float | None = None
+
+
+class FunctionLink(asyncio.Protocol):
+    """An ``EngineLink`` to a new function.
+
+    Args:
+        engine: Its engine, with the model of the zygote's backbone.
+        zygote: Forks it.
+        place: Its place.
+        log: Takes the lines that it writes; by default one of its own.
+        is_busy: Whether it has requests: without, it may say next to nothing.
+        on_gone: Called once its process has ended, or could not be forked.
+    """
+
+    def __init__(
+        self,
+        engine: EngineSpec,
+        zygote: Zygote,
+        place: FunctionPlace,
+        *,
+        log: FunctionLog | None = None,
+        is_busy: Callable[[], bool] = lambda: True,
+        on_gone: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.report: StartReport | None = None
+        """Its start and the measures in force; ``None`` before it is ready."""
+        self._engine = engine
+        self._zygote = zygote
+        self._place = place
+        self._log = log or FunctionLog(engine.served_name)
+        self._is_busy = is_busy
+        self._on_gone = on_gone
+        self._function: ForkedFunction | None = None
+        self._transport: asyncio.Transport | None = None
+        self._buffer = FrameBuffer()
+        self._allowance = Allowance()
+        self._check = MessageCheck({"", engine.served_name})
+        self._deliver: Callable[[Sequence[Message]], None] = lambda messages: None
+        self._lost: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int | None:
+        """Return the function's process id; ``None`` before the fork."""
+        return None if self._function is None else self._function.pid
+
+    @property
+    def node(self) -> None:
+        """Return ``None``: it runs on this machine."""
+        return None
+
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
+        """Fork the function, once the zygote is warm, and begin to receive."""
+        self._deliver = deliver
+        here, there = socket.socketpair()
+        with there, open(self._log.open(), "wb", 0) as log:
+            try:
+                place = self._place
+                self._function = await self._zygote.fork(
+                    self._engine,
+                    there,
+                    log.fileno(),
+                    confinement=Confinement(
+                        readable=list(place.readable), uid=place.uid, memory_bytes=place.memory_bytes
+                    ),
+                    cgroup_bytes=place.cgroup_bytes,
+                    cgroup_cpus=place.cgroup_cpus,
+                )
+            except BaseException:
+                here.close()
+                self._on_gone()
+                raise
+        self._function.exited.add_done_callback(lambda _: self._on_gone())
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
+
+    def send(self, command: Command) -> None:
+        """Send a command; a function that reads none is given up."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if transport.get_write_buffer_size() > MAX_BACKLOG_BYTES:
+            self._break("it does not read its commands")
+            return
+        if isinstance(command, AddRequests):
+            self._check.expect(command.call, command.requests)
+        elif isinstance(command, Cancel):
+            self._check.forget(command.request_ids)
+        elif isinstance(command, LoadAdapter):
+            self._check.names.add(command.name)
+        elif isinstance(command, LoadAdapters):
+            self._check.names.update(one[0] for one in command.adapters)
+        transport.write(frame(encode(command)))
+
+    async def closed(self) -> Ending:
+        """Wait until the function ends, or sends a message that cannot be decoded."""
+        assert self._function is not None
+        broken = await asyncio.shield(self._lost)
+        if broken is not None:
+            return Ending(f"lost the connection to function process {self.pid}: {broken}")
+        with contextlib.suppress(TimeoutError):
+            code = await asyncio.wait_for(asyncio.shield(self._function.exited), EXIT_S)
+            if code is None:
+                return Ending(f"function process {self.pid} ended with its zygote", is_external=True)
+            return ending_of(code, f"function process {self.pid}")
+        return Ending(f"function process {self.pid} closed its socket")
+
+    async def stop(self) -> None:
+        """Kill the function and wait for its end."""
+        if self._function is not None:
+            self._zygote.kill(self._function)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._function.exited), EXIT_S)
+        if self._transport is not None:
+            self._transport.abort()
+        self._break("it was stopped")
+
+    # -- asyncio.Protocol --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of asyncio's classes
+
+    def data_received(self, data: bytes) -> None:
+        """Deliver all messages that have arrived; one that sends too many is not read for a while."""
+        is_busy, began = self._is_busy(), time.thread_time()
+        self._take(data)
+        loop = asyncio.get_running_loop()
+        pause_s = self._allowance.spend(loop.time(), time.thread_time() - began, is_busy=is_busy)
+        if pause_s and self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            loop.call_later(pause_s, self._read_on)
+
+    def _read_on(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _take(self, data: bytes) -> None:
+        try:
+            messages = [self._check.checked(decode_message(body)) for body in self._buffer.feed(data)]
+            for message in messages:
+                if isinstance(message, Ready):
+                    self.report = message.start
+            if messages:
+                self._deliver(messages)
+        except (ManyloraError, msgspec.MsgspecError) as error:
+            self._break(str(error))
+        except Exception as error:  # a message that decodes and makes no sense
+            logger.exception("function_message_broke pid=%s", self.pid)
+            self._break(repr(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note the end."""
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    def _break(self, reason: str) -> None:
+        if not self._lost.done():
+            self._lost.set_result(reason)
+        if self._transport is not None:
+            self._transport.abort()

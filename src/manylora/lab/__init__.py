@@ -1,0 +1,1 @@
+"""The laboratory: engines on virtual time, workloads, measurements, plans and published evaluations."""

@@ -1,0 +1,186 @@
+"""The cost of adapters in a decode step, by kernel, against the time to read their weights.
+
+One step's worth of LoRA over a whole model, without the model: every group of every layer, one row per sequence,
+weights where they lie in service, in pages. All weights of all adapters in the step are read once, so the floor is
+their bytes over what the same memory yields to a plain sum. More bytes than any cache holds, or it would mean nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from manylora.core.adapters.layout import lay_out
+from manylora.core.adapters.shape import BaseShape
+from manylora.execution.device import find_device
+from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
+from manylora.execution.lora.parts import GroupParts
+from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.resident import make_resident
+from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.measure.tables import FigureTable
+
+__all__ = ["TABLELESS", "KernelCost", "KernelsResult", "kernel_table", "measure_kernels"]
+
+TABLELESS = tuple(sorted(LORA_KERNELS.keys() - TABLE_KERNELS))
+"""Kernels that run anywhere; those that go by tables are Triton's, and `bench/gpu.sh` measures them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCost:
+    """One kernel over a step.
+
+    Args:
+        kernel: Its name.
+        step_s: Median seconds for all groups of all layers.
+        bytes_per_s: Adapter weights read in that time, per second.
+        floor_share: The floor over its time: 1 is as fast as memory allows.
+    """
+
+    kernel: str
+    step_s: float
+    bytes_per_s: float
+    floor_share: Ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsResult:
+    """A run.
+
+    Args:
+        num_adapters: Adapters in the step.
+        rows_each: Rows of each.
+        num_bytes: Their weights together.
+        floor_s: Median seconds that a plain sum over as many bytes took.
+        costs: Of every kernel.
+    """
+
+    num_adapters: int
+    rows_each: int
+    num_bytes: int
+    floor_s: float
+    costs: tuple[KernelCost, ...]
+
+
+def measure_kernels(
+    base: BaseShape,
+    *,
+    num_adapters: int,
+    ranks: Sequence[int],
+    rows_each: int = 1,
+    rounds: int = 5,
+    kernels: Sequence[str] = TABLELESS,
+    device: str = "cpu",
+) -> KernelsResult:
+    """Time every kernel and the floor in turns, after a round that does not count.
+
+    Args:
+        base: The base; every linear layer of it gets an adapter.
+        num_adapters: Adapters in the step.
+        ranks: Ranks of the adapters, assigned in turn.
+        rows_each: Rows of each: 1 is decoding.
+        rounds: Rounds that count.
+        kernels: Names, of those in ``TABLELESS``.
+        device: Name of the device.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
+    place = find_device(device)
+    layouts = [lay_out(dict.fromkeys(base.all_linear, rank), base) for rank in _taking_turns(ranks, num_adapters)]
+    num_pages = sum(layout.num_pages for layout in layouts)
+    storage = PageTensor(base.page, num_pages, place)
+    torch.manual_seed(0)
+    storage.flat.normal_(std=0.01)
+    segments, first_page = [], 0
+    for index, layout in enumerate(layouts):
+        pages = range(first_page, first_page + layout.num_pages)
+        first_page += layout.num_pages
+        rows = index * rows_each, (index + 1) * rows_each
+        segments.append(LoraSegment(make_resident(layout, pages, storage), *rows, *rows))
+    batch = LoraBatch(tuple(segments))
+    work = _work(base, batch, num_rows=num_adapters * rows_each, storage=storage)
+    num_elements = sum(layout.used_elements for layout in layouts)
+    plain = torch.ones(num_elements, dtype=storage.dtype, device=place)
+
+    def run(kernel: str) -> None:
+        apply = LORA_KERNELS[kernel]
+        for x, out, parts in work:
+            apply(x, out, parts)
+
+    systems: dict[str, Callable[[], object]] = {kernel: (lambda kernel=kernel: run(kernel)) for kernel in kernels}  # type: ignore[misc]
+    seconds: dict[str, list[float]] = {name: [] for name in ("", *systems)}
+    with torch.inference_mode():
+        for number, name in in_turns(list(seconds), rounds):
+            took = _time(systems.get(name, plain.sum), place)
+            if number >= 0:
+                seconds[name].append(took)
+    num_bytes = num_elements * storage.flat.element_size()
+    return KernelsResult(
+        num_adapters=num_adapters,
+        rows_each=rows_each,
+        num_bytes=num_bytes,
+        floor_s=statistics.median(seconds[""]),
+        costs=tuple(
+            KernelCost(
+                kernel=kernel,
+                step_s=statistics.median(seconds[kernel]),
+                bytes_per_s=num_bytes / statistics.median(seconds[kernel]),
+                floor_share=ratio_by_round(seconds[""], seconds[kernel]),
+            )
+            for kernel in kernels
+        ),
+    )
+
+
+def kernel_table(result: KernelsResult, title: str) -> FigureTable:
+    """Return a run as a table, the floor first."""
+    rows = [("a plain sum over the bytes", f"{result.floor_s * 1e3:.2f}", f"{_gb(result, result.floor_s):.1f}", "1.00")]
+    rows += [
+        (cost.kernel, f"{cost.step_s * 1e3:.2f}", f"{cost.bytes_per_s / 1e9:.1f}", f"{cost.floor_share}")
+        for cost in sorted(result.costs, key=lambda cost: cost.step_s)
+    ]
+    columns = ("kernel", "ms a step", "GB/s of weights", "of the floor's speed")
+    return FigureTable(title=title, columns=columns, rows=tuple(rows))
+
+
+def _gb(result: KernelsResult, seconds: float) -> float:
+    return result.num_bytes / seconds / 1e9
+
+
+def _taking_turns(ranks: Sequence[int], count: int) -> list[int]:
+    return [ranks[index % len(ranks)] for index in range(count)]
+
+
+def _work(
+    base: BaseShape, batch: LoraBatch, *, num_rows: int, storage: PageTensor
+) -> list[tuple[torch.Tensor, torch.Tensor, GroupParts]]:
+    """Return inputs, outputs and parts of every group, layer by layer."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for module in base.modules:
+        if module.name in base.all_linear:
+            width = sizes.get(module.group, (0, 0))[1]
+            sizes[module.group] = module.in_features, max(width, module.offset + module.out_features)
+    dtype, device = storage.dtype, storage.flat.device
+    work = []
+    for group, (in_features, out_features) in sizes.items():
+        parts = batch.parts(group)
+        assert parts is not None
+        x = torch.randn(num_rows, in_features, dtype=dtype, device=device)
+        out = torch.zeros(num_rows, out_features, dtype=dtype, device=device)
+        work.append((x, out, parts))
+    return work
+
+
+def _time(system: Callable[[], object], place: torch.device) -> float:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+    began = time.perf_counter()
+    system()
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+    return time.perf_counter() - began

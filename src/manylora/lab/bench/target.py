@@ -1,0 +1,125 @@
+"""The server under load: where it is, what it serves, and how to ask it.
+
+Nothing here is ours alone: OpenAI's ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions`` with streaming, as
+vLLM, SGLang and others speak them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from manylora.core.errors import ConfigError
+from manylora.lab.workloads import RequestSpec
+
+__all__ = ["ModelNames", "Target", "aiohttp_or_fail", "discover_models"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """How to ask.
+
+    Args:
+        url: Of the server, without ``/v1``.
+        is_chat: Ask for chat completions instead of completions.
+        api_key: Sent as a bearer token.
+        ignore_eos: Ask for answers of exactly the length wanted, an extension that vLLM, SGLang and we know.
+        temperature: Of every request.
+        extra: Further fields of every body.
+    """
+
+    url: str
+    is_chat: bool = False
+    api_key: str | None = None
+    ignore_eos: bool = True
+    temperature: float = 0.0
+    extra: dict[str, Any] | None = None
+
+    @property
+    def path(self) -> str:
+        """Return where requests go."""
+        return self.url.rstrip("/") + ("/v1/chat/completions" if self.is_chat else "/v1/completions")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return what every request carries."""
+        key = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        return {"Content-Type": "application/json", **key}
+
+    def body(self, model: str, request: RequestSpec, prompt: str | list[int]) -> bytes:
+        """Return the body of a request."""
+        content: dict[str, Any] = {
+            "model": model,
+            "max_tokens": request.num_output_tokens,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.is_chat:
+            content["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            content["prompt"] = prompt
+        if self.ignore_eos:
+            content["ignore_eos"] = True
+        return msgspec.json.encode({**content, **(self.extra or {})})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNames:
+    """What a server serves.
+
+    Args:
+        base: The base model's name.
+        adapters: Its adapters'.
+    """
+
+    base: str
+    adapters: tuple[str, ...]
+
+
+class _Card(msgspec.Struct):
+    id: str
+    parent: str | None = None
+
+
+class _ModelCards(msgspec.Struct):
+    data: list[_Card]
+
+
+async def discover_models(target: Target) -> ModelNames:
+    """Ask a server what it serves: what has a parent is an adapter, what has none is the base.
+
+    Raises:
+        ConfigError: It does not answer, or not as expected.
+    """
+    aiohttp = aiohttp_or_fail()
+    url = target.url.rstrip("/") + "/v1/models"
+    try:
+        async with aiohttp.ClientSession(headers=target.headers) as session, session.get(url) as answer:
+            content = await answer.read()
+            if answer.status != 200:
+                raise ConfigError(f"Got HTTP {answer.status} from {url}: {content[:200].decode(errors='replace')}")
+            cards = msgspec.json.decode(content, type=_ModelCards).data
+    except (aiohttp.ClientError, OSError) as error:
+        raise ConfigError(f"Got no answer from {url}: {error}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"Got something else than a list of models from {url}: {error}") from None
+    bases = [card.id for card in cards if card.parent is None]
+    if not bases:
+        raise ConfigError(f"Got no base model from {url}, expected one without a parent")
+    return ModelNames(base=bases[0], adapters=tuple(card.id for card in cards if card.parent is not None))
+
+
+def aiohttp_or_fail() -> Any:
+    """Return aiohttp.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import aiohttp
+    except ImportError:
+        raise ConfigError("Load generation needs aiohttp: pip install 'manylora[bench]'") from None
+    return aiohttp

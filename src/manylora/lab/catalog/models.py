@@ -1,0 +1,197 @@
+"""Models by name or by their ``config.json``: dimensions for cost models, a shape for an engine without weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from manylora.core.adapters.shape import ELEMENT_BYTES, BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.core.errors import ConfigError
+from manylora.lab.catalog.dims import ModelDims
+
+__all__ = ["MODELS", "base_shape", "dims_from_config", "find_dims"]
+
+
+def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDims:
+    """Read dimensions from the content of a Hugging Face ``config.json``.
+
+    Args:
+        config: The parsed file; of a multimodal one the ``text_config`` is used.
+        name: Name of the model; its ``_name_or_path`` or ``model_type`` if empty.
+
+    Raises:
+        ConfigError: A number is missing or has another type.
+    """
+    text = config.get("text_config")
+    fields = text if isinstance(text, Mapping) else config
+
+    def number(*keys: str, default: int | None = None) -> int:
+        for key in keys:
+            value = fields.get(key)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        if default is None:
+            raise ConfigError(f"config.json has no number {' or '.join(keys)}")
+        return default
+
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    inner = number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size")
+    kind = str(fields.get("model_type") or "")
+    dtype = str(fields.get("torch_dtype") or fields.get("dtype") or "bfloat16").removeprefix("torch.")
+    return ModelDims(
+        name=name or str(config.get("_name_or_path") or kind or "model"),
+        hidden_size=hidden,
+        num_layers=number("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=number("num_key_value_heads", default=heads),
+        head_dim=number("head_dim", default=hidden // heads),
+        intermediate_size=inner,
+        vocab_size=number("vocab_size"),
+        max_model_len=number("max_position_embeddings", default=4096),
+        num_experts=experts,
+        experts_per_token=number("num_experts_per_tok") if experts else 0,
+        tie_embeddings=fields.get("tie_word_embeddings") is True,
+        has_attention_bias=fields.get("attention_bias") is True or kind in ("qwen2", "qwen2_moe"),
+        dtype=dtype,
+    )
+
+
+def _llama(
+    name: str,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
+    vocab_size: int = 32_000,
+    max_model_len: int = 4096,
+    **others: Any,
+) -> ModelDims:
+    return ModelDims(
+        name=name,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=hidden_size // num_heads,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
+        max_model_len=max_model_len,
+        **others,
+    )
+
+
+DEMO = ModelDims(
+    name="demo",
+    hidden_size=192,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=32,
+    intermediate_size=512,
+    vocab_size=115,
+    max_model_len=2048,
+    dtype="float16",
+)
+
+MODELS: dict[str, ModelDims] = {
+    dims.name: dims
+    for dims in (
+        _llama("llama-7b", 4096, 32, 32, 32, 11008),
+        _llama("llama-2-7b", 4096, 32, 32, 32, 11008),
+        _llama("llama-13b", 5120, 40, 40, 40, 13824),
+        _llama("llama-2-13b", 5120, 40, 40, 40, 13824),
+        _llama("llama-30b", 6656, 60, 52, 52, 17920),
+        _llama("llama-2-70b", 8192, 80, 64, 8, 28672),
+        _llama("llama-3-8b", 4096, 32, 32, 8, 14336, 128_256, 8192),
+        _llama("llama-3-70b", 8192, 80, 64, 8, 28672, 128_256, 8192),
+        _llama("mistral-7b", 4096, 32, 32, 8, 14336, max_model_len=32_768),
+        _llama("mixtral-8x7b", 4096, 32, 32, 8, 14336, 32_000, 32_768, num_experts=8, experts_per_token=2),
+        _llama("qwen2.5-7b", 3584, 28, 28, 4, 18944, 152_064, 32_768, has_attention_bias=True),
+        _llama("qwen2.5-32b", 5120, 64, 40, 8, 27648, 152_064, 32_768, has_attention_bias=True),
+        DEMO,
+    )
+}
+"""Models by their names in papers, from their published configurations."""
+
+
+def find_dims(model: str | ModelDims) -> ModelDims:
+    """Return the dimensions of a named model, or raise ``ConfigError``; dimensions are returned unchanged."""
+    if isinstance(model, ModelDims):
+        return model
+    if model not in MODELS:
+        raise ConfigError(f"Got {model = }, expected one of {', '.join(MODELS)}, or dimensions from a config.json")
+    return MODELS[model]
+
+
+def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
+    """Return the shape of a Llama-like decoder with pages of ``block_size`` tokens.
+
+    Modules are named as in ``transformers`` and PEFT. MLPs of experts take no adapter.
+    """
+    dims = find_dims(model)
+    num_layers, hidden, inner, dtype = dims.num_layers, dims.hidden_size, dims.intermediate_size, dims.dtype
+    q_size, kv_size = dims.q_size, dims.kv_size
+    modules = [
+        _module("model.embed_tokens", dims.vocab_size, hidden, None, "model.embed_tokens", kind=ModuleKind.EMBEDDING)
+    ]
+    for layer in range(num_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        modules += [
+            _module(f"{attention}.q_proj", hidden, q_size, layer, f"{attention}.qkv"),
+            _module(f"{attention}.k_proj", hidden, kv_size, layer, f"{attention}.qkv", q_size),
+            _module(f"{attention}.v_proj", hidden, kv_size, layer, f"{attention}.qkv", q_size + kv_size),
+            _module(f"{attention}.o_proj", q_size, hidden, layer, f"{attention}.o_proj"),
+        ]
+        if dims.num_experts:
+            continue
+        modules += [
+            _module(f"{mlp}.gate_proj", hidden, inner, layer, f"{mlp}.gate_up"),
+            _module(f"{mlp}.up_proj", hidden, inner, layer, f"{mlp}.gate_up", inner),
+            _module(f"{mlp}.down_proj", inner, hidden, layer, f"{mlp}.down_proj"),
+        ]
+    all_linear = tuple(module.name for module in modules if module.kind is ModuleKind.LINEAR)
+    modules.append(_module("lm_head", hidden, dims.vocab_size, None, "lm_head"))
+    page = PageShape(
+        block_size=block_size,
+        num_layers=num_layers,
+        num_kv_heads=dims.num_kv_heads,
+        head_dim=dims.head_dim,
+        element_bytes=ELEMENT_BYTES[dtype],
+        dtype=dtype,
+    )
+    return BaseShape(
+        name=dims.name,
+        architecture="llama",
+        fingerprint=hashlib.blake2b(repr((dims.name, modules, page)).encode(), digest_size=16).hexdigest(),
+        vocab_size=dims.vocab_size,
+        hidden_size=hidden,
+        num_layers=num_layers,
+        max_model_len=dims.max_model_len,
+        page=page,
+        modules=tuple(modules),
+        all_linear=all_linear,
+        eos_token_ids=(),
+    )
+
+
+def _module(
+    name: str,
+    in_features: int,
+    out_features: int,
+    layer: int | None,
+    group: str,
+    offset: int = 0,
+    kind: ModuleKind = ModuleKind.LINEAR,
+) -> TargetModule:
+    return TargetModule(
+        name=name,
+        kind=kind,
+        in_features=in_features,
+        out_features=out_features,
+        layer=layer,
+        group=group,
+        offset=offset,
+    )

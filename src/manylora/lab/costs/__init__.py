@@ -1,0 +1,1 @@
+"""Prices of simulated steps and loads: rooflines, fitted profiles, calibration."""

@@ -1,0 +1,150 @@
+"""Duration that adapters add to a step, by kernel family: from its reads of weights, operations and launches.
+
+::
+
+    family    weights read                     operations             launches per step
+    --------  -------------------------------  ---------------------  -----------------------------------
+    naive     once per adapter                 tokens x own rank      2 per adapter, module and layer
+    grouped   3 x per adapter (gather, write,  tokens x own rank      2 per distinct rank, module, layer
+              read as one operand per rank)
+    padded    largest rank, once per sequence  tokens x largest rank  2 per module and layer
+    ragged    once per adapter                 tokens x own rank      2 per group of modules and layer
+
+Reads and writes of inputs and outputs are added. ``padded`` is Punica's BGMV. ``ragged`` is manylora's own (rows
+sorted by adapter, q/k/v and gate/up stacked). S-LoRA's MBGMV is between them: unpadded, but each sequence reads its own
+adapter. Padded work grows with the batch times the largest rank and unpadded work with the sum of the ranks, as
+CaraServe measured (section "Challenge 2").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manylora.core.costs.features import StepFeatures
+from manylora.lab.catalog.dims import ModelDims
+
+__all__ = [
+    "GROUPS",
+    "LORA_KERNELS",
+    "S_LORA_FLOPS_SHARE",
+    "AdapterTargets",
+    "DeviceRates",
+    "LoraKernel",
+    "adapter_targets",
+]
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""Modules with one input, by last name."""
+
+S_LORA_FLOPS_SHARE = 0.0113
+"""Part of the *peak* that S-LoRA's prompt kernel reaches. Set by Chameleon's figure 2 alone: at rank 128 an adapter's
+computation takes 42.5 % of the time to first token and the base 40 % (`bench/unloaded.py` derives it)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """Rates of all devices of a replica together.
+
+    Args:
+        peak_flops_per_s: Of the data sheet.
+        flops_per_s: Of large products.
+        bytes_per_s: Of streaming reads.
+        launch_s: Seconds per kernel; devices launch in parallel.
+    """
+
+    peak_flops_per_s: float
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterTargets:
+    """The modules that adapters change, summed over layers.
+
+    Args:
+        weights: Weights per unit of rank.
+        weight_bytes: Bytes per unit of rank.
+        row_bytes: Bytes of activations read and written per adapted token, independent of the rank.
+        num_modules: Modules.
+        num_groups: Groups of modules with one input.
+    """
+
+    weights: int
+    weight_bytes: int
+    row_bytes: int
+    num_modules: int
+    num_groups: int
+
+
+def adapter_targets(dims: ModelDims, targets: tuple[str, ...]) -> AdapterTargets:
+    """Return the sums for adapters on these modules (by last name) of every layer.
+
+    Raises:
+        ConfigError: The model has no such module.
+    """
+    weights = dims.adapter_elements(targets)
+    groups = [group for group in GROUPS if set(group) & set(targets)]
+    inputs = sum(dims.module_shape(group[0])[0] for group in groups)
+    outputs = sum(dims.module_shape(target)[1] for target in targets)
+    return AdapterTargets(
+        weights=weights,
+        weight_bytes=weights * dims.element_bytes,
+        row_bytes=dims.num_layers * (inputs + 2 * outputs) * dims.element_bytes,  # outputs are added into
+        num_modules=dims.num_layers * len(targets),
+        num_groups=dims.num_layers * len(groups),
+    )
+
+
+LoraKernel = Callable[[StepFeatures, AdapterTargets, DeviceRates], float]
+"""Returns the seconds that adapters add to a step with at least one adapted sequence; see the module's table."""
+
+
+def _none(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
+    return 0.0
+
+
+def _naive(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
+    computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
+    moving = step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    launches = 2 * step.num_adapters * targets.num_modules
+    # Calls this small end before the next is launched, so launches and work do not overlap.
+    return max(computing, moving / rates.bytes_per_s) + launches * rates.launch_s
+
+
+def _grouped(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
+    computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
+    moving = 3 * step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    launches = 2 * step.num_ranks * targets.num_modules
+    return max(computing, moving / rates.bytes_per_s) + launches * rates.launch_s
+
+
+def _padded(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
+    computing = 2 * step.num_adapted_tokens * step.max_rank * targets.weights / rates.flops_per_s
+    read = step.num_adapted * step.max_rank * targets.weight_bytes
+    moving = read + step.num_adapted_tokens * targets.row_bytes
+    return max(computing, moving / rates.bytes_per_s) + 2 * targets.num_modules * rates.launch_s
+
+
+def _ragged(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
+    computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
+    moving = step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    return max(computing, moving / rates.bytes_per_s) + 2 * targets.num_groups * rates.launch_s
+
+
+def _s_lora(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
+    computing = 2 * step.row_rank * targets.weights / (rates.peak_flops_per_s * S_LORA_FLOPS_SHARE)
+    moving = step.sequence_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    return max(computing, moving / rates.bytes_per_s) + 2 * targets.num_modules * rates.launch_s
+
+
+LORA_KERNELS: dict[str, LoraKernel] = {
+    "none": _none,
+    "naive": _naive,
+    "grouped": _grouped,
+    "padded": _padded,
+    "ragged": _ragged,
+    "s-lora-mbgmm": _s_lora,
+}
+"""Families by name; ``s-lora-mbgmm`` is S-LoRA's, with the rate in Chameleon's figure 2."""

@@ -1,0 +1,47 @@
+"""The interface of cost models, and the simplest one, of constants.
+
+`lab/costs/roofline.py` derives one from a model's dimensions and a device's data sheet; `lab/costs/fitted.py` has
+measured prices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from manylora.core.plan import AdapterLoad, StepPlan
+from manylora.core.types import Tier
+
+__all__ = ["CostModel", "FixedCost"]
+
+
+class CostModel(Protocol):
+    """Prices work for the simulated executor: once per step and once per load, so it must be fast."""
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Return the duration of a step, in seconds."""
+        ...
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        """Return the duration of a load on an idle link, in seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedCost:
+    """A constant per step and per token, and rates of copies to the device and of reads from disk."""
+
+    step_s: float = 0.02
+    token_s: float = 0.0001
+    copy_bytes_per_s: float = 16e9
+    disk_bytes_per_s: float = 2e9
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Return the duration of a step, in seconds."""
+        return self.step_s + self.token_s * sum(part.num_tokens for part in plan.sequences)
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        """Return the duration of a load on an idle link, in seconds."""
+        if load.tier is Tier.HOST:
+            return load.version.disk_bytes / self.disk_bytes_per_s
+        return load.version.host_bytes / self.copy_bytes_per_s

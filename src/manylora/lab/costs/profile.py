@@ -1,0 +1,258 @@
+"""Cost profiles: measured costs of a live engine's steps and loads, in a JSON file.
+
+A step is a sum of terms, each a non-negative number of seconds per unit of one feature. Only matrix products are not
+linear in the number of rows: a few rows are bound by reads of the weights, many by arithmetic. Their time is linear
+between knots.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.costs.features import StepFeatures
+from manylora.core.errors import ConfigError
+
+__all__ = [
+    "TERMS",
+    "CostProfile",
+    "DriftComponent",
+    "FitError",
+    "LoadCost",
+    "Noise",
+    "RowTimes",
+    "SpeedDrift",
+    "StepCost",
+    "read_profile",
+    "term_units",
+]
+
+FORMAT = 1
+
+TERMS: Mapping[str, str] = {
+    "step": "step",
+    "sequence": "sequence",
+    "prompt": "prompt chunk",
+    "sampled": "sampled row",
+    "context_token": "token of KV read by a decoding row",
+    "prompt_pair": "pair of query and key in a prompt",
+    "adapted": "step with an adapter",
+    "adapter": "distinct adapter",
+    "rank": "rank of a distinct adapter",
+    "decode_row_rank": "decoding row and rank",
+    "prompt_row_rank": "prompt token and rank",
+    "padded_row_rank": "adapted row and largest rank",
+}
+"""Terms of a step beside its rows: name and unit."""
+
+
+def term_units(features: StepFeatures) -> tuple[int, ...]:
+    """Return a step's number of units of each of ``TERMS``, in their order."""
+    return (
+        1,
+        features.num_decodes + features.num_prompts,
+        features.num_prompts,
+        features.num_sampled,
+        features.context_tokens,
+        features.prompt_pairs,
+        features.num_adapters > 0,
+        features.num_adapters,
+        features.sum_rank,
+        features.decode_row_rank,
+        features.prompt_row_rank,
+        features.num_adapted_decodes * features.max_rank,
+    )
+
+
+class RowTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a number of rows: monotone, and linear between knots.
+
+    Args:
+        knots: Numbers of rows, rising; the first is 0.
+        row_s: Seconds per row from each knot to the next; the last has no end.
+    """
+
+    knots: tuple[int, ...]
+    row_s: tuple[float, ...]
+
+
+class StepCost:
+    """Prices steps by a profile's terms, prepared for one call per step.
+
+    Args:
+        terms: Seconds per unit, by name; a missing term is 0.
+        rows: Cost of rows.
+    """
+
+    def __init__(self, terms: Mapping[str, float], rows: RowTimes) -> None:
+        self._terms = tuple(terms.get(name, 0.0) for name in TERMS)
+        self._knots, self._row_s = rows.knots, rows.row_s
+        costs = (one * (end - start) for one, (start, end) in zip(rows.row_s, pairwise(rows.knots), strict=False))
+        self._totals = tuple(accumulate(costs, initial=0.0))  # seconds of the number of rows at each knot
+
+    def seconds(self, features: StepFeatures) -> float:
+        """Return the duration of a step on the device, in seconds."""
+        num_rows = features.num_decodes + features.num_prompt_tokens
+        at = bisect_right(self._knots, num_rows) - 1
+        seconds = self._totals[at] + self._row_s[at] * (num_rows - self._knots[at])
+        for cost, units in zip(self._terms, term_units(features), strict=True):
+            seconds += cost * units
+        return seconds
+
+
+class LoadCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Duration of a load on an idle link: a constant and seconds per byte.
+
+    ``num_measured`` is the number of loads it was fitted from; 0 for a guess.
+    """
+
+    fixed_s: float
+    byte_s: float
+    num_measured: int = 0
+
+
+class Noise(msgspec.Struct, frozen=True, kw_only=True):
+    """Distribution of measured over fitted times.
+
+    Args:
+        mean: Mean measured over mean fitted: the factor of a simulation without noise.
+        quantiles: Evenly spaced quantiles, from the least to the largest, from which noise is drawn.
+    """
+
+    mean: float
+    quantiles: tuple[float, ...]
+
+
+class DriftComponent(msgspec.Struct, frozen=True, kw_only=True):
+    """Drift of the machine's speed on one time scale; see ``lab/costs/speed.py``.
+
+    Args:
+        size: Standard deviation of the logarithm of step times: 0.2 is a fifth slower or faster.
+        length_s: Time constant in seconds, after which the correlation is 1/e.
+    """
+
+    size: float
+    length_s: float
+
+
+class SpeedDrift(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of steps' noise that is correlated in time, and the rest.
+
+    Args:
+        components: From short to long.
+        noise: Independent noise of each step without drift, by ``decode`` and ``prompt``.
+    """
+
+    components: tuple[DriftComponent, ...]
+    noise: dict[str, Noise]
+
+
+class FitError(msgspec.Struct, frozen=True, kw_only=True):
+    """Errors of a fit on steps held out.
+
+    Args:
+        regime: ``decode``, ``prefill`` or ``mixed``.
+        num_steps: Steps held out.
+        mean_s: Their mean time, in seconds.
+        r2: Share of the variance explained.
+        median_error: Median of the relative error of the typical duration, which has the median of the noise.
+        p90_error: Its 90th percentile.
+        steady_r2: ``r2`` without the machine's drift, as estimated from the steps before and after; ``None`` for a
+            steady machine.
+    """
+
+    regime: str
+    num_steps: int
+    mean_s: float
+    r2: float
+    median_error: float
+    p90_error: float
+    steady_r2: float | None = None
+
+
+class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured costs from which a live engine can be simulated.
+
+    Args:
+        base: The base model's shape.
+        num_pages: Pages in the pool of the measured engine.
+        machine: The machine, in words.
+        lora_kernel: Implementation of LoRA.
+        command: The command that wrote this profile.
+        terms: Seconds per unit, by the names in ``TERMS``.
+        rows: Cost of rows.
+        turn_s: Time of a turn of the loop beside the step (planning, waking up), in seconds.
+        turn_sequence_s: The same per sequence.
+        loads: Costs of loads, by tier: ``host`` (from disk) and ``device`` (from the host).
+        noise: By ``decode`` (steps without a prompt), ``prompt`` (the others), ``host`` and ``device`` (loads).
+        interference: Slowdown of a step by a concurrent load, in seconds per second of the load, by tier.
+        errors: On steps held out.
+        num_steps: Steps it was fitted from.
+        reads_host: Whether its steps can read adapters from host memory.
+        speed_drift: Drift of the machine's speed; ``None`` if steady, or if an older version wrote the profile.
+        format: Version of this format.
+    """
+
+    base: BaseShape
+    num_pages: int
+    machine: str
+    lora_kernel: str
+    command: str
+    terms: dict[str, float]
+    rows: RowTimes
+    turn_s: float
+    turn_sequence_s: float
+    loads: dict[str, LoadCost]
+    noise: dict[str, Noise]
+    interference: dict[str, float]
+    errors: tuple[FitError, ...]
+    num_steps: int
+    reads_host: bool = False
+    speed_drift: SpeedDrift | None = None
+    format: int = FORMAT
+
+    def write(self, path: str | Path) -> None:
+        """Write it as JSON, indented except for the model's long shape."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        lines = [f"  {json.dumps(name)}: {_shown(name, value)}" for name, value in fields.items()]
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _shown(name: str, value: Any) -> str:
+    if name in ("base", "rows"):
+        return json.dumps(value)
+    if name == "noise":
+        return _by_line(value, "  ")
+    if name == "speed_drift" and value is not None:
+        shown = {"components": json.dumps(value["components"]), "noise": _by_line(value["noise"], "    ")}
+        return "{\n" + ",\n".join(f"    {json.dumps(key)}: {one}" for key, one in shown.items()) + "\n  }"
+    return json.dumps(value, indent=2).replace("\n", "\n  ")
+
+
+def _by_line(value: dict[str, Any], indent: str) -> str:
+    inner = [f"{indent}  {json.dumps(key)}: {json.dumps(one)}" for key, one in value.items()]
+    return "{\n" + ",\n".join(inner) + f"\n{indent}}}"
+
+
+def read_profile(path: str | Path) -> CostProfile:
+    """Read a profile, or raise ``ConfigError`` with the reason."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"Cannot read the cost profile {path}: {error.strerror}") from None
+    try:
+        profile = msgspec.json.decode(content, type=CostProfile)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is not a cost profile of `manylora calibrate`: {error}") from None
+    if profile.format != FORMAT:
+        raise ConfigError(f"{path} is a cost profile of format {profile.format}, expected {FORMAT}: calibrate again")
+    if unknown := sorted(set(profile.terms) - set(TERMS)):
+        raise ConfigError(f"{path} has a term {unknown[0]!r}, expected one of {', '.join(TERMS)}")
+    return profile

@@ -1,0 +1,178 @@
+"""Duration of a step from first principles: operations over compute rate, bytes over memory rate.
+
+Prompts and decodes go through the layers in one flat batch, so a step is the sum of its parts::
+
+    layers     max(tokens x operations, weights read once)        a mixture reads the experts it touches
+    attention  max(scores x operations, KV read)
+    adapters   by kernel family, see `lab/costs/lora.py`
+    head       max(sampled x operations, weights read once), and reads of the logits by the sampler
+    network    two all-reduces per layer between the devices of a replica
+    launches   idle time of the device between the kernels of a layer
+    host       a constant: wait of the device for the host between two steps
+
+Left out, because they are smaller than the uncertainty of a device's rates: tile quantisation of small products,
+activations that miss the cache, and the memory bandwidth of a concurrent copy (at most link over memory: 3.6 % of an
+A40's while a copy runs, 1 to 2 % of an H100's).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from manylora.core.costs.features import StepFeatures, step_features
+from manylora.core.errors import ConfigError
+from manylora.core.plan import AdapterLoad, StepPlan
+from manylora.core.types import Tier
+from manylora.lab.catalog.dims import ATTENTION_TARGETS, ModelDims
+from manylora.lab.catalog.hardware import Hardware, find_hardware
+from manylora.lab.catalog.models import find_dims
+from manylora.lab.costs.copies import CopyPath, copy_time_s, find_copy_path
+from manylora.lab.costs.lora import LORA_KERNELS, DeviceRates, adapter_targets
+
+__all__ = ["RooflineCost", "StepParts", "memory_for_pool"]
+
+DENSE_LAUNCHES = 10  # two norms, qkv, rotation, KV write, attention, o, gate/up, activation, down
+MIXTURE_LAUNCHES = 14  # and: router, sorting of tokens, their gather, the weighted sum
+SAMPLER_PASSES = 4  # over float32 logits: scale, filter, normalise, draw
+
+
+class StepParts(NamedTuple):
+    """The parts of a step's duration, in seconds."""
+
+    layers_s: float
+    attention_s: float
+    adapters_s: float
+    head_s: float
+    network_s: float
+    launches_s: float
+    host_s: float
+
+
+class RooflineCost:
+    """Prices steps and loads of one model on one kind of device.
+
+    Adapters are priced by the rank in the plan and by ``targets``: all adapters of a run are assumed to change the same
+    modules, each with its largest rank.
+
+    Args:
+        model: A name of `MODELS`, or dimensions.
+        hardware: Each device of the replica: a name of `HARDWARE`, a profile, or the path of a TOML profile.
+        lora_kernel: A name of `LORA_KERNELS`.
+        tensor_parallel: Devices that share each layer; base, KV and adapters are split evenly.
+        targets: Modules that adapters change.
+        copies: Copy path of adapters: a name of `COPY_PATHS` or a path; by default the kernel's own.
+        host_s: Wait of the device for the host between two steps, in seconds.
+
+    Raises:
+        ConfigError: A name is unknown, or the heads cannot be split over the devices.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelDims,
+        hardware: str | Hardware,
+        *,
+        lora_kernel: str = "ragged",
+        tensor_parallel: int = 1,
+        targets: tuple[str, ...] = ATTENTION_TARGETS,
+        copies: str | CopyPath | None = None,
+        host_s: float = 1e-3,
+    ) -> None:
+        dims = find_dims(model)
+        if lora_kernel not in LORA_KERNELS:
+            raise ConfigError(f"Got {lora_kernel = }, expected one of {', '.join(LORA_KERNELS)}")
+        if tensor_parallel < 1 or dims.num_heads % tensor_parallel:
+            raise ConfigError(f"Got {tensor_parallel = }, expected a divisor of {dims.num_heads} heads")
+        self.dims = dims
+        self.hardware = hardware = find_hardware(hardware)
+        self.tensor_parallel = tensor_parallel
+        self.rates = rates = DeviceRates(
+            peak_flops_per_s=hardware.flops_per_s * tensor_parallel,
+            flops_per_s=hardware.flops_per_s * hardware.flops_share * tensor_parallel,
+            bytes_per_s=hardware.memory_bytes_per_s * hardware.memory_share * tensor_parallel,
+            launch_s=hardware.launch_s,
+        )
+        self._copies = find_copy_path(copies, lora_kernel)
+        self._lora = LORA_KERNELS[lora_kernel]
+        self.targets = targets
+        self._targets = adapter_targets(dims, targets)
+        self._token_s = 2 * dims.active_weights / rates.flops_per_s
+        self._shared_s = dims.shared_weights * dims.layer_element_bytes / rates.bytes_per_s
+        experts = dims.num_layers * dims.num_experts * dims.expert_weights
+        self._experts_s = experts * dims.layer_element_bytes / rates.bytes_per_s
+        self._untouched = 1 - dims.experts_per_token / dims.num_experts if dims.num_experts else 0.0
+        self._score_s = 4 * dims.num_layers * dims.q_size / rates.flops_per_s
+        # Heads of KV are not split: with more devices than heads, several devices keep the same head.
+        copies_of_kv = max(1.0, tensor_parallel / dims.num_kv_heads)
+        self._context_s = dims.kv_bytes_per_token * copies_of_kv / rates.bytes_per_s
+        self._head_row_s = 2 * dims.head_weights / rates.flops_per_s
+        self._head_s = dims.head_weights * dims.element_bytes / rates.bytes_per_s
+        self._logits_row_s = SAMPLER_PASSES * 4 * dims.vocab_size / rates.bytes_per_s
+        self._launches_s = dims.num_layers * hardware.launch_s
+        self._launches_s *= MIXTURE_LAUNCHES if dims.num_experts else DENSE_LAUNCHES
+        self._network_s = self._network_token_s = 0.0
+        if tensor_parallel > 1:
+            ring = 2 * (tensor_parallel - 1) / tensor_parallel
+            row_bytes = dims.hidden_size * dims.element_bytes
+            self._network_s = 2 * dims.num_layers * hardware.all_reduce_latency_s
+            self._network_token_s = 2 * dims.num_layers * ring * row_bytes / hardware.all_reduce_bytes_per_s
+        self._host_s = host_s
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Return the duration of a step, in seconds."""
+        return sum(self.price(step_features(plan)))
+
+    def price(self, step: StepFeatures) -> StepParts:
+        """Return the parts of a step's duration."""
+        tokens, sampled = step.num_tokens, step.num_sampled
+        scores = step.context_tokens + step.prompt_pairs
+        context = step.context_tokens + step.prompt_context_tokens
+        read = self._shared_s
+        if self._experts_s:
+            read += self._experts_s * (1 - self._untouched**tokens)
+        return StepParts(
+            max(tokens * self._token_s, read),
+            max(scores * self._score_s, context * self._context_s),
+            self._lora(step, self._targets, self.rates) if step.num_adapted else 0.0,
+            max(sampled * self._head_row_s, self._head_s) + sampled * self._logits_row_s if sampled else 0.0,
+            self._network_s + tokens * self._network_token_s,
+            self._launches_s,
+            self._host_s,
+        )
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        """Return the duration of a load on an idle link, in seconds."""
+        if load.tier is Tier.HOST:
+            return load.version.disk_bytes / self.hardware.disk_bytes_per_s
+        return copy_time_s(load.version, self._copies, self.hardware, self.tensor_parallel)
+
+
+def memory_for_pool(
+    model: str | ModelDims,
+    hardware: str | Hardware,
+    tensor_parallel: int = 1,
+    utilization: float = 0.9,
+    *,
+    max_num_batched_tokens: int = 2048,
+    max_num_seqs: int = 128,
+) -> int:
+    """Return the bytes left for pages on all devices of a replica, after weights, activations and the driver's share.
+
+    Model and hardware are given as for ``RooflineCost``; ``utilization`` is the part of the memory that the engine may
+    use.
+
+    Raises:
+        ConfigError: The model does not fit.
+    """
+    dims, device = find_dims(model), find_hardware(hardware)
+    # At its peak a layer holds its input, the residual, and the MLP's two halves and their product.
+    row = 4 * dims.hidden_size + 3 * dims.intermediate_size * max(1, dims.experts_per_token) / tensor_parallel
+    activations = max_num_batched_tokens * row * dims.element_bytes + 2 * max_num_seqs * dims.vocab_size * 4
+    fixed = dims.weight_bytes / tensor_parallel + activations + device.context_bytes
+    left = int(tensor_parallel * (utilization * device.memory_bytes - fixed))
+    if left <= 0:
+        raise ConfigError(
+            f"{dims.name} on {tensor_parallel} x {device.name} needs {fixed / 1e9:.1f} GB on each for weights and "
+            f"activations, and {utilization:.0%} of its {device.memory_bytes / 1e9:.0f} GB may be used"
+        )
+    return left

@@ -1,0 +1,79 @@
+"""Calculations without a simulated run: requests alone, and one step priced with each family of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from manylora.core.types import AdapterVersion
+from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
+from manylora.lab.experiments.cases import Case, read_setup, read_workload
+from manylora.lab.experiments.request_alone import request_alone
+from manylora.lab.experiments.result import Result, cdf
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.sim.run.simulation import SimulationConfig
+from manylora.lab.sim.setup import make_config
+from manylora.lab.workloads import Workload, make_workload
+
+__all__ = ["CALCULATIONS", "alone", "kernels"]
+
+
+def _priced(case: Case) -> tuple[Workload, dict[str, AdapterVersion], SimulationConfig]:
+    """Return a case's workload, its adapters by name, and the configuration with the prices of both."""
+    spec = read_workload(case.workload, case.traces)
+    workload = make_workload(spec, case.seed)
+    config = make_config(read_setup(case.setup), targets=spec.adapters.targets, seed=case.seed)
+    return workload, adapter_versions(workload.adapters, config.base), config
+
+
+def alone(case: Case) -> Result:
+    """Time every request of a workload as if it were alone, and say what takes its time."""
+    workload, versions, config = _priced(case)
+    times = [request_alone(one, versions.get(one.adapter or ""), config.cost) for one in workload.requests]
+    count = len(times)
+    ttft = sum(one.ttft_s for one in times) / count
+    figures = {
+        "ttft_mean": ttft,
+        "e2e_mean": sum(one.e2e_s for one in times) / count,
+        "load_s": sum(one.load_s for one in times) / count,
+        "base_s": sum(one.base_s for one in times) / count,
+        "adapter_s": sum(one.adapter_s for one in times) / count,
+        "compute_s": sum(one.base_s + one.adapter_s for one in times) / count,
+    }
+    figures["load_share"] = figures["load_s"] / ttft
+    figures["adapter_share"] = (figures["load_s"] + figures["adapter_s"]) / ttft
+    for name, values in (("ttft", [one.ttft_s for one in times]), ("e2e", [one.e2e_s for one in times])):
+        values.sort()
+        figures[f"{name}_p50"] = values[count // 2]
+        figures[f"{name}_p99"] = values[int(0.99 * (count - 1))]
+    return Result(figures, {"ttft_cdf": cdf(one.ttft_s for one in times), "e2e_cdf": cdf(one.e2e_s for one in times)})
+
+
+def kernels(case: Case) -> Result:
+    """Price one decoding step: every request of the workload has its prompt behind it and generates one token.
+
+    With CPU workers, the adapter of the last request is on its way to the device, and they compute it.
+    """
+    workload, versions, config = _priced(case)
+    base = [SyntheticSequence(one.num_prompt_tokens, 1) for one in workload.requests]
+    step = []
+    for part, request in zip(base, workload.requests, strict=True):
+        version = versions.get(request.adapter or "")
+        step.append(part._replace(adapter=version.key, rank=version.rank) if version is not None else part)
+    plan = synthetic_plan(step)
+    base_s = config.cost.step_time_s(synthetic_plan(base))
+    if config.assist is not None:
+        step_s = config.assist.step_time_s(plan, plan.sequences[-1:])
+    else:
+        step_s = config.cost.step_time_s(plan)
+    return Result(
+        {
+            "step_s": step_s,
+            "base_s": base_s,
+            "adapters_s": step_s - base_s,
+            "adapters_share": (step_s - base_s) / base_s,
+            "num_adapters": len({one.adapter for one in workload.requests} - {None}),
+        }
+    )
+
+
+CALCULATIONS: dict[str, Callable[[Case], Result]] = {"alone": alone, "kernels": kernels}

@@ -1,0 +1,157 @@
+"""A case: one setup at one point with one seed. The unit that is run, cached and shared between experiments.
+
+A case is known by its content: what serves, the workload, the seed, and the bytes of the traces and
+custom policies that it reads. Experiments that need the same run share it, and an unchanged case is not run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from manylora.core.errors import ConfigError
+from manylora.core.plugins import source_of
+from manylora.lab.experiments.spec import Experiment, Point, Table, merge
+from manylora.lab.sim.setup import Setup
+from manylora.lab.workloads import WorkloadSpec
+from manylora.lab.workloads.spec import KINDS
+from manylora.lab.workloads.tables import TableReader
+
+__all__ = ["Case", "cases_of", "read_setup", "read_workload"]
+
+FORM = 1
+"""Of the results that are kept; another number makes every case run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run.
+
+    Args:
+        setup: Table of the simulated system.
+        seed: Of all random streams.
+        warm_up_s: Requests that arrive this early are not counted, in seconds.
+        slo_s: Limit on the time to first token, in seconds.
+        slo_tpot_s: Limit on the mean time per token after the first, in seconds; ``None`` for no limit.
+        traces: Folder of traces; ``None`` where the workload needs none.
+        calculation: Name of a calculation; ``None`` for a simulated run.
+    """
+
+    setup: Table
+    workload: Table
+    seed: int
+    warm_up_s: float
+    slo_s: float
+    traces: Path | None
+    calculation: str | None = None
+    slo_tpot_s: float | None = None
+
+    @property
+    def key(self) -> str:
+        """The key of its result: a hash of all inputs."""
+        read = {file: _digest(path) for file, path in self._files()}
+        limits = [self.slo_s, self.slo_tpot_s]
+        content = [FORM, self.setup, self.workload, self.seed, self.warm_up_s, limits, read, self.calculation]
+        return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+    def _files(self) -> Iterator[tuple[str, Path]]:
+        for name in _values_of("file", self.workload):
+            if self.traces is not None and (self.traces / name).is_file():
+                yield name, self.traces / name
+        for value in _texts(self.setup):
+            source = source_of(value)
+            if source is not None and source.is_file():
+                yield value, source
+
+
+def cases_of(
+    experiment: Experiment, *, seeds: int, traces: Path | None, duration_s: float | None = None
+) -> dict[tuple[str, str, int], Case]:
+    """Return an experiment's cases by setup, label of the point, and seed.
+
+    Args:
+        experiment: The experiment.
+        seeds: Runs of each case; the seeds are the experiment's first one and those that follow.
+        traces: Folder of traces.
+        duration_s: Cuts workloads off, for a quick look.
+    """
+    cases = {}
+    for name, setup in experiment.setups.items():
+        for point in experiment.points:
+            changed = _change({"setup": setup, "workload": experiment.workload}, point)
+            workload = changed["workload"]
+            assert isinstance(workload, dict)
+            warm_up_s = experiment.warm_up_s
+            if duration_s is not None:
+                workload["duration_s"] = duration_s
+                warm_up_s = min(warm_up_s, duration_s / 5)
+            for seed in range(experiment.first_seed, experiment.first_seed + seeds):
+                cases[name, point.label, seed] = Case(
+                    setup=dict(changed["setup"]),  # type: ignore[call-overload]
+                    workload=workload,
+                    seed=seed,
+                    warm_up_s=warm_up_s,
+                    slo_s=experiment.slo_s,
+                    traces=traces,
+                    calculation=experiment.calculation,
+                    slo_tpot_s=experiment.slo_tpot_s,
+                )
+    return cases
+
+
+def _change(tables: Table, point: Point) -> Table:
+    for key, value in point.changes.items():
+        nested: object = value
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        assert isinstance(nested, dict)
+        tables = merge(tables, nested)
+    return tables
+
+
+def read_setup(table: Mapping[str, object]) -> Setup:
+    """Return a setup from its table.
+
+    Raises:
+        ConfigError: A key is unknown or a value wrong.
+    """
+    return TableReader({}).read(Setup, table, "setup")
+
+
+def read_workload(table: Mapping[str, object], traces: Path | None) -> WorkloadSpec:
+    """Return a workload's description from its table.
+
+    Raises:
+        ConfigError: A key is unknown, a value wrong, or a trace is not in the folder.
+    """
+    missing = [name for name in _values_of("file", table) if traces is None or not (traces / name).is_file()]
+    if missing:
+        where = "no folder of traces was given (--traces)" if traces is None else "it is not in the folder of traces"
+        raise ConfigError(f"This needs the trace {missing[0]}, and {where}")
+    return TableReader(KINDS, [traces] if traces is not None else []).read(WorkloadSpec, table, "workload")
+
+
+def _texts(table: object) -> Iterator[str]:
+    for value in table.values() if isinstance(table, Mapping) else ():
+        if isinstance(value, str):
+            yield value
+        else:
+            yield from _texts(value)
+
+
+def _values_of(key: str, table: object) -> Iterator[str]:
+    if isinstance(table, Mapping):
+        for name, value in table.items():
+            if name == key and isinstance(value, str):
+                yield value
+            else:
+                yield from _values_of(key, value)
+
+
+@lru_cache(maxsize=64)
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=12).hexdigest()

@@ -1,0 +1,180 @@
+"""Read suites and experiments from their TOML files, and say by name what is wrong with one."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+
+from manylora.core.errors import ConfigError
+from manylora.core.plugins import with_files_found
+from manylora.lab.experiments.spec import Claim, Experiment, Plot, Point, Table, merge, setup_table
+from manylora.lab.workloads.tables import TableReader, nearest
+
+__all__ = ["CATALOG", "find_experiments", "read_experiment"]
+
+CATALOG = Path(__file__).parent / "catalog"
+"""Suites that come with manylora."""
+
+SUITE = "suite.toml"
+_OF_SUITE = ("title", "slo_s", "warm_up_s", "num_seeds", "workload", "setups")
+_OF_EXPERIMENT = (
+    *("suite", "title", "source", "calculation", "setups", "use", "workload", "sweep", "points", "num_seeds", "slo_s"),
+    *("warm_up_s", "first_seed", "slo_tpot_s", "versus", "plots", "claims", "shown", "why", "notes", "ablation"),
+)
+
+
+def find_experiments(folder: Path = CATALOG) -> list[str]:
+    """Return the names of the experiments in a folder of suites, in the order they were published in."""
+    found = [path for path in folder.glob("*/*.toml") if path.name != SUITE]
+    return [f"{path.parent.name}/{path.stem}" for path in sorted(found)]
+
+
+def read_experiment(name: str, folder: Path = CATALOG) -> Experiment:
+    """Read an experiment and the suite it belongs to.
+
+    Args:
+        name: ``suite/file`` in the folder, or the path of a file of one's own, which ends with ``.toml``. What that one
+            shares with others is in the suite of the folder that it names with ``suite``, else in one beside it.
+        folder: Folder of suites.
+
+    Raises:
+        ConfigError: There is no such experiment, or a file is wrong.
+    """
+    path, called = Path(name).expanduser(), name
+    if path.suffix == ".toml":
+        called = path.stem
+    else:
+        names = find_experiments(folder)
+        if name not in names:
+            raise ConfigError(f"Got experiment {name!r}, {nearest(name, names)}")
+        path = folder / f"{name}.toml"
+    try:
+        own = with_files_found(_read(path, _OF_EXPERIMENT), [path.parent])
+        suite = path.with_name(SUITE)
+        if "suite" in own:
+            suites = [found.parent.name for found in folder.glob(f"*/{SUITE}")]
+            if own["suite"] not in suites:
+                raise ConfigError(f"Got suite = {own['suite']!r}, {nearest(str(own['suite']), suites)}")
+            suite = folder / str(own["suite"]) / SUITE
+        is_alone = suite.parent == path.parent and not suite.exists()
+        return _make(called, {} if is_alone else _read(suite, _OF_SUITE), own)
+    except ConfigError as error:
+        raise ConfigError(f"experiment {name}: {error}") from None
+
+
+def _read(path: Path, known: tuple[str, ...]) -> Table:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path.name}: cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path.name}: not TOML: {error}") from None
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{path.name}: got {key!r}, which nothing reads: {nearest(key, known)}")
+    return table
+
+
+def _make(name: str, suite: Table, own: Table) -> Experiment:
+    reader = TableReader({})
+    setups = merge(_table(suite, "setups"), _table(own, "setups"))
+    every = {key: setup for key, setup in setups.items() if isinstance(setup, dict)}
+    used = _texts(own, "use") or list(_table(own, "setups"))
+    get = {**suite, **own}.get
+    claims = tuple(reader.read(Claim, one, "claims") for one in _tables(own, "claims"))
+    plots = tuple(reader.read(Plot, one, "plots") for one in _tables(own, "plots"))
+    return Experiment(
+        name=name,
+        title=str(own["title"]) if "title" in own else name,
+        source=str(own.get("source", "")),
+        calculation=str(own["calculation"]) if "calculation" in own else None,
+        setups={one: setup_table(every, one) for one in used},
+        workload=merge(_table(suite, "workload"), _table(own, "workload")),
+        points=_points(own),
+        num_seeds=_whole(get("num_seeds", 3), "num_seeds"),
+        first_seed=_whole(get("first_seed", 0), "first_seed", least=0),
+        slo_s=_number(get("slo_s", 5.0), "slo_s"),
+        slo_tpot_s=_number(get("slo_tpot_s"), "slo_tpot_s") if "slo_tpot_s" in own else None,
+        warm_up_s=_number(get("warm_up_s", 0.0), "warm_up_s"),
+        plots=plots,
+        claims=claims,
+        shown=tuple(_texts(own, "shown")) or ("ttft_p50", "ttft_p99"),
+        versus=str(own["versus"]) if "versus" in own else None,
+        why=str(own.get("why", "")).strip(),
+        notes=str(own.get("notes", "")).strip(),
+        is_ablation=own.get("ablation", False) is True,
+    )
+
+
+def _points(own: Table) -> tuple[Point, ...]:
+    """Return the axis: the points that are given, or the product of the sweeps; one that changes nothing else."""
+    if "sweep" in own:
+        return tuple(map(_combined, enumerate(product(*map(_swept, _tables(own, "sweep"))))))
+    points = []
+    for place, table in enumerate(_tables(own, "points")):
+        label, changes = str(table.get("label", place)), table.get("set", {})
+        if not isinstance(changes, dict) or not all(key.startswith(("workload.", "setup.")) for key in changes):
+            raise ConfigError(f"Got point {label!r} that sets {changes!r}, expected keys of workload. and setup.")
+        points.append(Point(label, _x(table.get("x", place), place), dict(changes)))
+    return tuple(points) or (Point("", 0.0, {}),)
+
+
+def _swept(sweep: Table) -> list[Point]:
+    """Return the points of one sweep: a key, its values, and a label for each value that does not speak for itself."""
+    key, values = str(sweep.get("key", "")), sweep.get("values")
+    if not key or not isinstance(values, list) or not values:
+        raise ConfigError(f"Got sweep = {sweep!r}, expected a key and values")
+    labels = _texts(sweep, "labels") or [f"{one:g}" if isinstance(one, int | float) else str(one) for one in values]
+    if len(labels) != len(values):
+        raise ConfigError(f"Got {len(labels)} labels for {len(values)} values of {key}, expected one for each")
+    return [
+        Point(label, _x(value, place), {key: value})
+        for place, (label, value) in enumerate(zip(labels, values, strict=True))
+    ]
+
+
+def _combined(numbered: tuple[int, tuple[Point, ...]]) -> Point:
+    place, parts = numbered
+    changes = {key: value for part in parts for key, value in part.changes.items()}
+    return Point(", ".join(part.label for part in parts), parts[0].x if len(parts) == 1 else float(place), changes)
+
+
+def _x(value: object, place: int) -> float:
+    return float(value) if isinstance(value, int | float) else float(place)
+
+
+def _table(table: Table, key: str) -> Table:
+    value = table.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"Got {key} = {value!r}, expected a table")
+    return dict(value)
+
+
+def _tables(table: Table, key: str) -> list[Table]:
+    values = table.get(key, [])
+    if isinstance(values, dict):
+        return [values]
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise ConfigError(f"Got {key} = {values!r}, expected tables")
+    return values
+
+
+def _texts(table: Table, key: str) -> list[str]:
+    values = table.get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ConfigError(f"Got {key} = {values!r}, expected texts")
+    return values
+
+
+def _number(value: object, key: str) -> float:
+    if not isinstance(value, int | float) or value < 0:
+        raise ConfigError(f"Got {key} = {value!r}, expected a number of at least 0")
+    return float(value)
+
+
+def _whole(value: object, key: str, least: int = 1) -> int:
+    if not isinstance(value, int) or value < least:
+        raise ConfigError(f"Got {key} = {value!r}, expected a whole number of at least {least}")
+    return value

@@ -1,0 +1,214 @@
+"""The summary of a run: latencies, throughput, SLO attainment and cache hits.
+
+It is computed from request records alone, so simulated runs, live engines and load tests of remote servers share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manylora.core.errors import ConfigError
+from manylora.lab.measure.records import RequestRecord
+from manylora.lab.measure.statistics import PercentileSummary, percentiles
+
+__all__ = ["GroupSummary", "Slo", "Summary", "gaps_of", "summarise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """Limits on the latency of a request, in seconds; ``None`` sets no limit.
+
+    Args:
+        ttft_s: On the time to first token.
+        tbt_s: On the longest time between two tokens.
+        tpot_s: On the mean time per token after the first.
+        e2e_s: On the time from arrival to the last token.
+    """
+
+    ttft_s: float | None = None
+    tbt_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_s", "tbt_s", "tpot_s", "e2e_s"):
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"Got {name} = {limit!r}, expected above 0 seconds")
+
+    def __str__(self) -> str:
+        limits = (
+            ("first token", self.ttft_s),
+            ("longest gap", self.tbt_s),
+            ("mean gap", self.tpot_s),
+            ("whole answer", self.e2e_s),
+        )
+        return ", ".join(f"{name} {limit:g} s" for name, limit in limits if limit is not None) or "no limit"
+
+    def is_met(self, record: RequestRecord) -> bool:
+        """Whether a request got a full answer within the limits."""
+        if record.error is not None or record.ttft_s is None:
+            return False
+        kept = (
+            (record.ttft_s, self.ttft_s),
+            (record.max_gap_s, self.tbt_s),
+            (record.tpot_s, self.tpot_s),
+            (record.e2e_s, self.e2e_s),
+        )
+        return all(limit is None or value is None or value <= limit for value, limit in kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary:
+    """A group of requests, such as one rank, one class of size or one tenant; times in seconds.
+
+    Args:
+        queueing_share: Mean share of a request's time before its admission.
+        slo_attainment: Share of requests within the SLO.
+    """
+
+    num_requests: int
+    ttft: PercentileSummary | None
+    tbt: PercentileSummary | None
+    e2e: PercentileSummary | None
+    queueing_share: float
+    slo_attainment: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """A run. Times in seconds, shares in [0, 1]; latencies are those of successful requests.
+
+    Args:
+        num_errors: Requests that were refused, failed or were cancelled.
+        duration_s: From the first arrival to the last end.
+        requests_per_s: Successful requests; the token rates count these as well.
+        total_tokens_per_s: Prompt and output tokens.
+        tbt: Time between tokens, every gap counted.
+        queueing: Time before admission.
+        normalised: End-to-end time per output token.
+        slo_attainment: Share of all requests within the SLO.
+        goodput_per_s: Requests per second within the SLO.
+        hit_rate: Share of requests for an adapter that found it on the device; ``None`` where that is unknown.
+        adapter_wait_share: Share of all time to first token in which a request waited for its adapter alone.
+        num_adapter_waits: Requests that waited for their adapter alone at any time.
+        cached_share: Share of prompt tokens from the prefix cache.
+        preempted_share: Share of requests pre-empted at least once, squashes included.
+        adapter_spread: Distribution over adapters of their mean time to first token.
+    """
+
+    num_requests: int
+    num_errors: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    ttft: PercentileSummary | None
+    tbt: PercentileSummary | None
+    tpot: PercentileSummary | None
+    e2e: PercentileSummary | None
+    queueing: PercentileSummary | None
+    normalised: PercentileSummary | None
+    slo_attainment: float
+    goodput_per_s: float
+    hit_rate: float | None
+    adapter_wait_share: float
+    num_adapter_waits: int
+    cached_share: float
+    preempted_share: float
+    squashed_share: float
+    adapter_spread: PercentileSummary | None
+    groups: dict[str, GroupSummary] = field(default_factory=dict)
+
+
+def summarise(
+    records: Seq[RequestRecord],
+    *,
+    slo: Slo | None = None,
+    warm_up_s: float = 0.0,
+    group: Callable[[RequestRecord], str] | None = None,
+) -> Summary:
+    """Summarise records, given in any order.
+
+    Args:
+        records: Of all requests.
+        slo: Without limits, every full answer meets it.
+        warm_up_s: Requests that arrived this soon after the first are left out.
+        group: Returns the label of a request's group.
+    """
+    slo = slo or Slo()
+    began = min((record.arrived_at for record in records), default=0.0) + warm_up_s
+    counted = [record for record in records if record.arrived_at >= began]
+    good = [record for record in counted if record.error is None]
+    first_at = min((record.arrived_at for record in counted), default=0.0)
+    duration_s = max((record.finished_at for record in counted), default=0.0) - first_at
+    per_s = 1.0 / duration_s if duration_s > 0 else 0.0
+    num_met = sum(slo.is_met(record) for record in counted)
+    num_output = sum(record.num_output_tokens for record in good)
+    num_prompt = sum(record.num_prompt_tokens for record in good)
+    looked_at = [record for record in counted if record.was_resident is not None]
+    ttft_s = [record.ttft_s for record in good if record.ttft_s is not None]
+    groups: dict[str, list[RequestRecord]] = {}
+    for record in counted if group else ():
+        assert group is not None
+        groups.setdefault(group(record), []).append(record)
+    return Summary(
+        num_requests=len(counted),
+        num_errors=len(counted) - len(good),
+        duration_s=duration_s,
+        requests_per_s=len(good) * per_s,
+        output_tokens_per_s=num_output * per_s,
+        total_tokens_per_s=(num_output + num_prompt) * per_s,
+        ttft=percentiles(ttft_s),
+        tbt=percentiles(gaps_of(good)),
+        tpot=percentiles(record.tpot_s for record in good if record.tpot_s is not None),
+        e2e=percentiles(record.e2e_s for record in good),
+        queueing=percentiles(record.queueing_s for record in good if record.queueing_s is not None),
+        normalised=percentiles(record.e2e_s / record.num_output_tokens for record in good if record.num_output_tokens),
+        slo_attainment=_share(num_met, len(counted)),
+        goodput_per_s=num_met * per_s,
+        hit_rate=_share(sum(bool(r.was_resident) for r in looked_at), len(looked_at)) if looked_at else None,
+        adapter_wait_share=_share(sum(record.adapter_wait_s for record in good), sum(ttft_s)),
+        num_adapter_waits=sum(record.adapter_wait_s > 0 for record in counted),
+        cached_share=_share(sum(record.num_cached_tokens for record in good), num_prompt),
+        preempted_share=_share(sum(record.num_preemptions > 0 for record in counted), len(counted)),
+        squashed_share=_share(sum(record.num_squashes > 0 for record in counted), len(counted)),
+        adapter_spread=_adapter_spread(good),
+        groups={label: _summarise_group(groups[label], slo) for label in sorted(groups)},
+    )
+
+
+def gaps_of(records: Seq[RequestRecord]) -> NDArray[np.float64]:
+    """Return all gaps between tokens in seconds, request by request."""
+    parts = [np.asarray(record.gaps_s, dtype=np.float64) for record in records if len(record.gaps_s)]
+    return np.concatenate(parts) if parts else np.empty(0)
+
+
+def _summarise_group(records: Seq[RequestRecord], slo: Slo) -> GroupSummary:
+    good = [record for record in records if record.error is None]
+    shares = [record.queueing_s / record.e2e_s for record in good if record.queueing_s is not None and record.e2e_s > 0]
+    return GroupSummary(
+        num_requests=len(records),
+        ttft=percentiles(record.ttft_s for record in good if record.ttft_s is not None),
+        tbt=percentiles(gaps_of(good)),
+        e2e=percentiles(record.e2e_s for record in good),
+        queueing_share=_share(sum(shares), len(shares)),
+        slo_attainment=_share(sum(slo.is_met(record) for record in records), len(records)),
+    )
+
+
+def _adapter_spread(records: Seq[RequestRecord]) -> PercentileSummary | None:
+    by_adapter: dict[str, list[float]] = {}
+    for record in records:
+        if record.adapter and record.ttft_s is not None:
+            by_adapter.setdefault(record.adapter, []).append(record.ttft_s)
+    return percentiles(sum(values) / len(values) for values in by_adapter.values())
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

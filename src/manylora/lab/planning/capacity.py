@@ -1,0 +1,87 @@
+"""Capacity: the highest rate that meets the SLO, found by bracketing and bisection.
+
+Rates are compared by their ratio: the search ends when the lowest rate that missed the SLO is within the tolerance of
+the highest that met it. It returns the highest rate that met it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from manylora.core.errors import ConfigError
+from manylora.lab.planning.load_test import LoadTest
+
+__all__ = ["Capacity", "expected_load_tests", "find_capacity"]
+
+WIDEN = 2.0
+"""Factor between rates while there is no bracket."""
+
+MOST_WIDENINGS = 8
+"""Most times the first guess is halved (then no rate meets the SLO) or doubled (then there is no limit)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The result of a search.
+
+    Args:
+        rate: Requests per second; 0 if every rate missed the SLO.
+        kept: The load test at that rate; ``None`` if there is none.
+        broken: The load test at the lowest rate that missed the SLO; ``None`` if none did.
+        load_tests: In the order of the search.
+    """
+
+    rate: float
+    kept: LoadTest | None
+    broken: LoadTest | None
+    load_tests: tuple[LoadTest, ...]
+
+
+def expected_load_tests(tolerance: float) -> int:
+    """Return about how many load tests a search takes: two that bracket the capacity, then halvings of the bracket."""
+    return 2 + math.ceil(math.log2(math.log(WIDEN) / math.log1p(tolerance)))
+
+
+def find_capacity(try_rate: Callable[[float], LoadTest], *, start: float, tolerance: float = 0.02) -> Capacity:
+    """Search for the highest rate that meets the SLO.
+
+    Args:
+        try_rate: Runs a load test at a rate in requests per second; the SLO must be met at every lower rate as well.
+        start: First guess.
+        tolerance: Largest error of the result, as a share of the true capacity.
+
+    Raises:
+        ConfigError: The guess or the tolerance is out of range.
+    """
+    if not start > 0 or not 0 < tolerance < 1:
+        raise ConfigError(f"Got {start = }, {tolerance = }, expected a rate above 0 and a share in (0, 1)")
+    load_tests: list[LoadTest] = []
+
+    def attempt(rate: float) -> LoadTest:
+        load_tests.append(try_rate(rate))
+        return load_tests[-1]
+
+    kept: LoadTest | None = None
+    broken: LoadTest | None = None
+    rate = start
+    for _ in range(1 + MOST_WIDENINGS):
+        load_test = attempt(rate)
+        if load_test.is_kept:
+            kept, rate = load_test, rate * WIDEN
+        else:
+            broken, rate = load_test, rate / WIDEN
+        if kept is not None and broken is not None:
+            break
+    if kept is None or broken is None:
+        return Capacity(
+            rate=kept.rate if kept is not None else 0.0, kept=kept, broken=broken, load_tests=tuple(load_tests)
+        )
+    while broken.rate > kept.rate * (1 + tolerance):
+        middle = attempt((kept.rate * broken.rate) ** 0.5)
+        if middle.is_kept:
+            kept = middle
+        else:
+            broken = middle
+    return Capacity(rate=kept.rate, kept=kept, broken=broken, load_tests=tuple(load_tests))

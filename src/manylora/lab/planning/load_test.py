@@ -1,0 +1,213 @@
+"""A load test: the workload at one rate, simulated by the engine's own code, and checked against the SLO.
+
+With the same seeds and number of requests, two rates see the same requests with all gaps scaled by one factor. A load
+test stops early once it can no longer meet the SLO, so rates that are far too high cost little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from manylora.core.errors import ConfigError
+from manylora.core.events import Event, RequestFinished
+from manylora.core.options import require
+from manylora.lab.costs.model import CostModel
+from manylora.lab.measure import RequestRecord
+from manylora.lab.planning.meter import PriceMeter
+from manylora.lab.planning.slo import Objective
+from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
+from manylora.lab.sim.scenario import Scenario
+from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
+from manylora.lab.workloads.arrivals import ArrivalProcess
+from manylora.lab.workloads.modulated import StepArrivals
+
+__all__ = ["LoadTest", "LoadTestRun", "LoadTests", "SearchBudget", "at_rate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchBudget:
+    """Size of a load test.
+
+    Args:
+        num_requests: Least requests per run and replica.
+        seeds: Runs of a load test; percentiles are over all of their requests.
+        warm_up: Share of a run's first requests that are not counted, because caches begin empty.
+        spans: Least length of a run, in multiples of the longest limit: at a rate that is slightly too high the queue
+            needs time to grow.
+    """
+
+    num_requests: int = 2000
+    seeds: int = 2
+    warm_up: float = 0.1
+    spans: float = 30.0
+
+    def __post_init__(self) -> None:
+        require(self.num_requests >= 10, "num_requests", self.num_requests, "at least 10 in a run")
+        require(self.seeds >= 1, "seeds", self.seeds, "at least 1")
+        require(0 <= self.warm_up < 1, "warm_up", self.warm_up, "a share in [0, 1)")
+        require(self.spans >= 0, "spans", self.spans, "0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTestRun:
+    """One run of a load test.
+
+    Args:
+        counted: Requests after the warm-up.
+        meter: The device's time by part.
+    """
+
+    run: Run
+    counted: list[RequestRecord]
+    meter: PriceMeter
+    config: SimulationConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTest:
+    """The result of one rate.
+
+    Args:
+        rate: Requests per second, all replicas together.
+        is_kept: Whether the SLO was met.
+        measured: Each limited metric at its percentile, in seconds; infinite if the load test stopped early.
+        runs: Empty if the load test stopped early.
+    """
+
+    rate: float
+    num_replicas: int
+    is_kept: bool
+    measured: dict[str, float]
+    runs: tuple[LoadTestRun, ...] = ()
+
+
+def at_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
+    """Return a workload's description with another rate, in requests per second.
+
+    Raises:
+        ConfigError: Its arrivals have no rate.
+    """
+    arrivals = spec.arrivals
+    changed: ArrivalProcess
+    if isinstance(arrivals, StepArrivals):
+        factor = rate * len(arrivals.rates) / sum(arrivals.rates)
+        changed = replace(arrivals, rates=tuple(factor * one for one in arrivals.rates))
+    elif "rate" in getattr(arrivals, "__dataclass_fields__", {}):
+        changed = replace(arrivals, rate=rate)  # type: ignore[type-var]
+    else:
+        raise ConfigError(f"Arrivals of kind {arrivals.kind!r} have no rate to search for")
+    return replace(spec, arrivals=changed)
+
+
+class _StoppedEarly(Exception):
+    """Too many requests are late already to meet the SLO."""
+
+
+class LoadTests:
+    """Runs load tests of one scenario.
+
+    Args:
+        scenario: Workload and setup; the workload's rate and number of requests are replaced.
+        objective: The SLO.
+        search_budget: Size of a load test.
+        cost: Prices of steps and loads; by default those of the scenario's setup.
+        on_run: Called with a description of each run before it begins.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        objective: Objective,
+        search_budget: SearchBudget,
+        *,
+        cost: CostModel | None = None,
+        on_run: Callable[[str], None] | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self.objective = objective
+        self.search_budget = search_budget
+        self._cost = cost
+        self._on_run = on_run or (lambda text: None)
+
+    def config(self, num_replicas: int = 1, seed: int = 0) -> SimulationConfig:
+        """Return the simulated system."""
+        setup = replace(self.scenario.setup, num_replicas=num_replicas)
+        config = replace(self.scenario, setup=setup, seed=self.scenario.seed + seed).make_config()
+        return config if self._cost is None else replace(config, cost=self._cost, speed=None)
+
+    def workload(self, rate: float, num_replicas: int = 1, seed: int = 0) -> Workload:
+        """Make the workload at a rate, long enough for a load test."""
+        num = max(
+            self.search_budget.num_requests * num_replicas,
+            math.ceil(self.search_budget.spans * self.objective.longest_s * rate),
+        )
+        spec = replace(at_rate(self.scenario.workload, rate), num_requests=num, duration_s=None)
+        return make_workload(spec, self.scenario.seed + seed)
+
+    def at(self, rate: float, num_replicas: int = 1) -> LoadTest:
+        """Run a load test at a rate in requests per second, all replicas together."""
+        workloads = [self.workload(rate, num_replicas, seed) for seed in range(self.search_budget.seeds)]
+        watch = _EarlyStop(self.objective, [len(one.requests) for one in workloads], self.search_budget.warm_up)
+        runs = []
+        for seed, workload in enumerate(workloads):
+            self._on_run(f"{rate:.3g} req/s, {_replicas(num_replicas)}, seed {self.scenario.seed + seed}")
+            config = self.config(num_replicas, seed)
+            meter = PriceMeter(config.cost)
+            config = replace(config, cost=meter)
+            try:
+                run = simulate(workload, config, sinks=(watch,))
+            except _StoppedEarly:
+                measured = {name: math.inf for name, _ in self.objective.limits()}
+                return LoadTest(rate=rate, num_replicas=num_replicas, is_kept=False, measured=measured)
+            counted = [one for one in run.records if int(one.request_id) >= watch.first_counted]
+            runs.append(LoadTestRun(run=run, counted=counted, meter=meter, config=config))
+            watch.next_run()
+        measured = self.objective.measure([record for one in runs for record in one.counted])
+        return LoadTest(
+            rate=rate,
+            num_replicas=num_replicas,
+            is_kept=self.objective.is_kept(measured),
+            measured=measured,
+            runs=tuple(runs),
+        )
+
+
+class _EarlyStop:
+    """An event sink that stops a load test once it cannot meet the SLO."""
+
+    def __init__(self, objective: Objective, sizes: list[int], warm_up: float) -> None:
+        self._slo = objective.slo
+        self._firsts = [int(size * warm_up) for size in sizes]
+        num_counted = sum(sizes) - sum(self._firsts)
+        self._may_be_late = num_counted * (1 - objective.percentile / 100)
+        self._num_late = 0
+        self._run = 0
+
+    @property
+    def first_counted(self) -> int:
+        """Number of the first request of this run that counts."""
+        return self._firsts[self._run]
+
+    def next_run(self) -> None:
+        """Go on to the next run of the load test."""
+        self._run += 1
+
+    def __call__(self, event: Event) -> None:
+        """Count a request that is late."""
+        if not isinstance(event, RequestFinished) or int(event.request_id) < self.first_counted:
+            return
+        slo = self._slo
+        first_at = event.first_token_at if event.first_token_at is not None else math.inf
+        late = (slo.ttft_s is not None and first_at - event.arrived_at > slo.ttft_s) or (
+            slo.e2e_s is not None and event.at - event.arrived_at > slo.e2e_s
+        )
+        self._num_late += late
+        # One more than may be late: percentiles are values that occur, and rounding must not end a load test wrongly.
+        if self._num_late > self._may_be_late + 1:
+            raise _StoppedEarly
+
+
+def _replicas(num: int) -> str:
+    return "1 replica" if num == 1 else f"{num} replicas"

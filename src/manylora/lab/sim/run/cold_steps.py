@@ -1,0 +1,145 @@
+"""Steps of cold sequences in virtual time: layer by layer, as weights arrive or as CPU workers compute them.
+
+::
+
+    copy                  | 0 |     | 1 |     | 2 | ...        ``link.py``
+    step                  | layer 0 | waits | layer 1 | ...    of a sequence that is placed ARRIVING
+
+A step is cut into as many equal parts as the model has layers, and so are the weights of an adapter. It waits as long
+as a live one: the limit is the same code (``core/costs/wait_budget.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from manylora.core.costs.take_over import left_to_workers
+from manylora.core.costs.wait_budget import MAX_WAIT_S, WaitBudget
+from manylora.core.plan import ON_DEVICE, PlannedSequence, StepPlan
+from manylora.core.types import AdapterKey, Tier
+from manylora.lab.costs.model import CostModel
+from manylora.lab.costs.workers import AssistCost
+from manylora.lab.sim.run.link import LoadTimeline
+
+__all__ = ["ColdStep", "ColdSteps", "cold_sequences"]
+
+
+def cold_sequences(plan: StepPlan) -> list[PlannedSequence]:
+    """Return the sequences of a step whose adapter is not on the device."""
+    return [part for part in plan.sequences if part.placement is not ON_DEVICE and part.placement != ON_DEVICE]
+
+
+class ColdStep(NamedTuple):
+    """The outcome of a step with cold sequences.
+
+    Args:
+        ends_at: Its end, in seconds.
+        cpu_share: Share of its assisted layers that workers computed.
+        late: Adapters that it has ceased to wait for.
+    """
+
+    ends_at: float
+    cpu_share: float = 1.0
+    late: frozenset[AdapterKey] = frozenset()
+
+
+class ColdSteps:
+    """Computes the end of a step with cold sequences. All sequences of the step end with it.
+
+    Args:
+        cost: Durations of steps.
+        num_layers: Layers of the model.
+        assist: Prices CPU workers beside an accelerator; ``None`` where steps read the host image in place, on a CPU.
+        patience_s: Longest wait of a step for the layers of its adapters, in seconds.
+    """
+
+    def __init__(
+        self, cost: CostModel, num_layers: int, assist: AssistCost | None, patience_s: float = MAX_WAIT_S
+    ) -> None:
+        self._cost = cost
+        self._num_layers = num_layers
+        self._assist = assist
+        self._patience_s = patience_s
+
+    def end(
+        self,
+        plan: StepPlan,
+        cold: list[PlannedSequence],
+        copies: Mapping[AdapterKey, LoadTimeline],
+        begins_at: float,
+        factor: float,
+    ) -> ColdStep:
+        """Return the end of a step.
+
+        A sequence in the host tier that no worker takes waits for its whole adapter before the step begins, and so does
+        the step: a published system, whose steps have no limit to it.
+
+        Args:
+            plan: The step.
+            cold: Its cold sequences.
+            copies: The load of each adapter to the device.
+            begins_at: Time at which the device is free.
+            factor: Slowness of the machine at that time.
+        """
+        arriving: dict[AdapterKey, LoadTimeline] = {}
+        assisted: list[PlannedSequence] = []
+        for part in cold:
+            assert part.adapter is not None
+            if part.placement.tier is Tier.DEVICE:
+                arriving[part.adapter] = copies[part.adapter]
+            elif self._assist is not None and self._assist.workers.take(part):
+                assisted.append(part)
+            elif self._assist is not None:
+                begins_at = max(begins_at, copies[part.adapter].ends_at)
+        if not arriving and not assisted:
+            return ColdStep(begins_at + self._cost.step_time_s(plan) * factor)
+        waits = _Waits(begins_at, self._patience_s)
+        for key, copy in arriving.items():
+            waits.wait_for(key, copy.begins_at)
+        if waits.late:  # an adapter whose layout is not known has no rows in the step
+            plan = replace(plan, sequences=tuple([part for part in plan.sequences if part.adapter not in waits.late]))
+            if not plan.sequences:
+                return ColdStep(waits.at, late=frozenset(waits.late))
+        takes_over = self._assist is not None and self._assist.workers.takes_over
+        adapters = on_cpu = tuple(dict.fromkeys([part.adapter for part in assisted if part.adapter]))
+        layers_s = {on_cpu: self._layer_s(plan, assisted, factor)}
+        num_on_cpu = 0
+        for layer in range(self._num_layers):
+            for key, copy in arriving.items():
+                waits.wait_for(key, copy.arrivals[layer])
+            if takes_over:
+                arrivals = {key: copies[key].arrivals[layer] for key in adapters}
+                on_cpu = left_to_workers(adapters, arrivals.__getitem__, waits.at)
+                if on_cpu not in layers_s:
+                    layers_s[on_cpu] = self._layer_s(plan, [p for p in assisted if p.adapter in on_cpu], factor)
+            num_on_cpu += len(on_cpu)
+            waits.at += layers_s[on_cpu]
+        cpu_share = num_on_cpu / (self._num_layers * len(adapters)) if adapters else 1.0
+        return ColdStep(waits.at, cpu_share, frozenset(waits.late))
+
+    def _layer_s(self, plan: StepPlan, on_cpu: list[PlannedSequence], factor: float) -> float:
+        """Return the time of a layer in which workers compute the adapters of some sequences."""
+        if on_cpu and self._assist is not None:
+            return factor * self._assist.step_time_s(plan, on_cpu) / self._num_layers
+        return factor * self._cost.step_time_s(plan) / self._num_layers
+
+
+class _Waits:
+    """How far a step is, ``at``, and the adapters that it has ceased to wait for."""
+
+    def __init__(self, begins_at: float, patience_s: float) -> None:
+        self.at = begins_at
+        self.late: dict[AdapterKey, None] = {}
+        self._patience = WaitBudget(patience_s)
+
+    def wait_for(self, key: AdapterKey, arrives_at: float) -> None:
+        """Wait until a part of an adapter has arrived, or as long as patience lasts."""
+        if arrives_at <= self.at or key in self.late:
+            return
+        if not self._patience.outlasts(arrives_at - self.at):
+            self.late[key] = None
+            arrives_at = self.at + self._patience.left_s
+        self._patience.spend(arrives_at - self.at)
+        self.at = arrives_at

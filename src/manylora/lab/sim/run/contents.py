@@ -1,0 +1,88 @@
+"""Synthetic prompts: equal exactly where the workload shares prefixes.
+
+Only the prefix cache reads them. It hashes blocks in a chain, so a block that differs in its first tokens changes all
+that follow. So a prompt is filler, which costs one copy, behind a few tokens that identify the block or request::
+
+    | name of block 7 | filler ........ | name of block 9 | filler ........ | own name | filler ....... |
+      prefix_block_tokens                 prefix_block_tokens                 the rest
+
+Adapter versions for a workload: sized by their real layout, without weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+
+from manylora.core.adapters.layout import AdapterLayout, make_version
+from manylora.core.adapters.methods import PLAIN_LORA
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.errors import AdapterError
+from manylora.core.types import AdapterKey, AdapterVersion
+from manylora.lab.workloads import AdapterSpec, RequestSpec
+
+__all__ = ["PromptMaker", "adapter_versions"]
+
+FILLER = 0
+SHARED, OWN = 1, 2
+"""First token of a name: blocks and requests never share a name."""
+
+
+class PromptMaker:
+    """Makes prompts of at most ``max_tokens`` tokens below ``vocab_size``, which is at least 16."""
+
+    def __init__(self, vocab_size: int, max_tokens: int) -> None:
+        assert vocab_size >= 16
+        self._base = vocab_size
+        self._filler = (FILLER,) * max_tokens
+
+    def prompt(self, index: int, request: RequestSpec) -> tuple[int, ...]:
+        """Return the prompt of request number ``index``."""
+        num_tokens = request.num_prompt_tokens
+        if not request.prefix:
+            return self._named(OWN, index, num_tokens)
+        parts: list[int] = []
+        for name in request.prefix:
+            parts += self._named(SHARED, name, min(request.prefix_block_tokens, num_tokens - len(parts)))
+        return (*parts, *self._named(OWN, index, num_tokens - len(parts)))
+
+    def _named(self, kind: int, number: int, num_tokens: int) -> tuple[int, ...]:
+        """Return ``num_tokens`` tokens that begin with a name, which is cut if it is longer.
+
+        A name is its kind and its digits, lowest first: filler of zeros behind it does not change the number.
+        """
+        name = [kind]
+        while number:
+            number, digit = divmod(number, self._base)
+            name.append(digit)
+        return tuple(name[:num_tokens]) + self._filler[: max(0, num_tokens - len(name))]
+
+
+def adapter_versions(adapters: Iterable[AdapterSpec], base: BaseShape) -> dict[str, AdapterVersion]:
+    """Return a version for every adapter, by name.
+
+    Two of the same rank and targets have the same layout, but their own names and so their own identities.
+
+    Raises:
+        AdapterError: A rank is below 1, or no module of this base is a target.
+    """
+    sizes: dict[tuple[int, tuple[str, ...]], AdapterVersion] = {}
+    versions = {}
+    for spec in adapters:
+        kind = spec.rank, spec.targets
+        if kind not in sizes:
+            sizes[kind] = make_version(_lay_out(spec, base), base.page, key="", source="")
+        key = hashlib.blake2b(f"{base.fingerprint}/{spec.name}/{kind}".encode(), digest_size=16).hexdigest()
+        versions[spec.name] = replace(sizes[kind], key=AdapterKey(key), source=spec.name)
+    return versions
+
+
+def _lay_out(spec: AdapterSpec, base: BaseShape) -> AdapterLayout:
+    targets = set(spec.targets)
+    modules = [one.name for one in base.modules if one.name.rpartition(".")[2] in targets]
+    if spec.rank < 1 or not modules:
+        raise AdapterError(
+            spec.name, f"rank {spec.rank} on {', '.join(spec.targets)} applies to no module of {base.name}"
+        )
+    return PLAIN_LORA.lay_out(dict.fromkeys(modules, spec.rank), base)

@@ -1,0 +1,382 @@
+"""A simulated run: a workload, one or more engines, and a virtual clock.
+
+Scheduling, caching and eviction are those of the server; only the device is simulated. A run is a deterministic
+function of its workload and its configuration, to the byte, on any machine.
+
+::
+
+    Workload --requests--> Dispatcher --+--> EngineCore 0 --> SimulatedExecutor (cost model)
+                                        +--> EngineCore 1 --> ...          all on one VirtualClock
+                                                 |
+                                                 +--events--> Recorder --> records, timeline --> Summary
+
+Only the simulated device knows the length of an answer: it ends the sequence with a token. The engine sees the cap
+alone, as in a live run; the ``oracle`` and ``noisy`` predictors know the length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.clock import VirtualClock
+from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import RequestsByTime
+from manylora.core.engine.status import EngineStats
+from manylora.core.errors import ConfigError, ManyloraError
+from manylora.core.events import EventSink
+from manylora.core.options import require
+from manylora.core.plan import AdapterLoad, PlannedSequence
+from manylora.core.plugins import options_for
+from manylora.core.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
+from manylora.core.scaling import LoadWatch, ScalingController, ScalingDecision, WatchedDispatcher
+from manylora.core.scheduling import LengthPredictor, Sequence
+from manylora.core.scheduling.prediction import PREDICTORS, NoisyPredictor, OraclePredictor
+from manylora.core.types import Output, Request, SampledToken, SamplingParams, Tier
+from manylora.lab.costs.model import CostModel
+from manylora.lab.costs.speed import MachineSpeed
+from manylora.lab.costs.workers import AssistCost
+from manylora.lab.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
+from manylora.lab.sim.run.contents import PromptMaker, adapter_versions
+from manylora.lab.sim.run.driver import drive
+from manylora.lab.sim.run.executor import SimulatedExecutor
+from manylora.lab.sim.run.scaling import ReplicaSpan, SimulatedScaling, SimulatedStarts
+from manylora.lab.workloads import RequestSpec, Workload
+
+__all__ = ["Progress", "Run", "SimulationConfig", "simulate"]
+
+BASE_NAME = "base"
+REPORT_EVERY_S = 1.0
+"""Virtual seconds between two reports of the replicas to the router, at least: they come with a request."""
+
+TOKEN, END = SampledToken(token_id=3), SampledToken(token_id=4)
+
+Progress = Callable[[int, float], None]
+"""Called with the number of ended requests, and the virtual time in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """The engines that serve the workload.
+
+    Args:
+        base: The base model's shape; a page is that of one replica, over all its devices.
+        cost: Times of steps and loads.
+        num_pages: Pages in each replica's pool.
+        memory: Block size and prefix caching; its sizes are not used.
+        num_replicas: Engines that share the workload; with ``scaling`` as many as that allows.
+        scaling: Starts and drains engines over time; ``None`` for a fixed number.
+        router: Name in ``routing.ROUTERS``, or a plug-in.
+        scheduler_time_s: Time to decide a step.
+        interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
+        reads_host: Whether steps can read an adapter's weights from host memory: by ``assist``, else in place.
+        waits_by_layer: Whether steps can run on an adapter that is on its way, and wait for each layer.
+        assist: Prices CPU workers beside an accelerator.
+        all_resident: Keep every adapter on the device from the start, in pages beside ``num_pages``.
+        speed: Makes the speed over time of the replica with this number; constant when ``None``.
+        max_tokens: Cap of every request; as many as fit when ``None``.
+        exact_caps: Set each request's cap to the length of its answer, as benchmark clients do; for engines that
+            reserve it.
+        sample_every_s: Virtual seconds between two samples of the timeline.
+        seed: Seeds the router and the noisy predictor.
+    """
+
+    base: BaseShape
+    cost: CostModel
+    num_pages: int
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(prefix_caching=False))
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    num_replicas: int = 1
+    scaling: SimulatedScaling | None = None
+    router: str = DEFAULT_ROUTER
+    router_options: Mapping[str, Any] = field(default_factory=dict)
+    scheduler_time_s: float = 0.0
+    interference: Mapping[Tier, float] = field(default_factory=dict)
+    reads_host: bool = False
+    waits_by_layer: bool = False
+    assist: AssistCost | None = None
+    all_resident: bool = False
+    speed: Callable[[int], MachineSpeed | None] | None = None
+    max_tokens: int | None = None
+    exact_caps: bool = False
+    sample_every_s: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2")
+        require(self.num_replicas >= 1, "num_replicas", self.num_replicas, "at least 1")
+        fleet = self.num_replicas if self.scaling is None else self.scaling.policy.max_replicas
+        require(self.num_replicas == fleet, "num_replicas", self.num_replicas, f"{fleet}, as in scaling")
+        require(self.scheduler_time_s >= 0, "scheduler_time_s", self.scheduler_time_s, "0 or more")
+        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        require(self.sample_every_s > 0, "sample_every_s", self.sample_every_s, "above 0")
+        if self.memory.block_size != self.base.page.block_size:
+            raise ConfigError(f"Got block_size = {self.memory.block_size}, and a base with {self.base.page.block_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The outcome of a simulated run.
+
+    Args:
+        workload: Its name.
+        records: Every request, in order of arrival; refused ones have an ``error``.
+        timelines: One per replica.
+        stats: The counters of each engine at its end.
+        duration_s: Virtual time of the last event.
+        spans: The lives of replicas that were started and drained; empty for a fixed number.
+        decisions: Those about their number, with their times in seconds.
+    """
+
+    workload: str
+    records: list[RequestRecord]
+    timelines: list[Timeline]
+    stats: list[EngineStats]
+    duration_s: float
+    spans: list[ReplicaSpan] = field(default_factory=list)
+    decisions: list[tuple[float, ScalingDecision]] = field(default_factory=list)
+
+    def summary(
+        self,
+        *,
+        slo: Slo | None = None,
+        warm_up_s: float = 0.0,
+        group: Callable[[RequestRecord], str] | None = None,
+    ) -> Summary:
+        """Return statistics of the run; see ``measure.summarise``."""
+        return summarise(self.records, slo=slo, warm_up_s=warm_up_s, group=group)
+
+
+def simulate(
+    workload: Workload,
+    config: SimulationConfig,
+    *,
+    on_progress: Progress | None = None,
+    sinks: tuple[EventSink, ...] = (),
+) -> Run:
+    """Serve a workload to its end, in virtual time.
+
+    Args:
+        workload: The requests, by time of arrival.
+        config: The engines.
+        on_progress: Called after requests have ended.
+        sinks: Receive every event of every replica.
+
+    Raises:
+        ConfigError: The configuration names a policy, predictor or router that does not exist.
+        AdapterError: An adapter applies to no module of the base.
+        Stalled: A policy stranded a request.
+    """
+    fleet = _Fleet(workload, config, sinks, on_progress)
+    arrivals = RequestsByTime(_arrivals(workload, config), on_rejected=fleet.refuse)
+    drive(fleet.cores, fleet.clock, arrivals, dispatch=fleet.dispatch, on_outputs=fleet.take, control=fleet.starts)
+    return fleet.outcome()
+
+
+class _Fleet:
+    """The engines of a run on one clock, the dispatcher before them, and the records of their requests.
+
+    Args:
+        workload: The requests.
+        config: The engines.
+        sinks: Receive every event of every replica.
+        on_progress: Called after requests have ended.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        config: SimulationConfig,
+        sinks: tuple[EventSink, ...],
+        on_progress: Progress | None,
+    ) -> None:
+        self._workload, self._config, self._sinks, self._on_progress = workload, config, sinks, on_progress
+        ranks = {spec.name: spec.rank for spec in workload.adapters}
+        self._recorders = [
+            Recorder(replica=index, ranks=ranks, sample_every_s=config.sample_every_s)
+            for index in range(config.num_replicas)
+        ]
+        self._waiting: set[str] = set()
+        self._num_ended, self._report_at = 0, REPORT_EVERY_S
+        self._engines: list[EngineCore] = []  # every one of the run
+        self.cores: dict[int, EngineCore] = {}  # those of this moment, by replica
+        self.clock = VirtualClock()
+        self.starts: SimulatedStarts | None = None
+        self._dispatcher: Dispatcher
+        router = _make_router(config, ranks)
+        if config.scaling is None:
+            self._dispatcher = Dispatcher(router, config.num_replicas, ranks)
+            self.cores.update((replica, self._start(replica)) for replica in range(config.num_replicas))
+            return
+        watch = LoadWatch(config.scaling.policy.ttft_s)
+        self._dispatcher = WatchedDispatcher(router, config.num_replicas, ranks, watch=watch, now=self.clock.now)
+        scaler = None if config.scaling.make_scaler is None else config.scaling.make_scaler()
+        controller = ScalingController(config.scaling.policy, self._dispatcher.views, watch, scaler=scaler)
+        self.starts = SimulatedStarts(
+            config.scaling, controller, self.cores, self._start, self._begin, seed=config.seed
+        )
+
+    def _start(self, replica: int) -> EngineCore:
+        recorder = self._recorders[replica]
+        engine = _make_core(self._workload, self._config, replica, (recorder, *self._sinks))
+        self._engines.append(engine)
+        recorder.watch(engine.stats)
+        return engine
+
+    def _begin(self, replica: int) -> None:
+        """Note that an engine takes requests from now on."""
+        self._dispatcher.restarted(replica)
+        self._report(replica)
+
+    def _report(self, replica: int) -> None:
+        report = ReplicaReport.of(self.cores[replica].stats(), self._config.memory.block_size)
+        self._dispatcher.report(replica, report)
+
+    def dispatch(self, request: Request) -> int:
+        """Return the replica for a request; reports of all replicas that are due come first."""
+        now = self.clock.now()
+        if now >= self._report_at:
+            self._report_at = now + REPORT_EVERY_S
+            for replica in self.cores:
+                self._report(replica)
+        self._waiting.add(request.request_id)
+        return self._dispatcher.dispatch(request, None if self.starts is None else self.starts.serving)
+
+    def take(self, outputs: list[Output], now: float) -> None:
+        """Note the outputs of an engine's turn."""
+        num_ended = 0
+        for output in outputs:
+            if output.request_id in self._waiting:
+                self._waiting.discard(output.request_id)
+                self._dispatcher.started(output.request_id)
+            if output.finish is not None:
+                self._dispatcher.ended(output.request_id)
+                num_ended += 1
+        self._num_ended += num_ended
+        if num_ended and self._on_progress is not None:
+            self._on_progress(self._num_ended, now)
+
+    def refuse(self, request: Request, error: ManyloraError, now: float) -> None:
+        """Note a request that its engine refused."""
+        self._num_ended += 1
+        self._waiting.discard(request.request_id)
+        self._recorders[self._dispatcher.ended(request.request_id)].refuse(request, error, now)
+
+    def outcome(self) -> Run:
+        """End the engines, and return the run."""
+        if self.starts is not None:
+            self.starts.close(self.clock.now())
+        records = [record for recorder in self._recorders for record in recorder.records]
+        return Run(
+            workload=self._workload.name,
+            records=sorted(records, key=lambda record: int(record.request_id)),
+            timelines=[recorder.timeline for recorder in self._recorders],
+            stats=[engine.stats() for engine in self._engines],
+            duration_s=self.clock.now(),
+            spans=[] if self.starts is None else self.starts.spans,
+            decisions=[] if self.starts is None else self.starts.decisions,
+        )
+
+
+class _WithoutLoads:
+    """The cost of steps where adapters are on the device from the start."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self.step_time_s = cost.step_time_s
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        return 0.0
+
+
+def _make_router(config: SimulationConfig, ranks: Mapping[str, int]) -> Router:
+    context = RouterContext(
+        rng=Random(f"router/{config.seed}"),
+        base_name=BASE_NAME,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        ranks=ranks,
+    )
+    return make_router(config.router, context, config.router_options)
+
+
+def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks: tuple[EventSink, ...]) -> EngineCore:
+    lengths = [request.num_output_tokens for request in workload.requests]
+
+    def choose(part: PlannedSequence) -> SampledToken:
+        # A request's seed is its number in the workload.
+        num_output = part.start + part.num_tokens - part.num_prompt_tokens + 1
+        return END if num_output >= lengths[part.seed] else TOKEN
+
+    def truth(sequence: Sequence) -> int:
+        return lengths[sequence.seed]
+
+    predictor: LengthPredictor | None = None  # the one that the configuration names
+    if config.scheduler.predictor == "oracle":
+        predictor = OraclePredictor(truth)
+    elif config.scheduler.predictor == "noisy":
+        options = options_for("predictor", "noisy", PREDICTORS, config.scheduler.predictor_options)
+        predictor = NoisyPredictor(options.accuracy, config.seed, truth)
+    versions = adapter_versions(workload.adapters, config.base)
+    num_resident_pages = sum(version.num_pages for version in versions.values()) if config.all_resident else 0
+    core = EngineCore(
+        base=config.base,
+        num_pages=config.num_pages + num_resident_pages,
+        executor=SimulatedExecutor(
+            _WithoutLoads(config.cost) if config.all_resident else config.cost,
+            vocab_size=config.base.vocab_size,
+            choose=choose,
+            scheduler_time_s=config.scheduler_time_s,
+            interference=config.interference,
+            speed=config.speed(replica) if config.speed is not None else None,
+            num_layers=config.base.num_layers,
+            assist=config.assist,
+        ),
+        scheduler=config.scheduler,
+        memory=config.memory,
+        adapters=config.adapters,
+        reads_host=config.reads_host,
+        waits_by_layer=config.waits_by_layer,
+        is_accelerated=config.assist is not None,
+        served_name=BASE_NAME,
+        seed=config.seed,
+        sinks=sinks,
+        predictor=predictor,
+    )
+    for name, version in versions.items():
+        core.adapters.register(name, version, 0.0)
+        if config.all_resident:
+            core.adapters.pin(name, True, 0.0)
+    return core
+
+
+def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[float, Request]]:
+    """Yield requests one by one, so that a long trace needs no memory."""
+    prompts = PromptMaker(config.base.vocab_size, max((r.num_prompt_tokens for r in workload.requests), default=0))
+    for index, spec in enumerate(workload.requests):
+        yield (
+            spec.arrival_s,
+            Request(
+                request_id=str(index),
+                prompt=prompts.prompt(index, spec),
+                sampling=SamplingParams(
+                    max_tokens=_cap(spec, config),
+                    seed=index,
+                    stop_token_ids=(END.token_id,),
+                    ignore_eos=True,
+                ),
+                model=spec.adapter or BASE_NAME,
+            ),
+        )
+
+
+def _cap(spec: RequestSpec, config: SimulationConfig) -> int | None:
+    """Return a request's cap: the configured one, cut to the context."""
+    if config.exact_caps:
+        return spec.num_output_tokens
+    if config.max_tokens is None:
+        return None
+    return max(1, min(config.max_tokens, config.base.max_model_len - spec.num_prompt_tokens))

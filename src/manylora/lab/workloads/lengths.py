@@ -1,0 +1,187 @@
+"""Lengths of prompts and answers: rows of a trace, drawn or in order, or two distributions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+import numpy as np
+
+from manylora.core.errors import ConfigError
+from manylora.core.options import require
+from manylora.lab.workloads.distributions import Distribution
+from manylora.lab.workloads.streams import FloatArray, IntArray
+from manylora.lab.workloads.traces.requests import read_requests
+
+__all__ = ["DrawnLengths", "Lengths", "ParametricLengths", "ReplayLengths", "TokenBounds", "TraceLengths"]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLengths:
+    """Lengths of requests, in order of arrival.
+
+    Args:
+        prompt: Prompt tokens, at least 1.
+        output: Answer tokens, at least 1.
+        prefix: Names of the blocks each prompt begins with, where a trace tells; shared names are shared tokens.
+        prefix_block_tokens: Tokens in each of those.
+    """
+
+    prompt: IntArray
+    output: IntArray
+    prefix: tuple[tuple[int, ...], ...] | None = None
+    prefix_block_tokens: int = 512
+
+
+class Lengths(Protocol):
+    """Draws the lengths of requests."""
+
+    kind: ClassVar[str]
+
+    def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
+        """Return the lengths of ``num`` requests."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBounds:
+    """Limits that lengths are clamped to after scaling.
+
+    Args:
+        min_prompt: Least prompt tokens.
+        max_prompt: Most prompt tokens.
+        min_output: Least answer tokens.
+        max_output: Most answer tokens.
+    """
+
+    min_prompt: int = 1
+    max_prompt: int | None = None
+    min_output: int = 1
+    max_output: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("prompt", self.min_prompt, self.max_prompt),
+            ("output", self.min_output, self.max_output),
+        ):
+            if low < 1 or (high is not None and high < low):
+                raise ConfigError(f"Got min_{name} = {low!r}, max_{name} = {high!r}, expected 1 <= min <= max")
+
+    def fit(
+        self, prompt: FloatArray | IntArray, output: FloatArray | IntArray, scale: float
+    ) -> tuple[IntArray, IntArray]:
+        """Scale, and round to whole tokens within the limits."""
+        return (
+            np.clip(np.rint(prompt * scale), self.min_prompt, self.max_prompt).astype(np.int64),
+            np.clip(np.rint(output * scale), self.min_output, self.max_output).astype(np.int64),
+        )
+
+
+def _check_scale(scale: float) -> None:
+    require(scale > 0, "scale", scale, "a factor above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceLengths:
+    """Rows of a trace, drawn with replacement: the measured distribution, whatever its shape.
+
+    Args:
+        file: A trace with prompt and answer lengths.
+        scale: Factor on both lengths.
+        pairing: ``rows`` keeps a prompt with its answer; ``independent`` draws each by itself.
+        bounds: Limits, after scaling.
+    """
+
+    kind: ClassVar[str] = "trace"
+    file: Path
+    scale: float = 1.0
+    pairing: Literal["rows", "independent"] = "rows"
+    bounds: TokenBounds = TokenBounds()
+
+    def __post_init__(self) -> None:
+        _check_scale(self.scale)
+
+    def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
+        """Return so many rows, drawn."""
+        trace = read_requests(self.file)
+        rows = rng.integers(0, len(trace.prompt), num)
+        answers = rows if self.pairing == "rows" else rng.integers(0, len(trace.output), num)
+        return DrawnLengths(*self.bounds.fit(trace.prompt[rows], trace.output[answers], self.scale))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayLengths:
+    """Rows of a trace in their order, with its prefixes; past its end it begins again.
+
+    With arrivals replayed from the same file, each request is the recorded one.
+
+    Args:
+        file: A trace with prompt and answer lengths.
+        scale: Factor on both lengths, and on the blocks of prefixes.
+        bounds: Limits, after scaling.
+    """
+
+    kind: ClassVar[str] = "replay"
+    file: Path
+    scale: float = 1.0
+    bounds: TokenBounds = TokenBounds()
+
+    def __post_init__(self) -> None:
+        _check_scale(self.scale)
+
+    def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
+        """Return so many rows from the first on."""
+        trace = read_requests(self.file)
+        rows = np.arange(num) % len(trace.prompt)
+        prompt, output = self.bounds.fit(trace.prompt[rows], trace.output[rows], self.scale)
+        if trace.prefix is None:
+            return DrawnLengths(prompt, output)
+        block = max(1, round(trace.prefix_block_tokens * self.scale))
+        prefix = tuple(
+            trace.prefix[row][: -(-tokens // block)] for row, tokens in zip(rows.tolist(), prompt.tolist(), strict=True)
+        )
+        return DrawnLengths(prompt, output, prefix, block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametricLengths:
+    """Prompts and answers from two distributions.
+
+    Args:
+        prompt: Of prompts.
+        output: Of answers.
+        correlation: Of the two, by rank: that of the normal scores they are ordered by (Iman and Conover), which
+            leaves both distributions as they are. Measured on public traces: about 0; 0.8 for translation.
+        scale: Factor on both lengths.
+        bounds: Limits, after scaling.
+    """
+
+    kind: ClassVar[str] = "parametric"
+    prompt: Distribution
+    output: Distribution
+    correlation: float = 0.0
+    scale: float = 1.0
+    bounds: TokenBounds = TokenBounds()
+
+    def __post_init__(self) -> None:
+        _check_scale(self.scale)
+        require(-1 <= self.correlation <= 1, "correlation", self.correlation, "a number in [-1, 1]")
+
+    def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
+        """Return so many pairs."""
+        # A stream each, so that another distribution of answers leaves the prompts as they are.
+        of_prompt, of_output, of_pairs = rng.spawn(3)
+        prompt, output = self.prompt.draw(num, of_prompt), self.output.draw(num, of_output)
+        if self.correlation:
+            first, second = of_pairs.standard_normal((2, num))
+            second = self.correlation * first + np.sqrt(1 - self.correlation**2) * second
+            prompt = np.sort(prompt)[_ranks(first)]
+            output = np.sort(output)[_ranks(second)]
+        return DrawnLengths(*self.bounds.fit(prompt, output, self.scale))
+
+
+def _ranks(values: FloatArray) -> IntArray:
+    ranks = np.empty(len(values), dtype=np.int64)
+    ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
+    return ranks

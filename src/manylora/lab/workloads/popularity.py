@@ -1,0 +1,256 @@
+"""Popularity of adapters: laws that give every adapter a share of the requests, drawn independently.
+
+Independent draws are the pessimistic case for a cache: real requests for one adapter come in sessions
+(``locality.py``). Which adapter is popular has nothing to do with its rank, unless the law says so.
+
+A *place* below is a rank in the sense of popularity (place 1 is asked for most); a *rank* is always a LoRA rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import numpy as np
+
+from manylora.core.errors import ConfigError
+from manylora.core.options import require
+from manylora.lab.workloads.streams import FloatArray, IntArray
+from manylora.lab.workloads.traces.gentd26 import read_adapter_uses
+
+__all__ = [
+    "ExplicitShares",
+    "GeometricShares",
+    "MeasuredShares",
+    "Popularity",
+    "PowerShares",
+    "RankShares",
+    "ShareLaw",
+    "TurnTaking",
+    "UniformShares",
+    "ZipfShares",
+    "draw_places",
+]
+
+
+class Popularity(Protocol):
+    """Assigns an adapter to each request."""
+
+    kind: ClassVar[str]
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request.
+
+        Args:
+            times: Arrivals in seconds, in order.
+            ranks: LoRA rank of every adapter.
+            rng: Source of randomness.
+
+        Returns:
+            Indices into ``ranks``, one per arrival.
+        """
+        ...
+
+
+class ShareLaw(Protocol):
+    """A law of popularity over any number of adapters."""
+
+    kind: ClassVar[str]
+
+    def shares(self, num: int) -> FloatArray:
+        """Return the shares of ``num`` places, which add up to 1, largest first."""
+        ...
+
+
+def draw_places(shares: FloatArray, num: int, rng: np.random.Generator) -> IntArray:
+    """Draw ``num`` places independently with these shares."""
+    cumulative = np.cumsum(shares)
+    places: IntArray = np.searchsorted(cumulative[:-1], rng.random(num) * cumulative[-1], side="right")
+    return places
+
+
+def _assign(law: ShareLaw, num_requests: int, num_adapters: int, rng: np.random.Generator) -> IntArray:
+    """Draw places, and the adapter at each place, from a stream each."""
+    of_places, of_holders = rng.spawn(2)
+    holders = of_holders.permutation(num_adapters).astype(np.int64)
+    return holders[draw_places(law.shares(num_adapters), num_requests, of_places)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformShares:
+    """Every adapter alike."""
+
+    kind: ClassVar[str] = "uniform"
+
+    def shares(self, num: int) -> FloatArray:
+        """Return equal shares."""
+        return np.full(num, 1 / num)
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        return _assign(self, len(times), len(ranks), rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZipfShares:
+    """Zipf-Mandelbrot's law, ``(place + q) ** -s``; Zipf's with ``q`` 0.
+
+    The defaults fit a production service with 874 LoRA adapters; Zipf's own law fits it with s = 0.92.
+
+    Args:
+        s: Exponent; 0 is uniform.
+        q: Flattening of the top.
+    """
+
+    kind: ClassVar[str] = "zipf"
+    s: float = 1.14
+    q: float = 3.6
+
+    def __post_init__(self) -> None:
+        if self.s < 0 or self.q <= -1:
+            raise ConfigError(f"Got s = {self.s!r}, q = {self.q!r}, expected s >= 0 and q > -1")
+
+    def shares(self, num: int) -> FloatArray:
+        """Return the shares of so many places."""
+        weights = (np.arange(1, num + 1) + self.q) ** -self.s
+        return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        return _assign(self, len(times), len(ranks), rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PowerShares:
+    """S-LoRA's law, ``(i/n) ** alpha - ((i-1)/n) ** alpha``: that of ``floor(n * U ** (1/alpha))``.
+
+    Its published default, an ``alpha`` of 1, is uniform. Real adapters fit 0.27, where the first tenth gets about
+    half of the requests.
+
+    Args:
+        alpha: The smaller, the steeper; at most 1.
+    """
+
+    kind: ClassVar[str] = "power"
+    alpha: float
+
+    def __post_init__(self) -> None:
+        require(0 < self.alpha <= 1, "alpha", self.alpha, "a number in (0, 1]; 1 is uniform")
+
+    def shares(self, num: int) -> FloatArray:
+        """Return the shares of so many places."""
+        return np.diff((np.arange(num + 1) / num) ** self.alpha)
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        return _assign(self, len(times), len(ranks), rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeometricShares:
+    """Each place gets ``ratio`` times the requests of the next; Punica's benchmark calls it "zipf:1.5".
+
+    Args:
+        ratio: Above 1.
+    """
+
+    kind: ClassVar[str] = "geometric"
+    ratio: float = 1.5
+
+    def __post_init__(self) -> None:
+        require(self.ratio > 1, "ratio", self.ratio, "above 1")
+
+    def shares(self, num: int) -> FloatArray:
+        """Return the shares of so many places."""
+        weights = float(self.ratio) ** -np.arange(num, dtype=np.float64)
+        return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        return _assign(self, len(times), len(ranks), rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplicitShares:
+    """Shares that are given, one per adapter, in the adapters' order.
+
+    Args:
+        weights: They need not add up to 1.
+    """
+
+    kind: ClassVar[str] = "explicit"
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.weights or min(self.weights) < 0 or not sum(self.weights) > 0:
+            raise ConfigError(f"Got weights = {self.weights!r}, expected numbers from 0, not all of them 0")
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        if len(self.weights) != len(ranks):
+            raise ConfigError(f"Got {len(self.weights)} weights for {len(ranks)} adapters, expected one for each")
+        return draw_places(np.asarray(self.weights, dtype=np.float64), len(times), rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredShares:
+    """How often each adapter of a production service was used, each use drawn by itself.
+
+    Fewer adapters of ours are its most popular ones.
+
+    Args:
+        file: GenTD26's `gentd26_lora_popularity.csv`.
+        column: Which of its counts.
+    """
+
+    kind: ClassVar[str] = "measured"
+    file: Path
+    column: str = "uses_all_68195_rows"
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        uses = np.sort(read_adapter_uses(self.file, self.column))[::-1]
+        if len(uses) < len(ranks):
+            raise ConfigError(f"{self.file}: counts of {len(uses)} adapters, expected at least {len(ranks)}")
+        of_places, of_holders = rng.spawn(2)
+        holders = of_holders.permutation(len(ranks)).astype(np.int64)
+        return holders[draw_places(uses[: len(ranks)].astype(np.float64), len(times), of_places)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShares:
+    """First a LoRA rank, then an adapter of that rank: Chameleon's workloads (sections 5.1 and 5.4.2).
+
+    Uniform over both is the paper's U-U; a power law over the adapters U-P, its default; over both P-P. It does not
+    say which exponent.
+
+    Args:
+        ranks: Over the ranks, the smallest being the most popular.
+        adapters: Over the adapters of one rank, the first being the most popular.
+    """
+
+    kind: ClassVar[str] = "rank"
+    ranks: ShareLaw = UniformShares()
+    adapters: ShareLaw = PowerShares(alpha=0.27)
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        distinct = sorted(set(ranks))
+        shares = np.empty(len(ranks))
+        for rank, share in zip(distinct, self.ranks.shares(len(distinct)).tolist(), strict=True):
+            members = [index for index, other in enumerate(ranks) if other == rank]
+            shares[members] = share * self.adapters.shares(len(members))
+        return draw_places(shares, len(times), rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnTaking:
+    """Each adapter in turn: the worst case for a cache smaller than all of them."""
+
+    kind: ClassVar[str] = "turns"
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        return np.arange(len(times), dtype=np.int64) % len(ranks)

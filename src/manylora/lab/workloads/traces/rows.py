@@ -1,0 +1,139 @@
+"""Rows of trace files; errors name the file, line and column."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from manylora.core.errors import ConfigError
+
+__all__ = ["Row", "header_of", "read_csv", "read_json_lines"]
+
+
+class Row:
+    """One line of a trace.
+
+    Args:
+        line: Its number, from 1, the header included.
+        values: By column.
+    """
+
+    __slots__ = ("_file", "_line", "_values")
+
+    def __init__(self, file: Path, line: int, values: dict[str, object]) -> None:
+        self._file, self._line, self._values = file, line, values
+
+    def text(self, column: str) -> str:
+        """Return a text as it stands."""
+        value = self._values.get(column)
+        if not isinstance(value, str):
+            raise self.wrong(column, "a text")
+        return value
+
+    def number(self, column: str, *, least: float = float("-inf")) -> float:
+        """Return a number, at least ``least``."""
+        value = self._values.get(column)
+        try:
+            number = float(value) if isinstance(value, str | int | float) else float("nan")
+        except ValueError:
+            number = float("nan")
+        if not least <= number < float("inf"):
+            raise self.wrong(column, "a number" if least == float("-inf") else f"a number from {least:g}")
+        return number
+
+    def whole(self, column: str, *, least: int = 0) -> int:
+        """Return a whole number, at least ``least``."""
+        number = self.number(column)
+        if not (number.is_integer() and number >= least):
+            raise self.wrong(column, f"a whole number from {least}")
+        return int(number)
+
+    def wholes(self, column: str) -> tuple[int, ...]:
+        """Return a list of whole numbers."""
+        value = self._values.get(column)
+        if not (isinstance(value, list) and all(isinstance(one, int) for one in value)):
+            raise self.wrong(column, "a list of whole numbers")
+        return tuple(value)
+
+    def time_s(self, column: str) -> float:
+        """Return a date and time as seconds since 1970, to the microsecond; read as UTC."""
+        text = self.text(column)
+        whole, _, fraction = text.partition(".")
+        try:
+            seconds = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
+            return seconds + (float(f"0.{fraction}") if fraction else 0.0)
+        except ValueError:
+            raise self.wrong(column, "a date and time") from None
+
+    def wrong(self, column: str, expected: str) -> ConfigError:
+        """Return the error that says where a value is wrong."""
+        value = self._values.get(column)
+        return ConfigError(f"{self._file}, line {self._line}, column {column!r}: got {value!r}, expected {expected}")
+
+
+def header_of(file: Path) -> str:
+    """Return the first line of a file, compressed or not; it identifies the format.
+
+    Raises:
+        ConfigError: It cannot be read, or is empty.
+    """
+    first = next(_lines(file), None)
+    if first is None:
+        raise ConfigError(f"{file}: expected a trace, the file is empty")
+    return first.strip()
+
+
+def read_csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of a CSV file with a header, compressed or not.
+
+    Args:
+        file: The file.
+        columns: Columns it must have; it may have more.
+
+    Raises:
+        ConfigError: It cannot be read, a column is missing, or a row is not as long as the header.
+    """
+    reader = csv.reader(_lines(file))
+    names = next(reader, [])
+    for column in columns:
+        if column not in names:
+            raise ConfigError(f"{file}, line 1: no column {column!r}; got {', '.join(names[:12]) or 'an empty file'}")
+    for values in reader:
+        if not values:
+            continue
+        if len(values) != len(names):
+            raise ConfigError(f"{file}, line {reader.line_num}: got {len(values)} columns, expected {len(names)}")
+        yield Row(file, reader.line_num, dict(zip(names, values, strict=True)))
+
+
+def read_json_lines(file: Path) -> Iterator[Row]:
+    """Yield the rows of a file with one JSON object per line, compressed or not.
+
+    Raises:
+        ConfigError: It cannot be read, or a line is no JSON object.
+    """
+    for line, text in enumerate(_lines(file), 1):
+        if not text.strip():
+            continue
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{file}, line {line}: expected a JSON object: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}, line {line}: got {text.strip()[:40]!r}, expected a JSON object")
+        yield Row(file, line, values)
+
+
+def _lines(file: Path) -> Iterator[str]:
+    opener = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opener(file, "rt", encoding="utf-8", newline="") as lines:
+            yield from lines
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{file}: the trace cannot be read: {reason}") from None

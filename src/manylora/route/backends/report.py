@@ -1,0 +1,248 @@
+"""Reports of backends, read from their metrics and lists of models under vLLM's, SGLang's and manylora's names.
+
+Text of a backend is not trusted: it is read in pieces as it comes, only lines with known names are parsed, and lines,
+names and their number are bounded.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+__all__ = ["BackendLoad", "BackendMetrics", "Card", "MetricsReader", "ServerKind", "read_models"]
+
+MAX_LINE_BYTES = 1024 * 1024
+MAX_ADAPTERS = 50_000
+MAX_SAMPLES = 4 * MAX_ADAPTERS
+"""Lines of metrics that are parsed, and objects of a list of models: reading them holds up all other requests."""
+MAX_NAME = 512
+
+_PREFIXES = (b"vllm:", b"sglang:")
+_NAME = re.compile(rb"[a-z:_]{1,64}")
+_LABEL = re.compile(rb'([a-z_]{1,64})="((?:[^"\\\n]|\\.)*)",?')
+
+RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
+WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
+TOKENS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total", b"sglang:generation_tokens_total")
+KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
+LORA_INFO = b"vllm:lora_requests_info"
+LORA_LOADED = b"vllm:lora_adapter_loaded"
+DEVICE_LEVELS = frozenset(("gpu", "device"))
+
+
+class ServerKind(Enum):
+    """The server behind a backend, by the owner of its models."""
+
+    MANYLORA = "manylora"
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendLoad:
+    """Gauges of a backend's queue and memory; ``None`` where it does not report them.
+
+    Args:
+        num_running: Requests in steps, over all engines of the server.
+        num_waiting: Requests in its queue.
+        kv_usage: Share of KV memory in use, 0 to 1, of its fullest engine.
+    """
+
+    num_running: int | None = None
+    num_waiting: int | None = None
+    kv_usage: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendMetrics:
+    """The part of a backend's metrics that the router reads.
+
+    Args:
+        load: Its queue and memory.
+        on_device: Adapters on the device; ``None`` where they are not reported.
+        in_use: Adapters with requests running or waiting, by the latest ``lora_requests_info``.
+        ranks: Rank by adapter, where reported.
+        max_loras: Adapters that a step may have; ``None`` where it is not reported.
+        num_tokens: Tokens so far; their growth is a sign of life. 0 where they are not reported.
+    """
+
+    load: BackendLoad = field(default_factory=BackendLoad)
+    on_device: frozenset[str] | None = None
+    in_use: frozenset[str] = frozenset()
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    max_loras: int | None = None
+    num_tokens: float = 0.0
+
+
+class MetricsReader:
+    """Reads Prometheus text piece by piece, each in time linear in its length."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._running: float | None = None
+        self._waiting: float | None = None
+        self._kv: float | None = None
+        self._info_at = -math.inf
+        self._in_use: frozenset[str] = frozenset()
+        self._on_device: set[str] = set()
+        self._levels_seen = False
+        self._ranks: dict[str, int] = {}
+        self._max_loras: int | None = None
+        self._num_tokens = 0.0
+        self._num_samples = 0
+
+    def feed(self, piece: bytes) -> None:
+        """Read the lines that a piece completes."""
+        lines = (self._rest + piece).split(b"\n")
+        self._rest = lines.pop()
+        if len(self._rest) > MAX_LINE_BYTES:
+            self._rest = b"#"  # the remainder of the line reads as a comment
+        for line in lines:
+            if line.startswith(_PREFIXES) and self._num_samples < MAX_SAMPLES:
+                self._num_samples += 1
+                self._line(line)
+
+    def result(self) -> BackendMetrics:
+        """Return the figures, with those of a last line that has no line break."""
+        self.feed(b"\n")
+        return BackendMetrics(
+            load=BackendLoad(
+                num_running=None if self._running is None else int(self._running),
+                num_waiting=None if self._waiting is None else int(self._waiting),
+                kv_usage=self._kv,
+            ),
+            on_device=frozenset(self._on_device) if self._levels_seen else None,
+            in_use=self._in_use,
+            ranks=self._ranks,
+            max_loras=self._max_loras,
+            num_tokens=self._num_tokens,
+        )
+
+    def _line(self, line: bytes) -> None:
+        match = _NAME.match(line)
+        name = match[0] if match is not None else b""
+        if name in RUNNING:
+            self._running = _plus(self._running, _value(line))
+        elif name in WAITING:
+            self._waiting = _plus(self._waiting, _value(line))
+        elif name in TOKENS:
+            self._num_tokens += _value(line) or 0.0
+        elif name in KV_USAGE:
+            value = _value(line)
+            if value is not None and 0 <= value <= 1:
+                self._kv = max(self._kv or 0.0, value)
+        elif name == LORA_INFO:
+            self._requests_info(line)
+        elif name == LORA_LOADED:
+            self._adapter_loaded(line)
+
+    def _requests_info(self, line: bytes) -> None:
+        # vLLM keeps a series for every combination of labels that there was; the value is its time.
+        value, labels = _value(line), _labels(line)
+        if value is None or value < self._info_at:
+            return
+        self._info_at = value
+        names = f"{labels.get('running_lora_adapters', '')},{labels.get('waiting_lora_adapters', '')}".split(",")
+        self._in_use = frozenset(name.strip() for name in names[:MAX_ADAPTERS] if 0 < len(name.strip()) <= MAX_NAME)
+        most = labels.get("max_lora", "")
+        self._max_loras = int(most) if most.isascii() and most.isdigit() and len(most) < 10 else None
+
+    def _adapter_loaded(self, line: bytes) -> None:
+        self._levels_seen = True
+        labels = _labels(line)
+        name = labels.get("adapter_name", "")
+        if not 0 < len(name) <= MAX_NAME or len(self._ranks) >= MAX_ADAPTERS or not _value(line):
+            return
+        if labels.get("level", "") in DEVICE_LEVELS:
+            self._on_device.add(name)
+        rank = labels.get("rank", "")
+        self._ranks[name] = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 6 else 0
+
+
+class Card(msgspec.Struct, frozen=True):
+    """An entry of ``/v1/models``.
+
+    Args:
+        id: The model's name.
+        root: Where its weights are; for an adapter, the path that it can be loaded from.
+        parent: The base of an adapter; ``None`` for a base.
+        owned_by: The server's software.
+    """
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    owned_by: str = ""
+
+
+class _Cards(msgspec.Struct):
+    data: list[Card]
+
+
+class _Models(msgspec.Struct):
+    data: list[msgspec.Raw]
+
+
+_cards = msgspec.json.Decoder(_Cards)
+_models = msgspec.json.Decoder(_Models)
+
+
+def read_models(body: bytes) -> tuple[dict[str, Card], dict[str, msgspec.Raw], ServerKind]:
+    """Read an answer of ``/v1/models``.
+
+    Returns:
+        The cards by name, the same as they came, and the kind of the server.
+
+    Raises:
+        ValueError: It is not such an answer, or has too many models or too long names.
+    """
+    try:
+        if body.count(b"{") > MAX_SAMPLES:  # before an object is made of each
+            raise ValueError(f"more than {MAX_SAMPLES} objects, expected {MAX_ADAPTERS} models at most")
+        cards = _cards.decode(body).data
+        if len(cards) > MAX_ADAPTERS:
+            raise ValueError(f"{len(cards)} models, expected {MAX_ADAPTERS} at most")
+        raw = _models.decode(body).data
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"no list of models: {error}") from None
+    if any(not 0 < len(card.id) <= MAX_NAME for card in cards):
+        raise ValueError(f"a model's name is empty or longer than {MAX_NAME} characters")
+    owner = cards[0].owned_by if cards else ""
+    kind = next((kind for kind in ServerKind if kind.value == owner), ServerKind.OTHER)
+    return {card.id: card for card in cards}, {card.id: one for card, one in zip(cards, raw, strict=True)}, kind
+
+
+def _value(line: bytes) -> float | None:
+    """Return the value of a sample, ``None`` for no number; a timestamp behind it is left out."""
+    parts = line[line.rfind(b"}") + 1 :].split() if b"}" in line else line.split()[1:]
+    try:
+        value = float(parts[0])
+    except (IndexError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _plus(total: float | None, value: float | None) -> float | None:
+    if value is None or not 0 <= value < 1e9:
+        return total
+    return (total or 0.0) + value
+
+
+def _labels(line: bytes) -> dict[str, str]:
+    start = line.find(b"{") + 1
+    labels: dict[str, str] = {}
+    while start and (match := _LABEL.match(line, start)) is not None:
+        text = match[2].decode(errors="replace")
+        labels[match[1].decode()] = re.sub(r"\\(.)", _unescaped, text) if "\\" in text else text
+        start = match.end()
+    return labels
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]

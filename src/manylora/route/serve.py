@@ -1,0 +1,167 @@
+"""Start and stop of the router.
+
+::
+
+    bind -> backends polled once -> listen -> serve
+         -> first signal: stop to listen, requests under way may finish -> exit 0
+         -> second signal: exit at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from random import Random
+
+import uvicorn
+
+from manylora.core.routing import RouterContext, make_router
+from manylora.route.app import Parts, make_app
+from manylora.route.backends.backend import Backend
+from manylora.route.choice import Choice
+from manylora.route.config import ProxyConfig
+from manylora.route.fleet.adapters import BackendAdapters
+from manylora.route.fleet.catalog import Catalog
+from manylora.route.fleet.members import Backends, Resolve, resolve
+from manylora.route.metrics import ProxyMetrics
+from manylora.route.relay.relay import Relay
+from manylora.serving.http.connections import ConnectionBounds, max_open_files
+from manylora.serving.http.http_protocol import ChunkWritingProtocol
+from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
+
+__all__ = ["Proxy", "max_connections", "run"]
+
+MAX_CONNECTIONS = 2**16
+"""In all, and of one address, which may be that of a balancer; fewer by the limit of open files."""
+
+FILES_BESIDE_CONNECTIONS = 64
+"""Files that the router opens beside connections."""
+
+logger = logging.getLogger(__name__)
+
+
+class Proxy:
+    """One router, from start to stop, on one event loop.
+
+    Args:
+        config: Its options.
+        resolve: Looks DNS names up.
+
+    Raises:
+        ConfigError: An address or a router is wrong, or it cannot listen.
+    """
+
+    def __init__(self, config: ProxyConfig, *, resolve: Resolve = resolve) -> None:
+        now, rng, ranks = time.monotonic, Random(), dict[str, int]()
+        context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=config.max_in_flight)
+        choice: Choice[Backend] = Choice(make_router(config.router, context, config.router_options), ranks)
+        catalog, metrics = Catalog(), ProxyMetrics()
+        self.backends = Backends(config, catalog, choice, on_left=self._left, rng=rng, now=now, resolve=resolve)
+        self._adapters = BackendAdapters(config, self.backends, catalog, now)
+        self.backends.prepare = self._adapters.prepare
+        self._metrics = metrics
+        relay = Relay(config, self.backends, catalog, choice, self._adapters, metrics, now)
+        self._config = config
+        self._parts = Parts(
+            config=config,
+            backends=self.backends,
+            catalog=catalog,
+            adapters=self._adapters,
+            relay=relay,
+            metrics=metrics,
+            now=now,
+            started_at=time.time(),
+        )
+        self._http: HttpServer | None = None
+        self._is_stopping = False
+        self._socket = bind(config.host, config.port, reuse_port=config.reuse_port)
+        self.url = url_of(self._socket)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the router was asked to stop."""
+        return self._is_stopping
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether clients can connect."""
+        return self._socket.fileno() >= 0
+
+    def drain(self) -> None:
+        """Begin to stop: it no longer listens, and requests under way may finish."""
+        self._is_stopping = True
+        if self._http is not None:
+            self._http.should_exit = True
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve until drained."""
+        try:
+            await self.backends.start()
+        except BaseException:
+            self._socket.close()
+            raise
+        looking_up = asyncio.create_task(self.backends.run())
+        most = max_connections()
+        bounds = ConnectionBounds(
+            max_connections=most,
+            max_per_address=most,
+            header_timeout_s=10.0,
+            body_timeout_s=60.0,
+        )
+        self._http = HttpServer(
+            uvicorn.Config(
+                make_app(self._parts),
+                http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
+                log_config=None,
+                log_level=logging.ERROR,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,  # a forwarded request is not local
+                server_header=False,
+                backlog=4096,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=max(1, int(self._config.drain_timeout_s)),
+            ),
+            on_ready,
+            bounds=bounds,
+        )
+        self._http.should_exit = self._is_stopping
+        try:
+            await self._http.serve(sockets=[self._socket])
+        finally:
+            looking_up.cancel()
+            await self.backends.stop()
+
+    def _left(self, backend: Backend) -> None:
+        self._adapters.left(backend)
+        self._metrics.left(backend)
+
+
+def max_connections() -> int:
+    """Return the most connections of clients: each may need one to a backend, for which a file must be left.
+
+    A backend to which no connection can be made is taken to be out.
+    """
+    num_files = max_open_files()
+    return (
+        MAX_CONNECTIONS
+        if num_files is None
+        else max(1, min(MAX_CONNECTIONS, (num_files - FILES_BESIDE_CONNECTIONS) // 2))
+    )
+
+
+def run(config: ProxyConfig) -> int:
+    """Serve until SIGTERM or SIGINT; call it from the main thread. Returns the exit code.
+
+    Raises:
+        ManyloraError: The router could not start.
+    """
+
+    def say_ready(proxy: Proxy) -> None:
+        backends = proxy.backends
+        print(f"manylora routes to {backends.num_up} of {len(backends)} backends at {proxy.url}", flush=True)
+
+    return run_until_stopped(lambda: Proxy(config), say_ready, drain_timeout_s=config.drain_timeout_s)

@@ -1,0 +1,271 @@
+"""Adapters at run time: list, load, replace, pin, warm, unload, with vLLM's bodies, texts and status codes.
+
+``lora_path`` is not trusted: with its links resolved it must be in one of the directories that the server was started
+with, or it is a URL below a registry that it was started with. Without any there is no loading at run time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from manylora.core.adapters.sources import check_name, resolve_path
+from manylora.core.adapters.urls import is_url, resolve_url
+from manylora.core.engine.status import AdapterStatus
+from manylora.core.errors import (
+    AdapterError,
+    AdapterExists,
+    AdapterForbidden,
+    AdapterNotFound,
+    AdapterUnavailable,
+    RequestError,
+)
+from manylora.serving.api.models import json_response
+from manylora.serving.api.request import Context, context_of, hidden_from_caller, read_body
+from manylora.serving.hosting.fleet.adapter_book import UnavailableAdapter
+from manylora.serving.http.errors import HttpError, hide_paths
+from manylora.serving.ports import ServedAdapters
+
+__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "admin_routes"]
+
+
+UNAVAILABLE_RETRY_S = 5
+"""Seconds after which a load may be tried again whose registry did not answer."""
+
+
+class LoadBody(msgspec.Struct, kw_only=True):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: str | None = None
+    lora_path: str | None = None
+    load_inplace: bool | None = None
+    base_model_name: str | None = None
+    is_3d_lora_weight: bool | None = None
+
+
+class UnloadBody(msgspec.Struct, kw_only=True):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: str | None = None
+    lora_int_id: int | None = None
+
+
+class SageMakerBody(msgspec.Struct, kw_only=True):
+    """``POST /adapters``."""
+
+    name: str | None = None
+    src: str | None = None
+
+
+def _admin_context(request: Request) -> Context:
+    """Return the server's parts; raises ``HttpError`` unless the request may use the admin routes."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    return context
+
+
+def _invalid(message: str, param: str) -> HttpError:
+    return HttpError(400, message, param=param, kind="InvalidUserInput")
+
+
+def _unknown(name: str, param: str = "name") -> HttpError:
+    return HttpError(404, f"The lora adapter '{name[:200]}' cannot be found.", param=param)
+
+
+async def _load(
+    context: Context, name: str, path: str, *, in_place: bool, name_field: str, path_field: str
+) -> Response:
+    try:
+        check_name(name)
+    except AdapterError as error:
+        raise _invalid(str(error), name_field) from None
+    if not is_url(path) and not context.lora_roots:
+        raise AdapterForbidden(
+            name,
+            "loading adapters at run time is off; start the server with --lora-dir DIR or --allowed-lora-path DIR to "
+            "allow it from there",
+        )
+    try:
+        if is_url(path):
+            resolved = resolve_url(name, path, context.engine_config.adapters.registries)
+        else:
+            resolved = str(await asyncio.to_thread(resolve_path, path, context.lora_roots))
+        await context.fleet.adapters.load(name, resolved, replace_existing=in_place)
+    except AdapterExists:
+        if name == context.fleet.served_name:
+            raise _invalid(
+                f"The name '{name}' is the base model's; an adapter needs another one.", name_field
+            ) from None
+        raise _invalid(
+            f"The lora adapter '{name}' has already been loaded. "
+            "If you want to load the adapter in place, set 'load_inplace' to True.",
+            name_field,
+        ) from None
+    except AdapterForbidden as error:
+        hint = "" if is_url(path) else " (--lora-dir and --allowed-lora-path allow them)"
+        raise HttpError(error.status, f"{error}{hint}", param=path_field) from None
+    except AdapterNotFound as error:
+        raise HttpError(error.status, str(error), param=path_field) from None
+    except AdapterUnavailable as error:
+        headers = {"Retry-After": str(UNAVAILABLE_RETRY_S)}
+        raise HttpError(error.status, str(error), param=path_field, headers=headers) from None
+    except AdapterError as error:
+        # vLLM answers 500 to an invalid adapter, and tests of its clients expect that.
+        raise HttpError(500, str(error), param=path_field) from None
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def _unload(context: Context, name: str, field: str) -> Response:
+    try:
+        await context.fleet.adapters.unload(name)
+    except AdapterNotFound:
+        raise _unknown(name, field) from None
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+async def load_lora_adapter(request: Request) -> Response:
+    """``POST /v1/load_lora_adapter``."""
+    context = _admin_context(request)
+    body = await read_body(request, LoadBody)
+    if not body.lora_name or not body.lora_path:
+        raise _invalid(
+            "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
+        )
+    return await _load(
+        context,
+        body.lora_name,
+        body.lora_path,
+        in_place=bool(body.load_inplace),
+        name_field="lora_name",
+        path_field="lora_path",
+    )
+
+
+async def unload_lora_adapter(request: Request) -> Response:
+    """``POST /v1/unload_lora_adapter``."""
+    context = _admin_context(request)
+    body = await read_body(request, UnloadBody)
+    if not body.lora_name:
+        raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
+    return await _unload(context, body.lora_name, "lora_name")
+
+
+async def create_adapter(request: Request) -> Response:
+    """``POST /adapters``: load, as SageMaker names it."""
+    context = _admin_context(request)
+    body = await read_body(request, SageMakerBody)
+    if not body.name or not body.src:
+        raise _invalid("Both 'name' and 'src' must be provided.", "src" if body.name else "name")
+    return await _load(context, body.name, body.src, in_place=False, name_field="name", path_field="src")
+
+
+async def delete_adapter(request: Request) -> Response:
+    """``DELETE /adapters/{name}``: unload, as SageMaker names it."""
+    context = _admin_context(request)
+    return await _unload(context, request.path_params["name"], "name")
+
+
+def _status_json(status: AdapterStatus, *, shows_paths: bool) -> dict[str, Any]:
+    version = status.version
+    error = status.error
+    return {
+        "name": status.name,
+        "tier": status.tier.value,
+        "state": status.state,
+        "pinned": status.is_pinned,
+        "generation": status.generation,
+        "version": version.key,
+        "source": version.source if shows_paths else status.name,
+        "rank": version.rank,
+        "num_modules": version.num_modules,
+        "target_modules": list(version.target_modules),
+        "num_pages": version.num_pages,
+        "weight_bytes": version.weight_bytes,
+        "host_bytes": version.host_bytes,
+        "disk_bytes": version.disk_bytes,
+        "num_running": status.num_running,
+        "num_waiting": status.num_waiting,
+        "num_requests": status.num_requests,
+        "num_hits": status.num_hits,
+        "last_used_s": status.last_used_s,
+        "price": status.price,
+        "error": error if shows_paths or error is None else hide_paths(error),
+    }
+
+
+def _unavailable_json(name: str, one: UnavailableAdapter, *, shows_paths: bool) -> dict[str, Any]:
+    wait_s = max(0.0, one.retry_at - asyncio.get_running_loop().time())
+    return {
+        "name": name,
+        "state": "unavailable",
+        "pinned": one.entry.is_pinned,
+        "source": one.entry.path if shows_paths else name,
+        "error": one.reason if shows_paths else hide_paths(one.reason),
+        "num_tries": one.num_tries,
+        "retry_in_s": round(wait_s, 1),
+    }
+
+
+async def list_adapters(request: Request) -> Response:
+    """``GET /adapters``: all adapters by name, with tier and use."""
+    context = _admin_context(request)
+    _, statuses = await context.fleet.snapshot()
+    hidden, shows_paths = hidden_from_caller(context, request), context.gate.is_admin(request)
+    by_name = sorted((one for one in statuses if one.name not in hidden), key=lambda status: status.name)
+    data = [_status_json(one, shows_paths=shows_paths) for one in by_name]
+    for name, unavailable in sorted(context.fleet.adapters.unavailable.items()):
+        if name not in hidden:
+            data.append(_unavailable_json(name, unavailable, shows_paths=shows_paths))
+    return json_response({"object": "list", "data": data})
+
+
+async def get_adapter(request: Request) -> Response:
+    """``GET /adapters/{name}``."""
+    context = _admin_context(request)
+    name, shows_paths = request.path_params["name"], context.gate.is_admin(request)
+    if name in hidden_from_caller(context, request):
+        raise _unknown(name)
+    if (unavailable := context.fleet.adapters.unavailable.get(name)) is not None:
+        return json_response(_unavailable_json(name, unavailable, shows_paths=shows_paths))
+    _, statuses = await context.fleet.snapshot(name=name)
+    if not statuses:
+        raise _unknown(name)
+    return json_response(_status_json(statuses[0], shows_paths=shows_paths))
+
+
+def _action(verb: str, act: Callable[[ServedAdapters, str], Awaitable[AdapterStatus]]) -> Route:
+    """Return the route ``POST /adapters/{name}/verb``."""
+
+    async def route(request: Request) -> Response:
+        context = _admin_context(request)
+        name = request.path_params["name"]
+        if name in hidden_from_caller(context, request):
+            raise _unknown(name)
+        try:
+            status = await act(context.fleet.adapters, name)
+        except AdapterNotFound:
+            raise _unknown(name) from None
+        except AdapterError as error:
+            raise RequestError(str(error), param="name") from None
+        return json_response(_status_json(status, shows_paths=context.gate.is_admin(request)))
+
+    return Route(f"/adapters/{{name:path}}/{verb}", route, methods=["POST"])
+
+
+admin_routes = [
+    Route("/v1/load_lora_adapter", load_lora_adapter, methods=["POST"]),
+    Route("/v1/unload_lora_adapter", unload_lora_adapter, methods=["POST"]),
+    Route("/adapters", list_adapters, methods=["GET"]),
+    Route("/adapters", create_adapter, methods=["POST"]),
+    _action("pin", lambda adapters, name: adapters.pin(name, True)),
+    _action("unpin", lambda adapters, name: adapters.pin(name, False)),
+    _action("warm", lambda adapters, name: adapters.warm(name)),
+    Route("/adapters/{name:path}", get_adapter, methods=["GET"]),
+    Route("/adapters/{name:path}", delete_adapter, methods=["DELETE"]),
+]

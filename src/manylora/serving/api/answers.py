@@ -1,0 +1,293 @@
+"""The answers to one HTTP request, from the engine's tokens to pieces of text.
+
+An HTTP request of several prompts with ``n`` answers each becomes as many engine requests, submitted together: all are
+accepted or none. Their outputs arrive on one stream. Outputs that arrived together become one piece per answer, so a
+busy server sends larger pieces and not more of them. Stop strings end an answer here, which cancels its engine request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from manylora.core.errors import EngineDead, ManyloraError, RequestError
+from manylora.core.types import AdapterKey, FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
+from manylora.serving.api.prompt_part import NO_DETAILS, Details, named_by_id
+from manylora.serving.hosting.links.in_flight import Flush, OutputStream
+from manylora.serving.http.errors import hide_paths
+from manylora.serving.http.room import Places
+from manylora.serving.http.turns import ClientGone
+from manylora.serving.ports import ServedFleet
+from manylora.serving.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
+
+__all__ = ["RequestAnswers", "TextPiece", "WholeAnswer"]
+
+
+class TextPiece(msgspec.Struct, frozen=True, kw_only=True):
+    """New text of one answer.
+
+    Args:
+        index: Number of the answer: prompts in order, ``n`` answers each.
+        text: New text.
+        logprobs: Log-probabilities of its tokens, if requested.
+        finish_reason: ``stop`` or ``length`` on the last piece.
+        stop_reason: The stop string or token that ended the answer, if any.
+        token_ids: Its tokens, if requested.
+        prompt_logprobs: Those of the prompt, if requested, on the first piece.
+    """
+
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+T = TypeVar("T")
+
+
+class WholeAnswer(Generic[T]):
+    """The pieces of a whole answer; log-probabilities are JSON already, so that the end of a long answer is cheap."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.logprobs: list[T] = []
+        self.token_ids: list[int] = []
+        self.last: TextPiece
+
+    def add(self, piece: TextPiece, logprobs: T | None) -> None:
+        """Add a piece, and the JSON of its log-probabilities."""
+        self.last = piece
+        self.texts.append(piece.text)
+        self.token_ids += piece.token_ids
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    index: int
+    detokenizer: Detokenizer | None = None  # from its first output on
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    is_finished: bool = False
+    prompt_logprobs: PromptLogprobs | None = None  # until its first piece
+
+
+class RequestAnswers:
+    """The answers to one HTTP request.
+
+    Args:
+        fleet: The engines.
+        tokenizer: The base model's tokenizer.
+        requests: Prompts in order, ``num_answers`` requests for each.
+        sampling: Their sampling parameters, with the stop strings, which are searched here alone.
+        num_answers: Answers per prompt.
+        form_field: The field that gives the form of the answers, if one does.
+        details: The details of the response.
+        count: Called with the numbers of tokens of the answers of each prompt, once all have finished.
+        places: The places of its caller; each is given back when its answer ends.
+    """
+
+    def __init__(
+        self,
+        fleet: ServedFleet,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        *,
+        num_answers: int,
+        form_field: str | None = None,
+        details: Details = NO_DETAILS,
+        count: Callable[[Sequence[int]], None] = lambda num_tokens: None,
+        places: Places | None = None,
+    ) -> None:
+        self._count = count
+        self._places = places
+        self._fleet = fleet
+        self._requests = requests
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._num_answers = num_answers
+        self._form_field = form_field
+        self._details = None if details == NO_DETAILS else details
+        self._answers = {request.request_id: _Answer(index) for index, request in enumerate(requests)}
+        self._num_unfinished = len(requests)
+        # Totals for ``usage``, which some clients ask for with every chunk.
+        self._num_prompt_tokens = sum(len(request.prompt) for request in requests[::num_answers])
+        self._num_generated_tokens = 0
+        self._num_cached_tokens = 0
+        self._stream: OutputStream | None = None
+        self.adapter: AdapterKey | None = None
+
+    async def start(self) -> None:
+        """Submit the requests; return once the engine has accepted them.
+
+        Raises:
+            RequestError: A request is invalid.
+            CapacityError: The queue is full.
+            EngineDead: The engine died.
+        """
+        try:
+            self._stream = await self._fleet.submit(self._requests)
+        except BaseException:
+            self._give_places()
+            raise
+
+    async def deliver(self, consume: Callable[[list[TextPiece]], Flush | None]) -> None:
+        """Deliver pieces to ``consume`` as they arrive, until every answer has finished.
+
+        Args:
+            consume: Called on the event loop but not in this task; returns the work, if any, that must be awaited
+                before more pieces are delivered. Its errors are raised here.
+
+        Raises:
+            EngineDead: The engine died.
+            ClientGone: The client disconnected.
+            RequestError: The form of an answer takes the engine too much time; the others are cancelled.
+            ManyloraError: The engine aborted one of the requests; the others are cancelled.
+        """
+        assert self._stream is not None, "start first"
+        stream = self._stream
+
+        def consume_outputs(outputs: Sequence[Output]) -> Flush | None:
+            if self._details is not None:
+                self._note_prompts(outputs)
+            pieces = self._pieces_of(outputs)
+            if not self._num_unfinished:
+                stream.close()
+            return consume(pieces)
+
+        await stream.deliver(consume_outputs)
+
+    @contextlib.asynccontextmanager
+    async def while_connected(self, receive: Receive) -> AsyncIterator[None]:
+        """Watch for a disconnect while inside; cancel unfinished requests on exit."""
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._cancel_unfinished()
+            if self._stream is not None:
+                self._stream.fail(ClientGone("the client disconnected"))
+
+        with self._fleet.in_flight():
+            watcher = asyncio.create_task(watch())
+            try:
+                yield
+            finally:
+                watcher.cancel()
+                self._cancel_unfinished()
+                self._give_places()
+                if not self._num_unfinished:
+                    num_tokens = [answer.num_tokens for answer in self._answers.values()]
+                    for first in range(0, len(num_tokens), self._num_answers):
+                        self._count(num_tokens[first : first + self._num_answers])
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once."""
+        is_prompt_only = self._details is not None and self._details.is_prompt_only
+        num_generated = 0 if is_prompt_only else self._num_generated_tokens
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "total_tokens": self._num_prompt_tokens + num_generated,
+            "completion_tokens": num_generated,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
+        }
+
+    def _cancel_unfinished(self) -> None:
+        self._fleet.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
+
+    def _give_places(self) -> None:
+        if self._places is not None:
+            self._places.close()
+
+    def _pieces_of(self, outputs: Sequence[Output]) -> list[TextPiece]:
+        """Turn outputs, possibly of several steps, into one piece per answer."""
+        if len(outputs) == 1:  # the usual case
+            piece = self._advance(outputs[0], outputs[0].tokens)
+            return [] if piece is None else [piece]
+        arrived: dict[str, list[SampledToken]] = {}
+        last: dict[str, Output] = {}
+        for output in outputs:
+            arrived.setdefault(output.request_id, []).extend(output.tokens)
+            last[output.request_id] = output
+        pieces = [self._advance(output, arrived[request_id]) for request_id, output in last.items()]
+        return [piece for piece in pieces if piece is not None]
+
+    def _advance(self, output: Output, tokens: Sequence[SampledToken]) -> TextPiece | None:
+        """Turn tokens into text; ``output`` is the last of their outputs. ``None`` if the answer is over already."""
+        answer = self._answers[output.request_id]
+        if answer.is_finished:
+            return None
+        if output.finish is FinishReason.ERROR:
+            reason = hide_paths(output.error or "The engine aborted this request without a reason.")
+            raise RequestError(reason, param=self._form_field) if output.is_refused else ManyloraError(reason)
+        if output.finish is FinishReason.CANCELLED:
+            raise EngineDead("The engine cancelled this request.")
+        self.adapter = output.adapter
+        if output.num_cached_tokens > answer.num_cached_tokens:
+            if answer.index % self._num_answers == 0:
+                self._num_cached_tokens += output.num_cached_tokens - answer.num_cached_tokens
+            answer.num_cached_tokens = output.num_cached_tokens
+        detokenizer = answer.detokenizer
+        if detokenizer is None:
+            prompt = self._requests[answer.index].prompt
+            detokenizer = answer.detokenizer = Detokenizer(self._tokenizer, prompt, self._sampling)
+        delta = detokenizer.push(tokens, stop_token=output.stop_token)
+        answer.num_tokens += delta.num_tokens
+        self._num_generated_tokens += delta.num_tokens
+        if output.finish is None and not delta.finished:
+            piece = TextPiece(index=answer.index, text=delta.text, logprobs=delta.logprobs)
+        else:
+            answer.is_finished = True
+            self._num_unfinished -= 1
+            if self._places is not None:
+                self._places.give()
+            piece = self._last_piece(answer, output, delta)
+        return piece if self._details is None else _detailed(piece, answer, tokens[: delta.num_tokens], self._details)
+
+    def _note_prompts(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                self._answers[output.request_id].prompt_logprobs = output.prompt_logprobs
+
+    def _last_piece(self, answer: _Answer, output: Output, delta: TextDelta) -> TextPiece:
+        text, stop_reason, finish_reason = delta.text, delta.stop_reason, "stop"
+        if not delta.finished:
+            assert output.finish is not None
+            assert answer.detokenizer is not None
+            rest = answer.detokenizer.finish()
+            text, stop_reason = text + rest.text, rest.stop_reason
+            finish_reason = "stop" if stop_reason is not None else output.finish.value
+        elif output.finish is None:
+            self._fleet.cancel([output.request_id], stopped=True)
+        return TextPiece(
+            index=answer.index,
+            text=text,
+            logprobs=delta.logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+
+
+def _detailed(piece: TextPiece, answer: _Answer, tokens: Sequence[SampledToken], details: Details) -> TextPiece:
+    """Return a piece with the details that its response shows."""
+    report, answer.prompt_logprobs = answer.prompt_logprobs, None
+    if details.is_prompt_only:
+        finish_reason = piece.finish_reason and FinishReason.LENGTH.value
+        return TextPiece(index=piece.index, text="", finish_reason=finish_reason, prompt_logprobs=report)
+    return msgspec.structs.replace(
+        piece,
+        token_ids=tuple([token.token_id for token in tokens]) if details.has_token_ids else (),
+        logprobs=tuple(map(named_by_id, piece.logprobs)) if details.names_by_id else piece.logprobs,
+        prompt_logprobs=report,
+    )

@@ -1,0 +1,212 @@
+"""JSON of large bodies, decoded in slices, between which the event loop serves others.
+
+A decoder holds the event loop, and takes from 2 ms for a megabyte of text to 60 ms for one of small items. So a large
+object is first decoded into the JSON of its fields, and a long list into the JSON of its items, as far as they are
+allowed. Parts of at most ``SLICE_BYTES`` are then decoded at once::
+
+    {"model": "a", "messages": [{...}, {...}, ..., {"role": "user", "content": [{...}, {...}, ...]}]}
+     -- at once --              ------ 64 KiB ----   ------ at once ------      ----- 64 KiB ----
+
+JSON to values of a known type; errors name the field.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import typing
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from manylora.core.errors import RequestError
+from manylora.serving.api.constraints import NULL
+from manylora.serving.http.turns import next_turn
+
+__all__ = [
+    "SLICE_BYTES",
+    "decode",
+    "decode_in_slices",
+    "decode_integers",
+    "decode_items",
+    "decode_shallow",
+    "split",
+    "struct_of",
+]
+
+MAX_REASON_CHARS = 300
+
+_PATH = re.compile(r" - at `\$\.?([^`]*)`")
+_MISSING = re.compile(r"missing required field `([^`]*)`")
+
+Decoded = TypeVar("Decoded")
+
+
+def decode(data: bytes | msgspec.Raw, kind: type[Decoded], at: str = "") -> Decoded:
+    """Read JSON of a known type.
+
+    Args:
+        data: The JSON.
+        kind: Its type.
+        at: The field in which it is, for messages; empty for the whole body.
+
+    Raises:
+        RequestError: Not JSON, or of another type; names the field.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        missing = _MISSING.search(message)
+        found = _PATH.search(message)
+        inner = found.group(1) if found else ""
+        path = f"{at}.{inner}" if at and inner and not inner.startswith("[") else at + inner
+        param = (f"{path}.{missing.group(1)}".lstrip(".") if missing else path)[:MAX_REASON_CHARS]
+        reason = _PATH.sub("", message)[:MAX_REASON_CHARS]
+        raise RequestError(
+            f"Got a wrong value for {param}: {reason}" if param else reason, param=param or None
+        ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("The body is nested too deeply") from None
+
+
+SLICE_BYTES = 64 * 1024
+"""JSON that is decoded at once, in a millisecond or two at worst."""
+
+MAX_ITEMS = 4096
+"""Items of a long list, other than numbers: of messages, tools, words, choices."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+async def decode_in_slices(raw: bytes | msgspec.Raw, kind: Any, at: str = "") -> Any:
+    """Read JSON of a known type; arguments and errors as of ``decode``.
+
+    Raises:
+        RequestError: A list has more than ``MAX_ITEMS`` items as well.
+    """
+    data = memoryview(raw)
+    if len(data) <= SLICE_BYTES:
+        return decode(raw, kind, at)
+    await next_turn()
+    first = bytes(data[:1])
+    for one in _alternatives(kind):
+        if isinstance(one, type) and issubclass(one, msgspec.Struct) and first == b"{":
+            return await struct_of(decode_shallow(raw, one, at=at), one, at)
+        if typing.get_origin(one) is list and first == b"[":
+            (item,) = typing.get_args(one)
+            if item is int:
+                return await decode_integers(bytes(data), at)
+            return await decode_items(split(raw, MAX_ITEMS, at), item, at)
+        if typing.get_origin(one) is dict and first == b"{":
+            raise RequestError(f"{at} has {len(data)} bytes of JSON, expected at most {SLICE_BYTES}", param=at or None)
+    return decode(raw, kind, at)
+
+
+def decode_shallow(
+    raw: bytes | msgspec.Raw, kind: type[msgspec.Struct], extra: Collection[str] = (), at: str = ""
+) -> dict[str, msgspec.Raw]:
+    """Return the JSON of the fields that an object has of a struct's, and of some others."""
+    shallow = decode(raw, _shallow(kind, tuple(extra)), at)
+    return {name: value for name, value in msgspec.structs.asdict(shallow).items() if value is not NULL}
+
+
+def split(raw: bytes | msgspec.Raw, most: int, at: str) -> Sequence[msgspec.Raw]:
+    """Return the JSON of the items of a list; one that has too many ends at the first of those.
+
+    Raises:
+        RequestError: It is no list, or has more than ``most`` items.
+    """
+    if len(memoryview(raw)) <= SLICE_BYTES or most > MAX_ITEMS:  # the latter by an option of the server
+        items = decode(raw, list[msgspec.Raw], at)
+    else:
+        items = [item for item in msgspec.structs.astuple(decode(raw, _array(), at)) if item is not NULL]
+    if len(items) > most:
+        field, _, _ = at.partition("[")
+        raise RequestError(f"Got more than {most} items in {at}, expected at most as many", param=field)
+    return items
+
+
+async def decode_integers(data: bytes, at: str) -> list[int]:
+    """Read a list of whole numbers, in slices that end at a comma."""
+    if len(data) <= SLICE_BYTES:
+        return decode(data, list[int], at)
+    found: list[int] = []
+    begin, end = data.index(b"[") + 1, data.rindex(b"]") if data.endswith(b"]") else len(data)
+    while True:
+        stop = data.find(b",", min(begin + SLICE_BYTES, end), end)
+        found += decode(b"[%b]" % data[begin : stop if stop >= 0 else end], list[int], at)
+        if stop < 0:
+            return found
+        begin = stop + 1
+        await next_turn()
+
+
+async def struct_of(values: dict[str, msgspec.Raw], kind: type[T], at: str = "") -> T:
+    """Return the struct whose fields have this JSON."""
+    made: dict[str, Any] = {}
+    for one in msgspec.structs.fields(kind):
+        place = f"{at}.{one.name}" if at else one.name
+        if one.name in values:
+            made[one.name] = await decode_in_slices(values[one.name], one.type, place)
+        elif one.required:
+            raise RequestError(f"Got a wrong value for {place}: missing required field", param=place)
+    return kind(**made)
+
+
+async def decode_items(items: Sequence[msgspec.Raw], kind: Any, at: str) -> list[Any]:
+    """Return the items of a list; several short ones are decoded together."""
+    found: list[Any] = []
+    together: list[msgspec.Raw] = []
+    num_bytes = 0
+
+    def flush() -> None:
+        nonlocal together, num_bytes
+        if together:
+            first = len(found)
+            try:
+                found.extend(decode(b"[%b]" % b",".join(together), list[kind]))
+            except RequestError:
+                for index, one in enumerate(together, first):  # to name the one at fault
+                    decode(one, kind, f"{at}[{index}]")
+                raise
+            together, num_bytes = [], 0
+
+    for item in items:
+        size = len(memoryview(item))
+        if num_bytes + size > SLICE_BYTES:
+            flush()
+            await next_turn()
+        if size > SLICE_BYTES:
+            found.append(await decode_in_slices(item, kind, f"{at}[{len(found)}]"))
+        else:
+            together.append(item)
+            num_bytes += size + 1
+    flush()
+    return found
+
+
+def _alternatives(kind: Any) -> Sequence[Any]:
+    """Return the types of which JSON may be one."""
+    if typing.get_origin(kind) is typing.Annotated:
+        kind = typing.get_args(kind)[0]
+    is_one = isinstance(kind, type) or typing.get_origin(kind) in (list, dict)
+    return (kind,) if is_one else typing.get_args(kind)
+
+
+@functools.cache
+def _shallow(kind: type[msgspec.Struct], extra: tuple[str, ...]) -> type[msgspec.Struct]:
+    """Return a struct with the JSON of another's fields."""
+    names = [one.encode_name for one in msgspec.structs.fields(kind)]
+    names += [name for name in extra if name not in names]
+    return msgspec.defstruct(f"Shallow{kind.__name__}", [(name, msgspec.Raw, NULL) for name in names])
+
+
+@functools.cache
+def _array() -> type[msgspec.Struct]:
+    """Return a struct that is read from a list with one item too many; the decoder skips the rest."""
+    items = [(f"item_{index}", msgspec.Raw, NULL) for index in range(MAX_ITEMS + 1)]
+    return msgspec.defstruct("Array", items, array_like=True)

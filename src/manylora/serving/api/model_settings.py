@@ -1,0 +1,158 @@
+"""Settings of requests by model: sampling defaults and chat template, of the base and of adapters' folders.
+
+The folder of an adapter is read on a thread at the first request for it, and again when the adapter is replaced, so
+that a start with thousands of adapters reads none of them. Requests that come meanwhile wait for the same read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from manylora.core.adapters.base_name import is_same_base
+from manylora.core.adapters.request_files import read_extras
+from manylora.core.generation import GenerationDefaults
+from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
+from manylora.serving.text import Tokenizer
+
+__all__ = ["ModelSettings", "Settings"]
+
+logger = logging.getLogger(__name__)
+
+MAX_OTHER_BASES = 100
+"""Names of other bases that are logged."""
+
+MAX_KEPT = 4096
+"""Adapters whose settings are kept; the least recently requested are read again."""
+
+MAX_KEPT_CHARS = 32 * 1024 * 1024
+"""Characters of chat templates that are kept."""
+
+NUM_READERS = 2
+"""Threads that read folders: a disk that hangs takes no others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of one model's requests; ``chat_template`` is ``None`` for the tokenizer's own."""
+
+    defaults: GenerationDefaults
+    chat_template: str | None = None
+
+
+class ModelSettings:
+    """Finds the settings for the model of a request. For the event loop's thread alone.
+
+    Args:
+        base: Defaults of the base; ``None`` if generation defaults are off, those of adapters included.
+        base_name: The base's name in requests.
+        adapters: The adapters that are loaded, by name.
+        tokenizer: The base's tokenizer.
+        trusts_templates: Whether chat templates of adapters are used.
+        base_names: All names of the base's model; an adapter that was trained on another one is logged.
+        roots: Real paths below which folders of adapters must lie; ``None`` for no limit.
+    """
+
+    def __init__(
+        self,
+        base: GenerationDefaults | None,
+        *,
+        base_name: str,
+        adapters: Mapping[str, LoadedAdapter],
+        tokenizer: Tokenizer,
+        trusts_templates: bool,
+        base_names: Collection[str],
+        roots: Collection[str] | None = None,
+    ) -> None:
+        self.base = Settings(defaults=base or GenerationDefaults())
+        self._has_defaults = base is not None
+        self._base_name = base_name
+        self._adapters = adapters
+        self._tokenizer = tokenizer
+        self._trusts_templates = trusts_templates
+        self._base_names = tuple(base_names)
+        self._other_bases: set[str] = set()
+        self._roots = roots
+        self._kept: OrderedDict[str, tuple[str, int, Settings]] = OrderedDict()
+        self._num_kept_chars = 0
+        self._reading: dict[tuple[str, str, int], asyncio.Future[Settings]] = {}
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-settings")
+
+    async def of(self, model: str) -> Settings:
+        """Return the settings for a model's name; those of the base for a name that does not exist."""
+        if model == self._base_name:
+            return self.base
+        name = model if model in self._adapters else model.removeprefix(f"{self._base_name}:")
+        entry = self._adapters.get(name)
+        if entry is None:
+            return self.base
+        kept = self._kept.get(name)
+        if kept is None or kept[:2] != (entry.path, entry.num_loads):
+            return await self._read_once(name, entry.path, entry.num_loads)
+        self._kept.move_to_end(name)
+        return kept[2]
+
+    async def _read_once(self, name: str, path: str, num_loads: int) -> Settings:
+        """Read an adapter's settings and keep them; requests that ask at once share the read."""
+        asked = name, path, num_loads
+        reading = self._reading.get(asked)
+        if reading is None:
+            read = asyncio.get_running_loop().run_in_executor(self._readers, self._read, name, path)
+            reading = self._reading[asked] = asyncio.ensure_future(self._keep(asked, read))
+        return await asyncio.shield(reading)  # a client that leaves ends it for no other
+
+    async def _keep(self, asked: tuple[str, str, int], read: Awaitable[Settings]) -> Settings:
+        name, path, num_loads = asked
+        try:
+            settings = await read
+        finally:
+            del self._reading[asked]
+        self._drop(self._kept.pop(name, None))
+        self._kept[name] = path, num_loads, settings
+        self._num_kept_chars += len(settings.chat_template or "")
+        while len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS:
+            self._drop(self._kept.popitem(last=False)[1])
+        return settings
+
+    def _drop(self, kept: tuple[str, int, Settings] | None) -> None:
+        if kept is not None:
+            self._num_kept_chars -= len(kept[2].chat_template or "")
+
+    def _read(self, name: str, path: str) -> Settings:
+        """Read an adapter's folder, and log its settings and those that have no effect."""
+        extras = read_extras(name, path, self._roots)
+        defaults, template = self.base.defaults, None
+        ignored = list(extras.problems)
+        if given := extras.defaults.given():
+            if self._has_defaults:
+                defaults = extras.defaults.over(self.base.defaults)
+                logger.info("adapter_defaults name=%s %s", name, " ".join(f"{key}={given[key]}" for key in given))
+            else:
+                ignored.append("generation_config.json: off by --generation-config vllm")
+        if extras.chat_template is not None and extras.chat_template != self._tokenizer.chat_template:
+            if self._trusts_templates:
+                template = extras.chat_template
+                logger.info("adapter_chat_template name=%s", name)
+            else:
+                ignored.append("its chat template, which is not the base's: see --trust-adapter-templates")
+        lacking = [token for token, number in extras.tokens if self._tokenizer.token_id(token) != number]
+        if lacking:
+            ignored.append(f"{len(lacking)} tokens that the base's tokenizer lacks, as {lacking[0][:50]!r}")
+        if extras.base_model is not None and not is_same_base(extras.base_model, self._base_names):
+            self._warn_of_base(name, extras.base_model)
+        for one in ignored[:20]:
+            logger.warning("adapter_setting_ignored name=%s: %s", name, one)
+        return Settings(defaults=defaults, chat_template=template)
+
+    def _warn_of_base(self, name: str, base_model: str) -> None:
+        """Log an adapter of another base, once for each such base."""
+        if base_model not in self._other_bases and len(self._other_bases) < MAX_OTHER_BASES:
+            self._other_bases.add(base_model)
+            logger.warning(
+                "adapter_of_another_base name=%s trained_on=%r served=%r: its shapes fit; check the base",
+                *(name, base_model, self._base_name),
+            )

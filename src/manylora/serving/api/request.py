@@ -1,0 +1,190 @@
+"""The start of every route: the server's parts, and the body of the request, read and checked strictly.
+
+Only ``application/json`` is accepted: clients send it, and a web page of another site cannot send it without a
+preflight request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from manylora.core.config import EngineConfig, ServerConfig
+from manylora.core.errors import ModelNotFound
+from manylora.serving.api.form_checks import FormChecks
+from manylora.serving.api.json_body import parse
+from manylora.serving.api.model_settings import ModelSettings
+from manylora.serving.hosting.fleet.keeper import EngineState
+from manylora.serving.http.auth import Gate
+from manylora.serving.http.bounds import (
+    MAX_FORMS_WAITING,
+    MAX_MODEL_CHARS,
+    MAX_TEXT_WAITING,
+    default_body_bytes,
+)
+from manylora.serving.http.errors import HttpError
+from manylora.serving.http.refusals import RetryTimes
+from manylora.serving.http.room import BodyRoom, CallerRoom, UnreadAnswers, room_of_engine
+from manylora.serving.http.turns import FairWork, LoopTurns, next_turn
+from manylora.serving.metrics.functions import FunctionState
+from manylora.serving.metrics.prometheus import Metrics
+from manylora.serving.metrics.shared_scrape import SharedScrape
+from manylora.serving.ports import ServedFleet
+from manylora.serving.text import Tokenizer
+from manylora.serving.text.forms import FormProcess, FormSettings
+
+__all__ = ["Context", "context_of", "hidden_from_caller", "read_body"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The server's parts, in the state of the application.
+
+    Args:
+        engine_config: Configuration of the engines.
+        config: Configuration of the server.
+        fleet: The engines.
+        tokenizer: The base model's tokenizer.
+        settings: Sampling defaults and chat templates, by model.
+        metrics: Shown by ``/metrics`` and ``/status``.
+        lora_roots: Directories from which adapters may be loaded at run time.
+        serves_base: Whether the base is a model of its own.
+        functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
+        gate: Checks API keys.
+        turns: Share the event loop between requests that need it for milliseconds.
+        text_work: Takes long texts off the event loop, in turns.
+        forms: Checks forms of answers.
+        callers: Bounds the answers under way of each caller, where keys tell callers apart.
+        scrapes: Runs scrapes of ``/metrics``.
+        retries: Tells refused clients when to try again.
+        fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
+        bodies: The bytes of bodies that arrive.
+        unread: The long answers that wait for their clients.
+        started_at: Start of the server, in seconds since the epoch.
+        epoch_s: Returns the time in seconds since the epoch.
+        monotonic_s: Returns a time in seconds that never steps back.
+        model_lists: The answers of ``/v1/models``, made or under way, under the number of changes of the adapters at
+            the time and whether they show paths; routers ask for them every few seconds.
+    """
+
+    engine_config: EngineConfig
+    config: ServerConfig
+    fleet: ServedFleet
+    tokenizer: Tokenizer
+    settings: ModelSettings
+    metrics: Metrics
+    lora_roots: tuple[Path, ...] = ()
+    serves_base: bool = True
+    functions: Callable[[], Sequence[FunctionState]] = tuple
+    gate: Gate = field(init=False)
+    text_work: FairWork = field(init=False)
+    forms: FormChecks = field(init=False)
+    callers: CallerRoom = field(init=False)
+    fingerprint: str = field(init=False)
+    scrapes: SharedScrape = field(default_factory=SharedScrape)
+    retries: RetryTimes = field(default_factory=RetryTimes)
+    bodies: BodyRoom = field(default_factory=BodyRoom)
+    turns: LoopTurns = field(default_factory=LoopTurns)
+    unread: UnreadAnswers = field(default_factory=UnreadAnswers)
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    epoch_s: Callable[[], float] = time.time
+    monotonic_s: Callable[[], float] = time.monotonic
+    model_lists: dict[tuple[int, bool], asyncio.Task[bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gate", Gate(self.config.api_keys, self.config.admin_key))
+        work = FairWork("long texts", self.gate.caller_of, max_waiting=MAX_TEXT_WAITING)
+        object.__setattr__(self, "text_work", work)
+        model = self.engine_config.model
+        turns = FairWork("new forms", self.gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
+        process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
+        object.__setattr__(self, "forms", FormChecks(process, turns))
+        room = CallerRoom(room_of_engine(self.engine_config.scheduler), self._num_serving)
+        object.__setattr__(self, "callers", room)
+        answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
+        digest = hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()
+        object.__setattr__(self, "fingerprint", f"fp_{digest}")
+
+    def check_room(self, tenant: str) -> None:
+        """Raise ``CapacityError`` if no engine would take a request now, or none of this tenant."""
+        self.fleet.check_room()
+        self.callers.check(tenant)
+
+    def _num_serving(self) -> int:
+        return self.fleet.num_by_state()[EngineState.SERVING]
+
+
+def context_of(request: Request) -> Context:
+    """Return the server's parts."""
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context
+
+
+def hidden_from_caller(context: Context, request: Request) -> frozenset[str]:
+    """Return the names of adapters that the caller of an admin route does not see: the administrator sees all."""
+    if context.gate.is_admin(request):
+        return frozenset()
+    return context.fleet.hidden_from(context.gate.check_inference(request))
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+async def read_body(request: Request, body: type[Body]) -> Body:
+    """Read and check the body of a request; an alias of the base is replaced by its name.
+
+    Raises:
+        HttpError: 415 for another media type; 413 above ``max_body_bytes``; 429 if other bodies leave no room; 400 if
+            the client disconnected.
+        ModelNotFound: The model's name is longer than any.
+        RequestError: As ``parse``.
+    """
+    context = context_of(request)
+    caller_of = partial(context.gate.caller_of, request)
+    context.turns.enter(caller_of)
+    max_bytes = context.config.max_body_bytes or default_body_bytes(context.fleet.info.max_model_len)
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HttpError(415, f"Got the media type {media_type[:100]!r}, expected application/json")
+    declared = request.headers.get("content-length", "")
+    num_bytes = int(declared) if declared.isdigit() else 0
+    parts: list[bytes] = []
+    arriving = context.bodies.enter(caller_of)
+    try:
+        if num_bytes <= max_bytes:
+            num_bytes = 0
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    break
+                arriving.grow(num_bytes)
+                parts.append(part)
+        if num_bytes > max_bytes:
+            raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+        await next_turn()
+        made = await parse(b"".join(parts), body)
+    except ClientDisconnect:
+        raise HttpError(400, "The body ended early") from None
+    finally:
+        arriving.close()
+    if isinstance(model := getattr(made, "model", None), str):
+        if len(model) > MAX_MODEL_CHARS:
+            raise ModelNotFound(
+                f"The model `{model[:200]}...` of {len(model)} characters does not exist.", param="model"
+            )
+        if aliases := context.config.web.aliases:
+            name, colon, adapter = model.partition(":")
+            if name in aliases and model not in context.fleet.adapters.loaded:
+                made.model = context.fleet.served_name + colon + adapter  # type: ignore[attr-defined]
+    return made

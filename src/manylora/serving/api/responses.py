@@ -1,0 +1,320 @@
+"""``POST /v1/responses``: OpenAI's newer form of a chat, without state.
+
+The input becomes the messages of a chat, so that prompts, tools and reasoning are those of ``/v1/chat/completions``.
+The server keeps no response: a request that builds on a stored one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manylora.core.errors import RequestError
+from manylora.serving.api.chat import chat_tokens, template_kwargs, tool_parser
+from manylora.serving.api.constraints import NULL, JsonSchema, ResponseFormat, free_form, is_null
+from manylora.serving.api.message_format import message_readers
+from manylora.serving.api.request import context_of, read_body
+from manylora.serving.api.respond import submit
+from manylora.serving.api.responses_output import ResponsesStream, WholeResponse
+from manylora.serving.api.schemas import ContentPart, Message, SamplingFields, sampling_params
+from manylora.serving.api.tools import (
+    CalledFunction,
+    FunctionName,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolFunction,
+    read_tool_use,
+)
+from manylora.serving.http.bounds import MAX_MESSAGES
+from manylora.serving.text import MessageReader
+
+__all__ = ["ResponsesBody", "response_routes"]
+
+MAX_OPTIONS_BYTES = 4096
+"""JSON of ``reasoning``."""
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """``text.format``."""
+
+    type: str
+    name: str | None = None
+    schema: msgspec.Raw = NULL
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """``text``."""
+
+    format: TextFormat | None = None
+
+
+class FlatTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A tool, whose function's fields are its own."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    parameters: msgspec.Raw = NULL
+    strict: bool | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True, gc=False):
+    """An item of the input: a message, reasoning, a call or its output."""
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+
+
+class FlatToolChoice(msgspec.Struct, kw_only=True):
+    """A ``tool_choice`` that is no word."""
+
+    type: str
+    name: str | None = None
+
+
+class ResponsesBody(SamplingFields, kw_only=True):
+    """``POST /v1/responses``."""
+
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: str | FlatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: msgspec.Raw = NULL
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: msgspec.Raw = NULL
+    background: bool | None = None
+    prompt: msgspec.Raw = NULL
+    truncation: str | None = None
+    include: list[str] | None = None
+    reasoning: msgspec.Raw = NULL
+    max_tool_calls: int | None = None
+    top_logprobs: int | None = None
+
+
+_STATELESS = "this server keeps no responses; send the whole conversation as input"
+_REFUSED = {
+    "store": (_STATELESS, (None, False)),
+    "previous_response_id": (_STATELESS, (None,)),
+    "conversation": (_STATELESS, (None,)),
+    "background": ("it needs stored responses, and this server keeps none", (None, False)),
+    "prompt": ("prompts stored with OpenAI are not here; send instructions and input", (None,)),
+    "truncation": ("input is never cut", (None, "disabled")),
+    "max_tool_calls": ("it limits OpenAI's own tools, which are not here", (None,)),
+    "top_logprobs": ("log-probabilities are on /v1/chat/completions", (None, 0)),
+    "prompt_logprobs": ("log-probabilities are on /v1/chat/completions", (None,)),
+    "return_token_ids": ("tokens are on /v1/chat/completions", (None, False)),
+    "return_tokens_as_token_ids": ("log-probabilities are on /v1/chat/completions", (None, False)),
+    "add_special_tokens": ("the chat template writes them", (None, False)),
+    "truncate_prompt_tokens": ("input is never cut", (None,)),
+    "max_tokens": ("this route calls it max_output_tokens", (None,)),
+    "response_format": ("this route calls it text.format", (None,)),
+    "n": ("a response is one answer", (None, 1)),
+}
+
+
+def _check(body: ResponsesBody) -> None:
+    for name, (why, neutral) in _REFUSED.items():
+        value = getattr(body, name)
+        if (None if isinstance(value, msgspec.Raw) and is_null(value) else value) not in neutral:
+            raise RequestError(f"{name} is not supported: {why}", param=name)
+    if wanted := [one for one in body.include or () if one != "reasoning.encrypted_content"]:
+        raise RequestError(f"include has {wanted[0][:100]!r}, which this server cannot give", param="include")
+    kind: Any = dict[str, Any] | None
+    for name, value in (free_form(body.reasoning, kind, MAX_OPTIONS_BYTES, "reasoning") or {}).items():
+        if value is not None and name not in ("summary", "generate_summary"):
+            raise RequestError(
+                f"reasoning.{name[:50]} is not supported: a model reasons as its template says", param="reasoning"
+            )
+
+
+def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+    if text is None or text.format is None:
+        return None
+    form = text.format
+    schema = None if is_null(form.schema) else JsonSchema(schema=form.schema, name=form.name)
+    return ResponseFormat(type=form.type, json_schema=schema)
+
+
+def _tools(tools: Sequence[FlatTool] | None) -> list[Tool]:
+    made = []
+    for index, tool in enumerate(tools or ()):
+        if tool.type != "function":
+            raise RequestError(
+                f"tools[{index}].type is {str(tool.type)[:50]!r}; this server takes functions only", param="tools"
+            )
+        if not tool.name:
+            raise RequestError(f"tools[{index}].name is missing", param="tools")
+        function = ToolFunction(
+            name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+        )
+        made.append(Tool(type="function", function=function))
+    return made
+
+
+def _tool_choice(choice: str | FlatToolChoice | None) -> str | ToolChoice | None:
+    if not isinstance(choice, FlatToolChoice):
+        return choice
+    if choice.type != "function" or not choice.name:
+        raise RequestError(f"tool_choice of type {choice.type[:50]!r} is not supported", param="tool_choice")
+    return ToolChoice(type="function", function=FunctionName(name=choice.name))
+
+
+def _messages(body: ResponsesBody) -> list[Message]:
+    """Return the messages of the chat that the input is.
+
+    An assistant's reasoning, text and calls are items of their own here and one message there.
+    """
+    messages = [Message(role="system", content=body.instructions)] if body.instructions else []
+    if not isinstance(body.input, str) and len(body.input) > MAX_MESSAGES:
+        raise RequestError(f"Got {len(body.input)} items, expected at most {MAX_MESSAGES}", param="input")
+    if isinstance(body.input, str):
+        return [*messages, Message(role="user", content=body.input)]
+    for index, item in enumerate(body.input):
+        at = f"input[{index}]"
+        last = messages[-1] if messages and messages[-1].role == "assistant" else None
+        if item.type == "message":
+            if item.role is None:
+                raise RequestError(f"{at}.role is missing", param="input")
+            text = _text(item.content, f"{at}.content")
+            if item.role == "assistant" and last is not None and last.content is None and not last.tool_calls:
+                last.content = text
+            else:
+                messages.append(Message(role="system" if item.role == "developer" else item.role, content=text))
+        elif item.type == "function_call":
+            if last is None:
+                last = Message(role="assistant", tool_calls=[])
+                messages.append(last)
+            last.tool_calls = last.tool_calls or []
+            last.tool_calls.append(_call(item, at))
+        elif item.type == "function_call_output":
+            text = _text(item.output, f"{at}.output")
+            messages.append(Message(role="tool", content=text, tool_call_id=item.call_id or ""))
+        elif item.type == "reasoning":
+            thought = _text(item.content or "", f"{at}.content")
+            messages.append(Message(role="assistant", reasoning_content=thought))
+        else:
+            raise RequestError(f"{at}.type is {item.type[:50]!r}, which this server does not take", param="input")
+    for message in messages:
+        if message.content is None and not message.tool_calls:
+            message.content = ""
+    return messages
+
+
+def _text(content: str | list[ContentPart] | None, at: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise RequestError(f"{at} is neither a text nor a list of parts", param="input")
+    if len(content) > MAX_MESSAGES:
+        raise RequestError(f"{at} has {len(content)} parts, expected at most {MAX_MESSAGES}", param="input")
+    texts: list[str] = []
+    for part in content:
+        if part.type not in ("input_text", "output_text", "reasoning_text", "text"):
+            raise RequestError(
+                f"{at} has a part of type {str(part.type)[:50]!r}: this server takes text only", param="input"
+            )
+        try:
+            texts.append(msgspec.json.decode(part.text, type=str))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise RequestError(f"{at} has a text part whose text is no string", param="input") from None
+    return "\n".join(texts)
+
+
+def _call(item: InputItem, at: str) -> ToolCall:
+    if not item.name or item.arguments is None or item.call_id is None:
+        raise RequestError(f"{at} needs a name, arguments and a call_id, each a text", param="input")
+    arguments = msgspec.Raw(msgspec.json.encode(item.arguments))
+    return ToolCall(id=item.call_id, type="function", function=CalledFunction(name=item.name, arguments=arguments))
+
+
+async def create_response(request: Request) -> Response:
+    """``POST /v1/responses``."""
+    context = context_of(request)
+    tenant = context.gate.check_inference(request)
+    context.check_room(tenant)
+    body = await read_body(request, ResponsesBody)
+    _check(body)
+    body.response_format = _response_format(body.text)
+    settings = await context.settings.of(body.model)
+    sampling = sampling_params(
+        body,
+        max_tokens=body.max_output_tokens,
+        logprobs=None,
+        tokenizer=context.tokenizer,
+        vocab_size=context.fleet.info.vocab_size,
+        defaults=settings.defaults,
+    )
+    tools = _tools(body.tools)
+    use = await read_tool_use(
+        request,
+        context.text_work,
+        tools,
+        _tool_choice(body.tool_choice),
+        body.parallel_tool_calls,
+        parser=tool_parser(context, settings),
+    )
+    sampling = use.constrain(sampling)
+    variables = {**template_kwargs(body.chat_template_kwargs), **use.template_variables}
+    try:
+        prompt = await chat_tokens(
+            request,
+            context,
+            settings,
+            _messages(body),
+            variables,
+            limit=context.fleet.info.max_model_len,
+        )
+    except RequestError as error:
+        raise RequestError(str(error), param="input") from None
+    make_reader = message_readers(context, use, prompt, is_constrained=sampling.constraint is not None)
+    answers, head = await submit(
+        request,
+        context,
+        body,
+        [prompt],
+        sampling,
+        settings=settings,
+        tenant=tenant,
+        id_prefix="resp_",
+        constraint_param="text" if use.json_schema is None else "tools",
+    )
+    fields = {
+        "id": head["id"],
+        "object": "response",
+        "created_at": head["created"],
+        "model": body.model,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "store": False,
+        "temperature": sampling.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+    }
+    reader = MessageReader(None, None) if make_reader is None else make_reader()
+    kind = ResponsesStream if body.stream else WholeResponse
+    return kind(answers, reader, fields, use.new_call_id)
+
+
+response_routes = [Route("/v1/responses", create_response, methods=["POST"])]

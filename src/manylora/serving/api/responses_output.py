@@ -1,0 +1,208 @@
+"""Output of ``/v1/responses``: the items of an answer, and the events of a stream that build them up."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from manylora.core.errors import ManyloraError
+from manylora.serving.api.answers import RequestAnswers, TextPiece
+from manylora.serving.api.respond import HEADERS, send_body
+from manylora.serving.hosting.links.in_flight import Flush
+from manylora.serving.http.errors import error_response
+from manylora.serving.http.http_protocol import chunk_writer
+from manylora.serving.http.turns import ClientGone
+from manylora.serving.text import MessageReader
+from manylora.serving.text.tools import EventKind, ToolEvent
+
+__all__ = ["ResponsesStream", "WholeResponse"]
+
+encode = msgspec.json.encode
+
+
+class _OutputItems:
+    """The items of one answer: reasoning, messages and calls, the last of them open until the next begins."""
+
+    def __init__(self, new_call_id: Callable[[], str]) -> None:
+        self._new_call_id = new_call_id
+        self._kind: EventKind | None = None
+        self._parts: list[str] = []
+        self.done: list[dict[str, Any]] = []
+        self._item: dict[str, Any] = {}
+
+    def add(self, events: Sequence[ToolEvent]) -> list[dict[str, Any]]:
+        """Add text; return the events of the stream that report it."""
+        reports: list[dict[str, Any]] = []
+        for kind, text in events:
+            if kind is EventKind.CALL or (kind is not EventKind.ARGUMENTS and kind is not self._kind):
+                reports += self.close("completed")
+                reports += self._open(kind, text)
+            if kind is not EventKind.CALL:
+                self._parts.append(text)
+                reports.append(self._report(f"{_NAMES[self._item['type']]}.delta", delta=text))
+        return reports
+
+    def close(self, status: str) -> list[dict[str, Any]]:
+        """End the open item, if any; return the events that report it."""
+        if self._kind is None:
+            return []
+        text, item = "".join(self._parts), self._item
+        item["status"] = status
+        self._kind, self._parts = None, []
+        name = _NAMES[item["type"]]
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            reports = [self._report(f"{name}.done", arguments=text, name=item["name"])]
+        else:
+            part = _part(item["type"], text)
+            item["content"] = [part]
+            reports = [self._report(f"{name}.done", text=text), self._report("content_part.done", part=part)]
+        reports.append({"type": "response.output_item.done", "output_index": len(self.done), "item": item})
+        self.done.append(item)
+        return reports
+
+    def _open(self, kind: EventKind, name: str) -> list[dict[str, Any]]:
+        self._kind = kind
+        if kind is EventKind.CALL:
+            item: dict[str, Any] = {"type": "function_call", "id": _new_id("fc")}
+            item |= {"call_id": self._new_call_id(), "name": name, "arguments": ""}
+        elif kind is EventKind.REASONING:
+            item = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": []}
+        else:
+            item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "content": []}
+        item["status"] = "in_progress"
+        self._item = item
+        reports = [{"type": "response.output_item.added", "output_index": len(self.done), "item": dict(item)}]
+        if kind is not EventKind.CALL:
+            reports.append(self._report("content_part.added", part=_part(item["type"], "")))
+        return reports
+
+    def _report(self, kind: str, /, **fields: Any) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._item["id"], "output_index": len(self.done)}
+        if self._item["type"] != "function_call":
+            place["content_index"] = 0
+        if kind.startswith("output_text"):
+            place["logprobs"] = []
+        return {"type": f"response.{kind}", **place, **fields}
+
+
+_NAMES = {"function_call": "function_call_arguments", "message": "output_text", "reasoning": "reasoning_text"}
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+class WholeResponse(Response):
+    """A whole response.
+
+    Args:
+        answers: Started answers, of one request.
+        reader: Reads the answer's text.
+        fields: Fields of the response that are known before its output.
+        new_call_id: Returns an id for a call.
+    """
+
+    def __init__(
+        self, answers: RequestAnswers, reader: MessageReader, fields: dict[str, Any], new_call_id: Callable[[], str]
+    ) -> None:
+        self._answers = answers
+        self._reader = reader
+        self._fields = fields
+        self._items = _OutputItems(new_call_id)
+        self._status = "completed"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wait for the answer, then send it."""
+
+        def gather(pieces: list[TextPiece]) -> None:
+            self._read(pieces)
+
+        async with self._answers.while_connected(receive):
+            try:
+                await self._answers.deliver(gather)
+            except ClientGone:
+                return
+            except ManyloraError as error:
+                response = error_response(error)
+            else:
+                response = Response(encode(self._object()), media_type="application/json")
+            await response(scope, receive, send)
+
+    def _read(self, pieces: list[TextPiece]) -> list[dict[str, Any]]:
+        """Add pieces to the items; return the events of the stream that report them."""
+        reports: list[dict[str, Any]] = []
+        for piece in pieces:
+            reports += self._items.add(self._reader.feed(piece.text))
+            if piece.finish_reason is not None:
+                reports += self._items.add(self._reader.finish())
+                self._status = "incomplete" if piece.finish_reason == "length" else "completed"
+                reports += self._items.close(self._status)
+        return reports
+
+    def _object(self) -> dict[str, Any]:
+        usage = self._answers.usage()
+        return {
+            **self._fields,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "output": self._items.done,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+
+class ResponsesStream(WholeResponse):
+    """A response as events, each with a type and a number; arguments as of ``WholeResponse``."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the answer has finished, the engine fails, or the client disconnects."""
+        write_chunk = chunk_writer(scope)
+        self._number = 0
+        begun = {**self._fields, "status": "in_progress", "error": None, "incomplete_details": None, "output": []}
+
+        def write(pieces: list[TextPiece]) -> Flush | None:
+            body = self._encode(self._read(pieces))
+            return None if not body or write_chunk(body) else functools.partial(send_body, send, body)
+
+        async with self._answers.while_connected(receive):
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            first = [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
+            await send_body(send, self._encode(first))
+            try:
+                await self._answers.deliver(write)
+            except ClientGone:
+                return
+            except ManyloraError as error:
+                failure = {"code": "server_error", "message": str(error)}
+                ended = {**begun, "status": "failed", "error": failure, "output": self._items.done}
+            else:
+                ended = self._object()
+            await send_body(send, self._encode([{"type": f"response.{ended['status']}", "response": ended}]))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _encode(self, reports: list[dict[str, Any]]) -> bytes:
+        body = b""
+        for report in reports:
+            report["sequence_number"] = self._number
+            self._number += 1
+            body += b"event: " + report["type"].encode() + b"\ndata: " + encode(report) + b"\n\n"
+        return body

@@ -1,0 +1,201 @@
+"""The state of the server: ``/status``, ``/load``, ``/server_info``, and the end of one engine.
+
+``GET /status`` has the engines and the last minute in one call, for ``manylora top`` and dashboards.
+
+The report names adapters and their use, so it needs the admin key; without one each of several API keys sees the
+adapters that it may call. The caller limits the number of adapters, so that a
+live view that asks every second costs the engine little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manylora.core.errors import CapacityError, EngineDead, RequestError
+from manylora.core.types import Tier
+from manylora.serving.api.models import json_response
+from manylora.serving.api.request import Context, context_of, hidden_from_caller
+from manylora.serving.hosting.fleet.replica import Replica
+from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
+from manylora.serving.http.errors import HttpError, hide_paths
+from manylora.serving.metrics.status_report import ReplicaRow, Resumes, StatusReport, adapter_row
+
+__all__ = ["status_routes"]
+
+NUM_ADAPTERS = 100
+"""Default number of adapters in a report."""
+
+
+async def status(request: Request) -> Response:
+    """``GET /status?adapters=100``; answers in every state, with ``engine`` null while no engine serves."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    num_adapters = _number(request.query_params.get("adapters"), "adapters", NUM_ADAPTERS)
+    hidden = hidden_from_caller(context, request)
+    report = _report(context, num_adapters, hidden)
+    try:
+        snapshots = await context.fleet.snapshots(None if hidden else num_adapters)
+    except (CapacityError, EngineDead):  # no engine serves: the report of the API process alone
+        return _answer(context, request, report)
+    if hidden:
+        snapshots = _visible(snapshots, hidden)
+    if not snapshots:
+        return _answer(context, request, report)
+    stats, statuses = merge_snapshots(list(snapshots.values()), num_adapters)
+    now = context.monotonic_s()
+    report = msgspec.structs.replace(
+        report,
+        time=context.epoch_s(),
+        page_bytes=context.fleet.info.page_bytes,
+        engine=stats,
+        adapters=tuple(
+            adapter_row(one, context.metrics.latency.of_adapter(one.name, now)) for one in statuses[:num_adapters]
+        ),
+        replicas=tuple(
+            _replica_row(one, snapshots.get(one.index), num_adapters)
+            for one in context.fleet.replicas()
+            if not hidden or one.index in snapshots
+        ),
+    )
+    return _answer(context, request, report)
+
+
+def _answer(context: Context, request: Request, report: StatusReport) -> Response:
+    """Return the report; the errors in it may have paths, which the administrator alone sees."""
+    answer = json_response(report)
+    if context.gate.is_admin(request):
+        return answer
+    return json_response(_without_paths(msgspec.json.decode(answer.body)))
+
+
+def _without_paths(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {
+            name: hide_paths(one) if name == "error" and isinstance(one, str) else _without_paths(one)
+            for name, one in part.items()
+        }
+    return [_without_paths(one) for one in part] if isinstance(part, list) else part
+
+
+def _visible(snapshots: Mapping[int, Snapshot], hidden: Collection[str]) -> dict[int, Snapshot]:
+    """Return snapshots without hidden adapters, and none of engines that have no others: those of other tenants."""
+    found = {}
+    for index, (stats, statuses) in snapshots.items():
+        visible = [one for one in statuses if one.name not in hidden]
+        if visible or not statuses:
+            found[index] = (stats, tuple(visible))
+    return found
+
+
+def _report(context: Context, num_functions: int, hidden: Collection[str]) -> StatusReport:
+    """Return the report of the API process, without the engines."""
+    fleet, latency, now = context.fleet, context.metrics.latency, context.monotonic_s()
+    return StatusReport(
+        state=fleet.state.value,
+        model=fleet.served_name,
+        version=metadata.version("manylora"),
+        time=context.epoch_s(),
+        started_at=context.started_at,
+        num_restarts=fleet.num_restarts,
+        num_in_flight=fleet.num_in_flight,
+        window_s=latency.window_s,
+        latency=latency.total(now),
+        base=latency.of_adapter("", now),
+        replicas=() if hidden else tuple(_replica_row(one, None, 0) for one in fleet.replicas()),
+        resumes=Resumes(**dataclasses.asdict(fleet.resumes)),
+        generation_defaults=context.settings.base.defaults.given(),
+        scaling=fleet.scaling,
+        functions=tuple([one for one in context.functions() if one.name not in hidden][:num_functions]),
+    )
+
+
+def _replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int) -> ReplicaRow:
+    """Return an engine's row, with at most ``num_adapters`` names of each kind."""
+    row = ReplicaRow(
+        index=replica.index,
+        state=replica.state.value,
+        pid=replica.pid,
+        num_restarts=replica.num_restarts,
+        num_in_flight=replica.num_in_flight,
+        node=replica.node,
+    )
+    if snapshot is None:
+        return row
+    stats, statuses = snapshot
+    by_use = sorted(statuses, key=lambda one: -one.num_requests)
+    return msgspec.structs.replace(
+        row,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        num_pages=stats.num_pages,
+        num_free_pages=stats.num_free_pages,
+        num_loads=stats.num_loads,
+        num_resident=stats.num_resident,
+        fits=stats.fits,
+        placed=tuple(one.name for one in by_use if one.tier is Tier.DEVICE)[:num_adapters],
+        pinned=tuple(one.name for one in by_use if one.is_pinned)[:num_adapters],
+    )
+
+
+def _number(text: str | None, param: str, default: float) -> int:
+    if text is None:
+        return int(default)
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+        raise RequestError(f"Got {param} = {text[:20]!r}, expected a whole number", param=param)
+    return int(text)
+
+
+async def load(request: Request) -> Response:
+    """``GET /load``: HTTP requests that are being answered, as vLLM's ``server_load``."""
+    return json_response({"server_load": context_of(request).fleet.num_in_flight})
+
+
+async def server_info(request: Request) -> Response:
+    """``GET /server_info``: versions and the configuration, without keys."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    if not context.gate.is_admin(request):
+        raise HttpError(403, "The configuration has paths of the server; without --admin-key no API key sees them.")
+    packages = ("manylora", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
+    server = dataclasses.asdict(context.config)
+    server["api_keys"] = len(context.config.api_keys)
+    server["admin_key"] = context.config.admin_key is not None
+    return json_response(
+        {
+            "versions": {package: _version(package) for package in packages},
+            "engine": dataclasses.asdict(context.engine_config),
+            "server": server,
+        }
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+async def drain_replica(request: Request) -> Response:
+    """``POST /replicas/{index}/drain?timeout=30``: end one engine; its requests finish in that time, or move on."""
+    context = context_of(request)
+    context.gate.check_admin(request)
+    timeout_s = _number(request.query_params.get("timeout"), "timeout", context.config.drain_timeout_s)
+    await context.fleet.drain_replica(request.path_params["index"], timeout_s)
+    return json_response({"replica": request.path_params["index"], "state": "stopped"})
+
+
+status_routes = [
+    Route("/status", status, methods=["GET"]),
+    Route("/load", load, methods=["GET"]),
+    Route("/server_info", server_info, methods=["GET"]),
+    Route("/replicas/{index:int}/drain", drain_replica, methods=["POST"]),
+]

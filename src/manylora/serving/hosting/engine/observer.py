@@ -1,0 +1,103 @@
+"""From the core's events to numbers for histograms, in the engine process.
+
+A few floats per turn leave on the message that carries the tokens, and no record of an ended request is kept
+(``measure.recorder`` keeps every request, for runs that are evaluated at their end). Times are those of the events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manylora.core.events import (
+    AdapterLoaded,
+    Event,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    StepFinished,
+    TokensEmitted,
+)
+from manylora.core.types import FinishReason, Tier
+from manylora.serving.hosting.protocol import FinishedRequest, Observations
+
+__all__ = ["Observer"]
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A request that has not ended: the time of its arrival or last token, its adapter, its limit of tokens."""
+
+    last_at: float
+    adapter: str
+    max_tokens: int
+    has_token: bool = False
+    is_stopped: bool = False
+
+
+class Observer:
+    """An event sink that gathers observations until ``take``. For the loop's thread alone."""
+
+    def __init__(self) -> None:
+        self._gathered = Observations()
+        self._in_flight: dict[str, _InFlight] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Add one event."""
+        gathered = self._gathered
+        match event:
+            case TokensEmitted(at=at, request_ids=request_ids):
+                in_flight = self._in_flight
+                for request_id in request_ids:
+                    request = in_flight[request_id]
+                    into = gathered.inter_token_s if request.has_token else gathered.ttft_s
+                    values = into.get(request.adapter)
+                    if values is None:
+                        values = into[request.adapter] = []
+                    values.append(at - request.last_at)
+                    request.last_at, request.has_token = at, True
+            case StepFinished(num_tokens=num_tokens):
+                gathered.step_tokens.append(num_tokens)
+            case RequestArrived(at=at, request_id=request_id, name=name, limit=limit, num_answered=num_answered):
+                self._in_flight[request_id] = _InFlight(at, name, limit, has_token=num_answered > 0)
+            case RequestAdmitted(waited_s=waited_s):
+                gathered.queue_s.append(waited_s)
+            case RequestFinished():
+                self._finish(event)
+            case AdapterLoaded(tier=tier, took_s=took_s, error=error):
+                if error is not None:
+                    gathered.num_failed_loads += 1
+                elif tier is Tier.DEVICE:
+                    gathered.device_loads_s.append(took_s)
+                else:
+                    gathered.host_loads_s.append(took_s)
+
+    def note_stopped(self, request_ids: list[str]) -> None:
+        """Report the coming cancellation of these requests as ``stop``: their text reached a stop string."""
+        for request_id in request_ids:
+            if request_id in self._in_flight:
+                self._in_flight[request_id].is_stopped = True
+
+    def take(self) -> Observations:
+        """Return the observations since the last call."""
+        gathered, self._gathered = self._gathered, Observations()
+        return gathered
+
+    def _finish(self, event: RequestFinished) -> None:
+        request = self._in_flight.pop(event.request_id)
+        reason = event.reason
+        if request.is_stopped and reason is FinishReason.CANCELLED:
+            reason = FinishReason.STOP
+        first_at, admitted_at = event.first_token_at, event.admitted_at
+        self._gathered.finished.append(
+            FinishedRequest(
+                request.adapter,
+                reason.value,
+                event.at - event.arrived_at,
+                event.num_prompt_tokens,
+                event.num_output_tokens,
+                event.num_cached_tokens,
+                request.max_tokens,
+                None if first_at is None or admitted_at is None else first_at - admitted_at,
+                None if first_at is None else event.at - first_at,
+            )
+        )

@@ -1,0 +1,330 @@
+"""The engine's side of a link: commands in, messages out, around the engine's loop.
+
+The loop's thread alone uses the core and sends messages. Commands arrive on any thread and are posted to the loop.
+Adapter files are read on threads of their own, because a step must not wait for a disk, and the version that was read
+is posted. The service runs in an engine process or in a thread of the API process; it uses no sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from typing import TypeAlias, cast
+
+from manylora.core.clock import Clock
+from manylora.core.config import EngineConfig
+from manylora.core.costs.step_log import LoggedExecutor, open_step_log
+from manylora.core.engine.build import build_core
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.engine.status import AdapterStatus
+from manylora.core.errors import ConfigError, ManyloraError, RequestError, SnapshotFailed
+from manylora.core.ports import EngineParts, Executor, SharedBase
+from manylora.core.scheduling.prediction import RequestLog
+from manylora.core.types import Constraint, Output
+from manylora.serving.hosting.engine.adapter_reads import AdapterReads
+from manylora.serving.hosting.engine.gc_freeze import collector_paused
+from manylora.serving.hosting.engine.observer import Observer
+from manylora.serving.hosting.engine.prestart import TORCH_BUILDER
+from manylora.serving.hosting.protocol import (
+    AddRequests,
+    Cancel,
+    Command,
+    EngineInfo,
+    EngineRoom,
+    EngineSpec,
+    Fault,
+    LoadAdapter,
+    LoadAdapters,
+    Message,
+    PinAdapter,
+    Ready,
+    Reply,
+    StartRefused,
+    TakeSnapshot,
+    Turn,
+    UnloadAdapter,
+    WarmAdapter,
+)
+
+__all__ = ["BuildParts", "Builder", "EngineService", "builder_for", "load_builder"]
+
+logger = logging.getLogger(__name__)
+
+BuildParts = Callable[..., EngineParts]
+"""Called with ``EngineConfig`` and ``Clock``; also with ``shared``, if the parts of an earlier call had one."""
+
+Builder: TypeAlias = str | BuildParts
+"""A function that builds an engine's parts, or its name as ``module:function``, for another process."""
+
+SIMULATED_BUILDER = "manylora.lab.sim.build:build_simulated_parts"
+
+NUM_COMPILERS = 2
+NO_FAULTS: Mapping[Constraint | None, Fault] = {}
+MOST_ROOM_TOLD = 256
+"""Room for more requests is not told: fewer arrive in a turn."""
+
+
+def builder_for(config: EngineConfig) -> str:
+    """Return the builder of a live or a simulated engine, by configuration."""
+    return TORCH_BUILDER if config.simulate is None else SIMULATED_BUILDER
+
+
+def load_builder(builder: Builder) -> BuildParts:
+    """Return the function behind a builder."""
+    if not isinstance(builder, str):
+        return builder
+    module, _, function = builder.partition(":")
+    build = getattr(import_module(module), function)
+    assert callable(build)
+    return cast(BuildParts, build)
+
+
+class EngineService:
+    """One engine behind commands and messages.
+
+    Args:
+        engine: The engine.
+        clock: Live time.
+        send: Sends a message; called on the loop's thread alone.
+        base: The base's weights, if another engine has loaded them; given to the builder as ``shared``.
+    """
+
+    def __init__(
+        self, engine: EngineSpec, *, clock: Clock, send: Callable[[Message], None], base: SharedBase | None = None
+    ) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._clock = clock
+        self._send = send
+        self._base = base
+        self._observer = Observer()
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="constraint-compiler")
+        self._preparing: dict[str, bool] = {}  # requests whose constraint is being compiled: whether cancelled
+        self._loop: EngineLoop | None = None
+        self._reads: AdapterReads | None = None
+        self._parts: EngineParts | None = None
+        self._is_stopping = False
+
+    def run(self) -> bool:
+        """Build the engine and serve on the calling thread until ``stop``.
+
+        Returns:
+            False if the configuration was refused, with the reason in a ``StartRefused`` message.
+
+        Raises:
+            Exception: The engine failed; it cannot be used again.
+        """
+        try:
+            given = {} if self._base is None else {"shared": self._base}
+            build = self._import()
+            parts = self._parts = build(self._config, self._clock, **given)
+        except ManyloraError as error:
+            self._send(StartRefused(Fault.of(error)))
+            return False
+        files = contextlib.ExitStack()
+        try:
+            core = build_core(
+                parts,
+                self._config,
+                served_name=self._engine.served_name,
+                executor=self._logged(parts, files),
+                sinks=[*([self._observer] if self._engine.is_observed else []), *self._request_log(files)],
+            )
+
+            def send_turn(outputs: list[Output], now: float) -> None:
+                self._send(Turn(outputs, self._observer.take(), _room(core, now)))
+
+            loop = self._loop = EngineLoop(core, self._clock, on_outputs=send_turn, live=True)
+            if self._is_stopping:  # ``stop`` was called before the loop existed
+                loop.stop()
+            self._reads = AdapterReads(
+                parts.reader, clock=self._clock, post=loop.post, send=self._send, observe=self._observer
+            )
+            self._send(Ready(self._info(parts), parts.shared))
+            loop.run()
+        except ManyloraError as error:
+            if self._loop is not None:
+                raise
+            self._send(StartRefused(Fault.of(error)))
+            return False
+        finally:
+            if self._reads is not None:
+                self._reads.close()
+            self._compilers.shutdown(wait=False, cancel_futures=True)
+            parts.close()
+            with contextlib.suppress(OSError):  # of a disk that is full
+                files.close()
+        return True
+
+    def _import(self) -> BuildParts:
+        """Return the builder, which may import torch; a process that was started early has imported it."""
+        builder = self._engine.builder
+        is_imported = not isinstance(builder, str) or builder.partition(":")[0] in sys.modules
+        if not is_imported:
+            logger.info("engine_start next=%r", "imports")
+        began_at = self._clock.now()
+        with collector_paused():
+            build = load_builder(builder)
+        if not is_imported:
+            logger.info("engine_start stage=imports took_s=%.2f next=%r", self._clock.now() - began_at, "weights")
+        return build
+
+    def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
+        """Return the log of finished requests, if configured; ``files`` closes it. ``ConfigError`` if not writable."""
+        path = self._config.request_log
+        if path is None:
+            return []
+        try:
+            return [RequestLog(files.enter_context(open(path, "a", buffering=1, encoding="utf-8")))]
+        except OSError as error:
+            raise ConfigError(f"Got request_log = {path!r}, which cannot be written: {error.strerror}") from error
+
+    def _logged(self, parts: EngineParts, files: contextlib.ExitStack) -> Executor:
+        """Return the executor, with a step log if configured; ``files`` closes it. ``ConfigError`` if not writable."""
+        path = self._config.step_log
+        if path is None:
+            return parts.executor
+        return LoggedExecutor(parts.executor, files.enter_context(open_step_log(path, parts, self._config.model)))
+
+    def stop(self) -> None:
+        """End ``run`` soon, or once the engine is built; safe from any thread."""
+        self._is_stopping = True
+        if self._loop is not None:
+            self._loop.stop()
+
+    def handle(self, command: Command) -> None:
+        """Post a command to the loop; safe from any thread, once ``Ready`` was sent."""
+        assert self._loop is not None and self._reads is not None, "commands come after Ready"
+        post = self._loop.post
+        match command:
+            case AddRequests(requests=requests):
+                if constraints := {wanted for one in requests if (wanted := one.sampling.constraint) is not None}:
+                    self._preparing.update(dict.fromkeys((one.request_id for one in requests), False))
+                    with contextlib.suppress(RuntimeError):  # the engine has just ended
+                        self._compilers.submit(self._prepare, command, constraints)
+                else:
+                    post(lambda core, now: self._add(core, now, command))
+            case Cancel():
+                post(lambda core, now: self._cancel(core, now, command))
+            case LoadAdapter():
+                self._reads.load(command)
+            case LoadAdapters():
+                self._reads.check(command)
+            case UnloadAdapter(call, name):
+                post(lambda core, now: self._reply(call, lambda: core.adapters.unregister(name, now)))
+            case PinAdapter(call, name, pinned):
+                post(lambda core, now: self._reply(call, lambda: core.adapters.pin(name, pinned, now)))
+            case WarmAdapter(call, name):
+                post(lambda core, now: self._reply(call, lambda: core.adapters.warm(name, now)))
+            case TakeSnapshot():
+                post(lambda core, now: self._snapshot(core, now, command))
+
+    def _info(self, parts: EngineParts) -> EngineInfo:
+        base = parts.base
+        return EngineInfo(
+            served_name=self._engine.served_name,
+            base_name=base.name,
+            architecture=base.architecture,
+            max_model_len=base.max_model_len,
+            vocab_size=base.vocab_size,
+            num_pages=parts.num_pages,
+            block_size=base.page.block_size,
+            page_bytes=base.page.num_bytes,
+            dtype=base.page.dtype,
+        )
+
+    def _reply(self, call: int, work: Callable[[], AdapterStatus | None]) -> None:
+        try:
+            status = work()
+        except ManyloraError as error:
+            self._send(Reply(call, Fault.of(error)))
+        else:
+            self._send(Reply(call, statuses=() if status is None else (status,)))
+
+    def _add(
+        self,
+        core: EngineCore,
+        now: float,
+        command: AddRequests,
+        faults: Mapping[Constraint | None, Fault] = NO_FAULTS,
+    ) -> None:
+        added: list[str] = []
+        refused: dict[str, Fault] = {}
+        for request in command.requests:
+            try:
+                if (fault := faults.get(request.sampling.constraint)) is not None:
+                    raise fault.to_error()
+                core.add_request(request, now)
+            except ManyloraError as error:
+                if not command.each:
+                    for request_id in added:
+                        core.cancel(request_id, now)
+                    self._send(Reply(command.call, Fault.of(error)))
+                    return
+                refused[request.request_id] = Fault.of(error)
+            else:
+                added.append(request.request_id)
+        self._send(Reply(command.call, refused=refused))
+
+    def _cancel(self, core: EngineCore, now: float, command: Cancel) -> None:
+        if command.stopped:
+            self._observer.note_stopped(command.request_ids)
+        for request_id in command.request_ids:
+            if request_id in self._preparing:
+                self._preparing[request_id] = True
+            core.cancel(request_id, now)
+
+    def _prepare(self, command: AddRequests, constraints: set[Constraint]) -> None:
+        """Compile constraints on a thread, then post the requests to the loop. Never raises."""
+        assert self._loop is not None
+        assert self._parts is not None
+        faults: dict[Constraint | None, Fault] = {}
+        for constraint in constraints:
+            try:
+                self._parts.prepare(constraint)
+            except ManyloraError as error:
+                faults[constraint] = Fault.of(error)
+            except Exception as error:
+                logger.exception("constraint_failed kind=%s", constraint.kind)
+                faults[constraint] = Fault.of(RequestError(f"The constraint could not be compiled: {error!r}"))
+        self._loop.post(lambda core, now: self._add_prepared(core, now, command, faults))
+
+    def _add_prepared(
+        self, core: EngineCore, now: float, command: AddRequests, faults: Mapping[Constraint | None, Fault]
+    ) -> None:
+        """Add requests whose constraints are compiled; those that were cancelled meanwhile are left out."""
+        kept = [one for one in command.requests if not self._preparing.pop(one.request_id, False)]
+        self._add(core, now, AddRequests(command.call, kept, command.each), faults)
+
+    def _snapshot(self, core: EngineCore, now: float, command: TakeSnapshot) -> None:
+        """Answer a read. It changes nothing, so its failure is an error of this read, never the end of the loop."""
+        try:
+            statuses, stats = _statuses(core, now, command), core.stats()
+        except Exception as error:
+            logger.exception("snapshot_failed")
+            failure = SnapshotFailed(f"The engine's state could not be read: {error!r}")
+            self._send(Reply(command.call, Fault.of(failure)))
+        else:
+            self._send(Reply(command.call, statuses=statuses, stats=stats, observations=self._observer.take()))
+
+
+def _statuses(core: EngineCore, now: float, command: TakeSnapshot) -> tuple[AdapterStatus, ...]:
+    """Return the status of the adapters that a read asks for."""
+    adapters = core.adapters
+    if command.name is not None:
+        return (adapters.status(command.name, now),) if command.name in adapters else ()
+    if command.only_in_use:
+        return adapters.in_use(now)
+    if command.num_adapters is not None:
+        return adapters.busiest(command.num_adapters, now)
+    return adapters.statuses(now)
+
+
+def _room(core: EngineCore, now: float) -> EngineRoom | None:
+    num = core.num_room()
+    return None if num > MOST_ROOM_TOLD else EngineRoom(num, Fault.of(core.no_room(now)))

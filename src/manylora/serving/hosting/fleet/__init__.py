@@ -1,0 +1,1 @@
+"""The engines of a service behind one interface: adapters, requests, restarts, scaling."""

@@ -1,0 +1,273 @@
+"""Send the requests of a lost engine to engines that serve, and end those that engines die on.
+
+::
+
+    lost ----> waiting -----------> placed, all together
+       |                              |
+       +-----> suspects, one by one --+---> its next token: no suspect any more
+       |
+       +-----> ended: too often resumed, twice under suspicion, or no engine left
+
+An engine that dies took all its requests with it, and at most one of them is to blame. A request that had a token from
+the engine has run on it and is not suspected. One without is *suspected*: it goes on only after the others, and the
+next suspect waits until it has its token. So a suspect that meets a second death was the only suspect there, and ends
+with ``PoisonRequest``. An engine that was killed from outside leaves no suspects. The decision and its limits are in
+docs/adr/0033.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from manylora.core.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
+from manylora.serving.hosting.links.in_flight import EngineLoss, InFlightRequest
+
+__all__ = ["ResumePolicy", "ResumeStats", "Resumer"]
+
+logger = logging.getLogger(__name__)
+
+MAX_STRIKES = 2
+
+HUNG_RETRY_S = 5.0
+"""Seconds after which to try an engine again that hung and is restarted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumePolicy:
+    """When a request goes on elsewhere.
+
+    Args:
+        max_resumes: Most engines that a request may lose and still go on; 0 ends it at the first loss.
+        patience_s: Longest wait for an engine when none serves, in seconds.
+        after_hang: Whether it goes on after an engine that hung, which it has waited for already; if not, its caller is
+            asked to try again.
+    """
+
+    max_resumes: int = 3
+    patience_s: float = 30.0
+    after_hang: bool = True
+
+
+@dataclass(slots=True)
+class ResumeStats:
+    """Counters since the start, and the requests that wait now.
+
+    Args:
+        num_resumes: Times that a request was given to another engine.
+        num_resumed: Requests that got a token from another engine at least once.
+        num_ended: Requests that ended instead, for any reason.
+        num_poison: Those that ended under suspicion.
+        longest_pause_s: Longest time from a request's last token before a loss to the next, in seconds.
+        num_waiting: Requests that wait for an engine.
+    """
+
+    num_resumes: int = 0
+    num_resumed: int = 0
+    num_ended: int = 0
+    num_poison: int = 0
+    longest_pause_s: float = 0.0
+    num_waiting: int = 0
+
+
+class Resumer:
+    """The requests between two engines. For the event loop's thread alone.
+
+    Args:
+        place: Submits requests to engines that serve; the awaited result is the errors of those that were refused, by
+            id. If their engine is lost before its answer, it gives them to ``lose`` again.
+        is_open: Whether an engine serves; ``None`` when none will serve again.
+        policy: The limits.
+    """
+
+    def __init__(
+        self,
+        place: Callable[[Sequence[InFlightRequest]], Awaitable[dict[str, ManyloraError]]],
+        is_open: Callable[[], bool | None],
+        policy: ResumePolicy,
+    ) -> None:
+        self.stats = ResumeStats()
+        self._place = place
+        self._is_open = is_open
+        self._policy = policy
+        self._waiting: dict[str, InFlightRequest] = {}
+        self._suspects: dict[str, InFlightRequest] = {}
+        self._on_probation: InFlightRequest | None = None
+        self._closed_at: float | None = None  # since when no engine serves, in seconds
+        self._woken = asyncio.Event()
+        self._sender: asyncio.Task[None] | None = None
+        self._placing: set[asyncio.Task[None]] = set()
+
+    def lose(self, flights: Iterable[InFlightRequest], loss: EngineLoss) -> None:
+        """Take over the requests of an engine that is lost."""
+        for flight in flights:
+            if flight is self._on_probation:
+                self._on_probation = None
+            flight.lost(loss)
+            error = self._verdict(flight, loss)
+            if error is not None:
+                self._end(flight, error)
+                continue
+            flight.on_news = self._on_news
+            (self._suspects if flight.strikes else self._waiting)[flight.request_id] = flight
+        self._count()
+        if (self._waiting or self._suspects) and self._sender is None:
+            self._sender = asyncio.create_task(self._send_on())
+        self._woken.set()
+
+    async def carry(
+        self, flights: Sequence[InFlightRequest], loss: EngineLoss, *, each: bool
+    ) -> dict[str, ManyloraError]:
+        """Take over requests that were submitted to an engine that was lost before its answer; return as ``submit``.
+
+        Raises:
+            EngineDead: No engine took a request.
+            ManyloraError: Unless ``each``, the first error of a request.
+        """
+        loop = asyncio.get_running_loop()
+        answers = []
+        for flight in flights:
+            flight.lost_at = loop.time()
+            flight.settled = loop.create_future()
+            answers.append(flight.settled)
+        self.lose(flights, loss)
+        refused: dict[str, ManyloraError] = {}
+        for flight, result in zip(flights, await asyncio.gather(*answers, return_exceptions=True), strict=True):
+            if isinstance(result, ManyloraError) and each and not isinstance(result, EngineDead):
+                refused[flight.request_id] = result
+            elif result is not None:
+                raise result
+        return refused
+
+    def cancel(self, request_ids: Iterable[str]) -> None:
+        """Forget requests that wait, or are on probation."""
+        for request_id in request_ids:
+            self._forget(request_id)
+            if self._on_probation is not None and self._on_probation.request_id == request_id:
+                self._on_probation = None
+                self._woken.set()
+        self._count()
+
+    def wake(self) -> None:
+        """Look again: an engine begins to serve, or will not serve again."""
+        self._woken.set()
+
+    def close(self, error: ManyloraError) -> None:
+        """End every request that waits."""
+        for flight in [*self._waiting.values(), *self._suspects.values()]:
+            self._end(flight, error)
+        self._count()
+        for task in [self._sender, *self._placing]:
+            if task is not None:
+                task.cancel()
+
+    # -- sending on --------------------------------------------------------------------------------------------------
+
+    async def _send_on(self) -> None:
+        """Place requests while any waits."""
+        try:
+            while self._waiting or self._suspects:
+                self._woken.clear()
+                is_open = self._is_open()
+                if is_open:
+                    self._closed_at = None
+                if is_open is None:
+                    self._end_all("no engine is left")
+                elif not is_open:
+                    await self._wait_for_engine()
+                elif self._waiting:
+                    self._send(list(self._waiting.values()))
+                elif self._on_probation is None:
+                    self._on_probation = next(iter(self._suspects.values()))
+                    self._send([self._on_probation])
+                else:
+                    await self._woken.wait()
+        finally:
+            self._sender = self._closed_at = None
+
+    def _send(self, flights: list[InFlightRequest]) -> None:
+        """Submit requests; an engine that does not answer must not hold up the others."""
+        for flight in flights:
+            self._forget(flight.request_id)
+        self.stats.num_resumes += len(flights)
+        self._count()
+        logger.warning("requests_resumed num=%d", len(flights))
+        task = asyncio.create_task(self._settle(flights, self._place(flights)))
+        self._placing.add(task)
+        task.add_done_callback(self._placing.discard)
+
+    async def _settle(self, flights: list[InFlightRequest], answer: Awaitable[dict[str, ManyloraError]]) -> None:
+        refused = await answer
+        for flight in flights:
+            error = refused.get(flight.request_id)
+            if error is not None:
+                self._end(flight, error)
+
+    async def _wait_for_engine(self) -> None:
+        """Wait for a change; end every request when no engine has served for too long."""
+        now = asyncio.get_running_loop().time()
+        if self._closed_at is None:
+            self._closed_at = now
+        left_s = self._closed_at + self._policy.patience_s - now
+        try:
+            await asyncio.wait_for(self._woken.wait(), max(0.0, left_s))
+        except TimeoutError:
+            self._end_all(f"no other served within {self._policy.patience_s:g} s")
+
+    def _on_news(self, flight: InFlightRequest) -> None:
+        """A request that was sent on has an output."""
+        if not flight.is_resumed:
+            flight.is_resumed = True
+            self.stats.num_resumed += 1
+        self.stats.longest_pause_s = max(self.stats.longest_pause_s, asyncio.get_running_loop().time() - flight.lost_at)
+        if flight is self._on_probation:
+            self._on_probation = None
+            self._woken.set()
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _verdict(self, flight: InFlightRequest, loss: EngineLoss) -> ManyloraError | None:
+        """Return the error that ends a request whose engine was lost, or ``None``: it may go on."""
+        most = self._policy.max_resumes
+        if not most:
+            return loss.error
+        if loss.is_hang and not self._policy.after_hang:
+            return CapacityError(f"{flight.request.model!r}: {loss.error}", retry_after_s=HUNG_RETRY_S, status=503)
+        if len(flight.strikes) >= MAX_STRIKES:
+            self.stats.num_poison += 1
+            for strike in flight.strikes:
+                strike.is_explained = True
+            logger.error("poison_request id=%s model=%r", flight.request_id, flight.request.model)
+            return PoisonRequest(
+                f"{MAX_STRIKES} engines died when they began to work on this request; it is not tried again "
+                f"(last: {loss.error})"
+            )
+        if flight.num_resumes > most:
+            return EngineDead(
+                f"This request lost {flight.num_resumes} engines, and may lose {most} (last: {loss.error})"
+            )
+        return None
+
+    def _end_all(self, reason: str) -> None:
+        error = EngineDead(f"The engine died while it worked on this request, and {reason}.")
+        for flight in [*self._waiting.values(), *self._suspects.values()]:
+            self._end(flight, error)
+        self._count()
+
+    def _end(self, flight: InFlightRequest, error: ManyloraError) -> None:
+        self.stats.num_ended += 1
+        flight.on_news = None
+        self._forget(flight.request_id)
+        if flight is self._on_probation:
+            self._on_probation = None
+            self._woken.set()
+        flight.fail(error)
+
+    def _forget(self, request_id: str) -> None:
+        self._waiting.pop(request_id, None)
+        self._suspects.pop(request_id, None)
+
+    def _count(self) -> None:
+        self.stats.num_waiting = len(self._waiting) + len(self._suspects)

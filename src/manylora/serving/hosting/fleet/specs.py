@@ -1,0 +1,75 @@
+"""The engines of a fleet, from one configuration: a device, a share of the machine and log files for each."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from manylora.core.config import EngineConfig
+from manylora.core.fleet_config import FleetConfig
+from manylora.serving.hosting.protocol import EngineSpec
+from manylora.serving.hosting.ray.resources import engine_resources
+
+__all__ = ["engine_specs"]
+
+
+def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, builder: str) -> list[EngineSpec]:
+    """Return the engines of a fleet.
+
+    Engines on one device share it, even those that scaling has not started: each takes its part of
+    ``gpu_memory_utilization``, of the CPU's cores, and of the host memory for adapters. On a Ray cluster each has the
+    resources that it asks for, and shares the host memory and the cores of its node with as many as the node has room
+    for. The step log of engine 1 has ``.1`` before its suffix; the request log is one file.
+    """
+    if fleet.ray is not None:
+        return _on_ray(engine, fleet, served_name, builder)
+    if fleet.num_places == 1 and fleet.devices is None:
+        return [EngineSpec(config=engine, served_name=served_name, builder=builder)]
+    named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
+    devices = [named[index % len(named)] for index in range(fleet.num_places)]
+    on_device = Counter(devices) if engine.simulate is None else Counter(set(devices))  # simulated devices are many
+    num_threads = None if fleet.num_places == 1 else max(1, _num_cores() // fleet.num_places)
+    specs = []
+    for index, device in enumerate(devices):
+        memory = engine.memory
+        config = replace(
+            engine,
+            model=replace(engine.model, device=device),
+            memory=replace(memory, gpu_memory_utilization=memory.gpu_memory_utilization / on_device[device]),
+            num_engines=fleet.num_places,
+            num_on_device=on_device[device],
+            step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
+        )
+        specs.append(EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads))
+    return specs
+
+
+def _on_ray(engine: EngineConfig, fleet: FleetConfig, served_name: str, builder: str) -> list[EngineSpec]:
+    resources = engine_resources(fleet.ray_resources, engine.model.device)
+    num_threads = max(1, int(resources.get("CPU", 1)))
+    part = engine.memory.gpu_memory_utilization * min(1.0, resources.get("GPU", 1.0))
+    memory = replace(engine.memory, gpu_memory_utilization=part)
+    configs = [
+        replace(
+            engine,
+            memory=memory,
+            num_engines=fleet.num_places,  # at most: the node is not known yet
+            step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
+        )
+        for index in range(fleet.num_places)
+    ]
+    return [
+        EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads)
+        for config in configs
+    ]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _numbered(path: str, index: int) -> str:
+    file = Path(path)
+    return path if index == 0 else str(file.with_name(f"{file.stem}.{index}{file.suffix}"))

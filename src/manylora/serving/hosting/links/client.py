@@ -1,0 +1,359 @@
+"""The client of one engine: requests become streams of outputs, admin calls become awaitable answers.
+
+A client has one link. When the engine ends, it gives its requests up at once (``on_lost``), every call in flight raises
+``EngineDead``, and ``engine_keeper`` creates a new client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from manylora.core.engine.status import AdapterStatus, EngineStats
+from manylora.core.errors import EngineDead, ManyloraError
+from manylora.core.types import Output
+from manylora.serving.hosting.links.in_flight import EngineLoss, InFlightRequest, OutputStream
+from manylora.serving.hosting.links.link import EngineLink
+from manylora.serving.hosting.protocol import (
+    AdapterIdentity,
+    AddRequests,
+    Cancel,
+    Command,
+    EngineInfo,
+    EngineRoom,
+    LoadAdapter,
+    LoadAdapters,
+    Message,
+    Observations,
+    PinAdapter,
+    Ready,
+    Reply,
+    StartRefused,
+    TakeSnapshot,
+    Turn,
+    UnloadAdapter,
+    WarmAdapter,
+)
+
+__all__ = ["EngineClient"]
+
+
+class EngineClient:
+    """One engine, seen from the event loop.
+
+    Args:
+        link: Link to the engine, not yet started.
+        observe: Called with the engine's observations, message by message.
+        on_started: Called with the id of every request whose first output has arrived.
+        on_ended: Called with the id of every request that has ended here, for any reason.
+        on_lost: Called with the accepted requests of an engine that is lost, which are no longer its own; by default
+            their streams fail.
+    """
+
+    def __init__(
+        self,
+        link: EngineLink,
+        *,
+        observe: Callable[[Observations], None],
+        on_started: Callable[[str], object] | None = None,
+        on_ended: Callable[[str], object] | None = None,
+        on_lost: Callable[[list[InFlightRequest], EngineLoss], None] | None = None,
+    ) -> None:
+        self._link = link
+        self._observe = observe
+        self._on_started = on_started
+        self._on_ended = on_ended
+        self._unstarted: set[str] = set()  # empty without ``on_started``
+        self._on_lost = on_lost
+        self._flights: dict[str, InFlightRequest] = {}
+        self._submitted: dict[int, Sequence[InFlightRequest]] = {}  # by call, before the engine's answer
+        self._idle: asyncio.Future[None] | None = None
+        self._heard_at = 0.0  # time of its last message
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._call_numbers = itertools.count(1)
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._watcher: asyncio.Task[str] | None = None
+        self._loss: EngineLoss | None = None
+        self._has_answered = False
+        self._room: EngineRoom | None = None  # by its last turn
+        self._num_since = 0  # requests that it had not seen then
+
+    @property
+    def loss(self) -> EngineLoss | None:
+        """The reason why the engine was lost; ``None`` while it is alive."""
+        return self._loss
+
+    @property
+    def refusal(self) -> ManyloraError | None:
+        """The error of a new request if the room that the engine had at its last turn is taken.
+
+        A full engine has requests, so the next turn, which may say otherwise, is a step away.
+        """
+        room = self._room
+        is_full = room is not None and self._num_since >= room.num and self._flights
+        return room.beyond.to_error() if room is not None and is_full else None
+
+    @property
+    def num_flights(self) -> int:
+        """Requests that the engine works on."""
+        return len(self._flights)
+
+    @property
+    def pid(self) -> int | None:
+        """Return the id of the engine's process."""
+        return self._link.pid
+
+    @property
+    def node(self) -> str | None:
+        """Return the node of a cluster that the engine runs on; ``None`` for this machine."""
+        return self._link.node
+
+    async def start(self) -> EngineInfo:
+        """Start the engine and wait until it serves.
+
+        Raises:
+            ManyloraError: The engine refused its configuration.
+            EngineDead: The engine ended before it was ready.
+        """
+        await self._link.start(self._deliver)
+        self._watcher = asyncio.create_task(self._watch())
+        try:
+            waiting: list[asyncio.Future[Any]] = [self._ready, self._watcher]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not self._ready.done():
+                raise EngineDead(f"{self._watcher.result()} before it was ready")
+            return self._ready.result()
+        finally:
+            self._ready.cancel()
+
+    async def closed(self) -> str:
+        """Wait until the engine has ended and given its requests up; return the reason, in words."""
+        assert self._watcher is not None
+        return await asyncio.shield(self._watcher)
+
+    async def stop(self) -> None:
+        """End the engine; all that is in flight fails."""
+        self.lose(EngineLoss(EngineDead("The engine was stopped."), is_counted=False), is_final=True)
+        await self._link.stop()
+        if self._watcher is not None:
+            await self._watcher
+
+    def lose(self, loss: EngineLoss, *, is_final: bool = False) -> None:
+        """Give up the engine: its requests go to ``on_lost``, calls in flight and later ones fail.
+
+        A submission in flight fails as well, with its requests.
+
+        Args:
+            loss: The reason.
+            is_final: Whether the requests cannot go on elsewhere: their streams fail.
+        """
+        loss.has_answered = self._has_answered
+        self._loss = self._loss or loss
+        flights = [flight for flight in self._flights.values() if flight.is_accepted]
+        self._forget(list(self._flights))
+        self._submitted.clear()
+        for flight in flights:
+            if flight.on_news is None:  # else its pause began earlier
+                flight.lost_at = self._heard_at
+        if self._on_lost is not None and not is_final:
+            if flights:
+                self._on_lost(flights, loss)
+        else:
+            for flight in flights:
+                flight.fail(loss.error)
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(loss.error)
+        self._calls.clear()
+
+    async def idle(self) -> None:
+        """Wait until the engine works on no request."""
+        while self._flights:
+            if self._idle is None:
+                self._idle = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._idle)
+
+    def submit(self, flights: Sequence[InFlightRequest], *, each: bool = False) -> Awaitable[dict[str, ManyloraError]]:
+        """Submit requests; await the result for the engine's answer.
+
+        The requests can be cancelled from the call on.
+
+        Args:
+            flights: The requests.
+            each: Whether valid requests are added although others fail, whose errors are returned by request id;
+                otherwise all are added or none.
+
+        Raises:
+            RequestError: A request is invalid.
+            CapacityError: The queue is full.
+            EngineDead: The engine was lost before it had answered.
+        """
+        for flight in flights:
+            flight.is_accepted = False
+            self._flights[flight.request_id] = flight
+        if self._on_started is not None:
+            self._unstarted.update(flight.request_id for flight in flights)
+        requests = [flight.next_request() for flight in flights]
+        call, answer = self._send(lambda call: AddRequests(call, requests, each))
+        self._submitted[call] = flights
+        self._num_since += len(flights)
+        return self._consent(call, answer, [flight.request_id for flight in flights])
+
+    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
+        """Cancel requests; no output of them arrives any more.
+
+        Args:
+            request_ids: Requests; those that have ended, or belong to other engines, are ignored.
+            stopped: Whether their text reached a stop string, which counts as a normal end.
+        """
+        in_flight = [request_id for request_id in request_ids if request_id in self._flights]
+        if in_flight:
+            self._forget(in_flight)
+            self._link.send(Cancel(in_flight, stopped))
+
+    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
+        """Read and register an adapter; errors as of ``AdapterCatalog.register``."""
+        return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
+
+    async def load_adapters(
+        self, adapters: Sequence[tuple[str, str, bool, AdapterIdentity | None]]
+    ) -> tuple[dict[str, AdapterIdentity], dict[str, ManyloraError]]:
+        """Check adapters without their weights and register those that pass.
+
+        Args:
+            adapters: As of ``LoadAdapters``.
+
+        Returns:
+            Each that is registered, and the error of each that is not, by name.
+        """
+        reply = await self._call(lambda call: LoadAdapters(call, list(adapters)))
+        return reply.registered, {name: fault.to_error() for name, fault in reply.refused.items()}
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter's name."""
+        await self._call(lambda call: UnloadAdapter(call, name))
+
+    async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
+        """Pin or unpin an adapter: a pinned one is not evicted."""
+        return (await self._call(lambda call: PinAdapter(call, name, pinned))).statuses[0]
+
+    async def warm_adapter(self, name: str) -> AdapterStatus:
+        """Start to copy an adapter to the device."""
+        return (await self._call(lambda call: WarmAdapter(call, name))).statuses[0]
+
+    async def snapshot(
+        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
+    ) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
+        """Return the engine's counters and the state of every adapter, or of some as of ``TakeSnapshot``."""
+        reply = await self._call(lambda call: TakeSnapshot(call, num_adapters, only_in_use, name))
+        if reply.stats is None:
+            raise EngineDead("The engine answered without its counters.")
+        return reply.stats, reply.statuses
+
+    async def _consent(
+        self, call: int, answer: asyncio.Future[Reply], request_ids: Sequence[str]
+    ) -> dict[str, ManyloraError]:
+        try:
+            reply = await self._answer(call, answer)
+        except asyncio.CancelledError:
+            self.cancel(request_ids)
+            raise
+        except ManyloraError:
+            self._forget(request_ids)
+            raise
+        self._forget(reply.refused)
+        return {request_id: fault.to_error() for request_id, fault in reply.refused.items()}
+
+    async def _call(self, make: Callable[[int], Command]) -> Reply:
+        return await self._answer(*self._send(make))
+
+    def _send(self, make: Callable[[int], Command]) -> tuple[int, asyncio.Future[Reply]]:
+        """Send the command that ``make`` returns for a call number; return the number and the future answer."""
+        if self._loss is not None:
+            raise self._loss.error
+        call = next(self._call_numbers)
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        self._link.send(make(call))
+        return call, answer
+
+    async def _answer(self, call: int, answer: asyncio.Future[Reply]) -> Reply:
+        try:
+            reply = await answer
+        finally:
+            self._calls.pop(call, None)
+        if reply.fault is not None:
+            raise reply.fault.to_error()
+        return reply
+
+    async def _watch(self) -> str:
+        how = await self._link.closed()
+        error = EngineDead(f"The engine died while it worked on this request ({how.reason}); please try again.")
+        self.lose(EngineLoss(error, is_suspicious=not how.is_external))
+        return how.reason
+
+    def _deliver(self, messages: Sequence[Message]) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        flights = self._flights
+        news: dict[OutputStream, None] = {}  # in order
+        observed: list[Observations] = []
+        for message in messages:
+            match message:
+                case Turn(outputs, observations, room):
+                    self._room = room
+                    self._num_since = sum(map(len, self._submitted.values()))
+                    if self._unstarted:
+                        self._note_started(outputs)
+                    for output in outputs:
+                        flight = flights.get(output.request_id)
+                        if flight is not None:
+                            if output.finish is not None:
+                                self._forget((output.request_id,))
+                            for token in output.tokens:
+                                flight.answered.append(token.token_id)
+                            flight.last = output
+                            stream = flight.stream
+                            stream.push(output)
+                            news[stream] = None
+                            if flight.on_news is not None:
+                                flight.has_news()
+                    observed.append(observations)
+                case Reply():
+                    for flight in self._submitted.pop(message.call, ()):
+                        flight.is_accepted = message.fault is None and flight.request_id not in message.refused
+                        self._num_since -= not flight.is_accepted
+                    answer = self._calls.get(message.call)
+                    if answer is not None and not answer.done():
+                        answer.set_result(message)
+                    if message.observations is not None:
+                        observed.append(message.observations)
+                case Ready(info):
+                    if not self._ready.done():
+                        self._ready.set_result(info)
+                case StartRefused(fault):
+                    if not self._ready.done():
+                        self._ready.set_exception(fault.to_error())
+        if news:
+            self._has_answered = True
+        for stream in news:
+            stream.wake()
+        for observations in observed:  # after the tokens, which clients wait for
+            self._observe(observations)
+
+    def _note_started(self, outputs: Sequence[Output]) -> None:
+        assert self._on_started is not None
+        for output in outputs:
+            if output.request_id in self._unstarted:
+                self._unstarted.discard(output.request_id)
+                self._on_started(output.request_id)
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._unstarted.discard(request_id)
+            if self._flights.pop(request_id, None) is not None and self._on_ended is not None:
+                self._on_ended(request_id)
+        if self._idle is not None and not self._flights:
+            self._idle.set_result(None)
+            self._idle = None

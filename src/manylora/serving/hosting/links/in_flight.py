@@ -1,0 +1,236 @@
+"""A request in flight and the stream of its outputs: both outlive the engine that works on it.
+
+The outputs of requests, delivered to their consumer in the callback that received them.
+
+A request in flight: its answer so far outlives the engine that works on it.
+
+::
+
+    submitted --accepted--> tokens ... --finish--> ended
+        ^                     |
+        +--- sent on, with ---+--- its engine is lost
+             the tokens so far
+
+The bookkeeping of a token is one append. An engine that is lost gives its flights up in one callback, so a token is
+either recorded here and passed to the stream, or neither: what arrives later is dropped and computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from manylora.core.errors import ManyloraError
+from manylora.core.types import Continuation, Output, Request
+
+__all__ = ["Consume", "EngineLoss", "Flush", "InFlightRequest", "OutputStream"]
+
+MANY_LOGPROBS = 16
+"""Outputs with log-probabilities that are consumed at once: with twenty for each token, in a millisecond or two."""
+
+Flush: TypeAlias = Callable[[], Awaitable[None]]
+"""The part of a consumer's work that must be awaited: a slow socket, room in a queue."""
+
+Consume: TypeAlias = Callable[[list[Output]], Flush | None]
+"""Consumes outputs; returns the work, if any, that must be awaited before the next call."""
+
+
+class OutputStream:
+    """The outputs of requests that were submitted together, until each has finished or been cancelled.
+
+    The consumer is called in the callback that received the outputs: waking a task for every token costs more than
+    writing the token, and all streams of a step wait for each other.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Output] = []
+        self._error: ManyloraError | None = None
+        self._is_closed = False
+        self._consume: Consume | None = None  # set while outputs can be delivered as they arrive ...
+        self._interrupted: asyncio.Future[Flush | None] | None = None  # ... and the task that sleeps meanwhile
+
+    async def deliver(self, consume: Consume) -> None:
+        """Deliver outputs to ``consume`` as they arrive, until ``close``.
+
+        While the work that ``consume`` returned is awaited, outputs are collected: a slow reader gets more tokens at a
+        time, not a longer queue.
+
+        Args:
+            consume: Called with one or more outputs, on the event loop but not in this task. Its errors are raised
+                here.
+
+        Raises:
+            EngineDead: The engine died; its undelivered outputs are lost.
+        """
+        while not self._is_closed:
+            if self._waiting:
+                flush = consume(self._take())
+                if flush is None and self._waiting:
+                    await asyncio.sleep(0)
+            elif self._error is not None:
+                raise self._error
+            else:
+                self._interrupted = asyncio.get_running_loop().create_future()
+                self._consume = consume
+                try:
+                    flush = await self._interrupted
+                finally:
+                    self._consume = self._interrupted = None
+            if flush is not None:
+                await flush()
+
+    def push(self, output: Output) -> None:
+        """Add an output, for the next ``wake``."""
+        self._waiting.append(output)
+
+    def wake(self) -> None:
+        """Deliver the outputs that were pushed, if they can be consumed now."""
+        consume, interrupted = self._consume, self._interrupted
+        if consume is None or interrupted is None or interrupted.done():
+            return
+        flush = None
+        if self._waiting:
+            try:
+                flush = consume(self._take())
+            except Exception as error:  # raised in this stream's task, and in no other
+                interrupted.set_exception(error)
+                return
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self.wake)
+        if flush is not None or self._is_closed or (self._error is not None and not self._waiting):
+            interrupted.set_result(flush)
+
+    def _take(self) -> list[Output]:
+        """Return the outputs to consume at once: all, or some if they have log-probabilities, which become JSON."""
+        outputs, self._waiting = self._waiting, []
+        tokens = outputs[0].tokens
+        if len(outputs) > MANY_LOGPROBS and tokens and tokens[0].logprob is not None:
+            outputs, self._waiting = outputs[:MANY_LOGPROBS], outputs[MANY_LOGPROBS:]
+        return outputs
+
+    def close(self) -> None:
+        """End the stream: ``deliver`` returns. Called by the consumer."""
+        self._is_closed = True
+
+    def fail(self, error: ManyloraError) -> None:
+        """End the stream: ``deliver`` raises ``error`` after the outputs that have arrived."""
+        self._error = error
+        self.wake()
+
+
+@dataclass(slots=True, eq=False)
+class EngineLoss:
+    """The reason why an engine gives up its requests.
+
+    Args:
+        error: The reason, as an error for requests that cannot go on.
+        is_suspicious: Whether a request may have caused it: false for an engine that was killed from outside.
+        is_counted: Whether it counts towards the limit of resumptions: false for an engine that is drained.
+        is_hang: Whether the engine hung: requests may have come to it since.
+        has_answered: Whether the engine had given outputs.
+        is_explained: Whether a request was ended for it.
+    """
+
+    error: ManyloraError
+    is_suspicious: bool = True
+    is_counted: bool = True
+    is_hang: bool = False
+    has_answered: bool = False
+    is_explained: bool = False
+
+
+class InFlightRequest:
+    """One request, from its submission to its end, over all engines that work on it.
+
+    Args:
+        request: The request, as first submitted.
+        stream: Receives its outputs.
+    """
+
+    __slots__ = (
+        "_is_sent",
+        "_num_sent",
+        "answered",
+        "is_accepted",
+        "is_resumed",
+        "is_spared",
+        "last",
+        "lost_at",
+        "num_resumes",
+        "on_news",
+        "request",
+        "settled",
+        "stream",
+        "strikes",
+    )
+
+    def __init__(self, request: Request, stream: OutputStream) -> None:
+        self.request = request
+        self.stream = stream
+        self.last: Output | None = None
+        self.is_accepted = False  # by its present engine
+        self.is_resumed = False  # another engine gave it a token
+        self.is_spared = False  # an engine hung before it had accepted it
+        self.num_resumes = 0
+        self.strikes: tuple[EngineLoss, ...] = ()  # suspicious losses in a row, of engines that had given it no token
+        self.lost_at = 0.0  # time of the last token before its engine was lost, in seconds
+        self.on_news: Callable[[InFlightRequest], None] | None = None  # called once, at its next output
+        self.settled: asyncio.Future[None] | None = None  # awaited by a submission whose engine was lost
+        self._is_sent = False
+        self.answered = array("i")  # tokens of its answer so far, appended by the client of its engine
+        self._num_sent = 0  # tokens that its present engine got with it
+
+    @property
+    def request_id(self) -> str:
+        """Return the request's id."""
+        return self.request.request_id
+
+    @property
+    def num_answered(self) -> int | None:
+        """Return the tokens of its answer so far; ``None`` before it was sent to an engine."""
+        return len(self.answered) if self._is_sent else None
+
+    def has_news(self) -> None:
+        """Report the first output after it was sent on."""
+        on_news, self.on_news = self.on_news, None
+        if on_news is not None:
+            on_news(self)
+
+    def lost(self, loss: EngineLoss) -> None:
+        """Count the loss of its engine.
+
+        A request that an engine had not accepted when it hung came after that, most likely, and is spared. Only once:
+        one that hangs engines before they accept it must end as well.
+        """
+        has_news = len(self.answered) > self._num_sent
+        if has_news:
+            self.strikes = ()
+        elif loss.is_hang and not (self.is_accepted or self.is_spared):
+            self.is_spared = True
+        elif loss.is_suspicious:
+            self.strikes += (loss,)
+        self.num_resumes += loss.is_counted
+
+    def next_request(self) -> Request:
+        """Return the request for its next engine; from the second on it has the answer so far."""
+        if not self._is_sent:
+            self._is_sent = True
+            return self.request
+        self._num_sent = len(self.answered)
+        adapter = None if self.last is None else self.last.adapter
+        return replace(self.request, continuation=Continuation(tokens=tuple(self.answered), adapter=adapter))
+
+    def accepted(self) -> None:
+        """Tell a submission that waits that an engine has accepted the request."""
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_result(None)
+
+    def fail(self, error: ManyloraError) -> None:
+        """End it with an error: that of the submission that waits, or else of the stream."""
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_exception(error)
+        else:
+            self.stream.fail(error)

@@ -1,0 +1,157 @@
+"""An engine in its own process, connected by ZeroMQ over Unix sockets in a private directory.
+
+Each side binds the socket that it receives on and connects the one that it sends on: a connected socket can queue at
+once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from manylora.core.errors import ConfigError, EngineDead
+from manylora.serving.hosting.links.base_share import BaseShare
+from manylora.serving.hosting.links.child import EngineChild, ending_of
+from manylora.serving.hosting.links.inbox import Inbox
+from manylora.serving.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, Ready, Reply, encode
+from manylora.serving.hosting.sockets import UnixSockets
+
+__all__ = ["ProcessLink"]
+
+LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
+LAST_MESSAGES_S = 0.2
+
+
+class ProcessLink:
+    """An ``EngineLink`` to a new engine process.
+
+    Args:
+        engine: The engine.
+        share: The base's weights of this machine.
+    """
+
+    def __init__(self, engine: EngineSpec, share: BaseShare) -> None:
+        assert isinstance(engine.builder, str), "a function cannot be sent to another process"
+        self._engine = engine
+        self._share = share
+        self._is_loader = False
+        self._is_stopped = False
+        self._child: EngineChild | None = None
+        self._exit_code: asyncio.Future[int] | None = None
+        self._directory: str | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._commands: zmq.Socket[bytes] | None = None
+        self._inbox: Inbox | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Return the engine process's id; ``None`` before it has started."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def node(self) -> None:
+        """Return ``None``: it runs on this machine."""
+        return None
+
+    async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
+        """Start the process and begin to receive; wait before it if another process loads the base."""
+        base = await self._share.take()
+        if self._is_stopped:
+            self._share.give_up()
+            raise EngineDead("The engine was stopped before it started.")
+        self._is_loader = base is None
+        self._directory = tempfile.mkdtemp(prefix="manylora-")
+        if len(self._directory) > LONGEST_SOCKET_PATH - 5:
+            raise ConfigError(f"Got the temporary directory {self._directory!r}, expected a shorter path (TMPDIR)")
+        sockets = UnixSockets(self._directory)
+        self._context = zmq.Context()
+        messages = self._context.socket(zmq.PULL)
+        messages.set_hwm(0)
+        messages.bind(sockets.messages)
+        self._commands = self._context.socket(zmq.PUSH)
+        self._commands.set_hwm(0)
+        self._commands.connect(sockets.commands)
+
+        def deliver_and_share(messages: Sequence[Message]) -> None:
+            if self._is_loader:
+                self._note_base(messages)
+            if self._directory is not None and any(isinstance(message, Reply) for message in messages):
+                self._remove_directory()  # both sockets are connected; this process may be killed, and remove nothing
+            deliver(messages)
+
+        self._inbox = Inbox(messages, deliver_and_share)
+        level = logging.getLogger().getEffectiveLevel()
+        setup = ProcessSetup(engine=self._engine, sockets=sockets, log_level=level, base=base)
+        child = self._child = EngineChild(setup, () if base is None else (base.file,))
+        loop = asyncio.get_running_loop()
+        exit_code = self._exit_code = loop.create_future()
+
+        def note_exit(code: int) -> None:
+            if not exit_code.done():
+                exit_code.set_result(code)
+
+        def wait_for_exit() -> None:
+            code = child.wait()
+            with contextlib.suppress(RuntimeError):  # the event loop may be gone before the engine
+                loop.call_soon_threadsafe(note_exit, code)
+
+        threading.Thread(target=wait_for_exit, name="engine-exit", daemon=True).start()
+
+    def send(self, command: Command) -> None:
+        """Send a command."""
+        if self._commands is not None and not self._commands.closed:
+            self._commands.send(encode(command), zmq.NOBLOCK)
+
+    async def closed(self) -> Ending:
+        """Wait until the process ends, or sends a message that cannot be decoded."""
+        assert self._exit_code is not None
+        assert self._inbox is not None
+        broken = self._inbox.broken
+        waiting: list[asyncio.Future[Any]] = [self._exit_code, broken]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        self._stop_loading()
+        if not self._exit_code.done():
+            return Ending(f"lost the connection to engine process {self.pid}: {broken.result()}")
+        await asyncio.sleep(LAST_MESSAGES_S)  # its last messages are still arriving
+        return ending_of(self._exit_code.result(), f"engine process {self.pid}")
+
+    async def stop(self) -> None:
+        """Kill the process group and remove the sockets."""
+        self._is_stopped = True
+        self._stop_loading()
+        if self._child is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._child.kill)
+        if self._inbox is not None:
+            self._inbox.close()
+        if self._commands is not None:
+            self._commands.close(linger=0)
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def _note_base(self, messages: Sequence[Message]) -> None:
+        """Share the weights that this engine has loaded, once it is ready."""
+        for message in messages:
+            if isinstance(message, Ready):
+                assert self.pid is not None
+                self._is_loader = False
+                self._share.give(message.base, self.pid)
+
+    def _stop_loading(self) -> None:
+        if self._is_loader:
+            self._is_loader = False
+            self._share.give_up()

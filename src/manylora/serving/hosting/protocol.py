@@ -1,0 +1,403 @@
+"""The messages between the API process and the engine process: msgpack, one struct per message.
+
+Commands go to the engine, messages come from it, each on its own socket, in order. A command with an answer has a
+``call`` number, which the ``Reply`` repeats. All tokens of one turn of the engine's loop are in one ``Turn``, so that a
+message is paid per step and not per token.
+
+::
+
+    API process                                engine process
+    AddRequests(call=7, [r1, r2])   ------>             on the wire, shared fields are sent once
+                                    <------    Reply(call=7)                  both accepted, or neither
+                                    <------    Turn([Output(r1, ...), Output(r2, ...)])
+    Cancel([r2])                    ------>
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+import manylora.core.errors as errors
+from manylora.core.config import EngineConfig
+from manylora.core.engine.status import AdapterStatus, EngineStats
+from manylora.core.isolation import Measure
+from manylora.core.ports import SharedBase
+from manylora.core.types import AdapterKey, Output, Request
+from manylora.serving.hosting.request_fields import RequestFields
+from manylora.serving.hosting.sockets import EngineSockets
+
+__all__ = [
+    "AdapterIdentity",
+    "AddRequests",
+    "Cancel",
+    "Command",
+    "Ending",
+    "EngineInfo",
+    "EngineRoom",
+    "EngineSpec",
+    "Fault",
+    "FinishedRequest",
+    "LoadAdapter",
+    "LoadAdapters",
+    "Message",
+    "Observations",
+    "PinAdapter",
+    "ProcessSetup",
+    "Ready",
+    "Reply",
+    "StartRefused",
+    "StartReport",
+    "TakeSnapshot",
+    "Turn",
+    "UnloadAdapter",
+    "WarmAdapter",
+    "decode_command",
+    "decode_message",
+    "encode",
+]
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine behind a link.
+
+    Args:
+        config: The engine's configuration.
+        served_name: The base model's name in the API.
+        builder: Builds the engine's parts: a ``service.Builder``; for an engine in another process, a name.
+        is_observed: Whether the engine sends ``Observations``, which cost a few percent of an empty step.
+        num_threads: Threads for the CPU's work of an engine with a process of its own; ``None`` leaves the choice to
+            the libraries.
+    """
+
+    config: EngineConfig
+    served_name: str
+    builder: Any
+    is_observed: bool = True
+    num_threads: int | None = None
+
+
+class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The set-up that a new engine process reads from its standard input.
+
+    Args:
+        engine: The engine.
+        sockets: Its sockets for commands and messages.
+        log_level: Level of its log on standard error.
+        base: The base's weights, if another engine has loaded them; the process inherits the file.
+    """
+
+    engine: EngineSpec
+    sockets: EngineSockets
+    log_level: int
+    base: SharedBase | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and sizes of an engine that is ready; constant while it runs."""
+
+    served_name: str
+    base_name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    num_pages: int
+    block_size: int
+    page_bytes: int
+    dtype: str
+
+
+class Ending(NamedTuple):
+    """The end of an engine, as its link saw it.
+
+    Args:
+        reason: In words.
+        is_external: Whether the engine was killed from outside, so that no request can have caused it.
+    """
+
+    reason: str
+    is_external: bool = False
+
+
+class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Add requests: all or none, or with ``each`` all valid ones."""
+
+    call: int
+    requests: list[Request]
+    each: bool = False
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Cancel requests, without a reply. ``stopped``: their text reached a stop string, which is a normal end."""
+
+    request_ids: list[str]
+    stopped: bool = False
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Read an adapter and register it."""
+
+    call: int
+    name: str
+    path: str
+    replace: bool
+
+
+class AdapterIdentity(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter's version as the first engine of a fleet registered it; all others take it over.
+
+    Without it, an engine that has read the weights would know them by content, and one that has not by their files.
+
+    Args:
+        stamp: Identity of its files; while it is the same, so is the version.
+    """
+
+    rank: int
+    key: AdapterKey
+    stamp: str
+
+
+class LoadAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Check adapters by their headers and register those that pass; their weights are read later.
+
+    Args:
+        call: Number of the call.
+        adapters: Name and path of each, whether it may replace one of that name, and the identity by which another
+            engine knows it.
+    """
+
+    call: int
+    adapters: list[tuple[str, str, bool, AdapterIdentity | None]]
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Unregister an adapter; requests in flight finish on it."""
+
+    call: int
+    name: str
+
+
+class PinAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Pin or unpin an adapter."""
+
+    call: int
+    name: str
+    pinned: bool
+
+
+class WarmAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Start to copy an adapter to the device."""
+
+    call: int
+    name: str
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Report counters and the state of every adapter, or of some.
+
+    Args:
+        call: Number of the call.
+        num_adapters: Only so many, the busiest.
+        only_in_use: Only those that metrics report: with requests since the start, pages or a failure, or pinned.
+        name: Only the one of this name, if there is one.
+    """
+
+    call: int
+    num_adapters: int | None = None
+    only_in_use: bool = False
+    name: str | None = None
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """A ``ManyloraError`` as a message: the name of its class, and its constructor's arguments."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    adapter: str = ""
+    reason: str = ""
+    retry_after_s: float = 1.0
+    every_s: float = 0.0
+    status: int = 500
+
+    @classmethod
+    def of(cls, error: errors.ManyloraError) -> Fault:
+        """Return the fault of an error."""
+        return cls(
+            kind=type(error).__name__,
+            message=str(error),
+            param=getattr(error, "param", None),
+            adapter=getattr(error, "adapter", ""),
+            reason=getattr(error, "reason", ""),
+            retry_after_s=getattr(error, "retry_after_s", 1.0),
+            every_s=getattr(error, "every_s", 0.0),
+            status=error.status,
+        )
+
+    def to_error(self) -> errors.ManyloraError:
+        """Return the error."""
+        kind = getattr(errors, self.kind) if self.kind in errors.__all__ else errors.ManyloraError
+        assert isinstance(kind, type)
+        if issubclass(kind, errors.AdapterError):
+            return kind(self.adapter, self.reason)
+        if issubclass(kind, errors.RequestError):
+            return kind(self.message, param=self.param)
+        if issubclass(kind, errors.CapacityError):
+            error = kind(self.message, retry_after_s=self.retry_after_s, status=self.status)
+            error.every_s = self.every_s
+            return error
+        assert issubclass(kind, errors.ManyloraError)
+        return kind(self.message)
+
+
+class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """An ended request, for histograms; ``adapter`` is a name, empty for the base.
+
+    ``prefill_s`` is from the admission to the first token and ``decode_s`` from there to the end; ``None`` for a
+    request that ended before. ``max_tokens`` is the limit in effect.
+    """
+
+    adapter: str
+    reason: str
+    e2e_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+    max_tokens: int = 0
+    prefill_s: float | None = None
+    decode_s: float | None = None
+
+
+class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The events since the last message, as numbers for histograms; times in seconds.
+
+    Args:
+        queue_s: Waiting time of each admitted request.
+        ttft_s: Times to first token, by adapter's name; the base has the empty name.
+        inter_token_s: Gaps between tokens, by adapter's name.
+        finished: Requests that ended.
+        device_loads_s: Durations of adapter copies to the device.
+        host_loads_s: Durations of adapter reads to the host tier.
+        num_failed_loads: Loads that failed.
+        step_tokens: Tokens of each step.
+    """
+
+    queue_s: list[float] = msgspec.field(default_factory=list)
+    ttft_s: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    inter_token_s: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    finished: list[FinishedRequest] = msgspec.field(default_factory=list)
+    device_loads_s: list[float] = msgspec.field(default_factory=list)
+    host_loads_s: list[float] = msgspec.field(default_factory=list)
+    num_failed_loads: int = 0
+    step_tokens: list[int] = msgspec.field(default_factory=list)
+
+
+class StartReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The start of an isolated function.
+
+    Args:
+        took_s: Seconds of each stage, in order: ``fork``, ``confine``, ``map``, ``build``.
+        measures: The measures of isolation, and whether each is in force.
+    """
+
+    took_s: dict[str, float]
+    measures: tuple[Measure, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine serves.
+
+    Args:
+        info: Its limits and sizes.
+        base: Its base's weights, if others can map them.
+        start: Its start, if it is an isolated function.
+    """
+
+    info: EngineInfo
+    base: SharedBase | None = None
+    start: StartReport | None = None
+
+
+class StartRefused(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start with this configuration; its last message."""
+
+    fault: Fault
+
+
+class EngineRoom(msgspec.Struct, frozen=True, array_like=True):
+    """How many more requests the engine would take, until its next turn.
+
+    Args:
+        num: Requests; of those with an answer of the mean length if their wait is limited.
+        beyond: The error of the next one.
+    """
+
+    num: int
+    beyond: Fault
+
+
+class Turn(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The outputs of one turn of the loop, and its observations.
+
+    Args:
+        outputs: The outputs.
+        observations: The observations since the last message.
+        room: The room for new requests; ``None`` for more than arrive in a turn.
+    """
+
+    outputs: list[Output]
+    observations: Observations
+    room: EngineRoom | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The answer to a call: an error, or the result.
+
+    Args:
+        call: Number of the call.
+        fault: The error.
+        refused: Errors of requests that were not added, by id, or of adapters that were not registered, by name.
+        registered: The adapters of ``LoadAdapters`` that were registered, by name.
+        statuses: States of adapters.
+        stats: The engine's counters.
+        observations: The observations since the last message.
+    """
+
+    call: int
+    fault: Fault | None = None
+    refused: dict[str, Fault] = msgspec.field(default_factory=dict)
+    registered: dict[str, AdapterIdentity] = msgspec.field(default_factory=dict)
+    statuses: tuple[AdapterStatus, ...] = ()
+    stats: EngineStats | None = None
+    observations: Observations | None = None
+
+
+Command: TypeAlias = (
+    AddRequests | Cancel | LoadAdapter | LoadAdapters | UnloadAdapter | PinAdapter | WarmAdapter | TakeSnapshot
+)
+Message: TypeAlias = Ready | StartRefused | Turn | Reply
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(Command | RequestFields)
+_message_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Command | Message | ProcessSetup | EngineSpec) -> bytes:
+    """Return the message as msgpack."""
+    if type(message) is AddRequests and len(message.requests) > 1:
+        return _encoder.encode(RequestFields.of(message.call, message.requests, message.each))
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """Return the command in ``data``."""
+    command = _command_decoder.decode(data)
+    if type(command) is RequestFields:
+        return AddRequests(command.call, command.to_requests(), command.each)
+    return command  # type: ignore[no-any-return]
+
+
+def decode_message(data: bytes) -> Message:
+    """Return the message in ``data``."""
+    return _message_decoder.decode(data)  # type: ignore[no-any-return]

@@ -1,0 +1,252 @@
+"""A Ray cluster, as the API process uses it: places for engines, and their actors.
+
+Ray's functions block, so all are called on one thread. Ray is imported there, on the first call, and nowhere else but
+in the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import zmq
+
+from manylora.core.config import GIB
+from manylora.core.errors import ConfigError, EngineDead, NoPlace
+from manylora.core.fleet_config import FleetConfig
+from manylora.serving.hosting.ray.actor import Door, EngineActor
+from manylora.serving.hosting.ray.connection import CurveKeys
+
+__all__ = ["RayCluster", "RayPlace"]
+
+T = TypeVar("T")
+
+CONNECT_S = 5.0
+"""Time for the head of a cluster to accept a connection."""
+
+logger = logging.getLogger(__name__)
+
+
+class RayCluster:
+    """The cluster of one fleet. For the event loop's thread alone.
+
+    Args:
+        fleet: Its address, and the labels of nodes.
+        resources: Amounts that each engine takes of its node.
+
+    Raises:
+        ConfigError: Ray is not installed, or the address cannot be one.
+    """
+
+    def __init__(self, fleet: FleetConfig, resources: dict[str, float]) -> None:
+        assert fleet.ray is not None
+        if find_spec("ray") is None:
+            raise ConfigError(f"Got ray = {fleet.ray!r}, and Ray is not installed: pip install 'manylora[ray]'")
+        if fleet.ray != "auto" and ("/" in fleet.ray or not fleet.ray.rpartition(":")[2].isdecimal()):
+            raise ConfigError(f"Got ray = {fleet.ray!r}, expected auto or HOST:PORT, as 10.0.0.1:6379")
+        self.keys = CurveKeys(*zmq.curve_keypair())
+        """The keys of this process; the secret one does not leave it."""
+        self.resources = resources
+        self.labels = {str(key): str(value) for key, value in fleet.ray_labels.items()}
+        self.timeout_s = fleet.ray_timeout_s
+        self._address = fleet.ray
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._connecting: asyncio.Task[None] | None = None
+        self._is_owner = False
+
+    def place(self) -> RayPlace:
+        """Return a place for an engine, which is not reserved yet."""
+        return RayPlace(self)
+
+    async def connect(self) -> None:
+        """Connect to the cluster, once.
+
+        Raises:
+            ConfigError: There is no cluster at the address.
+        """
+        if self._connecting is None:
+            self._connecting = asyncio.create_task(self._connect())
+        await asyncio.shield(self._connecting)
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Return the result of ``work``, which calls Ray, on Ray's thread; calls are made in order."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def result(self, reference: Any) -> Any:
+        """Wait for the result of a remote call.
+
+        Raises:
+            EngineDead: Its actor has ended, or could not start.
+        """
+        from ray.exceptions import RayError
+
+        try:
+            return await asyncio.wrap_future(reference.future())
+        except RayError as error:
+            raise EngineDead(" ".join(str(error).split())) from error
+
+    async def close(self) -> None:
+        """Leave the cluster; what is left of the fleet there ends."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        await self.call(self._leave)
+        self._thread.shutdown(wait=False)
+
+    def describe_nodes(self) -> str:
+        """Return the nodes and their resources, for a message; on Ray's thread."""
+        import ray
+
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        rows = [f"{node['NodeManagerAddress']}/{node['NodeID'][:8]} {_amounts(node['Resources'])}" for node in alive]
+        return f"{len(alive)} nodes have {'; '.join(rows)}; free in all: {_amounts(ray.available_resources())}"
+
+    async def _connect(self) -> None:
+        if self._address != "auto":  # Ray would try for minutes, and then end this process
+            host, _, port = self._address.rpartition(":")
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            except (OSError, TimeoutError) as error:
+                reason = str(error) or f"no answer within {CONNECT_S:g} s"
+                raise ConfigError(f"Got ray = {self._address!r}, and there is no Ray cluster: {reason}") from None
+            writer.close()
+        await self.call(self._join)
+
+    def _join(self) -> None:
+        import ray
+
+        if ray.is_initialized():  # by the program that this server is a part of
+            return
+        logging.getLogger("ray").setLevel(logging.ERROR)  # of a signal handler that it cannot set on this thread
+        try:
+            ray.init(address=self._address, configure_logging=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"Got ray = {self._address!r}, and this machine is not part of such a Ray cluster: "
+                f"{str(error).splitlines()[0]} (ray start --head, or --address=HOST:PORT, makes it one)"
+            ) from error
+        self._is_owner = True
+        logger.info("ray_joined nodes=%r", self.describe_nodes())
+
+    def _leave(self) -> None:
+        if self._is_owner:
+            import ray
+
+            ray.shutdown()
+
+
+class RayPlace:
+    """Resources on one node, and the actor that runs an engine with them. Used once.
+
+    The resources are a placement group of one bundle, so that Ray chooses among all nodes and counts the engine's
+    device and memory; its removal ends every process there, even one that is stopped.
+
+    Args:
+        cluster: The cluster.
+    """
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster = cluster
+        self._group: Any = None
+        self._actor: Any = None
+
+    async def open(self) -> Door:
+        """Reserve the resources, start the actor there, and return the sockets on which its engine will listen.
+
+        Raises:
+            ConfigError: There is no cluster, Ray refuses the resources or labels, or the node has another version of
+                this package.
+            NoPlace: Ray found no node in time.
+            EngineDead: The actor could not start.
+        """
+        await self._cluster.connect()
+        try:
+            opening = await self._cluster.call(self._create)
+        except ValueError as error:  # an amount like 1.5 GPUs, or no such form of a label
+            raise ConfigError(f"Ray refuses the resources or labels of an engine: {error}") from error
+        try:
+            async with asyncio.timeout(self._cluster.timeout_s):
+                door: Door = await self._cluster.result(opening)
+        except TimeoutError:
+            raise NoPlace(await self._cluster.call(self._why_nowhere)) from None
+        if door.version != (here := metadata.version("manylora")):
+            raise ConfigError(f"Got manylora {door.version} on node {door.node}, expected {here} as on this machine")
+        return door
+
+    async def start(self, engine: bytes, log_level: int) -> int:
+        """Start the engine process and return its id; arguments as of ``EngineActor.start``.
+
+        Raises:
+            EngineDead: The actor has ended.
+        """
+        client_key = self._cluster.keys.public
+        starting = await self._cluster.call(lambda: self._actor.start.remote(engine, client_key, log_level))
+        pid: int = await self._cluster.result(starting)
+        return pid
+
+    async def exit_code(self) -> int:
+        """Wait for the end of the engine process; return its exit code, or minus the number of a signal.
+
+        Raises:
+            EngineDead: The actor ended first: it was killed, or its node has died.
+        """
+        waiting = await self._cluster.call(lambda: self._actor.wait.remote())
+        code: int = await self._cluster.result(waiting)
+        return code
+
+    async def remove(self) -> None:
+        """Kill the engine and its actor, and give the resources back; may be called again."""
+        await self._cluster.call(self._remove)
+
+    def _create(self) -> Any:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wanted, labels = dict(self._cluster.resources), self._cluster.labels
+        selector = {"bundle_label_selector": [labels]} if labels else {}
+        self._group = placement_group([wanted], **selector)
+        actor = ray.remote(EngineActor).options(
+            num_cpus=wanted.pop("CPU", 0),
+            num_gpus=wanted.pop("GPU", 0),
+            memory=wanted.pop("memory", None),
+            resources=wanted,
+            max_restarts=0,  # the fleet starts the next engine, and loads its adapters before it takes requests
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
+        )
+        self._actor = actor.remote()
+        return self._actor.open.remote()
+
+    def _remove(self) -> None:
+        group, self._group, self._actor = self._group, None, None
+        if group is not None:
+            from ray.util.placement_group import remove_placement_group
+
+            try:
+                remove_placement_group(group)
+            except Exception as error:  # the cluster is gone, and with it the group
+                logger.warning("ray_place_not_removed error=%r", error)
+
+    def _why_nowhere(self) -> str:
+        labels = f" on a node with {self._cluster.labels}" if self._cluster.labels else ""
+        return (
+            f"Ray found no place for an engine within {self._cluster.timeout_s:g} s. "
+            f"It needs {_amounts(self._cluster.resources)}{labels}; {self._cluster.describe_nodes()}"
+        )
+
+
+def _amounts(resources: dict[str, float]) -> str:
+    """Return resources in one order, without those that Ray makes up for its own use."""
+    shown = []
+    for name, amount in sorted(resources.items()):
+        if name == "memory":
+            shown.append(f"memory={amount:.0f} ({amount / GIB:.1f} GiB)")
+        elif name != "object_store_memory" and ":" not in name and "_group_" not in name:
+            shown.append(f"{name}={amount:g}")
+    return ", ".join(shown) or "nothing"

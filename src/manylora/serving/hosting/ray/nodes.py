@@ -1,0 +1,122 @@
+"""The nodes of a Ray cluster, and an actor on a node of the caller's choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from manylora.core.errors import ConfigError
+from manylora.serving.hosting.ray.cluster import RayCluster
+
+__all__ = ["NodeActor", "RayNode", "fitting_nodes", "own_address"]
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A node that is alive, by the cluster's id."""
+
+    node_id: str
+    address: str
+
+    @property
+    def name(self) -> str:
+        """Its address, and the begin of its id."""
+        return f"{self.address}-{self.node_id[:8]}"
+
+
+async def fitting_nodes(cluster: RayCluster) -> list[RayNode]:
+    """Return the nodes with the labels and, were they idle, the resources of the cluster's settings.
+
+    Raises:
+        ConfigError: There is no cluster.
+    """
+    await cluster.connect()
+
+    def find() -> list[RayNode]:
+        import ray
+
+        return [
+            RayNode(one["NodeID"], one["NodeManagerAddress"])
+            for one in ray.nodes()
+            if one["Alive"]
+            and all(one["Resources"].get(name, 0.0) >= amount for name, amount in cluster.resources.items())
+            and cluster.labels.items() <= one.get("Labels", {}).items()
+        ]
+
+    return await cluster.call(find)
+
+
+async def own_address(cluster: RayCluster) -> str:
+    """Return the address of this machine in the cluster; errors as of ``fitting_nodes``."""
+    await cluster.connect()
+
+    def find() -> str:
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    return await cluster.call(find)
+
+
+class NodeActor:
+    """An actor on one node, which ends with this process.
+
+    Args:
+        cluster: Its resources are taken of the node.
+        kind: The class of the actor, which every node can import.
+        node: The node; if it is lost, so is the actor.
+        arguments: Of the actor's construction.
+        num_threads: Methods that run at once.
+    """
+
+    def __init__(
+        self, cluster: RayCluster, kind: type, node: RayNode, arguments: tuple[Any, ...] = (), *, num_threads: int = 1
+    ) -> None:
+        self._cluster = cluster
+        self._kind = kind
+        self._node = node
+        self._arguments = arguments
+        self._num_threads = num_threads
+        self._actor: Any = None
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method; the first call creates the actor.
+
+        Raises:
+            ConfigError: Ray refuses the resources.
+            EngineDead: The actor has ended, or the method failed.
+        """
+        try:
+            begun = await self._cluster.call(lambda: self._begin(method, arguments))
+        except ValueError as error:  # an amount like 1.5 GPUs
+            raise ConfigError(f"Ray refuses the resources of an agent: {error}") from error
+        return await self._cluster.result(begun)
+
+    async def remove(self) -> None:
+        """Kill the actor; may be called again."""
+        await self._cluster.call(self._kill)
+
+    def _begin(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        if self._actor is None:
+            import ray
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            wanted = dict(self._cluster.resources)
+            kind = ray.remote(self._kind).options(
+                num_cpus=wanted.pop("CPU", 0),
+                num_gpus=wanted.pop("GPU", 0),
+                memory=wanted.pop("memory", None),
+                resources=wanted,
+                max_restarts=0,
+                max_concurrency=self._num_threads,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node.node_id, soft=False),
+            )
+            self._actor = kind.remote(*self._arguments)
+        return getattr(self._actor, method).remote(*arguments)
+
+    def _kill(self) -> None:
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            import ray
+
+            ray.kill(actor)

@@ -1,0 +1,1 @@
+"""One HTTP server for every product: listening, bounds, turns of callers, access, errors."""

@@ -1,0 +1,199 @@
+"""Accepts connections in turns of their clients, and counts them from then on.
+
+The kernel's queue of new connections is one line for all, and a connection costs a tenth of a millisecond before its
+first byte is read. A client that opens thousands in a second would fill the queue with its own, and the others would
+wait behind them. So the queue is emptied at once, which is cheap, and each client's connections wait in a line of
+their own. One that its client has closed meanwhile is dropped.
+
+::
+
+    kernel's queue      lines           opened in one pass
+    f f f f f o f f     flood  f f f f  f o f f f f f f
+                        other  o
+
+With TLS a connection is opened by its handshake. One that never ends it counts like any other, and is given as much
+time as the headers of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import ssl
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+from manylora.serving.http.connections import ConnectionBounds, client_of
+from manylora.serving.http.turns import CallerQueues
+
+__all__ = ["Acceptor"]
+
+TAKEN_AT_ONCE = 64
+"""Connections that are taken from the kernel's queue in a pass of the event loop, in half a millisecond."""
+
+OPENED_AT_ONCE = 8
+"""Connections that are opened in a pass, in a millisecond."""
+
+TOLD_OF_CLIENT, TOLD_IN_ALL = 256, 16
+"""Connections beyond the bounds that are opened, to be told so; more are closed without a word."""
+
+ESTABLISHED = 1
+"""The state of a connection that neither end has closed, in the kernel's numbers."""
+
+PAUSE_S = 0.5
+"""Time without new connections after one could not be taken, for lack of open files or memory."""
+
+logger = logging.getLogger(__name__)
+
+
+class Acceptor:
+    """Accepts the connections of one listening socket until closed. For the event loop's thread alone.
+
+    Args:
+        listening: The socket, bound; its owner closes it.
+        make_protocol: Makes the protocol of a connection.
+        bounds: Bounds of connections; it knows those that are open.
+        num_open: Returns the number of connections that are open.
+        backlog: Length of the kernel's queue.
+        tls: Settings of TLS; ``None`` for none.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        *,
+        bounds: ConnectionBounds,
+        num_open: Callable[[], int],
+        backlog: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._listening = listening
+        self._make_protocol = make_protocol
+        self._bounds = bounds
+        self._num_open = num_open
+        self._tls = tls
+        # Before a handshake nothing can be told.
+        self._told_of_client, self._told_in_all = (TOLD_OF_CLIENT, TOLD_IN_ALL) if tls is None else (0, 0)
+        self._loop = asyncio.get_running_loop()
+        self._lines: CallerQueues[socket.socket] = CallerQueues()  # by client
+        self._num_of: Counter[str] = Counter()  # connections in line, or being opened
+        self._num = 0  # of them in all
+        self._opening: set[asyncio.Task[None]] = set()
+        self._is_due = False
+        self._pause: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        listening.setblocking(False)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which the connections inherit
+        listening.listen(backlog)
+        self._loop.add_reader(listening.fileno(), self._take)
+
+    def close(self) -> None:
+        """Accept no more, and close the connections that are not open yet; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._pause is None:
+            self._loop.remove_reader(self._listening.fileno())
+        else:
+            self._pause.cancel()
+        for one in self._lines:
+            one.close()
+        self._lines.clear()
+        for task in self._opening:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        """Return once no connection is being opened."""
+        await asyncio.gather(*self._opening, return_exceptions=True)
+
+    def _take(self) -> None:
+        """Take connections from the kernel's queue into the lines."""
+        for _ in range(TAKEN_AT_ONCE):
+            try:
+                one, address = self._listening.accept()
+            except (BlockingIOError, InterruptedError):
+                break
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                logger.warning("connections_not_accepted error=%r", error.strerror)
+                self._loop.remove_reader(self._listening.fileno())
+                self._pause = self._loop.call_later(PAUSE_S, self._resume)
+                break
+            client = client_of(address[0])
+            if self._has_room(client):
+                one.setblocking(False)
+                self._num_of[client] += 1
+                self._num += 1
+                self._lines.put(client, one)
+            else:
+                one.close()
+        if self._lines and not self._is_due:
+            self._open_next()
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._listening.fileno(), self._take)
+
+    def _has_room(self, client: str) -> bool:
+        """Return whether another connection may wait, to be opened or to be told that it is one too many."""
+        bounds = self._bounds
+        if bounds.num_of[client] + self._num_of[client] >= bounds.max_per_address + self._told_of_client:
+            return False
+        if self._num_open() + self._num < bounds.max_connections:
+            return True
+        return bounds.make_room() or self._num < self._told_in_all
+
+    def _open_next(self) -> None:
+        self._is_due = False
+        num_opened = 0
+        for _ in range(TAKEN_AT_ONCE):
+            if not self._lines or num_opened == OPENED_AT_ONCE:
+                break
+            client, one = self._lines.take()
+            if _has_left(one):
+                self._forget(client)
+                one.close()
+                continue
+            num_opened += 1
+            task = self._loop.create_task(self._open(one))
+            self._opening.add(task)
+            task.add_done_callback(functools.partial(self._note, client, one))
+        if self._lines:
+            self._is_due = True
+            self._loop.call_soon(self._open_next)
+
+    async def _open(self, one: socket.socket) -> None:
+        """Give a connection its protocol, after the handshake of TLS."""
+        timeout_s = None if self._tls is None else self._bounds.header_timeout_s
+        await self._loop.connect_accepted_socket(
+            self._make_protocol, one, ssl=self._tls, ssl_handshake_timeout=timeout_s
+        )
+
+    def _note(self, client: str, one: socket.socket, task: asyncio.Task[None]) -> None:
+        """Note that a connection is open, or will not be."""
+        self._opening.discard(task)
+        self._forget(client)
+        if task.cancelled():
+            one.close()
+        elif (error := task.exception()) is not None:
+            one.close()
+            if not isinstance(error, OSError):  # else the client left, or cannot speak TLS
+                logger.error("connection_not_opened error=%r", error)
+
+    def _forget(self, client: str) -> None:
+        self._num -= 1
+        self._num_of[client] -= 1
+        if not self._num_of[client]:
+            del self._num_of[client]
+
+
+def _has_left(one: socket.socket) -> bool:
+    """Return whether a client has closed its connection, where the system tells: it costs a look, and no set-up."""
+    if sys.platform != "linux":
+        return False
+    return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != ESTABLISHED

@@ -1,0 +1,234 @@
+"""Access control: by API key, and of web pages where there is none.
+
+* Inference routes accept any of ``api_keys`` and the admin key; without ``api_keys`` they are open.
+* Admin routes accept ``admin_key``. Without one they accept ``api_keys``. Without keys they accept callers on this
+  machine: a loopback peer without a proxy, and no web page (any site can make a browser on this machine send requests,
+  so a foreign ``Origin`` and a ``Host`` that is not loopback are refused).
+* Health, version and metrics are open, as probes and scrapers expect.
+
+Keys are compared by digest in constant time, and never logged.
+
+Requests that web pages of other sites make a browser on this machine send.
+
+A server without keys that listens on a loopback address is open to every program of the machine, and a browser is one
+that sends what any site asks for. A site whose name is made to lead to 127.0.0.1 (DNS rebinding) even reads the
+answers, and is known by the ``Host`` of its requests; every other one by its ``Origin``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Collection, Iterable
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from manylora.serving.http.connections import client_of
+from manylora.serving.http.errors import HttpError, error_response
+
+__all__ = ["Gate", "exposure", "host_name", "is_loopback", "without_foreign_pages"]
+
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+def exposure(api_keys: Collection[str], admin_key: str | None, *, has_address: bool = True) -> str | None:
+    """Return the callers that may use the admin routes beside an administrator, in words; ``None`` if there are none.
+
+    Args:
+        api_keys: The keys of callers.
+        admin_key: The key of administrators.
+        has_address: Whether the server listens on an address; on a Unix socket no caller is local.
+    """
+    if admin_key is not None or len(set(api_keys)) == 1:
+        return None
+    if api_keys:
+        return (
+            f"each of the {len(set(api_keys))} API keys may load and unload adapters: set --admin-key to prevent that"
+        )
+    if not has_address:
+        return None
+    return (
+        "without a key every program on this machine may load and unload adapters, and so may all clients of a reverse "
+        "proxy here that adds no X-Forwarded-For (nginx's proxy_pass alone adds none): behind a proxy set --admin-key"
+    )
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class Gate:
+    """Checks the API key or the origin of a request."""
+
+    def __init__(self, api_keys: Iterable[str] = (), admin_key: str | None = None) -> None:
+        self._api_keys = tuple(_digest(key) for key in api_keys)
+        self._admin_key = None if admin_key is None else _digest(admin_key)
+        self.tells_tenants = len(set(self._api_keys)) > 1
+        """Whether there are several API keys: one alone names no tenant among others."""
+
+    def check_inference(self, request: Request) -> str:
+        """Return the tenant of a request to an inference route: a digest of its key, empty without ``api_keys``.
+
+        Raises:
+            HttpError: 401, the key is missing or wrong.
+        """
+        if not self._api_keys:
+            return ""
+        given = self._bearer(request)
+        keys = self._api_keys if self._admin_key is None else (*self._api_keys, self._admin_key)
+        if not self._matches(given, keys):
+            raise _unauthorized()
+        return "key-" + given.hex()[:12]
+
+    def caller_of(self, request: Request) -> str:
+        """Return the name of an inference request's caller, among whom turns are shared: its tenant, else its address.
+
+        Behind a proxy all callers have the proxy's address; of several keys each is a caller. An IPv6 network is one.
+
+        Raises:
+            HttpError: As of ``check_inference``.
+        """
+        tenant = self.check_inference(request)
+        if self.tells_tenants or request.client is None:
+            return tenant
+        return client_of(request.client.host)
+
+    def check_admin(self, request: Request) -> None:
+        """Raise unless a request may use the admin routes.
+
+        Raises:
+            HttpError: 401, no key or an unknown one; 403, an inference key, or a caller that is not on this machine.
+        """
+        if self._admin_key is not None:
+            given = self._bearer(request)
+            if not self._matches(given, (self._admin_key,)):
+                if self._matches(given, self._api_keys):
+                    raise HttpError(403, "This key is for inference; the adapter routes need the admin key.")
+                raise _unauthorized()
+        elif self._api_keys:
+            self.check_inference(request)
+        else:
+            self._check_local(request)
+
+    def is_admin(self, request: Request) -> bool:
+        """Return whether a request is the administrator's, and so sees paths of the server and every tenant's adapters.
+
+        Of several keys without an admin key each may use the admin routes, and none sees more than its tenant.
+        """
+        if self._admin_key is None and self.tells_tenants:
+            return False
+        try:
+            self.check_admin(request)
+        except HttpError:
+            return False
+        return True
+
+    def _check_local(self, request: Request) -> None:
+        peer = request.client.host if request.client is not None else ""
+        is_direct = not any(header in request.headers for header in FORWARDED)
+        if not (is_loopback(peer) and is_direct):
+            raise HttpError(
+                403,
+                "Without an admin key the adapter routes take calls from this machine only; "
+                "start the server with an admin key to use them from elsewhere.",
+            )
+        host = request.headers.get("host", "")
+        origin = request.headers.get("origin")
+        is_own_page = origin is None or origin == f"{request.scope['scheme']}://{host}"
+        if not (is_loopback(host_name(host)) and is_own_page):
+            raise HttpError(403, "Without an admin key the adapter routes take no calls from web pages.")
+
+    def _bearer(self, request: Request) -> bytes:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _unauthorized()
+        return _digest(key.strip())
+
+    def _matches(self, given: bytes, keys: Iterable[bytes]) -> bool:
+        # All keys are compared, so that the time reveals no match.
+        matches = [hmac.compare_digest(given, key) for key in keys]
+        return any(matches)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address leads to the machine itself."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(host: str) -> str:
+    """Return the name or address in a ``Host`` header: ``[::1]:8000``, ``localhost:8000``, ``127.0.0.1``."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _unauthorized() -> HttpError:
+    return HttpError(
+        401,
+        "This server needs an API key: send 'Authorization: Bearer <key>' with a valid one.",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+LOCAL_ENDINGS = (".localhost", ".internal")
+"""Ends of names that belong to no site; so do names without a dot."""
+
+
+def without_foreign_pages(
+    app: ASGIApp,
+    *,
+    host: str,
+    api_keys: Collection[str],
+    allowed_hosts: Collection[str],
+    allowed_origins: Collection[str] = (),
+) -> ASGIApp:
+    """Return an application that refuses such requests with 403, or ``app`` where keys or the address keep them out.
+
+    Args:
+        app: The application.
+        host: The address that it listens on.
+        api_keys: Its keys.
+        allowed_hosts: More names and addresses that requests may have as their ``Host``; ``*`` is any.
+        allowed_origins: Origins of pages that may call it, as of CORS; ``*`` is any.
+    """
+    if api_keys or not is_loopback(host):
+        return app
+    hosts = frozenset((host.lower(), *(one.lower() for one in allowed_hosts)))
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            named = origin = ""
+            for name, value in scope["headers"]:
+                if name == b"host":
+                    named = value.decode("latin-1").lower()
+                elif name == b"origin":
+                    origin = value.decode("latin-1").lower()
+            if not ("*" in hosts or _is_local(host_name(named)) or host_name(named) in hosts):
+                message = (
+                    f"The Host {named[:100]!r} is no name of this machine; --allowed-hosts allows it, or set a key."
+                )
+                await error_response(HttpError(403, message))(scope, receive, send)
+                return
+            if origin and not (
+                origin == f"{scope['scheme']}://{named}"
+                or "*" in allowed_origins
+                or origin in allowed_origins
+                or is_loopback(host_name(origin.partition("://")[2]))
+            ):
+                message = f"Web pages of {origin[:100]!r} may not call this server; --allowed-origins allows them."
+                await error_response(HttpError(403, message))(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return guarded
+
+
+def _is_local(host: str) -> bool:
+    return is_loopback(host) or host.endswith(LOCAL_ENDINGS) or not ("." in host or ":" in host)

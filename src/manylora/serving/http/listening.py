@@ -1,0 +1,231 @@
+"""A listening socket, uvicorn on it, and the event loop of both, for servers and for the proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import uvicorn
+
+from manylora.core.errors import ConfigError
+from manylora.serving.http.acceptor import Acceptor
+from manylora.serving.http.connections import ConnectionBounds
+
+__all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "bind_unix", "new_event_loop", "run_until_stopped", "url_of"]
+
+EXIT_FORCED = 130
+BACKLOG = 512
+"""Connections that wait for a process which starts again."""
+
+SWITCH_S = 0.0005
+"""Longest that another thread keeps Python's lock from the event loop's, a tenth of the default.
+
+A request takes the lock several times, and a thread that renders a template has it almost all the time.
+"""
+
+logger = logging.getLogger(__name__)
+
+
+ServerT = TypeVar("ServerT", bound="Stoppable")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers.
+
+    Args:
+        config: Its settings.
+        on_listening: Called when clients can connect.
+        on_shutdown: Called when the last connection is closed.
+        bounds: Bounds of its connections, if it has any: its clients then take turns.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_listening: Callable[[], None],
+        on_shutdown: Callable[[], None] = lambda: None,
+        bounds: ConnectionBounds | None = None,
+    ) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+        self._on_shutdown = on_shutdown
+        self._bounds = bounds
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then call ``on_listening``."""
+        if sockets is None or self._bounds is None:
+            await super().startup(sockets)
+        else:
+            await self.lifespan.startup()
+            self.servers = [await self._accept(one, self._bounds) for one in sockets]  # type: ignore[misc]
+            self.started = True
+        self._on_listening()
+
+    async def _accept(self, listening: socket.socket, bounds: ConnectionBounds) -> Acceptor | asyncio.Server:
+        config = self.config
+        protocol: Callable[..., asyncio.Protocol] = config.http_protocol_class
+        make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
+        if listening.family == socket.AF_UNIX:  # its callers have no address to take turns by
+            loop = asyncio.get_running_loop()
+            return await loop.create_unix_server(make, sock=listening, ssl=config.ssl, backlog=config.backlog)
+        return Acceptor(
+            listening,
+            make,
+            bounds=bounds,
+            num_open=self.server_state.connections.__len__,
+            backlog=config.backlog,
+            tls=config.ssl,
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close connections, then call ``on_shutdown``."""
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._on_shutdown()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the command."""
+        yield
+
+
+class Stoppable(Protocol):
+    """A server, as ``run_until_stopped`` drives it."""
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was asked to stop."""
+        ...
+
+    def drain(self) -> None:
+        """Begin to stop: requests under way may finish."""
+        ...
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve until drained; call ``on_ready`` once it does."""
+        ...
+
+
+def run_until_stopped(
+    make: Callable[[], ServerT], on_ready: Callable[[ServerT], None], *, drain_timeout_s: float
+) -> int:
+    """Serve until SIGTERM or SIGINT, on an event loop of its own; call it from the main thread.
+
+    The first signal drains, the second exits at once; processes that serve this one end with their standard input.
+
+    Args:
+        make: Makes the server, on the loop.
+        on_ready: Called with it once it serves.
+        drain_timeout_s: Time for requests under way, for the message.
+
+    Returns:
+        The exit code: 0 after a graceful stop.
+    """
+
+    async def serve() -> None:
+        server = make()
+
+        def stop() -> None:
+            if server.is_stopping:
+                os._exit(EXIT_FORCED)
+            logger.warning("draining timeout_s=%.1f (again to exit at once)", drain_timeout_s)
+            server.drain()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop)
+        await server.serve(lambda: on_ready(server))
+
+    sys.setswitchinterval(SWITCH_S)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(serve())
+    return 0
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's event loop if it is installed: its socket writes cost half as much."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """Return a bound socket; ``ConfigError`` for a port in use is raised before a model is loaded.
+
+    Args:
+        host: Address or name.
+        port: 0 picks a free one.
+        reuse_port: Share the port with other processes that ask for it too, so that one can replace another.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"Got host = {host!r}, expected an address to listen on: {error}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason = "another process listens there; choose another port, or 0 for a free one"
+        raise ConfigError(f"Got host = {host!r} and port = {port}, which cannot be listened on: {reason}") from error
+    return bound
+
+
+def bind_unix(path: str, mode: int) -> socket.socket:
+    """Return a Unix socket bound to a path, in place of one that no process listens on.
+
+    Args:
+        path: Path of its file.
+        mode: Permissions of the file, which it has from the first moment on.
+
+    Raises:
+        ConfigError: Another process listens there, or there can be no socket.
+    """
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise ConfigError(f"Got uds = {path!r}, where another process listens")
+            os.unlink(path)
+        before = os.umask(0o777 & ~mode)
+        try:
+            bound.bind(path)
+        finally:
+            os.umask(before)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"Got uds = {path!r}, which cannot be listened on: {error.strerror or error}") from error
+    except ConfigError:
+        bound.close()
+        raise
+    return bound
+
+
+def url_of(bound: socket.socket, *, is_tls: bool = False) -> str:
+    """Return the address at which this machine reaches the server."""
+    scheme = "https" if is_tls else "http"
+    host, port = bound.getsockname()[:2]
+    address = ipaddress.ip_address(host)
+    if address.is_unspecified:
+        host = "127.0.0.1" if address.version == 4 else "::1"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

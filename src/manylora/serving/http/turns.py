@@ -1,0 +1,269 @@
+"""Turns of callers: work that takes milliseconds is shared out, on threads and on the event loop.
+
+Lines of callers: each keeps its own order, and the callers take turns.
+
+Work that takes a core for milliseconds is done on threads of its own, a few pieces at a time, in fair turns.
+
+The event loop runs meanwhile. Callers take turns, each with its own pieces in order of arrival, and none has more than
+half of the places in line: the others wait for one piece of a caller that sends hundreds. A request whose client leaves
+before its turn gives the turn up.
+
+::
+
+    waiting    a a a a a      turns    a b c a b a a a
+               b b
+               c
+
+Turns on the event loop: requests that need it for milliseconds share a part of each of its passes.
+
+A request gives the loop back after each piece of a millisecond or two. Hundreds of requests at once would still hold it
+for the sum of their pieces, since the loop resumes every one of them in each pass. So a request waits for a turn before
+a piece. In each pass as many pieces run as take ``SHARE_S`` together, and callers take turns; sockets, tokens and short
+requests come between. A piece that took several shares is followed by as many passes for others, which need a few for a
+new connection and its first answer.
+
+::
+
+    pass     | sockets, tokens | a b | sockets, tokens | c a | sockets, tokens | a |
+    lines    a a a, b, c         a a, c                  a
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Generic, TypeVar
+
+from starlette.requests import Request
+
+from manylora.core.errors import CapacityError, ManyloraError
+
+__all__ = ["CallerQueues", "ClientGone", "FairWork", "LoopTurns", "next_turn"]
+
+T = TypeVar("T")
+
+
+class CallerQueues(Generic[T]):
+    """Items that wait, by caller; false if none does. To put and to take one costs the same however many wait."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[T]] = {}  # none empty; that of the next turn first
+
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterate over all that wait, line by line."""
+        return (one for line in self._lines.values() for one in line)
+
+    def num_of(self, caller: str) -> int:
+        """Return how many wait in a caller's line."""
+        return len(self._lines.get(caller, ()))
+
+    def put(self, caller: str, one: T) -> None:
+        """Let one wait at the end of its caller's line."""
+        self._lines.setdefault(caller, deque()).append(one)
+
+    def take(self) -> tuple[str, T]:
+        """Return the next one and its caller, whose next turn comes after that of every other.
+
+        Raises:
+            StopIteration: None waits.
+        """
+        caller = next(iter(self._lines))
+        line = self._lines.pop(caller)
+        one = line.popleft()
+        if line:
+            self._lines[caller] = line
+        return caller, one
+
+    def remove(self, caller: str, one: T) -> None:
+        """Let one leave that waits in its caller's line."""
+        line = self._lines[caller]
+        line.remove(one)
+        if not line:
+            del self._lines[caller]
+
+    def clear(self) -> None:
+        """Let all leave."""
+        self._lines.clear()
+
+
+class ClientGone(ManyloraError):
+    """The client disconnected."""
+
+    status = 499
+
+
+class FairWork:
+    """The turns of one kind of work. For the event loop's thread alone.
+
+    Args:
+        things: The kind of pieces, for messages.
+        caller_of: Returns the caller of a request, by whom turns are shared.
+        max_waiting: Pieces that wait; more get a 429. One caller has half of them at most.
+        num_at_once: Pieces at once; by default half of the processors, at most four.
+    """
+
+    def __init__(
+        self, things: str, caller_of: Callable[[Request], str], *, max_waiting: int, num_at_once: int | None = None
+    ) -> None:
+        at_once = min(4, max(1, (os.cpu_count() or 2) // 2)) if num_at_once is None else num_at_once
+        self._things = things
+        self._caller_of = caller_of
+        self._max_waiting = max_waiting
+        self._num_free = at_once
+        self._num_waiting = 0
+        self._lines: CallerQueues[asyncio.Future[None]] = CallerQueues()
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="fair-work")
+
+    async def run(self, request: Request, work: Callable[[], T]) -> T:
+        """Run ``work`` on a thread when it is the request's turn.
+
+        Raises:
+            CapacityError: Too many wait (429).
+            ClientGone: The client disconnected before its turn.
+        """
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            await self._turn(request)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._give()
+
+    async def _turn(self, request: Request) -> None:
+        """Wait for a turn, or for the client to leave."""
+        if self._num_waiting >= self._max_waiting:
+            raise CapacityError(f"{self._num_waiting} {self._things} wait, the most allowed")
+        caller = self._caller_of(request)
+        num_of_caller = self._lines.num_of(caller)
+        if num_of_caller >= max(1, self._max_waiting // 2):
+            raise CapacityError(f"{num_of_caller} {self._things} of this caller wait, the most allowed")
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.put(caller, turn)
+        self._num_waiting += 1
+        gone = asyncio.create_task(_until_gone(request))
+        try:
+            await asyncio.wait({turn, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                raise ClientGone("the client disconnected")
+        except BaseException:
+            if turn.done():
+                self._give()
+            else:
+                self._lines.remove(caller, turn)
+                self._num_waiting -= 1
+            raise
+        finally:
+            gone.cancel()
+
+    def _give(self) -> None:
+        """Give the turn to the next caller's first piece, if there is one."""
+        if not self._lines:
+            self._num_free += 1
+            return
+        _, turn = self._lines.take()
+        self._num_waiting -= 1
+        turn.set_result(None)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+SHARE_S = 0.002
+"""Time of a pass for pieces of requests; one piece may take longer."""
+
+MOST_RESTS = 16
+"""Passes without pieces after one that took long. An empty pass takes some 50 microseconds."""
+
+MOST_AT_ONCE = 64
+"""Pieces that are resumed in one pass, however short the last ones were."""
+
+
+class LoopTurns:
+    """The turns on one event loop. For that loop's thread alone.
+
+    Args:
+        now_s: Returns a time in seconds that never steps back.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._now_s = now_s
+        self._lines: CallerQueues[asyncio.Future[None]] = CallerQueues()
+        self._is_counting = False  # a callback for the next pass is due
+        self._began_s = 0.0  # of the pieces of this pass
+        self._num_at_once = 1
+        self._num_rests = 0  # passes for others, before the next piece
+
+    def enter(self, caller_of: Callable[[], str]) -> None:
+        """Let the running task, and those that it creates, take turns here.
+
+        Args:
+            caller_of: Returns the caller by whom turns are shared; called if the task has to wait.
+        """
+        _entered.set((self, caller_of))
+
+    async def wait(self, caller_of: Callable[[], str]) -> None:
+        """Return at once while there is time left in this pass and none waits, else at the caller's turn."""
+        if not self._lines:
+            if not self._is_counting:
+                self._is_counting = True
+                self._began_s = self._now_s()
+                asyncio.get_running_loop().call_soon(self._next_pass)
+                return
+            if self._now_s() - self._began_s < SHARE_S:
+                return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._lines.put(caller_of(), turn)
+        await turn
+
+    def _next_pass(self) -> None:
+        """Resume the next pieces, between two looks at the time."""
+        call_soon = asyncio.get_running_loop().call_soon
+        if not self._lines:
+            self._is_counting = False
+            return
+        if self._num_rests:
+            self._num_rests -= 1
+            call_soon(self._next_pass)
+            return
+        call_soon(self._begin)
+        num = 0
+        while num < self._num_at_once and self._lines:
+            _, turn = self._lines.take()
+            if not turn.done():  # else its task was cancelled
+                turn.set_result(None)
+                num += 1
+        call_soon(self._end, num)
+
+    def _begin(self) -> None:
+        self._began_s = self._now_s()
+
+    def _end(self, num: int) -> None:
+        """Learn how many pieces fit into a pass."""
+        took_s = max(1e-6, self._now_s() - self._began_s)
+        self._num_at_once = min(MOST_AT_ONCE, max(1, int(num * SHARE_S / took_s)))
+        self._num_rests = min(MOST_RESTS, int(took_s / SHARE_S))
+        self._next_pass()
+
+
+_entered: ContextVar[tuple[LoopTurns, Callable[[], str]] | None] = ContextVar("entered", default=None)
+
+
+async def next_turn() -> None:
+    """Wait for the next turn of the running request; outside of requests, let others run once."""
+    entered = _entered.get()
+    if entered is None:
+        await asyncio.sleep(0)
+    else:
+        turns, caller_of = entered
+        await turns.wait(caller_of)

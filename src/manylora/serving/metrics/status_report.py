@@ -1,0 +1,176 @@
+"""Types of the answer to ``GET /status``: the server encodes them, ``manylora top`` decodes them.
+
+Names are those of ``EngineStats`` and of ``GET /adapters``. Fields are only added, and readers ignore unknown ones.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from manylora.core.costs.rank_fit import StepFit
+from manylora.core.engine.status import AdapterStatus, EngineStats
+from manylora.core.scaling import ScalingDecision
+from manylora.serving.metrics.functions import FunctionState
+
+__all__ = [
+    "AdapterRow",
+    "Latency",
+    "Percentiles",
+    "ReplicaRow",
+    "Resumes",
+    "StatusReport",
+    "adapter_row",
+]
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Percentiles of durations in the window, in seconds, and their count."""
+
+    count: int
+    p50: float
+    p90: float
+    p99: float
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency over the window; ``None`` without a measurement.
+
+    Args:
+        ttft_s: Arrival to first token.
+        inter_token_s: Gaps between tokens.
+        e2e_s: Arrival to the end.
+        queue_s: Arrival to admission; in total only, not by adapter.
+    """
+
+    ttft_s: Percentiles | None = None
+    inter_token_s: Percentiles | None = None
+    e2e_s: Percentiles | None = None
+    queue_s: Percentiles | None = None
+
+
+class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an adapter; ``GET /adapters/{name}`` has more."""
+
+    name: str
+    tier: str
+    state: str
+    pinned: bool
+    generation: int
+    rank: int
+    num_pages: int
+    num_running: int
+    num_waiting: int
+    num_requests: int
+    num_hits: int
+    last_used_s: float | None
+    latency: Latency
+    price: float | None = None
+    error: str | None = None
+
+
+class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of the fleet.
+
+    Args:
+        index: Its number, from 0.
+        state: As of the server.
+        pid: Its process.
+        node: The node of a cluster that it runs on; ``None`` for the server's machine.
+        num_in_flight: Requests that the API process has given to it.
+        num_running: As the next five, ``None`` while it does not serve.
+        fits: Step-time models fitted to its steps; none before enough of them.
+        placed: Adapters on its device, as many as the caller asked for: the most used first.
+        pinned: Adapters that are pinned there, likewise.
+    """
+
+    index: int
+    state: str
+    pid: int | None
+    num_restarts: int
+    num_in_flight: int
+    node: str | None = None
+    num_running: int | None = None
+    num_waiting: int | None = None
+    num_pages: int | None = None
+    num_free_pages: int | None = None
+    num_loads: int | None = None
+    num_resident: int | None = None
+    fits: tuple[StepFit, ...] = ()
+    placed: tuple[str, ...] = ()
+    pinned: tuple[str, ...] = ()
+
+
+class Resumes(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests whose engine was lost, since the start; see ``hosting.resumption.ResumeStats``."""
+
+    num_resumes: int
+    num_resumed: int
+    num_ended: int
+    num_poison: int
+    num_waiting: int
+    longest_pause_s: float
+
+
+class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The server's state for a live view.
+
+    Args:
+        state: ``starting``, ``serving``, ``restarting``, ``draining`` or ``stopped``.
+        model: The base model's name.
+        version: Of manylora.
+        time: Time of the report, in seconds since the epoch; counters of two reports give rates.
+        started_at: Start of the server, in seconds since the epoch.
+        num_restarts: Engines started after the first; each starts its counters at zero.
+        num_in_flight: HTTP requests being answered.
+        window_s: Length of the latency window, in seconds.
+        latency: Of all requests.
+        base: Of requests to the base.
+        page_bytes: Size of a page; ``None`` before the first engine is ready.
+        engine: Gauges and counters; ``None`` while no engine serves.
+        adapters: Highest tier first, then busy ones, then the most requested; as many as the caller asked for.
+        replicas: The engines.
+        resumes: Requests that lost their engine.
+        generation_defaults: Sampling defaults of the base model, by name.
+        scaling: The last decision about the number of engines; ``None`` if it is fixed.
+        functions: Isolated functions that have been awake, with the measures that each lacks on this kernel.
+    """
+
+    state: str
+    model: str
+    version: str
+    time: float
+    started_at: float
+    num_restarts: int
+    num_in_flight: int
+    window_s: float
+    latency: Latency
+    base: Latency
+    page_bytes: int | None = None
+    engine: EngineStats | None = None
+    adapters: tuple[AdapterRow, ...] = ()
+    generation_defaults: dict[str, float] = {}
+    replicas: tuple[ReplicaRow, ...] = ()
+    resumes: Resumes | None = None
+    scaling: ScalingDecision | None = None
+    functions: tuple[FunctionState, ...] = ()
+
+
+def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:
+    """Return an adapter's row."""
+    return AdapterRow(
+        name=status.name,
+        tier=status.tier.value,
+        state=status.state,
+        pinned=status.is_pinned,
+        generation=status.generation,
+        rank=status.version.rank,
+        num_pages=status.version.num_pages,
+        num_running=status.num_running,
+        num_waiting=status.num_waiting,
+        num_requests=status.num_requests,
+        num_hits=status.num_hits,
+        last_used_s=status.last_used_s,
+        latency=latency,
+        price=status.price,
+        error=status.error,
+    )

@@ -1,0 +1,260 @@
+"""Start and stop of the server: sockets, engines, signals.
+
+::
+
+    bind -> start engine, load tokenizer -> listen (503) -> adapters loaded -> ready (200)
+         -> first signal: drain (503 for new requests, others may finish) -> stop engine -> exit 0
+         -> second signal: exit at once
+
+``run`` blocks, for the command line; ``background`` runs the same server in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+
+from manylora.core.adapters.folder import real_roots
+from manylora.core.adapters.urls import is_url
+from manylora.core.config import EngineConfig, ServerConfig
+from manylora.core.fleet_config import FleetConfig
+from manylora.core.routing import Router, RouterContext, make_router
+from manylora.core.scaling import ScalingPolicy
+from manylora.demo import demo_model_path
+from manylora.serving.hosting.engine.gc_freeze import collector_paused, freeze_start_up_heap
+from manylora.serving.hosting.engine.service import builder_for
+from manylora.serving.hosting.fleet.adapter_book import LoraModule
+from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.keeper import RestartPolicy
+from manylora.serving.hosting.fleet.resumption import ResumePolicy
+from manylora.serving.hosting.fleet.specs import engine_specs
+from manylora.serving.hosting.links.base_share import BaseShares
+from manylora.serving.hosting.links.link import LINKS, EngineLink
+from manylora.serving.hosting.protocol import EngineSpec
+from manylora.serving.hosting.ray.cluster import RayCluster
+from manylora.serving.hosting.ray.link import RayLink
+from manylora.serving.hosting.ray.resources import engine_resources
+from manylora.serving.http.auth import exposure
+from manylora.serving.http.listening import HttpServer, bind, bind_unix, run_until_stopped, url_of
+from manylora.serving.metrics.prometheus import Metrics
+
+__all__ = ["Server", "run"]
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """One server, from start to stop, on one event loop.
+
+    Args:
+        engine: Configuration of the engine.
+        server: Configuration of the HTTP server.
+        modules: Adapters to load at start.
+        builder: Builds the engine's parts, as ``module:function``.
+        restarts: When to restart a dead engine.
+
+    Raises:
+        ConfigError: The server cannot listen on the address.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        server: ServerConfig,
+        modules: Sequence[LoraModule],
+        *,
+        builder: str,
+        restarts: RestartPolicy,
+    ) -> None:
+        if engine.model.model == "demo":
+            named = engine.model.served_model_name or "demo"
+            engine = replace(engine, model=replace(engine.model, model=str(demo_model_path()), served_model_name=named))
+        self._named_paths = [one.path for one in modules if one.is_required and not is_url(one.path)]
+        if engine.adapters.real_roots is None:
+            roots = real_roots([*server.lora_dirs, *server.allowed_lora_paths], self._named_paths)
+            engine = replace(engine, adapters=replace(engine.adapters, real_roots=roots))
+        self._engine_config = engine
+        self._config = server
+        self._modules = modules
+        served_name = engine.model.served_model_name or engine.model.model
+        self._metrics = Metrics(
+            engine,
+            has_adapter_histograms=server.adapter_histograms,
+            served_name=served_name,
+            epoch_s=time.time,
+            monotonic_s=time.monotonic,
+        )
+        self._shares = BaseShares()
+        self._cluster = None if server.fleet.ray is None else _ray_cluster(engine, server.fleet)
+        specs = engine_specs(engine, server.fleet, served_name=served_name, builder=builder)
+        self.fleet = Fleet(
+            [functools.partial(self._make_link, spec) for spec in specs],
+            served_name=served_name,
+            make_router=functools.partial(_make_router, engine, server.fleet, served_name),
+            restarts=restarts,
+            resumes=ResumePolicy(max_resumes=server.fleet.max_resumes, patience_s=server.fleet.resume_timeout_s),
+            seed=engine.seed,
+            observe=self._metrics.observe,
+            scaling=_scaling_policy(engine, server.fleet),
+            drain_timeout_s=server.drain_timeout_s,
+            # A thread cannot be killed, and a debugger's breakpoint is not a hang.
+            hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
+            start_timeout_s=None if server.in_process else server.start_timeout_s or None,
+        )
+        web = server.web
+        if web.uds is None:
+            self._socket = bind(server.host, server.port)
+            self.url = url_of(self._socket, is_tls=web.ssl_certfile is not None)
+        else:
+            self._socket = bind_unix(web.uds, int(web.uds_mode, 8))
+            self.url = f"unix:{web.uds}"
+        self._stop = asyncio.Event()
+        self._drain_timeout_s = server.drain_timeout_s
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the server was asked to stop."""
+        return self._stop.is_set()
+
+    def drain(self) -> None:
+        """Begin to stop: new requests are refused, requests in flight may finish."""
+        self.fleet.drain()
+        self._stop.set()
+
+    def abandon(self) -> None:
+        """Stop now; requests in flight fail."""
+        self._drain_timeout_s = 0.0
+        self.drain()
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """Serve until drained.
+
+        Raises:
+            ManyloraError: The server could not start, or the engine died too often.
+        """
+        listening = asyncio.Event()
+
+        async def live() -> None:
+            await self.fleet.start(self._modules)
+            await listening.wait()  # a simulated engine is up before the tokenizer is loaded
+            on_ready()
+            await self.fleet.run()
+
+        living = asyncio.create_task(live())
+        stopping = asyncio.create_task(self._stop.wait())
+        http: HttpServer | None = None
+        tasks: list[asyncio.Task[None]] = [living]
+        try:
+            await asyncio.sleep(0)  # the engines start first: the imports of the text side take as long as theirs
+            http = await asyncio.to_thread(self._make_http_server, listening.set)
+            tasks.append(asyncio.create_task(http.serve(sockets=[self._socket])))
+            await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                await self._finish_in_flight()
+            else:
+                for task in tasks:
+                    if task.done():
+                        task.result()
+        finally:
+            await self.fleet.stop()  # clients that wait get an error
+            self._shares.close()
+            if self._cluster is not None:
+                await self._cluster.close()
+            stopping.cancel()
+            living.cancel()
+            if http is None:
+                self._socket.close()
+            else:
+                http.should_exit = True
+            await asyncio.gather(stopping, *tasks, return_exceptions=True)
+
+    def _make_http_server(self, on_listening: Callable[[], None]) -> HttpServer:
+        """Import and load the text side, which takes seconds; on a thread."""
+        with collector_paused():
+            from manylora.serving.server.http_server import make_http_server
+
+        return make_http_server(
+            self._engine_config,
+            self._config,
+            fleet=self.fleet,
+            metrics=self._metrics,
+            named_paths=self._named_paths,
+            on_listening=on_listening,
+        )
+
+    def _make_link(self, spec: EngineSpec) -> EngineLink:
+        if self._cluster is not None:
+            return RayLink(spec, self._cluster)
+        return LINKS["thread" if self._config.in_process else "process"](
+            spec, self._shares.on(spec.config.model.device)
+        )
+
+    async def _finish_in_flight(self) -> None:
+        try:
+            await asyncio.wait_for(self.fleet.idle(), self._drain_timeout_s)
+        except TimeoutError:
+            if self._drain_timeout_s:
+                logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
+
+
+def _ray_cluster(engine: EngineConfig, fleet: FleetConfig) -> RayCluster:
+    return RayCluster(fleet, engine_resources(fleet.ray_resources, engine.model.device))
+
+
+def _make_router(engine: EngineConfig, fleet: FleetConfig, served_name: str, ranks: Mapping[str, int]) -> Router:
+    context = RouterContext(
+        rng=Random(engine.seed), base_name=served_name, max_num_seqs=engine.scheduler.max_num_seqs, ranks=ranks
+    )
+    return make_router(fleet.router, context, fleet.router_options)
+
+
+def _scaling_policy(engine: EngineConfig, fleet: FleetConfig) -> ScalingPolicy | None:
+    if fleet.max_replicas is None:
+        return None
+    return ScalingPolicy(
+        min_replicas=fleet.min_replicas or 1,
+        max_replicas=fleet.max_replicas,
+        ttft_s=fleet.slo_ttft_s,
+        capacity_rps=fleet.replica_rate,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+    )
+
+
+def run(
+    engine: EngineConfig,
+    server: ServerConfig,
+    lora_modules: Sequence[LoraModule] = (),
+    *,
+    builder: str | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT; call it from the main thread.
+
+    Args:
+        engine: Configuration of the engine.
+        server: Configuration of the HTTP server.
+        lora_modules: Adapters to load at start.
+        builder: Builds the engine's parts, as ``module:function``; ``None`` for the builder of the configuration.
+
+    Returns:
+        The exit code: 0 after a graceful stop.
+
+    Raises:
+        ManyloraError: The server could not start, or the engine died too often.
+    """
+
+    def make() -> Server:
+        return Server(engine, server, lora_modules, builder=builder or builder_for(engine), restarts=RestartPolicy())
+
+    def say_ready(one: Server) -> None:
+        adapters = len(one.fleet.adapters.loaded)
+        freeze_start_up_heap()
+        print(f"manylora serves {one.fleet.served_name} with {adapters} adapters at {one.url}", flush=True)
+        if note := exposure(server.api_keys, server.admin_key, has_address=server.web.uds is None):
+            logger.warning("adapter_routes_are_open note=%r", note)
+
+    return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)

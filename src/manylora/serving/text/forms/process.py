@@ -1,0 +1,111 @@
+"""The asking side: starts the process that checks forms with the first one, and again if it is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING
+
+from manylora.core.errors import CapacityError
+from manylora.core.types import Constraint
+from manylora.serving.text.forms.messages import FormSettings, encode, receive
+
+if TYPE_CHECKING:
+    import subprocess
+
+__all__ = ["FormProcess"]
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "manylora.serving.text.forms.service"
+START_S = 120.0
+"""Time for the libraries and the tokenizer."""
+ANSWER_S = 60.0
+"""Time for an answer. The limit of a form is processor time, of which a busy machine gives little."""
+
+
+class FormProcess:
+    """Checks one form at a time in a process of its own; blocks, safe from any thread.
+
+    Args:
+        settings: Its settings.
+    """
+
+    def __init__(self, settings: FormSettings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._pipe: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused: str | None = None  # why no form can be checked with this tokenizer
+        self._is_closed = False
+
+    def check(self, constraint: Constraint) -> str | None:
+        """Return the message of a form's refusal, ``None`` if it can be followed.
+
+        Raises:
+            CapacityError: The process could not be started, or was lost twice, or had no answer in time (503).
+        """
+        with self._lock:
+            for is_last in (False, True):
+                try:
+                    pipe = self._running()
+                    if self._refused is not None:
+                        return self._refused
+                    pipe.send_bytes(encode(constraint))
+                    return receive(pipe, ANSWER_S).refused
+                except OSError as error:
+                    logger.warning("form_process_lost error=%r", error)
+                    self._stop()
+                    if is_last or self._is_closed or isinstance(error, TimeoutError):
+                        reason = "The form of the answer could not be checked: the process for it was lost."
+                        raise CapacityError(reason, status=503) from error
+        raise AssertionError("the last attempt returns or raises")
+
+    def close(self) -> None:
+        """End the process for good, and with it a check in progress."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._stop()
+
+    def _running(self) -> Connection:
+        """Return the pipe to a process that has its tokenizer."""
+        if self._pipe is None:
+            self._pipe = self._start()
+            if self._is_closed:
+                raise ConnectionAbortedError("the server stops")
+            self._pipe.send_bytes(encode(self._settings))
+            self._refused = receive(self._pipe, START_S).refused
+        return self._pipe
+
+    def _start(self) -> Connection:
+        import subprocess  # here, since most servers never start it
+
+        here, there = Pipe()
+        command = [sys.executable, "-P", "-c", f"import {SERVICE} as here; here.main({there.fileno()})"]
+        # It forks for each form, which takes a process with one thread.
+        one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = {**os.environ, **one_thread, "TOKENIZERS_PARALLELISM": "false"}
+        try:
+            self._process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
+        except OSError:
+            here.close()
+            raise
+        finally:
+            there.close()
+        return here
+
+    def _stop(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

@@ -1,0 +1,47 @@
+"""The map of cold starts: points agree with closed forms, and live figures are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cold_map_picture import read_live
+from cold_map_points import MODEL, Rig
+
+from manylora.lab.catalog.models import base_shape
+
+LAYERS = 32
+
+
+def test_points_agree_with_closed_forms() -> None:
+    rig = Rig("h100", "q, k, v", 64, 52e9, base_shape(MODEL, block_size=16))
+    for queued in (0, 4, 16):
+        one = rig.point(64, 32, queued)
+        arrives_s = (queued + 1) * one.copy_s
+        steps = 1 + arrives_s // one.decode_s
+        assert one.wait_s == pytest.approx(steps * one.decode_s + one.step_s)
+        pipeline_s = max(one.step_s + one.copy_s / LAYERS, one.copy_s + one.step_s / LAYERS)
+        assert one.layers_s == pytest.approx(queued * one.copy_s + pipeline_s)
+        assert one.both_s <= one.assist_s, "the device is never slower than the workers here"
+    assert rig.point(64, 32, 0).gain < 0 < rig.point(64, 32, 16).gain
+    assert rig.point(64, 64, 4).assist_s < rig.point(64, 8, 4).assist_s
+
+
+def test_live_points_are_read_from_a_result(tmp_path: Path) -> None:
+    def figures(ms: float) -> dict[str, object]:
+        return {"ms": {"first token of cold requests": {"P50": ms}}}
+
+    times = {"all resident": 5.0, "wait, 4 steps": 40.0, "layers, 4 steps": 20.0, "assist, 4 steps": 10.0}
+    path = tmp_path / "cold_start.json"
+    assert read_live(path) == []
+    path.write_text(json.dumps({"engines": {name: figures(ms) for name, ms in times.items()}}))
+    assert read_live(path) == [(4.0, 0.5)]
+
+
+def test_a_request_that_a_step_gives_up_waits_for_all_of_its_adapter() -> None:
+    """Seventeen copies of 107 ms are more than a step waits for."""
+    rig = Rig("h100", "all", 128, 6e9, base_shape(MODEL, block_size=16))
+    one = rig.point(64, 32, 16)
+    assert (one.queued + 1) * one.copy_s > 1.0
+    assert abs(one.layers_s - one.wait_s) < one.decode_s  # steps end at other times

@@ -1,0 +1,354 @@
+"""Adapters from a registry: the same adapters as from disk, by ranges, from the URLs that are allowed alone."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bad_adapters import tiny_base, write_good_adapter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from registry_server import RegistryServer, serving_folder
+
+from manylora.core.adapters.file_stamp import is_provisional
+from manylora.core.adapters.folder import open_folder
+from manylora.core.adapters.header import HeaderReader
+from manylora.core.adapters.opened import LocalFile
+from manylora.core.adapters.packed import PackedAdapter, image_of, own_memory
+from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read_layers import LayerReader
+from manylora.core.adapters.remote import RemoteFile
+from manylora.core.adapters.report import inspect_adapter
+from manylora.core.adapters.urls import check_registry, resolve_url
+from manylora.core.adapters.weight_source import parse_header, read_header_bytes
+from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
+from manylora.core.types import AdapterVersion
+from manylora.execution.storage import reader_process
+from manylora.execution.storage.http_registry import HttpRegistry
+from manylora.execution.storage.reader_messages import ReaderSettings
+from manylora.execution.storage.reader_process import ReaderProcess
+
+BASE = tiny_base(num_layers=5)
+TARGETS = ("embed_tokens", "q_proj", "k_proj", "o_proj", "down_proj", "lm_head")
+LIMIT = 1 << 26
+SIZE_OF_FIRST = 65536
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of some 400 KB, most of which does not come with its opening."""
+    return write_good_adapter(tmp_path_factory.mktemp("disk") / "a", BASE, rank=64, targets=TARGETS)
+
+
+@pytest.fixture(scope="module")
+def known(folder: Path) -> PackedAdapter:
+    return read_adapter("mine", folder, BASE, max_bytes=LIMIT)
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path) -> Iterator[RegistryServer]:
+    shutil.copytree(folder, tmp_path / "org" / "a")
+    with serving_folder(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def registry(server: RegistryServer) -> Iterator[HttpRegistry]:
+    registry = HttpRegistry([f"{server.url}/org/"], retries_s=(0.0, 0.0))
+    yield registry
+    registry.close()
+
+
+def read(server: RegistryServer, registry: HttpRegistry, max_bytes: int = LIMIT) -> PackedAdapter:
+    return read_adapter("mine", f"{server.url}/org/a", BASE, max_bytes=max_bytes, registry=registry)
+
+
+def check(server: RegistryServer, registry: HttpRegistry) -> AdapterVersion:
+    headers = HeaderReader(BASE, max_bytes=LIMIT, registry=registry)
+    return headers.read("mine", f"{server.url}/org/a")
+
+
+def pages(version: AdapterVersion, registry: HttpRegistry) -> tuple[np.ndarray, list[int]]:
+    """Read a version again; return its image and the counts of full pages."""
+    with LayerReader(version, BASE, max_bytes=LIMIT, registry=registry) as reader:
+        image = image_of(own_memory(version.host_bytes), reader.layout, BASE.page)
+        return image, list(reader.pack(image))
+
+
+def place_of(folder: Path, module: str) -> int:
+    """Return the first byte of a module in the weight file."""
+    path = folder / "adapter_model.safetensors"
+    file = LocalFile("mine", path.open("rb"), path)
+    try:
+        tensors = parse_header("mine", read_header_bytes("mine", file), file.size)
+        return min(t.place[0] for key, t in tensors.items() if module in key and t.place)
+    finally:
+        file.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "prefix"),
+    [
+        ("https://Host.org/a/b", "https://host.org"),
+        ("https://host.org:443/a/b/", "https://host.org/a/"),
+        ("http://[::1]:8080/a", "http://[::1]:8080/a"),
+    ],
+)
+def test_urls_below_a_prefix_are_allowed(url: str, prefix: str) -> None:
+    found = resolve_url("mine", url, ["https://other.org/", prefix])
+    assert not found.endswith("/") and found.startswith(check_registry(prefix))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("https://host.org.evil.org/a/b", "https://host.org@evil.org/a/b", "https://evil.org/a/b", "https://evil.org"),
+        *("https://u:p@host.org/a/b", "https://host.org/a/../b", "https://host.org/a/./../c", "https://host.org/ab"),
+        *(
+            "https://host.org/a/%2e%2e/b",
+            "https://host.org/a/..%2fb",
+            "https://host.org/a/b?x=1",
+            "https://host.org/a#b",
+        ),
+        *("http://host.org/a/b", "https://host.org:444/a/b", "https://host.org/a\\..\\b", "https://host.org/a//b"),
+        *("https://host.org/a/b\n", "https://host.org/a/b c", "https:///a/b", "https://host.org/a/" + "b" * 2048),
+    ],
+)
+def test_all_other_urls_are_refused(url: str) -> None:
+    with pytest.raises(AdapterForbidden):
+        resolve_url("mine", url, ["https://host.org/a/"])
+
+
+def test_without_a_registry_the_option_is_named(tmp_path: Path) -> None:
+    for refused in (
+        lambda: resolve_url("mine", "https://host.org/a", []),
+        lambda: open_folder("mine", "https://host.org/a"),
+    ):
+        with pytest.raises(AdapterForbidden, match="--lora-registry"):
+            refused()
+    with pytest.raises(ConfigError, match="Got the URL 'ftp://host'"):
+        check_registry("ftp://host")
+
+
+def test_it_is_the_adapter_that_a_disk_would_have(
+    server: RegistryServer, registry: HttpRegistry, known: PackedAdapter
+) -> None:
+    found = read(server, registry)
+    assert (found.version.key, found.version.layer_digests) == (known.version.key, known.version.layer_digests)
+    assert found.version.source == f"{server.url}/org/a"
+    np.testing.assert_array_equal(found.image, known.image)
+    report = inspect_adapter(f"{server.url}/org/a", BASE, max_bytes=LIMIT, registry=registry)
+    assert report.version == found.version
+
+
+def test_layers_are_ranges_and_count_as_they_come_from_the_first_read_on(
+    server: RegistryServer, registry: HttpRegistry, known: PackedAdapter
+) -> None:
+    version = check(server, registry)
+    assert is_provisional(version.key) and len(server.asked) == 2, "one request for each file"
+    image, full = pages(version, registry)
+    np.testing.assert_array_equal(image, known.image)
+    assert len(full) == BASE.num_layers + 2 and len(set(full)) > BASE.num_layers
+    assert len(server.ranges()) == BASE.num_layers, "embedding and head came with the opening"
+    again, of_known = pages(replace(version, layer_digests=known.version.layer_digests), registry)
+    np.testing.assert_array_equal(again, known.image)
+    assert of_known == full
+
+
+@pytest.mark.parametrize("etags", ["weak", "none"])
+def test_without_a_strong_etag_a_first_read_counts_at_its_end(
+    etags: str, server: RegistryServer, registry: HttpRegistry, known: PackedAdapter
+) -> None:
+    server.faults.etags = etags
+    version = check(server, registry)
+    image, full = pages(version, registry)
+    np.testing.assert_array_equal(image, known.image)
+    assert full == [version.num_pages]
+
+
+def test_an_answer_that_breaks_off_is_resumed_at_the_byte_reached(
+    server: RegistryServer, registry: HttpRegistry, known: PackedAdapter
+) -> None:
+    server.faults.cut_after = [50_000, 70_000, 1000, 0]  # of an opening, and of the range behind it
+    found = read(server, registry)
+    np.testing.assert_array_equal(found.image, known.image)
+    opening, *ranges = [asked for file, asked in server.asked if file.startswith("adapter_model")]
+    assert opening == "bytes=0-65535" and ranges[0] == opening, "an opening is repeated"
+    begin, end = (int(part) for part in str(ranges[1]).removeprefix("bytes=").split("-"))
+    assert ranges[1:] == [f"bytes={at}-{end}" for at in (begin, begin + 70_000, begin + 71_000, begin + 71_000)]
+
+
+def test_errors_of_the_server_are_retried_and_then_named(server: RegistryServer, registry: HttpRegistry) -> None:
+    server.faults.statuses = [503, 429]
+    check(server, registry)
+    server.faults.statuses = [500] * 3
+    with pytest.raises(AdapterError, match=r"cannot read .*adapter_config\.json: the server answers 500"):
+        check(server, registry)
+
+
+@given(
+    has_ranges=st.booleans(),
+    cuts=st.lists(st.integers(0, 300_000), max_size=5),
+    reads=st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 300_000)), min_size=1, max_size=4),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_range_of_any_server_that_breaks_off_anywhere_is_right(
+    has_ranges: bool, cuts: list[int], reads: list[tuple[int, int]], server: RegistryServer
+) -> None:
+    content = (server.root / "org" / "a" / "adapter_model.safetensors").read_bytes()
+    server.faults.has_ranges, server.faults.cut_after = has_ranges, list(cuts)
+    registry = HttpRegistry([server.url], retries_s=[0.0] * len(cuts))
+    try:
+        url = f"{server.url}/org/a/adapter_model.safetensors"
+        head = registry.open("mine", url, LIMIT)
+        file = RemoteFile("mine", url, head, registry)
+        assert file.size == len(content)
+        for begin, end in map(sorted, reads):
+            assert file.read(begin, end - begin) == content[begin:end]
+    finally:
+        registry.close()
+
+
+@pytest.mark.parametrize("checks_if_match", [True, False])
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_file_that_changes_between_two_ranges_is_refused(
+    has_ranges: bool, checks_if_match: bool, server: RegistryServer, registry: HttpRegistry
+) -> None:
+    version = check(server, registry)
+    server.faults.checks_if_match, server.faults.has_ranges = checks_if_match, has_ranges
+    file = server.root / "org" / "a" / "adapter_model.safetensors"
+    with LayerReader(version, BASE, max_bytes=LIMIT, registry=registry) as reader:
+        image = image_of(own_memory(version.host_bytes), reader.layout, BASE.page)
+        file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
+        with pytest.raises(AdapterError, match=r"adapter_model\.safetensors changed while it was read"):
+            list(reader.pack(image))
+    with pytest.raises(AdapterError, match="changed since it was registered"):
+        pages(version, registry)
+
+
+def test_a_changed_configuration_is_another_version(server: RegistryServer, registry: HttpRegistry) -> None:
+    version = check(server, registry)
+    config = server.root / "org" / "a" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"lora_alpha": 128', '"lora_alpha": 64'))
+    with pytest.raises(AdapterError, match="changed since it was registered"):
+        pages(version, registry)
+
+
+def test_a_server_without_ranges_is_read_once_and_in_order(
+    server: RegistryServer, registry: HttpRegistry, folder: Path, known: PackedAdapter
+) -> None:
+    server.faults.has_ranges = False
+    version = check(server, registry)
+    server.asked.clear()
+    server.faults.cut_after = [SIZE_OF_FIRST, SIZE_OF_FIRST + 100_000]
+    image, full = pages(version, registry)
+    np.testing.assert_array_equal(image, known.image)
+    assert len(full) == BASE.num_layers + 2
+    bodies = [asked for file, asked in server.asked if file.startswith("adapter_model")]
+    assert len(bodies) == 3 and bodies[-1] is None, "opened, begun, and begun again where it broke off"
+
+
+def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpRegistry) -> None:
+    with pytest.raises(AdapterError, match="bytes, at most 1000 are accepted"):
+        read(server, registry, max_bytes=1000)
+    for headers, message in (
+        ({"ETag": "", "Last-Modified": ""}, "neither ETag nor Last-Modified"),
+        ({"Content-Range": "bytes 0-9/*"}, "does not say how many bytes"),
+        ({"Content-Range": "bytes 1-10/100"}, "another range than bytes 0 to 99"),
+        ({"Content-Encoding": "gzip"}, "encoded, which was not asked for"),
+    ):
+        server.faults.headers = headers
+        with pytest.raises(AdapterError, match=message):
+            read(server, registry)
+    server.faults.headers = {}
+    for status, message in ((302, "redirects are not followed"), (403, "the server answers 403")):
+        server.faults.statuses = [status]
+        with pytest.raises(AdapterError, match=message):
+            read(server, registry)
+    with pytest.raises(AdapterError, match="took longer than 0 s"):
+        read(server, HttpRegistry([server.url], limit_s=0.0))
+    (server.root / "org" / "a" / "adapter_config.json").write_bytes(b" " * (1 << 21))
+    with pytest.raises(AdapterError, match=r"adapter_config\.json has 2097152 bytes, at most 1048576"):
+        read(server, registry)
+    with pytest.raises(AdapterNotFound, match=r"there is no adapter_config\.json$"):
+        read_adapter("mine", f"{server.url}/org/b", BASE, max_bytes=LIMIT, registry=registry)
+
+
+def test_slow_headers_are_refused_alone_and_soon(
+    server: RegistryServer, folder: Path, known: PackedAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adapters on a server that begins to answer and never ends, among those of others."""
+    monkeypatch.setattr(reader_process, "CHECK_S", 3.0)
+    monkeypatch.setattr(reader_process, "SLOW_CHECKS_S", 6.0)
+    limits: list[float] = []
+    receive = reader_process.receive
+
+    def timed(pipe: Connection, limit_s: float) -> Any:
+        limits.append(limit_s)
+        return receive(pipe, limit_s)
+
+    monkeypatch.setattr(reader_process, "receive", timed)
+    server.faults.held_from = 0
+    process = ReaderProcess()
+    process.configure(ReaderSettings(base=BASE, max_bytes=LIMIT, registries=(f"{server.url}/org",), limit_s=600.0))
+    asked = [("good", str(folder)), *((f"slow-{n}", f"{server.url}/org/a") for n in range(3)), ("last", str(folder))]
+    try:
+        found = process.check(asked)
+        assert [one.adapter for one in found if isinstance(one, AdapterError)] == ["slow-0", "slow-1", "slow-2"]
+        assert all("took longer than" in one.reason for one in found if isinstance(one, AdapterError))
+        assert not any(isinstance(found[place], AdapterError) for place in (0, 4))
+        assert limits[1] == 3.0 and limits[-1] == reader_process.HURRIED_CHECK_S
+    finally:
+        server.faults.released.set()
+        process.close()
+
+
+def test_a_reader_without_network_hands_on_layers_while_later_ones_are_held_back(
+    server: RegistryServer, folder: Path, known: PackedAdapter
+) -> None:
+    """The whole path: the confined reader, the process that asks, and pages that count before the rest was sent."""
+    process = ReaderProcess()
+    process.configure(
+        ReaderSettings(base=BASE, max_bytes=LIMIT, roots=(), registries=(f"{server.url}/org",), limit_s=60.0)
+    )
+    try:
+        (version,) = process.check([("mine", f"{server.url}/org/a")])
+        assert isinstance(version, AdapterVersion)
+        server.faults.held_from = place_of(folder, "layers.3")
+        begun: list[PackedAdapter] = []
+        counts: list[int] = []
+        needed = known.layout.groups["model.layers.2.mlp.down_proj"].num_pages_needed - 1
+        early = threading.Event()
+
+        def advance(num_full: int) -> None:
+            counts.append(num_full)
+            if num_full >= needed:
+                early.set()
+
+        digests: list[bytes] = []
+        thread = threading.Thread(target=lambda: digests.append(process.read_layers(version, begun.append, advance)))
+        thread.start()
+        assert early.wait(60), "layers 0 to 2 are there"
+        np.testing.assert_array_equal(begun[0].image[:needed], known.image[:needed])
+        assert max(counts) < version.num_pages and not digests
+        server.faults.released.set()
+        thread.join(60)
+        assert digests == [known.version.layer_digests] and counts[-1] == version.num_pages
+        np.testing.assert_array_equal(begun[0].image, known.image)
+
+        for elsewhere in (f"{server.url}/other/a", "https://host.org/a"):
+            with pytest.raises(AdapterForbidden, match="in no registry that --lora-registry allows"):
+                process.read("mine", elsewhere)
+        assert process._registry is not None
+        process._registry.kill()
+        process._registry.wait()
+        assert process.read("mine", f"{server.url}/org/a").version.key == known.version.key
+    finally:
+        process.close()

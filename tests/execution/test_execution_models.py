@@ -1,0 +1,198 @@
+"""What is loaded, what is refused, and how a model is described."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconH1Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.clock import WallClock
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.errors import ConfigError
+from manylora.execution.build import build_parts
+from manylora.execution.lora.batch import LORA_KERNELS, StepContext
+from manylora.execution.model.load import context_limit
+from manylora.execution.model.modules import FusedLinear, FusedPart, adapt_modules
+
+SMALL = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet_saving() -> None:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def save(config: PreTrainedConfig, path: Path) -> str:
+    torch.manual_seed(0)
+    model = (
+        T5ForConditionalGeneration(config) if config.model_type == "t5" else AutoModelForCausalLM.from_config(config)
+    )
+    model.save_pretrained(path)
+    return str(path)
+
+
+def build(model: str, **options: object) -> BaseShape:
+    memory = MemoryConfig(**{"block_size": 4, "num_pages": 64} | options)  # type: ignore[arg-type]
+    parts = build_parts(EngineConfig(model=ModelConfig(model=model, device="cpu"), memory=memory), WallClock())
+    parts.close()
+    return parts.base
+
+
+def test_llama_is_described_as_peft_sees_it(tmp_path: Path) -> None:
+    base = build(save(LlamaConfig(**SMALL), tmp_path))
+    modules = {module.name: module for module in base.modules}
+    layer = "model.layers.1"
+    assert [modules[f"{layer}.self_attn.{x}_proj"].offset for x in "qkv"] == [0, 32, 48]
+    assert {modules[f"{layer}.self_attn.{x}_proj"].group for x in "qkv"} == {f"{layer}.self_attn.qkv"}
+    assert modules[f"{layer}.mlp.up_proj"].group == modules[f"{layer}.mlp.gate_proj"].group == f"{layer}.mlp.gate_up"
+    assert modules[f"{layer}.mlp.up_proj"].offset == 48
+    assert modules["lm_head"].layer is None and modules[f"{layer}.mlp.up_proj"].layer == 1
+    assert len(modules) == 2 * 7 + 2 and len(base.all_linear) == 2 * 7
+    assert "lm_head" not in base.all_linear
+    assert base.eos_token_ids == (2,)
+    assert base.max_model_len == 128
+    assert (base.page.num_layers, base.page.num_kv_heads, base.page.head_dim) == (2, 2, 8)
+    assert dict(base.unsupported)["model.norm"] == "it is a normalisation, not a linear"
+
+
+def test_fingerprint_follows_the_configuration_not_the_place(tmp_path: Path) -> None:
+    first = build(save(LlamaConfig(**SMALL), tmp_path / "a"))
+    second = build(save(LlamaConfig(**SMALL), tmp_path / "b"))
+    other = build(save(LlamaConfig(**SMALL | {"rms_norm_eps": 1e-4}), tmp_path / "c"))
+    assert first.fingerprint == second.fingerprint != other.fingerprint
+
+
+def test_experts_and_routers_are_named_as_unsupported(tmp_path: Path) -> None:
+    base = build(save(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path))
+    reasons = dict(base.unsupported)
+    assert "three-dimensional" in reasons["model.layers.0.mlp.experts"]
+    assert "Router" in reasons["model.layers.0.mlp.gate"]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (T5Config(vocab_size=100, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4), "encoder-decoder"),
+        (MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4), "mamba"),
+        (BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=4), "bloom"),
+        (GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "s_aux"),
+        (Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True), "not causal"),
+        (
+            FalconH1Config(
+                **SMALL,
+                head_dim=8,
+                mamba_d_ssm=32,
+                mamba_n_heads=4,
+                mamba_d_state=8,
+                mamba_d_head=8,
+                mamba_chunk_size=8,
+            ),
+            "falcon_h1",
+        ),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_unsupported_architecture_says_what_is_missing(config: PreTrainedConfig, words: str, tmp_path: Path) -> None:
+    path = save(config, tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        build(path)
+
+
+def test_missing_model_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        build(str(tmp_path / "nowhere"))
+
+
+def test_a_pool_too_small_for_the_context_shortens_it_unless_asked(tmp_path: Path) -> None:
+    path = save(LlamaConfig(**SMALL), tmp_path)
+    assert build(path, num_pages=10).max_model_len == 40
+    config = EngineConfig(
+        model=ModelConfig(model=path, device="cpu", max_model_len=100), memory=MemoryConfig(block_size=4, num_pages=10)
+    )
+    with pytest.raises(ConfigError, match="hold 40 tokens"):
+        build_parts(config, WallClock())
+    config = EngineConfig(model=ModelConfig(model=path, device="cpu", max_model_len=129))
+    with pytest.raises(ConfigError, match="context is 128"):
+        build_parts(config, WallClock())
+
+
+def test_length_dependent_rope_is_served_up_to_the_trained_length() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    config = Phi3Config(
+        **SMALL | {"max_position_embeddings": 512}, original_max_position_embeddings=64, rope_parameters=rope
+    )
+    assert context_limit(config) == 64
+    assert context_limit(LlamaConfig(**SMALL)) == 128
+
+
+def make_fused(*, has_bias: bool) -> tuple[list[nn.Linear], list[FusedPart]]:
+    torch.manual_seed(0)
+    linears = [nn.Linear(6, size, bias=has_bias) for size in (4, 3, 5)]
+    weight = torch.cat([linear.weight.data for linear in linears])
+    bias = torch.cat([linear.bias.data for linear in linears]) if has_bias else None
+    fused = FusedLinear(weight, bias, [4, 3, 5], "group", StepContext(LORA_KERNELS["grouped"]))
+    return linears, [FusedPart(fused, index, is_owner=index == 0) for index in range(3)]
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 1, 0), (0, 0, 0)])
+def test_fused_parts_may_be_called_in_any_order(order: tuple[int, ...], has_bias: bool) -> None:
+    linears, parts = make_fused(has_bias=has_bias)
+    for _ in range(3):
+        x = torch.randn(1, 2, 6)
+        for index in order:
+            torch.testing.assert_close(parts[index](x), linears[index](x))
+
+
+def test_fused_parts_do_not_hand_out_another_inputs_columns() -> None:
+    linears, parts = make_fused(has_bias=True)
+    x, y = torch.randn(1, 2, 6), torch.randn(1, 2, 6)
+    for index, z in [(0, x), (0, y), (1, x), (1, y), (2, y)]:
+        torch.testing.assert_close(parts[index](z), linears[index](z))
+
+
+def test_a_model_that_mixes_tokens_outside_attention_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A convolution over tokens looks harmless to the probe; what comes out tells."""
+
+    def adapt_and_mix(model: nn.Module, *args: Any) -> None:
+        adapt_modules(model, *args)
+        layer = model.get_submodule("model.layers.0.mlp")
+        layer.register_forward_hook(lambda module, args, output: output + 0.1 * output.roll(1, dims=1))
+
+    path = save(LlamaConfig(**SMALL), tmp_path)
+    monkeypatch.setattr("manylora.execution.build.adapt_modules", adapt_and_mix)
+    with pytest.raises(ConfigError, match="outside attention"):
+        build(path)

@@ -1,0 +1,217 @@
+"""The Triton attention and KV write, interpreted where there is no GPU, against plain softmax in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from triton_cases import DEVICE, DTYPES, HALVES, TOLERANCE, poison, relative_error
+
+from manylora.core.adapters.shape import PageShape
+from manylora.core.plan import PlannedSequence
+from manylora.core.types import SamplingParams
+from manylora.execution.attention.page_tables import PageTables
+from manylora.execution.attention.paged import AttentionCall
+from manylora.execution.attention.rotary import Rotation, rotate
+from manylora.execution.attention.triton import TritonBatch
+from manylora.execution.device import make_device_ops
+from manylora.execution.storage.page_tensor import PageTensor
+
+pytest.importorskip("triton")
+
+__all__ = ["poison"]
+
+LAYERS, LAYER, NUM_PAGES = 3, 1, 90
+
+
+def make_pool(block: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> PageTensor:
+    """Return pages full of NaN: nothing that was not written may be read."""
+    name = str(dtype).removeprefix("torch.")
+    shape = PageShape(
+        block_size=block,
+        num_layers=LAYERS,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        element_bytes=dtype.itemsize,
+        dtype=name,
+    )
+    pool = PageTensor(shape, NUM_PAGES, DEVICE)
+    pool.flat.fill_(float("nan"))
+    return pool
+
+
+def planned(seq_id: int, start: int, num_tokens: int, pages: list[int]) -> PlannedSequence:
+    return PlannedSequence(
+        seq_id=seq_id,
+        tokens=[0] * (start + num_tokens),
+        num_prompt_tokens=start + num_tokens,
+        start=start,
+        num_tokens=num_tokens,
+        pages=tuple(pages),
+        adapter=None,
+        rank=0,
+        sampling=SamplingParams(),
+        is_sampled=True,
+        seed=0,
+    )
+
+
+def check(
+    spans: list[tuple[int, int]],
+    *,
+    block: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    rotary: int = 0,
+    seed: int = 0,
+) -> None:
+    """Attend ``(tokens before, tokens now)`` of each sequence, q and k of now given before ``rotary`` dims turn."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    pool = make_pool(block, kv_heads, head_dim, dtype)
+    free = [int(page) for page in rng.permutation(NUM_PAGES)]
+    sequences, contexts = [], []
+    for seq_id, (start, count) in enumerate(spans):
+        pages = [free.pop() for _ in range(-(-(start + count) // block))]
+        sequences.append(planned(seq_id, start, count, pages))
+        key, value = (torch.randn(start + count, kv_heads, head_dim).to(dtype) for _ in range(2))
+        contexts.append((key, value))
+        for position in range(start):
+            place = pool.blocks[pages[position // block], LAYER]
+            place[0, position % block], place[1, position % block] = key[position], value[position]
+    num_rows = sum(count for _, count in spans)
+    query = torch.randn(num_rows, heads, head_dim).to(dtype).transpose(0, 1)
+    new = [
+        torch.cat([pair[kv][start:] for pair, (start, _) in zip(contexts, spans, strict=True)]).transpose(0, 1)
+        for kv in range(2)
+    ]
+    given = [part.to(DEVICE) for part in (query, *new)]
+    rotation = None
+    if rotary:
+        # Any numbers, so that no two dimensions share theirs; behind them lies what must not be read.
+        cos, sin = (torch.randn(num_rows, rotary).to(dtype) for _ in range(2))
+        wide = torch.full((2, num_rows, rotary + 3), float("nan"), dtype=dtype, device=DEVICE)
+        wide[0, :, :rotary], wide[1, :, :rotary] = cos, sin
+        rotation = Rotation(wide[0, :, :rotary], wide[1, :, :rotary])
+        query, turned = rotate(query, Rotation(cos, sin)), rotate(new[0], Rotation(cos, sin))
+        row = 0
+        for (key, _), (start, count) in zip(contexts, spans, strict=True):
+            key[start:] = turned[:, row : row + count].transpose(0, 1)
+            row += count
+    before = pool.blocks.cpu().clone()
+    ops = make_device_ops(DEVICE)
+    batch = TritonBatch(ops, pool, PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
+    module = SimpleNamespace(layer_idx=LAYER)
+    call = AttentionCall(module, *given, 0.3, window, softcap, None, {}, rotation)  # type: ignore[arg-type]
+    found = batch.attend(call)
+    assert found.shape == (num_rows, heads, head_dim)
+
+    after = pool.blocks.cpu()
+    row, written = 0, torch.zeros_like(before, dtype=torch.bool)
+    for (start, count), (key, value), sequence in zip(spans, contexts, sequences, strict=True):
+        for position in range(start, start + count):
+            place = (sequence.pages[position // block], LAYER, slice(None), position % block)
+            tolerance = TOLERANCE[dtype] if rotary else 0.0  # a product may be added with or without rounding
+            expected = torch.stack((key[position], value[position]))
+            torch.testing.assert_close(after[place], expected, atol=tolerance, rtol=tolerance)
+            written[place] = True
+        grouped = [part.double().repeat_interleave(heads // kv_heads, 1) for part in (key, value)]
+        scores = torch.einsum("qhd,khd->hqk", query.transpose(0, 1)[row : row + count].double(), grouped[0]) * 0.3
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(start, start + count)[:, None] - torch.arange(start + count)[None, :]
+        is_seen = (distance >= 0) & (distance < (window or 10**9))
+        scores = scores.masked_fill(~is_seen, float("-inf"))
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), grouped[1])
+        assert relative_error(found[row : row + count], expected) < TOLERANCE[dtype]
+        row += count
+    kept = ~written
+    assert torch.equal(after[kept].isnan(), before[kept].isnan()), "a write went astray"
+    torch.testing.assert_close(after[kept], before[kept], equal_nan=True, atol=0, rtol=0)
+
+
+MIXED = [(0, 9), (17, 1), (5, 7), (0, 1), (4, 4)]
+DECODE = [(17, 1), (0, 1), (33, 1), (3, 1), (4, 1)]
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("spans", [MIXED, DECODE])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (6, None), (None, 3.0), (5, 2.0)])
+def test_masks(spans: list[tuple[int, int]], window: int | None, softcap: float | None) -> None:
+    check(spans, window=window, softcap=softcap)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (2, None), (8, None), (4, 6)])
+def test_splits_of_the_context(splits: int, window: int | None) -> None:
+    check([(99, 1), (0, 1), (40, 1)], splits=splits, window=window, head_dim=160)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block"),
+    [(4, 4, 16, 16), (6, 2, 24, 5), (3, 1, 5, 1), (7, 1, 80, 3), (32, 1, 16, 4)],
+)
+def test_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
+    for spans in ([(3, 7), (12, 1)], [(12, 1), (2, 1)]):
+        check(spans, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block, splits=None)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (24, 24), (40, 12), (5, 2)])
+def test_queries_and_keys_are_rotated_on_the_way(head_dim: int, rotary: int) -> None:
+    check([(3, 7), (12, 1), (0, 2)], heads=6, head_dim=head_dim, rotary=rotary)
+    check([(50, 1), (0, 1)], head_dim=head_dim, rotary=rotary, splits=2)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("half", HALVES)
+def test_half_precision(half: str) -> None:
+    check(MIXED, dtype=DTYPES[half])
+    check(DECODE, dtype=DTYPES[half], splits=2)
+    check(MIXED, dtype=DTYPES[half], rotary=16)
+    check(DECODE, dtype=DTYPES[half], rotary=8, splits=2)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("seed", range(3))
+def test_random_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spans = [(int(rng.integers(0, 30)), int(rng.choice([1, 1, 2, 19]))) for _ in range(int(rng.integers(1, 5)))]
+    kv_heads, group = (int(rng.integers(1, 4)) for _ in range(2))
+    head_dim = int(rng.integers(1, 40))
+    check(
+        spans,
+        block=int(rng.integers(1, 17)) + 3,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary=2 * int(rng.integers(0, head_dim // 2 + 1)),
+        window=int(rng.integers(1, 30)) if rng.random() < 0.5 else None,
+        seed=seed,
+    )
+
+
+def test_tables_are_rewritten_where_they_changed() -> None:
+    ops = make_device_ops(DEVICE)
+    tables = PageTables(ops, num_lines=2, width=4)
+    one, two = tables.place([planned(1, 0, 1, [5]), planned(2, 0, 1, [7, 8])])
+    assert tables.table[one, :1].tolist() == [5] and tables.table[two, :2].tolist() == [7, 8]
+    assert tables.place([planned(2, 0, 1, [7, 8, 9])]) == [two]  # grows
+    assert tables.table[two, :3].tolist() == [7, 8, 9]
+    assert tables.place([planned(2, 0, 1, [3, 4])]) == [two]  # came back with other pages
+    assert tables.table[two, :2].tolist() == [3, 4]
+    tables.release([2, 99])
+    assert tables.place([planned(3, 0, 1, [6]), planned(1, 0, 1, [5])]) == [two, one]
+    assert tables.place([planned(4, 0, 1, [2]), planned(1, 0, 1, [5, 1])]) == [
+        two,
+        one,
+    ]  # room is made by who is absent
+    assert tables.table[one, :2].tolist() == [5, 1] and tables.table[two, :1].tolist() == [2]

@@ -1,0 +1,142 @@
+"""The whole step on the Triton kernels, interpreted, gives the logits of the step on torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_execution_executor import BLOCK, executor_of, folders, load, run, sequence
+
+from manylora.core.clock import WallClock
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.errors import ConfigError
+from manylora.core.ports import EngineParts
+from manylora.core.types import AdapterVersion, Tier
+from manylora.execution.attention.step import choose_attention
+from manylora.execution.build import build_parts
+from manylora.execution.decode_graphs import batch_buckets
+from manylora.execution.device import DeviceOps
+from manylora.execution.lora.batch import choose_kernel
+
+pytest.importorskip("triton")
+
+__all__ = ["folders"]
+
+
+KERNELS = {
+    "torch": {"lora_kernel": "grouped", "attention_kernel": "torch"},
+    "triton": {"lora_kernel": "ragged", "attention_kernel": "triton"},
+    "graphs": {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "on"},
+}
+
+
+def build(folders: dict[str, Path], kernels: str) -> EngineParts:
+    config = EngineConfig(
+        model=ModelConfig(model=str(folders["base"]), device="cpu", **KERNELS[kernels]),
+        memory=MemoryConfig(block_size=BLOCK, num_pages=64),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+    )
+    return build_parts(config, WallClock())
+
+
+def serve(parts: EngineParts, folders: dict[str, Path]) -> list[torch.Tensor]:
+    """Run a mixed prompt step, then decode: the base alone, then with one adapter, then with two."""
+    versions: list[AdapterVersion] = []
+    first = 40
+    for name in ("one", "two"):
+        version = parts.reader.read(name, str(folders[name]))
+        assert load(parts, version, Tier.DEVICE, tuple(range(first, first + version.num_pages))[::-1]) is None
+        first += version.num_pages
+        versions.append(version)
+    keys = [None, versions[0].key, versions[1].key]
+    tokens = [[(7 * i + 5 * s) % 100 for i in range(6 + s)] for s in range(3)]
+    logits = [run(parts, *(sequence(tokens[s], 0, len(tokens[s]), 8 * s, keys[s], seq_id=s) for s in range(3)))]
+    last = [row.argmax() for row in logits[0]]
+    for batch in ([0], [1, 0], [0, 1, 2], [2, 0, 1]):
+        for s in batch:
+            tokens[s].append(int(last[s]))
+        rows = run(parts, *(sequence(tokens[s], len(tokens[s]) - 1, 1, 8 * s, keys[s], seq_id=s) for s in batch))
+        logits.append(rows)
+        for row, s in zip(rows, batch, strict=True):
+            last[s] = row.argmax()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def expected(folders: dict[str, Path]) -> list[torch.Tensor]:
+    parts = build(folders, "torch")
+    try:
+        return serve(parts, folders)
+    finally:
+        parts.close()
+
+
+@pytest.mark.parametrize("kernels", ["triton", "graphs"])
+def test_logits_equal_those_of_torch(
+    kernels: str, folders: dict[str, Path], expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Little room at first: the second adapter must make the tables grow.
+    monkeypatch.setattr("manylora.execution.decode_graphs.ROOM_RANK", 1)
+    monkeypatch.setattr("manylora.execution.decode_graphs.ROOM_TILES", 1)
+    parts = build(folders, kernels)
+    try:
+        found = serve(parts, folders)
+        graphs = executor_of(parts)._runner._graphs
+        assert (graphs is not None) == ("graphs" in kernels)
+        assert graphs is None or {key[0] for key in graphs._graphs} == {1, 2, 4}
+    finally:
+        parts.close()
+    for rows, of_torch in zip(found, expected, strict=True):
+        torch.testing.assert_close(rows, of_torch, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly(
+    folders: dict[str, Path],
+    expected: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(self: DeviceOps, work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(DeviceOps, "capture", refuse)
+    parts = build(folders, "graphs")
+    try:
+        found = serve(parts, folders)
+    finally:
+        parts.close()
+    assert "graphs_off reason=operation not permitted" in caplog.text
+    torch.testing.assert_close(found[-1], expected[-1], atol=1e-5, rtol=1e-5)
+
+
+def test_rows_of_padding_hold_numbers(folders: dict[str, Path]) -> None:
+    """Nobody writes a padded row's attention: what memory held before must not go through the model in its place."""
+    parts = build(folders, "graphs")
+    try:
+        run(parts, *(sequence([s + 1], 0, 1, 8 * s, None, seq_id=s) for s in range(3)))
+        graphs = executor_of(parts)._runner._graphs
+        assert graphs is not None and {key[0] for key in graphs._graphs} == {4}
+        assert graphs._logits.isfinite().all()
+    finally:
+        parts.close()
+
+
+def test_buckets() -> None:
+    assert batch_buckets(1) == (1,)
+    assert batch_buckets(30) == (1, 2, 4, 8, 16, 24, 30)
+    sizes = batch_buckets(512)
+    assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == 512 and len(sizes) < 36
+
+
+def test_kernels_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert (choose_kernel("auto", cpu), choose_attention("auto", cpu)) == ("grouped", "torch")
+    assert (choose_kernel("auto", gpu), choose_attention("auto", gpu)) == ("ragged", "triton")
+    assert (choose_kernel("naive", gpu), choose_attention("torch", gpu)) == ("naive", "torch")
+    monkeypatch.setattr("manylora.execution.kernels.triton.support.is_interpreted", lambda: False)
+    with pytest.raises(ConfigError, match="lora_kernel = 'ragged', which cannot run here: Triton needs a GPU"):
+        choose_kernel("ragged", cpu)
+    with pytest.raises(ConfigError, match="attention_kernel = 'triton', which cannot run here"):
+        choose_attention("triton", cpu)

@@ -1,0 +1,213 @@
+"""A function that lies is ended; the agent and the other functions go on."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from msgspec import structs
+
+from manylora.core.config import EngineConfig, ModelConfig
+from manylora.core.errors import EngineDead, RequestError
+from manylora.core.isolation import Measure
+from manylora.core.types import Output, PromptLogprobs, Request, SampledToken, SamplingParams
+from manylora.functions.agent import agent as agent_module
+from manylora.functions.agent.agent import Agent
+from manylora.functions.processes.checks import MAX_ENTRIES, MAX_NOTE_CHARS, NUM_EMPTY, MessageCheck
+from manylora.functions.processes.frames import FrameError
+from manylora.functions.processes.link import FunctionLink, FunctionPlace
+from manylora.functions.processes.zygote import ForkedFunction, Zygote
+from manylora.functions.wire import NodeReport, Orders
+from manylora.serving.hosting.links.client import EngineClient
+from manylora.serving.hosting.protocol import (
+    EngineInfo,
+    EngineSpec,
+    Fault,
+    FinishedRequest,
+    Message,
+    Observations,
+    Ready,
+    Reply,
+    StartRefused,
+    StartReport,
+    Turn,
+)
+from manylora.serving.metrics.functions import FunctionState, MeasureNote
+
+NAN = float("nan")
+INFO = EngineInfo(
+    served_name="base",
+    base_name="base",
+    architecture="a",
+    max_model_len=8,
+    vocab_size=9,
+    num_pages=1,
+    block_size=1,
+    page_bytes=1,
+    dtype="float32",
+)
+GOOD = FinishedRequest("mine", "stop", 0.1, 1, 1)
+
+
+def start(stage: str = "fork", measure: str = "files", note: str = "", took_s: float = 0.1) -> Ready:
+    return Ready(INFO, start=StartReport(took_s={stage: took_s}, measures=(Measure(measure, False, note),)))
+
+
+def turn(**seen: Any) -> Turn:
+    return Turn([], Observations(**seen))
+
+
+def finished(**changes: Any) -> Turn:
+    return turn(finished=[structs.replace(GOOD, **changes)])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        start(stage="x"),
+        start(measure="m" * 5000),
+        start(took_s=NAN),
+        turn(ttft_s={"mine": [0.1, NAN, 0.2]}),
+        turn(queue_s=[float("inf")]),
+        turn(device_loads_s=[-1.0]),
+        turn(inter_token_s={"theirs": [0.1]}),
+        turn(step_tokens=[-1]),
+        finished(adapter="", num_output_tokens=-1),
+        finished(num_prompt_tokens=2**31),
+        finished(reason="any label"),
+        finished(prefill_s=NAN),
+        finished(adapter="theirs"),
+        StartRefused(Fault(kind="AdapterError", message="", reason="r" * 2**17)),
+        Reply(1, Fault(kind="CapacityError", message="", retry_after_s=NAN)),
+        Reply(1, refused={"r": Fault(kind="CapacityError", message="", status=200)}),
+        turn(queue_s=[0.1] * (MAX_ENTRIES + 1)),
+        turn(step_tokens=[1] * (MAX_ENTRIES + 1)),
+    ],
+)
+def test_a_lie_is_no_message(message: Message) -> None:
+    check = MessageCheck({"", "mine"})
+    check.checked(start())
+    check = MessageCheck({"", "mine"})
+    with pytest.raises(FrameError):
+        check.checked(message)
+
+
+def answer(num_tokens: int, **changes: Any) -> Turn:
+    return Turn([Output(request_id="r", tokens=(SampledToken(token_id=1),) * num_tokens, **changes)], Observations())
+
+
+def test_an_answer_is_no_longer_than_was_asked_for() -> None:
+    """A client that does not read has its answer wait in the API process."""
+    check = MessageCheck({"", "mine"})
+    prompt = PromptLogprobs(num_top=0, token_ids=b"", logprobs=b"", ranks=b"")
+    sampling = SamplingParams(max_tokens=5, prompt_logprobs=0)
+    many = SampledToken(token_id=1, logprob=0.0, top=((1, 0.0),) * 21)
+    asked = [Request(request_id=one, prompt=(1,), sampling=sampling) for one in ("r", "s", "t")]
+    check.expect(1, asked)
+    check.checked(Reply(1, refused={"s": Fault(kind="RequestError", message="no")}))
+    check.checked(answer(0, prompt_logprobs=prompt))
+    for wrong in (
+        answer(0, prompt_logprobs=prompt),  # it has come
+        answer(0, error="e" * 5000),
+        answer(0, adapter="a" * 5000),
+        answer(6 + NUM_EMPTY),
+        structs.replace(answer(0), outputs=[Output(request_id="r", tokens=(many,))]),
+    ):
+        with pytest.raises(FrameError):
+            check.checked(wrong)
+    for _ in range(NUM_EMPTY - 1):
+        check.checked(answer(0))
+    check.checked(answer(5))
+    with pytest.raises(FrameError, match="more than was asked for"):
+        check.checked(answer(0))
+    check.forget(["r", "t"])
+    check.checked(answer(100))  # which is dropped
+    assert not (check._left or check._prompts or check._calls)
+
+
+def test_a_function_starts_once_with_short_notes() -> None:
+    check = MessageCheck({"", "mine"})
+    ready = check.checked(start(note="n" * 10_000))
+    assert isinstance(ready, Ready) and ready.start is not None
+    assert len(ready.start.measures[0].note) == MAX_NOTE_CHARS
+    good = turn(ttft_s={"mine": [0.1]}, inter_token_s={"": [0.0, 0.1]}, step_tokens=[4], finished=[GOOD])
+    assert check.checked(good) is good
+    with pytest.raises(FrameError, match="twice"):
+        check.checked(start())
+
+
+def test_a_snapshot_without_counters_is_an_error_of_the_engine() -> None:
+    async def scenario() -> None:
+        class Forks:
+            async def fork(self, *_: object, **__: object) -> ForkedFunction:
+                return ForkedFunction(1)
+
+            def kill(self, function: ForkedFunction) -> None:
+                function.end(-9)
+
+        engine = EngineSpec(config=EngineConfig(model=ModelConfig(model="m")), served_name="base", builder="")
+        link = FunctionLink(engine, cast(Zygote, Forks()), FunctionPlace(readable=[]))
+        client = EngineClient(link, observe=lambda seen: None)
+        starting = asyncio.create_task(client.start())
+        while link._transport is None:
+            await asyncio.sleep(0)
+        client._deliver([start()])
+        await starting
+        taking = asyncio.create_task(client.snapshot())
+        await asyncio.sleep(0)
+        client._deliver([Reply(1)])
+        with pytest.raises(EngineDead, match="without its counters"):
+            await taking
+        await client.stop()
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_state_that_the_controller_refuses_does_not_end_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller refuses a whole report for one state; the agent sends the rest of it."""
+    sent: list[NodeReport] = []
+
+    class Controller:
+        error = "wrong"
+
+        async def report(self, node: str, report: NodeReport) -> Orders:
+            sent.append(report)
+            if any(len(note.name) > 4096 for state in report.functions for note in state.missing) or self.error == "":
+                raise RequestError("The controller refused it")
+            return Orders(recorded_until_ns=0, generation=1, node=agent.node._spec, backbones={})
+
+    async def scenario() -> None:
+        good, bad = FunctionState(name="good", state="awake"), FunctionState(name="bad", state="awake")
+        bad = structs.replace(bad, missing=(MeasureNote("m" * 5000, ""),))
+        monkeypatch.setattr(agent.node, "describe", lambda: ([good, bad], []))
+        assert not await agent._send()
+        assert await agent._send()
+        assert [one.name for one in sent[-1].functions] == ["good"]
+        controller.error = ""
+        with pytest.raises(EngineDead, match="not wanted"):
+            await agent._send()
+            await agent._send()
+
+    controller = Controller()
+    monkeypatch.setattr(agent_module, "url_of", lambda bound: "http://here")
+
+    async def run() -> None:
+        nonlocal agent
+        agent = Agent(
+            "here",
+            cast(Any, controller),
+            cast(Any, None),
+            cast(Any, None),
+            tmp_path,
+            memory_bytes=1 << 30,
+            lifeline=None,
+        )
+        await scenario()
+
+    agent: Agent
+    asyncio.run(run())

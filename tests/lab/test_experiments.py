@@ -1,0 +1,428 @@
+"""Experiments as data: every one that ships can be read, and a made-up suite runs, is kept, and is judged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from manylora.cli.app import app
+from manylora.core.errors import ConfigError
+from manylora.lab.experiments import (
+    Findings,
+    Result,
+    Runner,
+    Verdict,
+    as_html,
+    as_json,
+    as_markdown,
+    cases_of,
+    draw,
+    find_experiments,
+    format_published,
+    overall,
+    read_experiment,
+)
+from manylora.lab.experiments.calculations import CALCULATIONS
+from manylora.lab.experiments.cases import read_setup, read_workload
+from manylora.lab.experiments.clairvoyant import is_clairvoyant
+from manylora.lab.experiments.findings import compare
+from manylora.lab.experiments.isolated import is_isolated, read_functions, run_isolated
+from manylora.lab.experiments.report import Picture
+from manylora.lab.experiments.request_alone import request_alone
+from manylora.lab.experiments.spec import Claim, Experiment, Point, merge, setup_table
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.setup import make_config
+from manylora.lab.workloads import RequestSpec, Workload, make_workload
+
+SUITE = """
+slo_s = 0.5
+warm_up_s = 2.0
+num_seeds = 2
+[workload]
+duration_s = 20.0
+[workload.arrivals]
+kind = "poisson"
+rate = 4.0
+[workload.lengths]
+kind = "parametric"
+prompt = { kind = "fixed", tokens = 64 }
+output = { kind = "fixed", tokens = 8 }
+[workload.adapters]
+count = 4
+ranks = [16]
+[setups.slow]
+model = "llama-7b"
+hardware = "a40"
+copies = "s-lora"
+[setups.quick]
+like = "slow"
+hardware = "h100"
+"""
+
+EXPERIMENT = """
+title = "Faster devices are faster"
+source = "Nobody"
+shown = ["ttft_p50", "hit_rate"]
+use = ["slow", "quick"]
+[sweep]
+key = "workload.arrivals.rate"
+values = [2, 6]
+[[plots]]
+kind = "lines"
+show = "ttft_p50"
+[[plots]]
+kind = "curves"
+show = "ttft_cdf"
+[[plots]]
+kind = "bars"
+show = "ttft_p50"
+versus = "slow"
+[[claims]]
+text = "quick before slow"
+figure = "ttft_p50"
+form = "order"
+order = ["quick@6", "slow@6"]
+published = 1.0
+tolerance = 0.0
+[[claims]]
+text = "by a tenth"
+figure = "ttft_p50"
+form = "change"
+setup = "quick"
+versus = "slow"
+point = "6"
+published = -0.1
+tolerance = 0.01
+unit = "%"
+[[claims]]
+text = "the SLO breaks at 3"
+figure = "ttft_p99"
+form = "crossing"
+setup = "slow"
+limit = 100.0
+published = 3.0
+tolerance = 1.0
+"""
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Path:
+    folder = tmp_path / "catalog" / "made-up"
+    folder.mkdir(parents=True)
+    (folder / "suite.toml").write_text(SUITE)
+    (folder / "speed.toml").write_text(EXPERIMENT)
+    return folder.parent
+
+
+def find(experiment: Experiment, folder: Path | None) -> Findings:
+    cases = cases_of(experiment, seeds=2, traces=None)
+    results = Runner(folder).run(cases.values())
+    places: dict[tuple[str, str], list[Result]] = {}
+    for (setup, point, _), case in cases.items():
+        places.setdefault((setup, point), []).append(results[case.key])
+    return Findings(experiment, places)
+
+
+@pytest.mark.parametrize("name", find_experiments())
+def test_what_ships_can_be_run(name, tmp_path):
+    """Setups and workloads are complete, claims speak of setups and points there are."""
+    experiment = read_experiment(name)
+    for trace in (
+        "AzureLLMInferenceTrace_conv.csv",
+        "gentd26_lora_lru_stack_distance.csv",
+        "gentd26_data_trace_processed.csv.gz",
+    ):
+        (tmp_path / trace).touch()
+    assert experiment.calculation is None or experiment.calculation in CALCULATIONS
+    for case in cases_of(experiment, seeds=1, traces=tmp_path).values():
+        if is_isolated(case):
+            assert read_functions(case.setup).models
+        else:
+            assert is_clairvoyant(case) or make_config(read_setup(case.setup)).scheduler.max_num_seqs
+        assert read_workload(case.workload, tmp_path).adapters.count
+    labels = {point.label for point in experiment.points}
+    for claim in experiment.claims:
+        named = [place.partition("@") for place in claim.order] or [(claim.setup, "", claim.point)]
+        assert {setup for setup, _, _ in named} | {claim.versus or named[0][0], claim.bound or named[0][0]} <= set(
+            experiment.setups
+        ), claim.text
+        points = {point for _, _, point in named} | {claim.versus_point or ""}
+        assert points - {""} <= labels, claim.text
+        assert claim.limit is not None or not (claim.form.startswith("crossing") or claim.relative), claim.text
+    for plot in experiment.plots:
+        assert {*plot.at} <= labels
+        assert {*plot.setups, *([plot.versus] if plot.versus else [])} <= set(experiment.setups)
+
+
+def test_an_experiment_is_run_once_kept_and_judged(catalog, tmp_path):
+    experiment = read_experiment("made-up/speed", catalog)
+    runs = tmp_path / "runs"
+    findings = find(experiment, runs)
+    kept = sorted(runs.iterdir())
+    assert len(kept) == 8, "two setups, two loads, two seeds"
+    kept[0].write_text(kept[0].read_text().replace('"errors":0', '"errors":7'))
+    again = find(experiment, runs)
+    errors = [run.figures["errors"] for setup in ("slow", "quick") for x in "26" for run in again.runs(setup, x)]
+    assert sorted(errors) == [0, 0, 0, 0, 0, 0, 0, 7], "what is kept is not run again"
+
+    comparisons = findings.compare()
+    assert [one.verdict for one in comparisons] == [Verdict.AGREES, Verdict.DIRECTION, Verdict.NOT_REACHED]
+    assert comparisons[1].ours is not None
+    assert comparisons[1].ours.low <= comparisons[1].ours.middle <= comparisons[1].ours.high < -0.1
+    assert overall(comparisons) is Verdict.NOT_REACHED
+
+    pictures = [Picture(f"made-up-{place}", draw(findings, plot)) for place, plot in enumerate(experiment.plots)]
+    assert all(picture.png.startswith(b"\x89PNG") for picture in pictures)
+    markdown, page = as_markdown([(findings, pictures)], "command"), as_html([(findings, pictures)], "command")
+    for text in ("agrees in direction, not in amount", "not reached", "Faster devices are faster"):
+        assert text in markdown
+        assert text in page
+    assert page.count("data:image/png;base64") == 3
+    assert json.loads(json.dumps(as_json(findings)))["claims"][0]["verdict"] == "agrees"
+
+
+def test_changing_what_is_run_changes_its_key(catalog):
+    experiment = read_experiment("made-up/speed", catalog)
+    cases = list(cases_of(experiment, seeds=2, traces=None).values())
+    assert len({case.key for case in cases}) == len(cases)
+    assert cases[0].key == next(iter(cases_of(experiment, seeds=1, traces=None).values())).key
+
+
+def test_points_change_tables_by_their_names():
+    table = {"a": {"b": 1, "c": {"kind": "x", "d": 2}}}
+    assert merge(table, {"a": {"c": {"d": 3}}}) == {"a": {"b": 1, "c": {"kind": "x", "d": 3}}}
+    assert merge(table, {"a": {"c": {"kind": "y"}}}) == {"a": {"b": 1, "c": {"kind": "y"}}}
+    assert table["a"]["b"] == 1
+    setups = {"one": {"like": "two", "x": 1}, "two": {"x": 2, "y": {"z": 3}}}
+    assert setup_table(setups, "one") == {"x": 1, "y": {"z": 3}}
+    with pytest.raises(ConfigError, match="circle"):
+        setup_table({"one": {"like": "two"}, "two": {"like": "one"}}, "one")
+
+
+def made_findings(claim: Claim, figures: dict[str, list[float]]) -> Findings:
+    """Return findings with one figure, by setup and point."""
+    points = tuple(Point(str(x), float(x), {}) for x in range(1, 1 + len(next(iter(figures.values())))))
+    experiment = Experiment(
+        name="a/b",
+        title="",
+        source="",
+        calculation=None,
+        setups={name: {} for name in figures},
+        workload={},
+        points=points,
+        num_seeds=1,
+        slo_s=1.0,
+        warm_up_s=0.0,
+        plots=(),
+        claims=(claim,),
+        shown=("y",),
+        why="",
+        notes="",
+    )
+    results = {
+        (name, point.label): [Result({"y": value})]
+        for name, values in figures.items()
+        for point, value in zip(points, values, strict=True)
+    }
+    return Findings(experiment, results)
+
+
+def ours(claim: Claim, **figures: list[float]) -> float | None:
+    (comparison,) = made_findings(claim, figures).compare()
+    return None if comparison.ours is None else comparison.ours.middle
+
+
+def test_crossings_are_where_a_figure_exceeds_the_limit():
+    claim = Claim(
+        text="", figure="y", form="crossing-ratio", setup="a", versus="b", limit=4.0, published=1.0, tolerance=0.1
+    )
+    # In logarithms half way from 2 to 8; and at the second point.
+    assert ours(claim, a=[2, 8, 9], b=[1, 2, 8]) == pytest.approx(1.5 / 2.5)
+    assert ours(claim, a=[1, 2, 3], b=[1, 2, 8]) is None, "never"
+    assert ours(claim, a=[5, 6, 7], b=[1, 2, 8]) is None, "from the first point on"
+
+
+def test_an_overhead_is_what_exceeds_the_bound():
+    claim = Claim(
+        text="",
+        figure="y",
+        form="overhead",
+        setup="a",
+        versus="b",
+        bound="c",
+        point="1",
+        published=-0.5,
+        tolerance=0.1,
+    )
+    assert ours(claim, a=[3], b=[6], c=[2]) == pytest.approx(-0.75)
+    assert ours(claim, a=[3], b=[2], c=[2]) is None, "no overhead to halve"
+
+
+def test_a_relative_load_is_a_share_of_where_the_other_crosses():
+    claim = Claim(
+        text="",
+        figure="y",
+        form="change",
+        setup="a",
+        versus="b",
+        relative=(0.8,),
+        limit=4.0,
+        published=-0.5,
+        tolerance=0.01,
+    )
+    # b crosses at 2.5, so at 2.0: a has 1, b has 2.
+    assert ours(claim, a=[1, 1, 1], b=[1, 2, 8]) == pytest.approx(-0.5)
+    several = replace(claim, relative=(0.4, 0.8))
+    # And at 1.0 both have 1: the mean of no change and of a half.
+    assert ours(several, a=[1, 1, 1], b=[1, 2, 8]) == pytest.approx(-0.25)
+    assert ours(several, a=[5, 5, 5], b=[5, 6, 8]) is None, "it crosses nowhere"
+
+
+def test_a_limit_is_kept_up_to_the_limit_and_one_run_makes_no_verdict():
+    claim = Claim(text="", figure="y", form="at-most", setup="a", point="1", published=0.08, tolerance=0.0, unit="%")
+    assert format_published(claim) == "at most 8.0%"
+    verdicts = [compare(claim, values).verdict for values in ([0.02, 0.03], [0.07, 0.09], [0.08, 0.1], [0.02])]
+    assert verdicts == [Verdict.AGREES, Verdict.AGREES, Verdict.DIFFERS, Verdict.ONE_RUN]
+    assert compare(claim, [0.02], is_drawn=False).verdict is Verdict.AGREES, "a calculation has no chance in it"
+    (alone,) = made_findings(claim, {"a": [0.02]}).compare()
+    assert overall([alone]) is Verdict.ONE_RUN
+
+
+def test_other_limits():
+    least = Claim(text="", figure="y", form="at-least", setup="a", point="1", published=5.0, tolerance=0.0, unit="s")
+    assert format_published(least) == "at least 5 s"
+    assert [compare(least, values).verdict for values in ([4.0, 5.5], [5.0, 6.0])] == [Verdict.DIFFERS, Verdict.AGREES]
+    change = replace(least, form="change-at-most", versus="b", published=-0.2, unit="%")
+    assert format_published(change) == "at most -20.0%"
+    assert ours(change, a=[3.0], b=[4.0]) == pytest.approx(-0.25)
+    assert [compare(change, values).verdict for values in ([-0.3, -0.12], [-0.3, 0.1])] == [
+        Verdict.AGREES,
+        Verdict.DIFFERS,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('titel = "x"', "did you mean 'title'"),
+        ("[sweep]\nkey = 3", "expected a key and values"),
+        ("[[claims]]\nfigure = 'y'", "no text"),
+        ("use = ['slow', 'fast']", "expected one of quick, slow"),
+        ("[[points]]\nset = {rate = 3}", "expected keys of workload. and setup."),
+        ("num_seeds = 0", "at least 1"),
+    ],
+)
+def test_mistakes_are_named(catalog, change, message):
+    (catalog / "made-up" / "wrong.toml").write_text(change + "\n")
+    with pytest.raises(ConfigError, match=message):
+        read_experiment("made-up/wrong", catalog)
+
+
+def test_a_name_that_is_not_there_is_nearly_found():
+    with pytest.raises(ConfigError, match="did you mean 'chameleon/"):
+        read_experiment("chameleon/fg11")
+
+
+def test_a_missing_trace_is_named():
+    result = CliRunner().invoke(app, ["experiment", "run", "chameleon/fig13", "--quick"])
+    assert isinstance(result.exception, ConfigError)
+    assert "AzureLLMInferenceTrace_conv.csv" in str(result.exception)
+
+
+def test_the_command_lists_and_runs(tmp_path):
+    runner = CliRunner()
+    listed = runner.invoke(app, ["experiment", "list"])
+    assert "chameleon/fig11" in listed.stdout
+    options = ["--output", str(tmp_path / "out")]
+    result = runner.invoke(app, ["experiment", "run", "multi-lora/kernels", *options])
+    assert result.exit_code == 0, result.output
+    assert "published" in result.stdout
+    result = runner.invoke(app, ["experiment", "report", "multi-lora/kernels", *options])
+    assert result.exit_code == 0, result.output
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"report.md", "report.html", "multi-lora-kernels.json", "multi-lora-kernels.png", "runs"} <= names
+
+
+def test_alone_is_what_a_run_with_nobody_else_shows(catalog):
+    """Priced step by step, or from four prices: the same."""
+    experiment = read_experiment("made-up/speed", catalog)
+    spec = read_workload(experiment.workload, None)
+    config = make_config(read_setup(experiment.setups["slow"]))
+    adapters = make_workload(spec, 0).adapters
+    request = RequestSpec(arrival_s=1.0, num_prompt_tokens=300, num_output_tokens=41, adapter=adapters[0].name)
+    run = simulate(Workload(name="alone", requests=(request,), adapters=adapters), config)
+    version = adapter_versions(adapters, config.base)[adapters[0].name]
+    alone = request_alone(request, version, config.cost)
+    assert run.records[0].ttft_s == pytest.approx(alone.ttft_s, rel=1e-9)
+    assert run.records[0].e2e_s == pytest.approx(alone.e2e_s, rel=1e-6)
+    assert alone.load_s > 0
+    assert alone.adapter_s > 0
+
+
+def test_several_sweeps_make_a_point_of_every_combination(tmp_path):
+    (tmp_path / "suite.toml").write_text(SUITE)
+    sweeps = """
+title = "Two sweeps"
+use = ["slow", "quick"]
+versus = "slow"
+first_seed = 5
+shown = ["ttft_p50", "squashed"]
+[[sweep]]
+key = "workload.arrivals.rate"
+values = [2, 6]
+[[sweep]]
+key = "setup.adapters.look_ahead"
+values = [0, 10]
+labels = ["no look-ahead", "look-ahead"]
+"""
+    file = tmp_path / "two.toml"
+    file.write_text(sweeps)
+    experiment = read_experiment(str(file))
+    assert [point.label for point in experiment.points] == [
+        "2, no look-ahead",
+        "2, look-ahead",
+        "6, no look-ahead",
+        "6, look-ahead",
+    ]
+    assert experiment.points[3].changes == {"workload.arrivals.rate": 6, "setup.adapters.look_ahead": 10}
+    assert {seed for _, _, seed in cases_of(experiment, seeds=2, traces=None)} == {5, 6}
+    figures = {"slow": (2.0, 8.0), "quick": (1.0, 4.0)}
+    results = {
+        (setup, point.label): [Result({"ttft_p50": value}) for value in values]
+        for setup, values in figures.items()
+        for point in experiment.points
+    }
+    findings = Findings(experiment, results)
+    change = findings.change("quick", "2, look-ahead", "ttft_p50")
+    assert (change.middle, change.low, change.high) == pytest.approx((-0.5, -0.5, -0.5))
+    assert findings.change("quick", "2, look-ahead", "squashed") is None, "nothing to divide by"
+    page = as_markdown([(findings, [])], "command")
+    assert "Change against slow, seed by seed" in page
+    assert "| quick | 6, look-ahead | -50% (-50% to -50%) | - |" in page
+    file.write_text(sweeps.replace('"no look-ahead", ', ""))
+    with pytest.raises(ConfigError, match="1 labels for 2 values"):
+        read_experiment(str(file))
+
+
+def test_a_case_of_functions_is_run_and_paid_for():
+    """Functions are billed for all of their devices' time; one that is always on pays for it idle as well."""
+    experiment = read_experiment("serverless/fig06")
+    (case,) = [
+        one
+        for (setup, point, _), one in cases_of(experiment, seeds=1, traces=None, duration_s=900.0).items()
+        if (setup, point) == ("serverless-lora", "normal")
+    ]
+    found = run_isolated(case).figures
+    assert found["requests"] > 500
+    assert found["ledger_error"] == 0.0
+    assert 0.0 < found["cost_7b"] < found["cost"] == pytest.approx(found["cost_7b"] + found["cost_13b"], rel=1e-6)
+    assert found["paid_devices"] + found["platform_devices"] == pytest.approx(16.0)
+    assert found["ttft_mean_7b"] < found["e2e_mean_7b"] < found["e2e_mean_13b"]
+    assert found["cold_mean"] + found["queue_mean"] + found["serving_mean"] == pytest.approx(found["e2e_mean"])
+    with pytest.raises(ConfigError, match="hardware"):
+        read_functions({"functions": {}, "hardware": "l40s"})

@@ -1,0 +1,138 @@
+"""``/v1/responses`` as the openai client speaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+from reciter import engine_config
+from serving import write_tokenizer
+from test_tools import CALL, SCHEMA, TEMPLATE
+
+from manylora.core.config import ServerConfig
+from manylora.serving.server import BackgroundServer
+
+TOOLS: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+THOUGHT = f"<think>hm</think>\n\nSo: {CALL}"
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    tokenizer = write_tokenizer(tmp_path_factory.mktemp("responses"), TEMPLATE)
+    config = ServerConfig(port=0, in_process=True, tool_call_parser="hermes", reasoning_parser="qwen3")
+    with (
+        BackgroundServer(engine_config(tokenizer), config, [], builder="reciter:scripted_parts") as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as opened,
+    ):
+        yield opened
+
+
+def test_a_text_is_answered_with_a_text(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="base", input="say:Hello.", instructions="Be kind.", store=False)
+    assert (response.status, response.output_text, response.instructions) == ("completed", "Hello.", "Be kind.")
+    assert response.to_dict()["store"] is False
+    assert response.usage
+    prompt = "<system>Be kind.</system><user>say:Hello.</user><assistant>"
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (len(prompt), len("Hello.") + 1)
+    cut = client.responses.create(model="base", input="say:Hello.", max_output_tokens=2)
+    assert (cut.status, cut.output_text) == ("incomplete", "He")
+    assert cut.incomplete_details
+    assert cut.incomplete_details.reason == "max_output_tokens"
+
+
+def test_reasoning_text_and_calls_are_items(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="base", input=f"say:{THOUGHT}", tools=TOOLS)
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    call: Any = response.output[2]
+    assert (call.name, call.arguments, call.status) == ("weather", '{"city": "Paris"}', "completed")
+    assert response.output_text == "\n\nSo:"
+
+
+def test_a_stream_builds_the_same_response(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model="base", input=f"say:{THOUGHT}", tools=TOOLS, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-1] == "response.completed"
+    assert {
+        "response.reasoning_text.delta",
+        "response.output_text.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+    } <= {*kinds}
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == '{"city": "Paris"}'
+    with client.responses.stream(model="base", input=f"say:{THOUGHT}", tools=TOOLS) as stream:
+        final = stream.get_final_response() if list(stream) else None
+    assert final
+    whole = client.responses.create(model="base", input=f"say:{THOUGHT}", tools=TOOLS)
+    assert [_without_ids(item) for item in final.output] == [_without_ids(item) for item in whole.output]
+
+
+def _without_ids(item: Any) -> dict[str, Any]:
+    kept = {"type", "role", "name", "arguments", "status"}
+    texts = [part.text for part in getattr(item, "content", None) or []]
+    return {key: value for key, value in item.to_dict().items() if key in kept} | {"texts": texts}
+
+
+def test_the_output_is_input_again(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="base", input=f"say:{THOUGHT}", tools=TOOLS)
+    call: Any = first.output[2]
+    history: Any = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "x"}]},
+        {"role": "user", "content": "y"},
+        *[item.to_dict() for item in first.output],
+        {"type": "function_call_output", "call_id": call.call_id, "output": "say:Rain."},
+    ]
+    answer = client.responses.create(model="base", input=history)
+    assert answer.output_text == f"Rain.({call.call_id})"
+    assistant = f"<assistant>\n\nSo:[{call.call_id} weather Paris](hm)</assistant>"
+    prompt = f"<system>x</system><user>y</user>{assistant}<tool>say:Rain.({call.call_id})</tool><assistant>"
+    assert answer.usage
+    assert answer.usage.input_tokens == len(prompt)
+
+
+def test_a_parsed_answer_and_a_forced_call(client: openai.OpenAI) -> None:
+    class Weather(BaseModel):
+        city: str
+
+    parsed = client.responses.parse(model="base", input='say:{"city": "Rome"}', text_format=Weather)
+    assert parsed.output_parsed == Weather(city="Rome")
+    choice: Any = {"type": "function", "name": "weather"}
+    forced = client.responses.create(model="base", input='say:{"city": "Rome"}', tools=TOOLS, tool_choice=choice)
+    [call] = forced.output
+    assert call.type == "function_call"
+    assert call.arguments == '{"city": "Rome"}'
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("store", {"store": True}),
+        ("previous_response_id", {"previous_response_id": "resp_1"}),
+        ("background", {"background": True}),
+        ("truncation", {"truncation": "auto"}),
+        ("include", {"include": ["file_search_call.results"]}),
+        ("reasoning", {"reasoning": {"effort": "low"}}),
+        ("tools", {"tools": [{"type": "web_search"}]}),
+        ("tools", {"tools": [{"type": "function"}]}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "file_search"}}),
+        ("input", {"input": [{"type": "item_reference", "id": "x"}]}),
+        ("input", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+        ("input", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "3"}]}),
+        ("input", {"input": []}),
+        ("text", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "no such"}}}}),
+    ],
+)
+def test_a_mistake_is_refused_by_name(client: openai.OpenAI, param: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**{"model": "base", "input": "x", **fields})
+    assert refused.value.param == param

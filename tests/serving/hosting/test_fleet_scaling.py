@@ -1,0 +1,215 @@
+"""A fleet that scales: engines start and drain by the load, and no answer is lost or doubled on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+import zmq
+from reciter import engine_config, slow_reciter_parts
+from serving import PATIENCE_S, texts, until
+
+from manylora.core.clock import Clock
+from manylora.core.config import EngineConfig, ServerConfig
+from manylora.core.errors import ConfigError
+from manylora.core.fleet_config import FleetConfig
+from manylora.core.plan import StepPlan
+from manylora.core.ports import EngineParts
+from manylora.core.scaling import ScalingPolicy
+from manylora.core.types import Request, SamplingParams
+from manylora.lab.sim.run.executor import SimulatedWork
+from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.keeper import EngineState, RestartPolicy
+from manylora.serving.hosting.fleet.resumption import ResumePolicy
+from manylora.serving.hosting.links.base_share import BaseShare
+from manylora.serving.hosting.links.link import LINKS
+from manylora.serving.hosting.links.thread import ThreadLink
+from manylora.serving.hosting.protocol import EngineSpec, Message
+from manylora.serving.server import BackgroundServer
+
+POLICY = ScalingPolicy(
+    min_replicas=1,
+    max_replicas=3,
+    capacity_rps=2.0,
+    start_s=0.2,
+    look_every_s=0.05,
+    stay_starts=1.0,
+    least_stay_s=0.0,
+)
+
+
+def make_fleet(
+    tokenizer: Path, policy: ScalingPolicy = POLICY, build: object = slow_reciter_parts, max_deaths: int = 6
+) -> Fleet:
+    spec = EngineSpec(config=engine_config(tokenizer), served_name="base", builder=build)
+    return Fleet(
+        [partial(LINKS["thread"], spec, BaseShare()) for _ in range(policy.max_replicas)],
+        served_name="base",
+        observe=lambda observed: None,
+        restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.01, max_pause_s=0.01),
+        resumes=ResumePolicy(),
+        scaling=policy,
+        drain_timeout_s=PATIENCE_S,
+    )
+
+
+async def answers(fleet: Fleet, num: int, num_tokens: int) -> list[str]:
+    """Submit requests at once and return their answers."""
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    requests = [
+        Request(request_id=f"{index}/{num}", prompt=(1,), model=("base", "a")[index % 2], sampling=sampling)
+        for index in range(num)
+    ]
+    return await texts(await fleet.submit(requests), requests)
+
+
+def num(fleet: Fleet, state: EngineState) -> int:
+    return fleet.num_by_state()[state]
+
+
+def test_engines_start_with_every_adapter_and_the_hottest_warm_and_drain_without_loss(
+    tokenizer: Path, lora_dir: Path
+) -> None:
+    async def scenario() -> None:
+        fleet = make_fleet(tokenizer)
+        await fleet.start()
+        assert (num(fleet, EngineState.SERVING), num(fleet, EngineState.IDLE)) == (1, 2)
+        await fleet.adapters.load("a", str(lora_dir / "p"))
+        running = asyncio.create_task(fleet.run())
+        burst = asyncio.create_task(answers(fleet, 40, 20))
+        await until(lambda: num(fleet, EngineState.SERVING) == 3)
+        for client in fleet._serving().values():
+            stats, statuses = await client.snapshot()
+            assert [status.name for status in statuses] == ["a"]
+            assert stats.resident_adapters == ("a",)  # no request has come to the new ones
+        later = asyncio.create_task(answers(fleet, 9, 20))
+        both = [*await burst, *await later]
+        assert {len(text) for text in both} == {20}
+        await until(lambda: num(fleet, EngineState.IDLE) == 2 and num(fleet, EngineState.SERVING) == 1)
+        assert fleet.scaling is not None and fleet.scaling.num_wanted == 1
+        assert len(fleet.replicas()) == 1
+        again = asyncio.create_task(answers(fleet, 41, 5))  # a place is used again
+        await until(lambda: num(fleet, EngineState.SERVING) == 3)
+        await again
+        fleet.drain()
+        await fleet.stop()
+        running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_fails_is_tried_again_and_disturbs_no_other(
+    tokenizer: Path, lora_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_built = num_started = 0
+    start = ThreadLink.start
+
+    async def start_if_there_is_room(link: ThreadLink, deliver: Callable[[Sequence[Message]], None]) -> None:
+        nonlocal num_started
+        num_started += 1
+        if num_started in (2, 3):
+            raise zmq.ZMQError(errno.EMFILE) if num_started == 2 else MemoryError
+        await start(link, deliver)
+
+    def build(config: EngineConfig, clock: Clock) -> EngineParts:
+        nonlocal num_built
+        num_built += 1
+        if num_built in (2, 3):
+            raise ConfigError("its memory is taken")
+        return slow_reciter_parts(config, clock)
+
+    monkeypatch.setattr(ThreadLink, "start", start_if_there_is_room)
+
+    async def scenario() -> None:
+        policy = ScalingPolicy(min_replicas=1, max_replicas=2, capacity_rps=1.0, start_s=0.2, look_every_s=0.05)
+        fleet = make_fleet(tokenizer, policy, build)
+        await fleet.start()
+        await fleet.adapters.load("a", str(lora_dir / "p"))
+        running = asyncio.create_task(fleet.run())
+        burst = asyncio.create_task(answers(fleet, 30, 20))
+        await until(lambda: num(fleet, EngineState.SERVING) == 2)
+        assert (num_started, num_built) == (6, 4)
+        assert {len(text) for text in await burst} == {20}
+        await fleet.stop()
+        running.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_the_only_engine_dies_while_scaling_starts_another(tokenizer: Path, lora_dir: Path) -> None:
+    """It is tried again for as long as the other may come, and the fleet goes on."""
+    may_start, is_deadly, num_built = threading.Event(), threading.Event(), 0
+
+    def build(config: EngineConfig, clock: Clock) -> EngineParts:
+        nonlocal num_built
+        num_built += 1
+        if num_built == 2:
+            assert may_start.wait(PATIENCE_S)
+        parts = slow_reciter_parts(config, clock)
+        launch = parts.executor.launch
+
+        def launch_or_die(plan: StepPlan, now: float) -> SimulatedWork:
+            if is_deadly.is_set():
+                is_deadly.clear()
+                raise RuntimeError("the device fell over")
+            return launch(plan, now)  # type: ignore[return-value]
+
+        parts.executor.launch = launch_or_die  # type: ignore[method-assign]
+        return parts
+
+    async def scenario() -> None:
+        policy = ScalingPolicy(min_replicas=1, max_replicas=2, capacity_rps=1.0, start_s=0.2, look_every_s=0.05)
+        fleet = make_fleet(tokenizer, policy, build, max_deaths=1)
+        await fleet.start()
+        await fleet.adapters.load("a", str(lora_dir / "p"))
+        running = asyncio.create_task(fleet.run())
+        burst = asyncio.create_task(answers(fleet, 30, 20))
+        try:
+            await until(lambda: num_built == 2)
+            is_deadly.set()
+            await until(lambda: fleet.num_restarts == 1)
+            may_start.set()
+            await until(lambda: num(fleet, EngineState.SERVING) == 2)
+            assert {len(text) for text in await burst} == {20}
+            assert not running.done()
+        finally:
+            may_start.set()
+            await fleet.stop()
+        await running
+
+    asyncio.run(scenario())
+
+
+def test_scaling_is_shown_in_status_and_metrics(tokenizer: Path) -> None:
+    config = ServerConfig(port=0, fleet=FleetConfig(min_replicas=1, max_replicas=2, replica_rate=50.0))
+    with BackgroundServer(engine_config(tokenizer), config, [], builder="reciter:reciter_parts") as server:
+
+        async def decided() -> None:
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await client.get("/status")).json()["scaling"] is None:
+                        await asyncio.sleep(0.05)
+                report = (await client.get("/status")).json()
+                assert report["scaling"]["num_wanted"] == 1
+                assert [row["index"] for row in report["replicas"]] == [0]
+                text = (await client.get("/metrics")).text
+                assert 'manylora_replicas{state="serving"} 1.0' in text
+                assert 'manylora_replicas{state="idle"} 1.0' in text
+                assert "manylora_replicas_wanted 1.0" in text
+                assert 'manylora_engine_up{replica="0"} 1.0' in text
+
+        asyncio.run(decided())
+
+
+def test_a_fixed_number_and_bounds_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="bounds"):
+        FleetConfig(replicas=2, max_replicas=4)
+    with pytest.raises(ConfigError, match="min"):
+        FleetConfig(min_replicas=2)
+    assert FleetConfig(max_replicas=4).num_places == 4

@@ -1,0 +1,36 @@
+"""What is there when serving begins is left out of garbage collection."""
+
+from __future__ import annotations
+
+import gc
+
+from manylora.serving.hosting.engine.gc_freeze import freeze_imports, freeze_start_up_heap
+
+
+def test_everything_there_is_left_out_and_what_comes_later_is_not() -> None:
+    try:
+        freeze_start_up_heap()
+        assert gc.get_freeze_count() > 10_000
+        later: list[object] = []
+        later.append(later)
+        number = id(later)
+        assert any(id(one) == number for one in gc.get_objects())
+        del later
+        assert gc.collect() >= 1
+    finally:
+        gc.unfreeze()
+
+
+def test_imports_are_left_out_without_a_collection() -> None:
+    cycle: list[object] = []
+    cycle.append(cycle)
+    try:
+        freeze_imports()
+        number = id(cycle)
+        del cycle
+        assert gc.get_freeze_count() > 10_000
+        gc.collect()
+        assert not any(id(one) == number for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    gc.collect()

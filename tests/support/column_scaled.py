@@ -1,0 +1,56 @@
+"""An adapter method beside plain LoRA, as one would be added: LoRA with a trained factor for each output column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manylora.core.adapters.layout import AdapterLayout, lay_out
+from manylora.core.adapters.lora.plain import PlainLora, PlainSettings
+from manylora.core.adapters.method import ModuleWeights, StoredModule
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.tensors import StoredTensor
+from manylora.core.errors import AdapterError
+
+PEFT_TYPE = "COLUMN_SCALED_LORA"
+_SUFFIX = ".lora_column_scale"
+
+
+class ColumnScaledSettings(PlainSettings):
+    """Plain LoRA's settings; one vector more for each module."""
+
+    def stored_modules(self, tensors: Mapping[str, StoredTensor]) -> tuple[StoredModule, ...]:
+        return PlainSettings.stored_modules(self, {k: v for k, v in tensors.items() if not k.endswith(_SUFFIX)})
+
+    def match(self, tensors: Mapping[str, StoredTensor], base: BaseShape) -> tuple[ModuleWeights, ...]:
+        pairs = {key: tensor for key, tensor in tensors.items() if not key.endswith(_SUFFIX)}
+        matched = []
+        for weights in PlainSettings.match(self, pairs, base):
+            scale = tensors.get(f"base_model.model.{weights.module.name}{_SUFFIX}")
+            if scale is None or scale.shape != (weights.module.out_features,):
+                raise AdapterError(self.name, f"module {weights.module.name!r} has no factor for each column")
+            matched.append(replace(weights, column_scale=scale))
+        return tuple(matched)
+
+
+class ColumnScaledLora:
+    """``(x W^T + scale * (x A^T) B^T) * column_scale``."""
+
+    def accepts(self, config: Mapping[str, Any]) -> bool:
+        return config.get("peft_type") == PEFT_TYPE
+
+    def parse(self, name: str, config: Mapping[str, Any]) -> ColumnScaledSettings:
+        return ColumnScaledSettings(name, PlainLora().parse(name, {**config, "peft_type": "LORA"}).settings)
+
+    def lay_out(self, ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None) -> AdapterLayout:
+        return lay_out(ranks, base, dtype, column_scaled=ranks)
+
+    def reference(
+        self, x: NDArray[np.float64], product: NDArray[np.float64], weights: ModuleWeights
+    ) -> NDArray[np.float64]:
+        assert weights.column_scale is not None
+        return PlainLora().reference(x, product, weights) * weights.column_scale.as_float32()

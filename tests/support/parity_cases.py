@@ -1,0 +1,440 @@
+"""The oracle: what we compute against transformers + PEFT, row by row.
+
+For one architecture: a tiny random model, twelve adapters that differ in everything PEFT lets them differ in,
+sixteen requests in one engine whose budget cuts prompts into chunks, whose prefix cache is on and whose pool
+is too small for all of them. The reference runs every finished sequence alone through ``PeftModel`` and
+compares each sampled row's logits, and that its own greedy token is the one we chose (so by induction its
+greedy answer is ours).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.engine.status import EngineStats
+from manylora.core.plan import ARRIVING, ON_DEVICE, StepPlan
+from manylora.core.types import AdapterKey, Output, Request, SamplingParams, Tier
+from manylora.execution.assist.start import OpenAssistant, open_assistant
+from manylora.execution.build import build_parts
+from manylora.execution.executor import TorchExecutor
+
+VOCAB = 320
+NUM_TOKENS = 64
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
+BASE_NAME = "base"
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**_COMMON),
+    "qwen2": Qwen2Config(**_COMMON),
+    "qwen3": Qwen3Config(**_COMMON, head_dim=24),
+    "mistral": MistralConfig(**_COMMON, sliding_window=24, head_dim=16),
+    "gemma3": Gemma3TextConfig(
+        **_COMMON,
+        head_dim=16,
+        sliding_window=20,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention"] * 2 + ["full_attention"],
+    ),
+    "phi3": Phi3Config(**_COMMON),
+    "mixtral": MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+}
+"""The seven architectures that the project promises."""
+
+FURTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "gemma2": Gemma2Config(
+        **_COMMON,
+        head_dim=16,
+        sliding_window=20,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=8.0,
+    ),
+    "granite": GraniteConfig(**_COMMON, logits_scaling=2.0, embedding_multiplier=3.0, residual_multiplier=0.5),
+    "olmo2": Olmo2Config(**_COMMON),
+    "qwen3_moe": Qwen3MoeConfig(**_COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+}
+"""Architectures that work because nothing in the executor knows one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request of the oracle."""
+
+    request_id: str
+    adapter: str | None
+    prompt: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class OracleResult:
+    """How far we were from the reference, and whether the engine met what it should have met."""
+
+    architecture: str
+    max_error: float = 0.0
+    logit_std: float = 0.0
+    num_rows: int = 0
+    num_wrong_tokens: int = 0
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    num_chunked_prompts: int = 0
+    num_mixed_steps: int = 0
+    num_narrow: int = 0
+    num_in_host: int = 0
+    num_cancelled_cold: int = 0
+    num_arriving: int = 0
+    stats: EngineStats | None = None
+    smallest_effect: float = float("inf")
+
+
+def make_model(config: PreTrainedConfig, path: Path, seed: int = 0) -> None:
+    """Save a random model whose logits spread by about one, so that an error of 1e-4 would show."""
+    torch.manual_seed(seed)
+    with _quiet():
+        model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.add_(0.2 * torch.randn_like(parameter))
+        elif "bias" in name:
+            parameter.data.normal_(std=0.3)
+        elif "embed" in name or "lm_head" in name:
+            parameter.data.normal_(std=0.15)
+        else:
+            parameter.data.normal_(std=1.0 / parameter.shape[-1] ** 0.5)
+    with _quiet():
+        model.save_pretrained(path)
+
+
+def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
+    """Return the twelve variants by name, in the names of the architecture's modules."""
+    is_fused = architecture == "phi3"
+    has_mlp_linears = architecture not in ("mixtral", "qwen3_moe")
+    attention = ["qkv_proj", "o_proj"] if is_fused else ["q_proj", "k_proj", "v_proj", "o_proj"]
+    mlp = (
+        (["gate_up_proj", "down_proj"] if is_fused else ["gate_proj", "up_proj", "down_proj"])
+        if has_mlp_linears
+        else ["o_proj"]
+    )
+    # On a mixture of experts PEFT takes "all-linear" to mean the experts' bare weights too, which we refuse.
+    every_linear = "all-linear" if has_mlp_linears else attention
+    first, last = attention[0], attention[-1]
+    variants: dict[str, dict[str, Any]] = {
+        "plain": {"r": 8, "lora_alpha": 16, "target_modules": attention + mlp},
+        "rslora": {"r": 4, "lora_alpha": 4, "target_modules": attention, "use_rslora": True},
+        "patterns": {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": attention + mlp,
+            "rank_pattern": {first: 12, rf".*\.1\..*{last}": 3},
+            "alpha_pattern": {first: 6, mlp[-1]: 2},
+        },
+        "one-layer": {"r": 8, "lora_alpha": 24, "target_modules": attention + mlp, "layers_to_transform": [1]},
+        "attention": {"r": 16, "lora_alpha": 16, "target_modules": [first, last]},
+        "mlp": {"r": 5, "lora_alpha": 10, "target_modules": mlp},
+        "all-linear": {"r": 2, "lora_alpha": 4, "target_modules": every_linear},
+        "embedding": {"r": 6, "lora_alpha": 12, "target_modules": ["embed_tokens"]},
+        "head": {"r": 7, "lora_alpha": 14, "target_modules": ["lm_head"]},
+        "both-ends": {"r": 3, "lora_alpha": 6, "target_modules": ["embed_tokens", "lm_head", last], "use_rslora": True},
+        "regex": {"r": 9, "lora_alpha": 9, "target_modules": rf".*\.(0|2)\.self_attn\.({first}|{last})"},
+        "wide": {"r": 80, "lora_alpha": 40, "target_modules": attention + mlp, "exclude_modules": [last]},
+    }
+    return {
+        name: LoraConfig(**options, init_lora_weights=False, task_type="CAUSAL_LM")
+        for name, options in variants.items()
+    }
+
+
+def make_adapters(architecture: str, model_path: Path, path: Path) -> dict[str, Path]:
+    """Save the adapters with random A and B; return their directories by name."""
+    folders = {}
+    for seed, (name, config) in enumerate(adapter_configs(architecture).items()):
+        torch.manual_seed(100 + seed)
+        with _quiet():
+            peft_model = get_peft_model(_load(model_path), config)
+            for parameter_name, parameter in peft_model.named_parameters():
+                if "lora_embedding" in parameter_name:
+                    parameter.data.mul_(0.2)
+                if "lora_" in parameter_name:
+                    # A third each as 16-bit checkpoints have them: those are kept in 16 bits, beside float32 ones.
+                    parameter.data = parameter.data.to(_STORED[seed % len(_STORED)]).float()
+            peft_model.save_pretrained(path / name, save_embedding_layers=False)
+        folders[name] = path / name
+    return folders
+
+
+def make_cases() -> list[Case]:
+    """Return sixteen requests: every adapter, some twice over one prefix, and the base."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(num_tokens: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, VOCAB, (num_tokens,), generator=generator).tolist())
+
+    names: list[str | None] = list(adapter_configs("llama"))
+    cases = [Case(f"r{i}", name, draw(5 + (13 * i) % 37)) for i, name in enumerate([*names, None])]
+    cases.append(Case("r13", cases[1].adapter, (*cases[1].prompt, *draw(12))))
+    cases.append(Case("r14", cases[2].adapter, (*cases[2].prompt, *draw(4))))
+    cases.append(Case("r15", None, (*cases[12].prompt, *draw(9))))
+    return cases
+
+
+SLOW_LINK = 100_000
+"""Bytes a second at which hardly a copy arrives within the run."""
+
+COLD = AdapterConfig(link_bytes_per_s=1_000_000, eviction="none", max_cpu_loras=5, look_ahead=0)
+"""Every request is cold: no adapter idles on the device, half are on disk, and a copy lasts for several steps."""
+
+EARLY_GAP_S = 0.06
+"""Between requests that wait by layer: a step that waits for one adapter would see others arrive as well."""
+
+LEAST_STEP_S = 0.01
+"""Duration of a step then, so that requests with gaps run together on a fast machine as well."""
+
+DOOMED = (
+    Case("chunked", "wide", tuple(range(3, 183))),
+    Case("decoding", "patterns", tuple(range(20, 29))),
+)
+"""Requests that are cancelled in the middle of a prompt, and of an answer."""
+
+
+def run_oracle(
+    architecture: str,
+    path: Path,
+    *,
+    lora_kernel: str = "grouped",
+    cold_start: str | None = None,
+    open_assistant: OpenAssistant = open_assistant,
+    num_tokens: int = NUM_TOKENS,
+    link_bytes_per_s: int | None = COLD.link_bytes_per_s,
+) -> OracleResult:
+    """Serve the cases, compare with the reference and return the differences.
+
+    Args:
+        architecture: A name in ``ARCHITECTURES`` or ``FURTHER_ARCHITECTURES``.
+        path: Where model and adapters are written.
+        lora_kernel: The implementation of adapters' arithmetic.
+        cold_start: Serve as ``COLD`` says, in this mode, and the ``DOOMED`` requests as well; ``None`` for warm.
+        open_assistant: Starts workers for adapters in host memory, as in ``build_parts``.
+        num_tokens: Tokens of an answer.
+        link_bytes_per_s: Speed of copies to the device, if it is cold.
+    """
+    config = (ARCHITECTURES | FURTHER_ARCHITECTURES)[architecture]
+    make_model(config, path / "base")
+    folders = make_adapters(architecture, path / "base", path / "adapters")
+    result = OracleResult(architecture)
+    cases = make_cases()
+    answers, logits = _serve(
+        path / "base",
+        folders,
+        cases,
+        result,
+        lora_kernel,
+        open_assistant,
+        num_tokens,
+        link_bytes_per_s,
+        cold_start=cold_start,
+    )
+    _compare(path / "base", folders, cases, answers, logits, result)
+    return result
+
+
+def _serve(
+    model_path: Path,
+    folders: dict[str, Path],
+    cases: list[Case],
+    result: OracleResult,
+    lora_kernel: str,
+    open_assistant: OpenAssistant,
+    num_tokens: int,
+    link_bytes_per_s: int | None,
+    *,
+    cold_start: str | None,
+) -> tuple[dict[str, list[int]], dict[str, dict[int, torch.Tensor]]]:
+    clock = WallClock()
+    engine = EngineConfig(
+        model=ModelConfig(model=str(model_path), device="cpu", lora_kernel=lora_kernel),
+        memory=MemoryConfig(block_size=8, num_pages=4000),
+        scheduler=SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=16),
+        adapters=AdapterConfig()
+        if cold_start is None
+        else replace(COLD, cold_start=cold_start, link_bytes_per_s=link_bytes_per_s),
+    )
+    parts = build_parts(engine, clock, open_assistant=open_assistant)
+    assert isinstance(parts.executor, TorchExecutor)
+    versions = {name: parts.reader.read(name, str(folder)) for name, folder in folders.items()}
+    result.num_narrow = sum(version.weight_bytes < 4 * _num_weights(folders[n]) for n, version in versions.items())
+    # All adapters fit, the KV of all requests does not: some must be pre-empted.
+    kv_pages = sum(-(-(len(case.prompt) + num_tokens) // engine.memory.block_size) for case in cases)
+    num_pages = sum(version.num_pages for version in versions.values()) + kv_pages // 2
+    assert num_pages <= parts.num_pages
+    core = EngineCore(
+        base=parts.base,
+        num_pages=num_pages,
+        executor=parts.executor,
+        scheduler=engine.scheduler,
+        memory=engine.memory,
+        adapters=engine.adapters,
+        served_name=BASE_NAME,
+        reads_host=parts.reads_host,
+        waits_by_layer=parts.waits_by_layer,
+        is_accelerated=parts.is_accelerated,
+    )
+    keys: dict[AdapterKey | None, str | None] = {None: None}
+    for name, version in versions.items():
+        core.adapters.register(name, version, clock.now())
+        keys[version.key] = name
+    doomed = () if cold_start is None else DOOMED
+    asked = [*cases[:6], *doomed, *cases[6:]]
+    by_prompt = {(case.adapter, case.prompt): case.request_id for case in asked}
+    logits: dict[str, dict[int, torch.Tensor]] = {case.request_id: {} for case in asked}
+    num_run: dict[str, int] = {case.request_id: 0 for case in asked}
+    started_cold: set[str] = set()
+
+    def note(plan: StepPlan, rows: torch.Tensor) -> None:
+        if cold_start == "layers":
+            time.sleep(LEAST_STEP_S)
+        sampled = [s for s in plan.sequences if s.is_sampled]
+        for sequence, row in zip(sampled, rows, strict=True):
+            prompt = tuple(sequence.tokens[: sequence.num_prompt_tokens])
+            logits[by_prompt[keys[sequence.adapter], prompt]][sequence.start + sequence.num_tokens - 1] = row.clone()
+        for sequence in plan.sequences:
+            request_id = by_prompt[keys[sequence.adapter], tuple(sequence.tokens[: sequence.num_prompt_tokens])]
+            num_run[request_id] = sequence.start + sequence.num_tokens
+            tier = sequence.placement.tier
+            result.num_in_host += tier is Tier.HOST
+            result.num_arriving += sequence.placement is ARRIVING
+            if sequence.placement is not ON_DEVICE:
+                started_cold.add(request_id)
+            elif cold_start != "layers":  # a step that waits for the layers is the only one that does
+                started_cold.discard(request_id)
+        result.num_mixed_steps += len({s.adapter for s in plan.sequences}) > 4
+        result.num_chunked_prompts += sum(1 for s in plan.sequences if 0 < s.start < s.num_prompt_tokens - 1)
+
+    parts.executor.logits_hook = note
+    answers: dict[str, list[int]] = {case.request_id: [] for case in asked}
+
+    def take(outputs: list[Output], now: float) -> None:
+        for output in outputs:
+            assert output.error is None, output
+            answers[output.request_id].extend(token.token_id for token in output.tokens)
+            result.num_cached_tokens += output.num_cached_tokens if output.finish else 0
+        for case in doomed:
+            least = {"chunked": 1, "decoding": len(case.prompt) + 5}[case.request_id]
+            if num_run[case.request_id] >= least and core.cancel(case.request_id, now):
+                result.num_cancelled_cold += case.request_id in started_cold
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    requests = [
+        Request(request_id=c.request_id, prompt=c.prompt, sampling=greedy, model=c.adapter or BASE_NAME) for c in asked
+    ]
+    start, gap_s = clock.now(), EARLY_GAP_S if cold_start == "layers" else 0.0
+    arrivals = [(start + number * gap_s, request) for number, request in enumerate(requests)]
+    try:
+        EngineLoop(core, clock, on_outputs=take, arrivals=arrivals).run()
+    finally:
+        parts.close()
+    result.stats = core.stats()
+    result.num_preemptions = result.stats.num_preemptions
+    return answers, logits
+
+
+@torch.inference_mode()
+def _compare(
+    model_path: Path,
+    folders: dict[str, Path],
+    cases: list[Case],
+    answers: dict[str, list[int]],
+    logits: dict[str, dict[int, torch.Tensor]],
+    result: OracleResult,
+) -> None:
+    with _quiet():
+        peft_model: PeftModel | None = None
+        for name, folder in folders.items():
+            if peft_model is None:
+                peft_model = PeftModel.from_pretrained(_load(model_path), folder, adapter_name=name)
+            else:
+                peft_model.load_adapter(folder, adapter_name=name)
+        assert peft_model is not None
+        peft_model.eval()
+    spreads = []
+    for case in cases:
+        tokens = [*case.prompt, *answers[case.request_id]]
+        ids = torch.tensor([tokens[:-1]])
+        with peft_model.disable_adapter():
+            base_logits = peft_model(input_ids=ids, use_cache=False).logits[0]
+        expected = base_logits
+        if case.adapter is not None:
+            peft_model.set_adapter(case.adapter)
+            expected = peft_model(input_ids=ids, use_cache=False).logits[0]
+            effect = float((expected - base_logits).abs().max())
+            result.smallest_effect = min(result.smallest_effect, effect)
+        rows = range(len(case.prompt) - 1, len(tokens) - 1)
+        assert sorted(logits[case.request_id]) == list(rows), f"{case.request_id}: sampled rows are missing"
+        for row in rows:
+            error = float((logits[case.request_id][row] - expected[row]).abs().max())
+            result.max_error = max(result.max_error, error if error == error else float("inf"))
+            result.num_wrong_tokens += int(expected[row].argmax()) != tokens[row + 1]
+            result.num_rows += 1
+        assert len(answers[case.request_id]) == len(answers[cases[0].request_id])
+        spreads.append(float(expected[list(rows)].std()))
+    result.logit_std = min(spreads)
+
+
+def _num_weights(folder: Path) -> int:
+    return sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
+
+
+def _load(path: Path) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(path)
+    attention = "eager" if config.model_type == "gemma2" else "sdpa"  # sdpa has no soft-capping
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """PEFT and transformers warn and draw progress bars about what is meant here."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
