@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from manylora.core.config import EngineConfig, ModelConfig
+from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
 from manylora.core.errors import EngineDead, RequestError
 from manylora.core.isolation import Measure
 from manylora.core.types import Output, PromptLogprobs, Request, SampledToken, SamplingParams
@@ -201,7 +201,7 @@ def test_a_state_that_the_controller_refuses_does_not_end_the_agent(
         agent = Agent(
             "here",
             cast(Any, controller),
-            cast(Any, None),
+            ServerConfig(),
             cast(Any, None),
             tmp_path,
             memory_bytes=1 << 30,

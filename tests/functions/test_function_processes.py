@@ -189,6 +189,7 @@ def test_a_function_that_is_stopped_ends_its_own_requests_alone(
                 structs.replace(spec, adapter=module.path, threads=1),
                 cast(Any, host),
                 zygote,
+                log=FunctionLog(module.name),
                 users=cast(Any, users),
                 timeouts=Timeouts(hang_s=2.0, start_s=PATIENCE_S),
                 observe=lambda observed: None,

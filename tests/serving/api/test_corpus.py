@@ -158,13 +158,6 @@ completion(
     "response_format",
     response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}},
 )
-chat(
-    "tools",
-    400,
-    "needs a server with --tool-call-parser",
-    "tool_choice",
-    tools=[{"type": "function", "function": {"name": "f"}}],
-)
 chat("functions", 400, "functions is not supported", "functions", functions=[{"name": "f"}])
 chat("audio", 400, "modalities is not supported", "modalities", modalities=["text", "audio"])
 chat("echo", 400, "echo", "echo", echo=True)
