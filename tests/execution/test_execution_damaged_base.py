@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
-    GPTJConfig,
     GPTNeoConfig,
     LlamaConfig,
     MixtralConfig,
@@ -359,7 +358,6 @@ def test_a_broken_tokenizer_is_refused(damage: Callable[[Path], object], words: 
 
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 
 
 @pytest.mark.parametrize(
@@ -370,7 +368,6 @@ GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions":
             NemotronConfig(**SIZES, intermediate_size=48, num_key_value_heads=2),
             "its layers do not pass the pages of the step on to attention",
         ),
-        (GPTJConfig(**GPT, rotary_dim=4), "its attention is part of the layer's code"),
         (FalconConfig(**SIZES), "its attention is part of the layer's code"),
         (
             GPTNeoConfig(

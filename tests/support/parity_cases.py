@@ -25,6 +25,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GPTJConfig,
+    GPTJForCausalLM,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -99,6 +101,20 @@ FURTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 """Architectures that work because nothing in the executor knows one."""
 
+if GPTJForCausalLM._supports_attention_backend:  # transformers 5.24; its k and v stand before its q
+    FURTHER_ARCHITECTURES["gptj"] = GPTJConfig(
+        vocab_size=VOCAB,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        n_positions=256,
+        rotary_dim=8,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -148,18 +164,22 @@ def make_model(config: PreTrainedConfig, path: Path, seed: int = 0) -> None:
         model.save_pretrained(path)
 
 
+_MODULES = {
+    "llama": (["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]),
+    "phi3": (["qkv_proj", "o_proj"], ["gate_up_proj", "down_proj"]),
+    "mixtral": (["q_proj", "k_proj", "v_proj", "o_proj"], ["o_proj"]),
+    "qwen3_moe": (["q_proj", "k_proj", "v_proj", "o_proj"], ["o_proj"]),
+    "gptj": (["q_proj", "k_proj", "v_proj", "out_proj"], ["fc_in", "fc_out"]),
+}
+"""Modules of attention and MLP by architecture, Llama's where it has none."""
+
+
 def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
     """Return the twelve variants by name, in the names of the architecture's modules."""
-    is_fused = architecture == "phi3"
-    has_mlp_linears = architecture not in ("mixtral", "qwen3_moe")
-    attention = ["qkv_proj", "o_proj"] if is_fused else ["q_proj", "k_proj", "v_proj", "o_proj"]
-    mlp = (
-        (["gate_up_proj", "down_proj"] if is_fused else ["gate_proj", "up_proj", "down_proj"])
-        if has_mlp_linears
-        else ["o_proj"]
-    )
+    attention, mlp = _MODULES.get(architecture, _MODULES["llama"])
+    embedding = "wte" if architecture == "gptj" else "embed_tokens"
     # On a mixture of experts PEFT takes "all-linear" to mean the experts' bare weights too, which we refuse.
-    every_linear = "all-linear" if has_mlp_linears else attention
+    every_linear = attention if architecture in ("mixtral", "qwen3_moe") else "all-linear"
     first, last = attention[0], attention[-1]
     variants: dict[str, dict[str, Any]] = {
         "plain": {"r": 8, "lora_alpha": 16, "target_modules": attention + mlp},
@@ -175,10 +195,10 @@ def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
         "attention": {"r": 16, "lora_alpha": 16, "target_modules": [first, last]},
         "mlp": {"r": 5, "lora_alpha": 10, "target_modules": mlp},
         "all-linear": {"r": 2, "lora_alpha": 4, "target_modules": every_linear},
-        "embedding": {"r": 6, "lora_alpha": 12, "target_modules": ["embed_tokens"]},
+        "embedding": {"r": 6, "lora_alpha": 12, "target_modules": [embedding]},
         "head": {"r": 7, "lora_alpha": 14, "target_modules": ["lm_head"]},
-        "both-ends": {"r": 3, "lora_alpha": 6, "target_modules": ["embed_tokens", "lm_head", last], "use_rslora": True},
-        "regex": {"r": 9, "lora_alpha": 9, "target_modules": rf".*\.(0|2)\.self_attn\.({first}|{last})"},
+        "both-ends": {"r": 3, "lora_alpha": 6, "target_modules": [embedding, "lm_head", last], "use_rslora": True},
+        "regex": {"r": 9, "lora_alpha": 9, "target_modules": rf".*\.(0|2)\.(self_)?attn\.({first}|{last})"},
         "wide": {"r": 80, "lora_alpha": 40, "target_modules": attention + mlp, "exclude_modules": [last]},
     }
     return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import unwrap
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -30,7 +31,7 @@ def defer_rotations(calls: Mapping[nn.Module, SeenCall]) -> int:
     copies: dict[FunctionType, FunctionType] = {}
     count = 0
     for module, seen in calls.items():
-        forward = type(module).forward
+        forward = unwrap(type(module).forward)  # from decorators that rename arguments
         if not isinstance(forward, FunctionType) or "paged" not in seen.kwargs:
             continue
         if _NAME not in forward.__code__.co_names or _NAME not in forward.__globals__:

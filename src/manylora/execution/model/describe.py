@@ -77,14 +77,15 @@ def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule,
 
 
 def siblings(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of linears that may share an input, by the name of their group."""
+    """Return the names of linears that may share an input, by the name of their group, in the model's own order."""
     groups: dict[str, list[str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
+    places = {name: place for place, name in enumerate(modules)}
     for parent, _ in model.named_modules():
         for family, children in _FAMILIES.items():
             names = [f"{parent}.{child}" for child in children]
             if all(type(modules.get(name)) is nn.Linear for name in names):
-                groups[f"{parent}.{family}"] = names
+                groups[f"{parent}.{family}"] = sorted(names, key=places.__getitem__)
     return groups
 
 
