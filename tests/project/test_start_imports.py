@@ -30,7 +30,7 @@ make_app(("serve",))
 import manylora.serving.server.serve, manylora.serving.server.http_server
 from manylora.demo import demo_model_path
 from manylora.serving.text import Tokenizer
-Tokenizer.load(demo_model_path()).chat([{"role": "user", "content": "x"}])
+Tokenizer.load(demo_model_path()).render_chat([{"role": "user", "content": "x"}])
 """
 ENGINE = """
 import manylora.serving.hosting.engine.process

@@ -24,7 +24,7 @@ from manylora.core.types import SampledToken, SamplingParams
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor
 from manylora.serving.server import BackgroundServer, LoraModule
-from manylora.serving.text.generation_file import load_generation_defaults
+from manylora.serving.text.model_files import load_generation_defaults
 
 seen: list[SamplingParams] = []
 

@@ -17,7 +17,7 @@ from serving import write_tokenizer
 
 from manylora.core.config import ServerConfig
 from manylora.serving.server import BackgroundServer
-from manylora.serving.text.reasoning import REASONING_PARSERS
+from manylora.serving.text.message_reader import REASONING_PARSERS
 from manylora.serving.text.tools import TOOL_PARSERS, parser_of_template
 
 TEMPLATE = (

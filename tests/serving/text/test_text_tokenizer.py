@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from manylora.core.errors import ConfigError, ContextExceeded, RequestError
 from manylora.serving.text import Tokenizer
-from manylora.serving.text.hugging_face import load_hugging_face
+from manylora.serving.text.model_files import load_hugging_face
 
 KINDS = list(MAKERS)
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the world"}]
@@ -41,7 +41,7 @@ def test_a_saved_tokenizer_loads_alike(kind: str, tmp_path: Path) -> None:
     assert loaded.vocab_size == made.vocab_size
     assert loaded.eos_token_ids == made.eos_token_ids == (made.encode("</s>", add_special_tokens=False)[0],)
     assert loaded.encode("hello world") == made.encode("hello world")
-    assert loaded.chat(CHAT) == made.chat(CHAT)
+    assert loaded.render_chat(CHAT) == made.render_chat(CHAT)
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -59,8 +59,9 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_a_chat_is_its_template_in_ids() -> None:
     tokenizer = make_tokenizer("byte_level")
     expected = "<|user|>hello</s><|assistant|>the world</s>"
-    assert tokenizer.decode(tokenizer.chat(CHAT, add_generation_prompt=False), skip_special_tokens=False) == expected
-    assert tokenizer.decode(tokenizer.chat(CHAT), skip_special_tokens=False) == expected + "<|assistant|>"
+    for is_turn, text in ((False, expected), (True, expected + "<|assistant|>")):
+        ids = tokenizer.encode(tokenizer.render_chat(CHAT, add_generation_prompt=is_turn), add_special_tokens=False)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
 def test_what_a_template_refuses_is_the_request_at_fault() -> None:
@@ -71,15 +72,15 @@ def test_what_a_template_refuses_is_the_request_at_fault() -> None:
         ([], "no messages"),
     ]:
         with pytest.raises(RequestError, match=part) as caught:
-            tokenizer.chat(messages)
+            tokenizer.render_chat(messages)
         assert caught.value.param == "messages"
     for taken in ("tokenize", "chat_template", "return_tensors", "conversation", "messages", "self"):
         with pytest.raises(RequestError, match=taken):
-            tokenizer.chat(CHAT, {taken: "x"})
+            tokenizer.render_chat(CHAT, {taken: "x"})
     bare = Tokenizer(make_huggingface("byte_level", template=None), "bare")
-    assert not bare.has_chat_template
+    assert bare.chat_template is None
     with pytest.raises(RequestError, match="has no chat template"):
-        bare.chat(CHAT)
+        bare.render_chat(CHAT)
 
 
 def test_template_variables_reach_the_template() -> None:
@@ -120,7 +121,7 @@ def test_threads_share_one_tokenizer() -> None:
     texts = [f"hello world {i} naïve" * 20 for i in range(32)]
 
     def round_trip(text: str) -> bool:
-        chat = tokenizer.chat([{"role": "user", "content": text}])
+        chat = tokenizer.render_chat([{"role": "user", "content": text}])
         ids = tokenizer.encode(text)
         return tokenizer.decode(ids) == text and bool(chat) and tokenizer.token_bytes(ids[-1]) != b""
 

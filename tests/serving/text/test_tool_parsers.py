@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manylora.serving.text.message_reader import MessageReader
-from manylora.serving.text.reasoning import REASONING_PARSERS, ReasoningSplitter
+from manylora.serving.text.message_reader import REASONING_PARSERS, MessageReader, ReasoningSplitter
 from manylora.serving.text.tools import TOOL_PARSERS, EventKind, NamedCall, RequiredCalls, ToolParser
 
 SCHEMAS = {"get": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "on": {"type": "boolean"}}}}

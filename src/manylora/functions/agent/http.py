@@ -29,7 +29,7 @@ from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.server.app import make_app
 from manylora.serving.server.http_server import connection_bounds
 from manylora.serving.text import Tokenizer
-from manylora.serving.text.generation_file import load_generation_defaults
+from manylora.serving.text.model_files import load_generation_defaults
 
 __all__ = ["BackboneApp", "backbone_apps", "http_server"]
 

@@ -209,16 +209,14 @@ async def chat_tokens(
         return chat, num_chars
 
     def render(chat: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        tokens = tokenizer.chat(
+        text = tokenizer.render_chat(
             chat,
             variables,
             template=settings.chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            add_special_tokens=add_special_tokens,
-            limit=limit,
         )
-        return tuple(tokens)
+        return tuple(tokenizer.encode_within(text, limit, add_special_tokens=add_special_tokens))
 
     if num_read > INLINE_CHARS:
         return await context.text_work.run(request, lambda: render(flatten()[0]))

@@ -13,7 +13,7 @@ from manylora.core.types import SamplingParams
 from manylora.serving.api.constraints import NULL, ConstraintFields, constraint_of, free_form
 from manylora.serving.api.tools import Tool, ToolCall, ToolChoice
 from manylora.serving.http.bounds import INLINE_CHARS, MAX_BAD_WORDS, MAX_BIAS_BYTES, MAX_CHOICES, MAX_STOP_TOKEN_IDS
-from manylora.serving.text import Tokenizer, bad_words_token_ids
+from manylora.serving.text import Tokenizer
 
 __all__ = [
     "ChatBody",
@@ -249,7 +249,7 @@ def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...],
         )
     if not all(word.strip() for word in words):
         raise RequestError("bad_words has an empty word", param="bad_words")
-    return bad_words_token_ids(tokenizer, words)
+    return tokenizer.runs_of(words)
 
 
 def _logit_bias(raw: msgspec.Raw, vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -33,7 +33,7 @@ from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.offline.batch import Batch
 from manylora.serving.offline.generation import Generation, Job
 from manylora.serving.text import Detokenizer, Tokenizer
-from manylora.serving.text.generation_file import load_generation_defaults
+from manylora.serving.text.model_files import load_generation_defaults
 
 __all__ = ["Engine"]
 

@@ -27,7 +27,7 @@ from manylora.serving.http.refusals import Refusals
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.server.app import ROOM_PATHS, make_app
 from manylora.serving.text import Tokenizer
-from manylora.serving.text.generation_file import load_generation_defaults
+from manylora.serving.text.model_files import load_generation_defaults
 
 __all__ = ["connection_bounds", "make_http_server"]
 

@@ -3,11 +3,8 @@
 The engine knows only token ids; the server and the offline API use this package.
 """
 
-from manylora.serving.text.bad_words import bad_words_token_ids
-from manylora.serving.text.detokenizer import Detokenizer, TextDelta, TokenLogprob
-from manylora.serving.text.message_reader import MessageReader
-from manylora.serving.text.prompt_logprobs import describe_prompt
-from manylora.serving.text.reasoning import ReasoningSplitter
+from manylora.serving.text.detokenizer import Detokenizer, TextDelta, TokenLogprob, describe_prompt
+from manylora.serving.text.message_reader import MessageReader, ReasoningSplitter
 from manylora.serving.text.stop_strings import StopMatch, StopStrings
 from manylora.serving.text.tokenizer import Tokenizer
 
@@ -20,6 +17,5 @@ __all__ = [
     "TextDelta",
     "TokenLogprob",
     "Tokenizer",
-    "bad_words_token_ids",
     "describe_prompt",
 ]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from manylora.core.types import SampledToken, SamplingParams
+from manylora.core.types import PromptLogprobs, SampledToken, SamplingParams
 from manylora.serving.text.stop_strings import StopMatch, StopStrings
 from manylora.serving.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "TextDelta", "TokenLogprob", "token_logprob"]
+__all__ = ["Detokenizer", "TextDelta", "TokenLogprob", "describe_prompt"]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +87,7 @@ class Detokenizer:
             self._num_tokens += 1
             if token.logprob is not None:
                 logprobs.append(
-                    token_logprob(self._tokenizer, token.token_id, token.logprob, token.top, self._num_chars)
+                    _token_logprob(self._tokenizer, token.token_id, token.logprob, token.top, self._num_chars)
                 )
             is_stop = stop_token is not None and taken == len(tokens)
             if is_stop and not self._sampling.include_stop_str_in_output:
@@ -137,7 +137,7 @@ class Detokenizer:
         return self._stops.feed(text)
 
 
-def token_logprob(
+def _token_logprob(
     tokenizer: Tokenizer, token_id: int, logprob: float, top: Sequence[tuple[int, float]], text_offset: int
 ) -> TokenLogprob:
     """Return a token's log-probability with the texts of the tokens; ``top`` are the most likely ones."""
@@ -146,6 +146,21 @@ def token_logprob(
         text=tokenizer.token_text(token_id),
         raw=tokenizer.token_bytes(token_id),
         logprob=logprob,
-        top=tuple([token_logprob(tokenizer, other, value, (), text_offset) for other, value in top]),
+        top=tuple([_token_logprob(tokenizer, other, value, (), text_offset) for other, value in top]),
         text_offset=text_offset,
     )
+
+
+def describe_prompt(tokenizer: Tokenizer, prompt: Sequence[int], logprobs: PromptLogprobs) -> Iterator[TokenLogprob]:
+    """Yield the tokens of a prompt from its second on, with their log-probabilities; the first has none.
+
+    Args:
+        tokenizer: The base model's tokenizer.
+        prompt: Token ids.
+        logprobs: A row for each token from the second on. Their ``text_offset`` counts a text without special tokens.
+    """
+    pieces = tokenizer.pieces((), skip_special_tokens=True)
+    offset = len(pieces.add(prompt[0]))
+    for token in logprobs.rows():
+        yield _token_logprob(tokenizer, token.token_id, token.logprob, token.top, offset)
+        offset += len(pieces.add(token.token_id))

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from manylora.core.errors import ConfigError, ContextExceeded, RequestError
 from manylora.execution.model.checkpoint import check_checkpoint
-from manylora.serving.text.hugging_face import load_hugging_face
+from manylora.serving.text.model_files import load_hugging_face
 from manylora.serving.text.pieces import BytePieces, DecodedPieces, TextPieces
 from manylora.serving.text.token_bytes import TokenBytes, byte_tables
 
@@ -103,11 +103,6 @@ class Tokenizer:
         return () if self._hf.eos_token_id is None else (int(self._hf.eos_token_id),)
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether ``chat`` is available."""
-        return self._hf.chat_template is not None
-
-    @property
     def chat_template(self) -> str | None:
         """The model's chat template; of several the default one."""
         template = self._hf.chat_template
@@ -119,10 +114,6 @@ class Tokenizer:
         """Return the id of a token of the vocabulary."""
         found: int | None = self._fast.token_to_id(token)
         return found
-
-    def most_chars(self, num_tokens: int) -> int:
-        """Return the most characters that a text of ``num_tokens`` tokens can have."""
-        return num_tokens * self._longest_token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``.
@@ -168,7 +159,7 @@ class Tokenizer:
 
     def check_chars(self, num_chars: int, limit: int, param: str = "prompt") -> None:
         """Raise ``ContextExceeded`` if a text of so many characters has more than ``limit`` tokens in any case."""
-        most = self.most_chars(limit)
+        most = limit * self._longest_token
         if num_chars > most:
             raise ContextExceeded(
                 f"The {param} has {num_chars} characters; this model's context of {limit} tokens holds {most} at most",
@@ -183,6 +174,22 @@ class Tokenizer:
             raise RequestError(
                 f"Got text that is not valid Unicode: {ascii(text[:80])[:80]}", param="prompt"
             ) from error
+
+    def runs_of(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of words, for ``SamplingParams.bad_words_token_ids``: at the begin of a text, and inside.
+
+        As in vLLM, a word inside a text is a run of its own only if its space makes another first token, not one more.
+        A word that the tokenizer splits in another way within a longer one is not found.
+        """
+        runs: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = self.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self.encode(" " + word.lstrip(), add_special_tokens=False)
+            if bare:
+                runs[tuple(bare)] = None
+            if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                runs[tuple(spaced)] = None
+        return tuple(runs)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; unknown ids have no text.
@@ -205,44 +212,6 @@ class Tokenizer:
         decode = functools.partial(self._fast.decode, skip_special_tokens=skip_special_tokens)
         return DecodedPieces(prompt, decode)
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        add_special_tokens: bool = False,
-        limit: int | None = None,
-    ) -> list[int]:
-        """Return the token ids of a chat, by the model's own template.
-
-        Args:
-            messages: ``{"role": ..., "content": ...}`` in order.
-            template_kwargs: More variables for the template (``tools``, ``enable_thinking`` ...).
-            template: A template in place of the model's own.
-            add_generation_prompt: End with the tokens that open the model's turn.
-            continue_final_message: End inside the last message, which the model goes on with.
-            add_special_tokens: Add the tokens of ``encode`` to those that the template writes.
-            limit: The text must have fewer tokens than this, as of ``encode_within``; ``None`` for any number.
-
-        Raises:
-            ContextExceeded: The text of the chat has ``limit`` tokens or more.
-            RequestError: There is no template, it refuses the messages, or a variable would replace one of the
-                renderer's own.
-        """
-        text = self.render_chat(
-            messages,
-            template_kwargs,
-            template=template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
-        if limit is None:
-            return self.encode(text, add_special_tokens=add_special_tokens)
-        return self.encode_within(text, limit, add_special_tokens=add_special_tokens)
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -252,8 +221,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the text of a chat; arguments and errors as ``chat``."""
-        if template is None and not self.has_chat_template:
+        """Return the text of a chat, by the model's own template or a given one.
+
+        Args:
+            messages: ``{"role": ..., "content": ...}`` in order.
+            template_kwargs: More variables for the template (``tools``, ``enable_thinking`` ...).
+            template: A template in place of the model's own.
+            add_generation_prompt: End with the text that opens the model's turn.
+            continue_final_message: End inside the last message, which the model goes on with.
+
+        Raises:
+            RequestError: There is no template, it refuses the messages, or a variable would replace one of the
+                renderer's own.
+        """
+        if template is None and self._hf.chat_template is None:
             raise RequestError("The model's tokenizer has no chat template", param="messages")
         if not messages:
             raise RequestError("Got no messages, expected at least one", param="messages")

@@ -1,6 +1,5 @@
 """Forms of answers are checked in a process that may die of them, before an engine hears of them."""
 
-from manylora.serving.text.forms.messages import FormSettings
-from manylora.serving.text.forms.process import FormProcess
+from manylora.serving.text.forms.process import FormProcess, FormSettings
 
 __all__ = ["FormProcess", "FormSettings"]

@@ -1,4 +1,4 @@
-"""The asking side: starts the process that checks forms with the first one, and again if it is lost."""
+"""The server's side: starts the process that checks forms with the first form, and again if it is lost."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import threading
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from manylora.core.errors import CapacityError
+from manylora.core.isolation.answers import receive_answer
 from manylora.core.types import Constraint
-from manylora.serving.text.forms.messages import FormSettings, encode, receive
 
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["FormProcess"]
+__all__ = ["MAX_ANSWER_BYTES", "FormChecked", "FormProcess", "FormSettings", "encode"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,34 @@ START_S = 120.0
 """Time for the libraries and the tokenizer."""
 ANSWER_S = 60.0
 """Time for an answer. The limit of a form is processor time, of which a busy machine gives little."""
+MAX_ANSWER_BYTES = 16 * 1024
+
+encode = msgspec.msgpack.encode
+
+
+class FormSettings(msgspec.Struct, frozen=True):
+    """The settings of a process that checks forms.
+
+    Args:
+        tokenizer: Folder or name of the tokenizer.
+        revision: The tokenizer's revision on the hub.
+        limit_s: Processor time of a form in whole seconds; the largest that are of use take half a second.
+        limit_bytes: Memory of a form. Each answer of that form takes about as much in the engine.
+    """
+
+    tokenizer: str
+    revision: str | None = None
+    limit_s: int = 3
+    limit_bytes: int = 64 << 20
+
+
+class FormChecked(msgspec.Struct, frozen=True):
+    """The answer to a form: the message of its refusal, ``None`` if it can be followed.
+
+    The first answer of a process is about its tokenizer, in the same way.
+    """
+
+    refused: str | None = None
 
 
 class FormProcess:
@@ -39,7 +69,7 @@ class FormProcess:
         self._lock = threading.Lock()
         self._pipe: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._refused: str | None = None  # why no form can be checked with this tokenizer
+        self._refused: str | None = None  # the reason why no form can be checked with this tokenizer
         self._is_closed = False
 
     def check(self, constraint: Constraint) -> str | None:
@@ -55,7 +85,7 @@ class FormProcess:
                     if self._refused is not None:
                         return self._refused
                     pipe.send_bytes(encode(constraint))
-                    return receive(pipe, ANSWER_S).refused
+                    return _receive(pipe, ANSWER_S).refused
                 except OSError as error:
                     logger.warning("form_process_lost error=%r", error)
                     self._stop()
@@ -79,7 +109,7 @@ class FormProcess:
             if self._is_closed:
                 raise ConnectionAbortedError("the server stops")
             self._pipe.send_bytes(encode(self._settings))
-            self._refused = receive(self._pipe, START_S).refused
+            self._refused = _receive(self._pipe, START_S).refused
         return self._pipe
 
     def _start(self) -> Connection:
@@ -109,3 +139,11 @@ class FormProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+_decode = msgspec.msgpack.Decoder(FormChecked).decode
+
+
+def _receive(pipe: Connection, limit_s: float) -> FormChecked:
+    """Return the next answer; ``TimeoutError`` after ``limit_s`` seconds, ``OSError`` if the process died."""
+    return receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from manylora.serving.text.tools.events import EventKind, ToolEvent
-from manylora.serving.text.tools.forced import NamedCall, RequiredCalls
-from manylora.serving.text.tools.hermes import HermesParser
-from manylora.serving.text.tools.llama3_json import Llama3JsonParser
-from manylora.serving.text.tools.mistral import MistralParser
-from manylora.serving.text.tools.parser import ToolParser, ToolSchemas
+from manylora.serving.text.tools.json_formats import (
+    HermesParser,
+    Llama3JsonParser,
+    MistralParser,
+    NamedCall,
+    QwenParser,
+    RequiredCalls,
+)
+from manylora.serving.text.tools.parser import EventKind, ToolEvent, ToolParser, ToolSchemas
 from manylora.serving.text.tools.pythonic import PythonicParser
-from manylora.serving.text.tools.qwen import QwenParser
 
 __all__ = [
     "TOOL_PARSERS",

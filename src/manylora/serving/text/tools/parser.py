@@ -18,13 +18,33 @@ import contextlib
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, ClassVar
+from enum import Enum, auto
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
-from manylora.serving.text.tools.events import EventKind, ToolEvent
+__all__ = ["EventKind", "NotACall", "Reading", "ToolEvent", "ToolParser", "ToolSchemas"]
 
-__all__ = ["NotACall", "Reading", "ToolParser", "ToolSchemas"]
+
+class EventKind(Enum):
+    """The part of an assistant's message that a text belongs to."""
+
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+    ARGUMENTS = auto()
+
+
+class ToolEvent(NamedTuple):
+    """More text of one part; the parts of a message come in order.
+
+    ``CALL`` begins a call, and its text is the whole name of the function; ``ARGUMENTS`` continues the JSON text of the
+    arguments of the last call.
+    """
+
+    kind: EventKind
+    text: str
+
 
 Reading = Generator[None, str, None]
 """Takes characters, and ``""`` at the end of the text."""
