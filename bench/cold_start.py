@@ -57,7 +57,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
 from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
 from manylora.lab.bench.synthetic import write_synthetic_adapter
-from manylora.serving.hosting.engine.gc_freeze import freeze_start_up_heap
+from manylora.serving.hosting.engine.runtime import freeze_start_up_heap
 
 RANK = 64
 NUM_WARM, NUM_COLD = 4, 32

@@ -34,7 +34,7 @@ from manylora.serving.hosting.protocol import (
     StartReport,
     Turn,
 )
-from manylora.serving.metrics.functions import FunctionState, MeasureNote
+from manylora.serving.metrics.status_report import FunctionState, MeasureNote
 
 NAN = float("nan")
 INFO = EngineInfo(

@@ -39,7 +39,7 @@ from manylora.functions.deployment import Deployment, FunctionSpec, check_folder
 from manylora.functions.wire import Account, BackboneState, NodeReport
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.room import BodyRoom
-from manylora.serving.metrics.functions import FunctionState
+from manylora.serving.metrics.status_report import FunctionState
 
 FILE = """
 [node]

@@ -30,7 +30,7 @@ from msgspec import Meta
 from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES, open_folder
 from manylora.core.errors import AdapterError, ConfigError
 from manylora.functions.decisions.billing import PriceList
-from manylora.serving.metrics.functions import FunctionName
+from manylora.serving.metrics.status_report import FunctionName
 
 __all__ = [
     "MAX_FUNCTIONS",

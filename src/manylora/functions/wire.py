@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from manylora.functions.decisions.billing import Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
-from manylora.serving.metrics.functions import FunctionName, FunctionState
+from manylora.serving.metrics.status_report import FunctionName, FunctionState
 
 __all__ = [
     "MAX_LOG_LINES",

@@ -12,8 +12,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from manylora.serving.hosting.protocol import Cancel, Message, Reply, decode_command, encode
-from manylora.serving.hosting.ray.actor import Door
-from manylora.serving.hosting.ray.connection import CurveKeys, EngineConnection
+from manylora.serving.hosting.ray.actor import CurveKeys, Door
+from manylora.serving.hosting.ray.link import EngineConnection
 from manylora.serving.hosting.sockets import MAX_FRAME_BYTES, CurveSockets, OpenSockets, open_sockets
 
 PATIENCE_S = 30.0

@@ -14,11 +14,9 @@ from manylora.core.errors import ConfigError
 from manylora.core.fleet_config import FleetConfig
 from manylora.serving.hosting.fleet.specs import engine_specs
 from manylora.serving.hosting.protocol import EngineSpec
-from manylora.serving.hosting.ray.actor import Door
-from manylora.serving.hosting.ray.cluster import RayCluster
-from manylora.serving.hosting.ray.connection import CurveKeys
+from manylora.serving.hosting.ray.actor import CurveKeys, Door
+from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources, engines_on_node
 from manylora.serving.hosting.ray.link import RayLink
-from manylora.serving.hosting.ray.resources import engine_resources, engines_on_node
 
 ENGINE = EngineConfig(
     model=ModelConfig(model="demo", device="cpu"),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import zmq
 
 from manylora.core.errors import EngineDead
-from manylora.serving.hosting.links.inbox import AT_ONCE_BYTES, Inbox
+from manylora.serving.hosting.links.process import AT_ONCE_BYTES, Inbox
 from manylora.serving.hosting.protocol import Fault, Message, Reply, encode
 
 NUM = 500

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from manylora.serving.metrics.requests import BatchHistogram
+from manylora.serving.metrics.prometheus import BatchHistogram
 
 EDGES = (0.1, 1.0, 2.5)
 

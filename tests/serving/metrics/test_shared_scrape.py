@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from manylora.serving.metrics.shared_scrape import SharedScrape
+from manylora.serving.metrics.scrape import SharedScrape
 
 
 class Counting:

@@ -32,7 +32,7 @@ from manylora.functions.node.node import FunctionNode
 from manylora.functions.wire import Account, NodeReport, Orders
 from manylora.serving.hosting.protocol import Observations
 from manylora.serving.http.listening import url_of
-from manylora.serving.metrics.functions import FunctionState
+from manylora.serving.metrics.status_report import FunctionState
 
 __all__ = ["Agent"]
 

@@ -28,9 +28,8 @@ from manylora.functions.controller.process import ControllerSetup, bind_guarded
 from manylora.functions.controller.tls import TlsFiles
 from manylora.functions.controller.tokens import read_token
 from manylora.functions.deployment import read_deployment
-from manylora.serving.hosting.ray.cluster import RayCluster
+from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources
 from manylora.serving.hosting.ray.nodes import NodeActor, RayNode, fitting_nodes, own_address
-from manylora.serving.hosting.ray.resources import engine_resources
 from manylora.serving.http.listening import BACKLOG, url_of
 
 __all__ = ["supervise_cluster"]

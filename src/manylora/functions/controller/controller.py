@@ -18,7 +18,7 @@ from manylora.functions.decisions.holding import HoldingCost, NodeRoom, Wanted, 
 from manylora.functions.decisions.placement import choose_place
 from manylora.functions.deployment import MAX_FUNCTIONS, Deployment, FunctionSpec, check_function
 from manylora.functions.wire import MAX_LOG_LINES, BackboneState, FunctionRow, NodeReport, NodeRow, Orders, Overview
-from manylora.serving.metrics.functions import FunctionStart, FunctionState
+from manylora.serving.metrics.status_report import FunctionStart, FunctionState
 
 __all__ = ["Controller"]
 

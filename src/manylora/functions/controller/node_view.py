@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from manylora.functions.decisions.holding import HoldingCost, hold_name
 from manylora.functions.decisions.placement import Candidate
 from manylora.functions.wire import NodeReport
-from manylora.serving.metrics.functions import FunctionState
+from manylora.serving.metrics.status_report import FunctionState
 
 __all__ = ["NodeView"]
 

@@ -24,7 +24,7 @@ from manylora.core.errors import ConfigError
 from manylora.functions.decisions.billing import PLATFORM, PriceList, Usage
 from manylora.functions.deployment import FunctionSpec
 from manylora.functions.wire import NodeReport
-from manylora.serving.metrics.functions import FunctionStart
+from manylora.serving.metrics.status_report import FunctionStart
 
 __all__ = ["BUCKET_NS", "Bucket", "MachineBucket", "NodeEnd", "Store", "read_ledger", "read_prices"]
 

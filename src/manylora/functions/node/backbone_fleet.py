@@ -29,7 +29,7 @@ from manylora.serving.hosting.fleet.resumption import ResumeStats
 from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
 from manylora.serving.hosting.links.in_flight import OutputStream
 from manylora.serving.hosting.protocol import EngineInfo
-from manylora.serving.metrics.functions import FunctionState
+from manylora.serving.metrics.status_report import FunctionState
 
 __all__ = ["BackboneFleet", "describe_base"]
 

@@ -39,7 +39,7 @@ from manylora.functions.processes.function_log import FunctionLog
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.links.in_flight import OutputStream
 from manylora.serving.hosting.protocol import Observations
-from manylora.serving.metrics.functions import FunctionStart, FunctionState, MeasureNote
+from manylora.serving.metrics.status_report import FunctionStart, FunctionState, MeasureNote
 
 __all__ = ["FunctionInstance", "FunctionPhase", "HostNode"]
 

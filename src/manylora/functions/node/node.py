@@ -30,7 +30,7 @@ from manylora.functions.node.instance import FunctionInstance, FunctionPhase
 from manylora.functions.node.launch import Timeouts
 from manylora.functions.wire import Account, BackboneState
 from manylora.serving.hosting.protocol import Observations
-from manylora.serving.metrics.functions import FunctionState
+from manylora.serving.metrics.status_report import FunctionState
 
 __all__ = ["FunctionNode"]
 

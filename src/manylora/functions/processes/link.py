@@ -23,7 +23,7 @@ from manylora.functions.processes.frames import FrameBuffer, frame
 from manylora.functions.processes.function_log import FunctionLog
 from manylora.functions.processes.time_budget import Allowance
 from manylora.functions.processes.zygote import ForkedFunction, Zygote
-from manylora.serving.hosting.links.child import ending_of
+from manylora.serving.hosting.links.process import ending_of
 from manylora.serving.hosting.protocol import (
     AddRequests,
     Cancel,

@@ -44,7 +44,7 @@ from manylora.functions.processes.messages import (
     Warm,
     ZygoteSetup,
 )
-from manylora.serving.hosting.engine.openmp_spin import bound_spinning
+from manylora.serving.hosting.engine.runtime import bound_spinning
 from manylora.serving.hosting.engine.service import BuildParts, load_builder
 
 __all__ = ["main"]

@@ -36,9 +36,9 @@ from manylora.serving.http.errors import HttpError
 from manylora.serving.http.refusals import RetryTimes
 from manylora.serving.http.room import BodyRoom, CallerRoom, UnreadAnswers, room_of_engine
 from manylora.serving.http.turns import FairWork, LoopTurns, next_turn
-from manylora.serving.metrics.functions import FunctionState
 from manylora.serving.metrics.prometheus import Metrics
-from manylora.serving.metrics.shared_scrape import SharedScrape
+from manylora.serving.metrics.scrape import SharedScrape
+from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import ServedFleet
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.forms import FormProcess, FormSettings

@@ -1,33 +1,100 @@
 """Prometheus metrics: vLLM's names where routers and dashboards scrape them, ``manylora_*`` beside them.
 
-Histograms are fed with the engines' observations (``requests.py``). All other metrics are read from one snapshot at the
-moment of the scrape (``scrape.py``). The event loop's thread feeds them; a scrape is rendered on another.
+Histograms and counters of requests are fed with the engines' observations. All other metrics are read from one snapshot
+at the moment of the scrape (``scrape.py``). The event loop's thread feeds them; a scrape is rendered on another.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from bisect import bisect_left
+from collections import Counter as CountOf
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from manylora.core.config import EngineConfig
 from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.snapshot import Snapshot
-from manylora.serving.hosting.protocol import Observations
-from manylora.serving.metrics.functions import FunctionState, function_metrics
+from manylora.serving.hosting.protocol import FinishedRequest, Observations
 from manylora.serving.metrics.latency import LatencyWindow
-from manylora.serving.metrics.requests import FIRST_TOKEN_S, LOAD_S, REQUEST_S, TOKEN_S, RequestMetrics
-from manylora.serving.metrics.scrape import LEVELS, by_replica, fleet_metrics, snapshot_metrics
+from manylora.serving.metrics.scrape import LEVELS, by_replica, fleet_metrics, function_metrics, snapshot_metrics
+from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import ServedFleet
 
-__all__ = ["Metrics"]
+__all__ = ["BatchHistogram", "Metrics"]
+
+FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
+LOAD_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("Time to first token.", FIRST_TOKEN_S),
+    "inter_token_latency_seconds": ("Time between tokens.", TOKEN_S),
+    "time_per_output_token_seconds": ("Time between tokens.", TOKEN_S),
+    "e2e_request_latency_seconds": ("Time from arrival to the end.", REQUEST_S),
+    "request_queue_time_seconds": ("Time spent waiting.", REQUEST_S),
+    "request_inference_time_seconds": ("Time from admission to the end.", REQUEST_S),
+    "request_prefill_time_seconds": ("Time from admission to first token.", REQUEST_S),
+    "request_decode_time_seconds": ("Time from first token to the end.", REQUEST_S),
+    "request_time_per_output_token_seconds": ("Mean time between a request's tokens.", TOKEN_S),
+    "request_prompt_tokens": ("Prompt tokens of ended requests.", TOKENS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens that the prefix cache did not hold.", TOKENS),
+    "request_generation_tokens": ("Generated tokens of ended requests.", TOKENS),
+    "request_params_max_tokens": ("Limits of tokens of ended requests.", TOKENS),
+    "request_params_n": ("Answers of a request.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    "request_max_num_generation_tokens": ("Tokens of the longest of a request's answers.", TOKENS),
+    "iteration_tokens_total": ("Tokens of a step.", TOKENS),
+}
+"""Histograms under vLLM's names: their descriptions, and the upper edges of their buckets.
+
+Older dashboards ask for names that vLLM has renamed since; those with the same meaning are shown under both names.
+"""
 
 
-class Metrics(Collector):
+class BatchHistogram(Collector):
+    """A Prometheus histogram with fixed labels that adds many equal values at once.
+
+    Every token has its gap to the one before, and gaps of one step are often equal: counting equal values together
+    costs a tenth of one ``Histogram.observe`` for each.
+
+    Args:
+        name: Name of the metric.
+        text: Its description.
+        labels: Its labels, by name.
+        registry: Shows it.
+        buckets: Upper edges, ascending, without infinity.
+    """
+
+    def __init__(
+        self, name: str, text: str, labels: Mapping[str, str], *, registry: CollectorRegistry, buckets: Sequence[float]
+    ) -> None:
+        self._name, self._text, self._labels = name, text, dict(labels)
+        self._edges = tuple(buckets)
+        self._counts = [0] * (len(self._edges) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def add(self, value: float, count: int = 1) -> None:
+        """Count a value ``count`` times."""
+        self._counts[bisect_left(self._edges, value)] += count
+        self._sum += value * count
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram; prometheus-client calls this."""
+        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        edges = [*map(str, map(float, self._edges)), "+Inf"]
+        buckets = list(zip(edges, accumulate(self._counts), strict=True))
+        family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=self._sum)
+        yield family
+
+
+class Metrics:
     """All metrics of one server.
 
     Args:
@@ -52,53 +119,65 @@ class Metrics(Collector):
         self._served_name = served_name
         self._epoch_s = epoch_s
         self._monotonic_s = monotonic_s
-        self._rendering = asyncio.Lock()  # what follows is the snapshot of one scrape
-        self._of_fleet: Sequence[Metric] = ()
-        self._has_replicas = False
-        self._snapshots: Mapping[int, Snapshot] = {}
-        self._functions: Sequence[FunctionState] = ()
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-        self._requests = RequestMetrics(served_name, self._registry)
-        self._loads = Histogram(
+        registry = self._registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        labels = {"model_name": served_name}
+        self._histograms = {
+            name: BatchHistogram(f"vllm:{name}", text, labels, registry=registry, buckets=buckets)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        self._finished = counter("vllm:request_success", "Ended requests.", "model_name", "finished_reason")
+        self._responses = counter("http_requests", "HTTP responses.", "method", "status", "handler")
+        self._failed_loads = counter("manylora_adapter_load_failures", "Adapter loads that failed.")
+        loads = Histogram(
             "vllm:lora_adapter_load_seconds",
             "Time to bring an adapter up to a tier.",
             ["model_name", "level"],
-            registry=self._registry,
+            registry=registry,
             buckets=LOAD_S,
         )
-        self._responses = Counter(
-            "http_requests", "HTTP responses.", ["method", "status", "handler"], registry=self._registry
-        )
-        self._failed_loads = Counter(
-            "manylora_adapter_load_failures", "Adapter loads that failed.", registry=self._registry
+        self._device_loads, self._host_loads = (
+            loads.labels(served_name, LEVELS[tier]) for tier in (Tier.DEVICE, Tier.HOST)
         )
         self._by_adapter = _AdapterMetrics(
-            self._registry, has_histograms=has_adapter_histograms, max_adapters=config.adapters.max_registered
+            registry, has_histograms=has_adapter_histograms, max_adapters=config.adapters.max_registered
         )
 
     def observe(self, observed: Observations) -> None:
         """Add an engine's observations since its last message."""
-        self._requests.observe(observed)
-        for tier, values in ((Tier.DEVICE, observed.device_loads_s), (Tier.HOST, observed.host_loads_s)):
-            loads = self._loads.labels(self._served_name, LEVELS[tier])
+        gaps_s = CountOf(chain.from_iterable(observed.inter_token_s.values()))  # those of one step are mostly equal
+        self._add("time_to_first_token_seconds", CountOf(chain.from_iterable(observed.ttft_s.values())))
+        self._add("inter_token_latency_seconds", gaps_s)
+        self._add("time_per_output_token_seconds", gaps_s)
+        self._add("request_queue_time_seconds", CountOf(observed.queue_s))
+        self._add("iteration_tokens_total", CountOf(observed.step_tokens))
+        for request in observed.finished:
+            self._finish(request)
+        for histogram, values in (
+            (self._device_loads, observed.device_loads_s),
+            (self._host_loads, observed.host_loads_s),
+        ):
             for value in values:
-                loads.observe(value)
+                histogram.observe(value)
         if observed.num_failed_loads:
             self._failed_loads.inc(observed.num_failed_loads)
         self._by_adapter.observe(observed)
         self.latency.observe(observed, self._monotonic_s())
 
     def count_answers(self, num_tokens: Sequence[int]) -> None:
-        """Add the answers of one request, by their numbers of tokens: vLLM keeps their number and the longest."""
-        self._requests.count_answers(num_tokens)
+        """Add the answers of one request of a client, by their numbers of tokens: vLLM keeps number and maximum."""
+        self._histograms["request_params_n"].add(len(num_tokens))
+        self._histograms["request_max_num_generation_tokens"].add(max(num_tokens))
 
     def count_response(self, method: str, route: str, status: int) -> None:
         """Count an HTTP response.
 
         Args:
-            method: Of the request.
+            method: The request's method.
             route: Its path, with names in place of values, so that their number is bounded.
             status: HTTP status.
         """
@@ -115,26 +194,55 @@ class Metrics(Collector):
                 series of their own.
             functions: Isolated functions that have been awake.
         """
-        async with self._rendering:
-            self._of_fleet, self._snapshots, self._functions = tuple(fleet_metrics(fleet)), snapshots, functions
-            if snapshots:
-                self._by_adapter.keep_only(fleet.adapters.loaded)
-            self._has_replicas = fleet.num_replicas > 1
-            return await asyncio.to_thread(generate_latest, self._registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the metrics that are read at the moment of the scrape; prometheus-client calls this."""
-        yield from self._of_fleet
-        if self._functions:
-            yield from function_metrics(self._functions)
+        if snapshots:
+            self._by_adapter.keep_only(fleet.adapters.loaded)
         families = {
             index: snapshot_metrics(stats, statuses, self._config, served_name=self._served_name, now_s=self._epoch_s())
-            for index, (stats, statuses) in self._snapshots.items()
+            for index, (stats, statuses) in snapshots.items()
         }
-        if self._has_replicas:
-            yield from by_replica(families)
-        else:
-            yield from chain.from_iterable(families.values())
+        scraped = (
+            tuple(fleet_metrics(fleet)),
+            function_metrics(functions) if functions else (),
+            by_replica(families) if fleet.num_replicas > 1 else chain.from_iterable(families.values()),
+            self._registry.collect(),
+        )
+        return await asyncio.to_thread(generate_latest, _Scraped(chain.from_iterable(scraped)))
+
+    def _add(self, name: str, counts: CountOf[float] | CountOf[int]) -> None:
+        add = self._histograms[name].add
+        for value, count in counts.items():
+            add(value, count)
+
+    def _finish(self, request: FinishedRequest) -> None:
+        """Count an ended request; one without a token counts in its end-to-end time, sizes and reason alone."""
+        self._finished.labels(self._served_name, request.reason).inc()
+        values = {
+            "e2e_request_latency_seconds": request.e2e_s,
+            "request_prompt_tokens": request.num_prompt_tokens,
+            "request_generation_tokens": request.num_output_tokens,
+            "request_params_max_tokens": request.max_tokens,
+        }
+        if request.prefill_s is not None and request.decode_s is not None:
+            values |= {
+                "request_prefill_kv_computed_tokens": request.num_prompt_tokens - request.num_cached_tokens,
+                "request_prefill_time_seconds": request.prefill_s,
+                "request_decode_time_seconds": request.decode_s,
+                "request_inference_time_seconds": request.prefill_s + request.decode_s,
+            }
+            if request.num_output_tokens > 1:
+                values["request_time_per_output_token_seconds"] = request.decode_s / (request.num_output_tokens - 1)
+        for name, value in values.items():
+            self._histograms[name].add(value)
+
+
+class _Scraped(Collector):
+    """The metrics of one scrape, as prometheus-client takes them."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 class _AdapterMetrics:
@@ -159,9 +267,8 @@ class _AdapterMetrics:
             return Counter(name, text, ["adapter_name"], registry=registry)
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram | None:
-            if not has_histograms:
-                return None
-            return Histogram(name, text, ["adapter_name"], registry=registry, buckets=buckets)
+            made = has_histograms and Histogram(name, text, ["adapter_name"], registry=registry, buckets=buckets)
+            return made or None
 
         self._prompt = counter("manylora_adapter_prompt_tokens", "Prompt tokens of ended requests, by adapter.")
         self._generated = counter("manylora_adapter_generation_tokens", "Tokens generated for ended requests.")

@@ -1,26 +1,93 @@
 """Types of the answer to ``GET /status``: the server encodes them, ``manylora top`` decodes them.
 
 Names are those of ``EngineStats`` and of ``GET /adapters``. Fields are only added, and readers ignore unknown ones.
+Agents report the states of functions to their controller in the same types.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from manylora.core.costs.rank_fit import StepFit
 from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.scaling import ScalingDecision
-from manylora.serving.metrics.functions import FunctionState
 
 __all__ = [
     "AdapterRow",
+    "FunctionName",
+    "FunctionStart",
+    "FunctionState",
     "Latency",
+    "MeasureNote",
     "Percentiles",
     "ReplicaRow",
     "Resumes",
     "StatusReport",
     "adapter_row",
 ]
+
+
+FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+-]*$")]
+Text = Annotated[str, Meta(max_length=4096)]
+
+
+class MeasureNote(msgspec.Struct, frozen=True):
+    """A measure of isolation that is not in force, and the reason."""
+
+    name: Text
+    note: Text
+
+
+class FunctionStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The last start of a function.
+
+    Args:
+        at: Its begin, in seconds since the epoch.
+        begun_from: The state that the start began from: ``nothing``, ``backbone`` or ``zygote``.
+        stages_s: Seconds of each stage, in order; they add up to ``total_s``.
+        total_s: From the request, or the decision, until requests are taken.
+        first_token_s: From there to the first token of the request that woke it; ``None`` if none did.
+    """
+
+    at: float
+    begun_from: Text
+    stages_s: dict[str, float]
+    total_s: float
+    first_token_s: float | None = None
+
+
+class FunctionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A function on a node that has ever been awake there since the agent's start.
+
+    Args:
+        state: ``asleep``, ``waking``, ``awake``, ``ending`` or ``failed``.
+        awake_since: In seconds since the epoch.
+        is_held: Whether pre-loading keeps it awake: the platform pays then.
+        pss_bytes: Proportional set size of its process.
+        requests_per_s: Rate of its requests.
+        error: The reason why it failed.
+        missing: Measures that are not in force.
+    """
+
+    name: FunctionName
+    state: Text
+    pid: int | None = None
+    awake_since: float | None = None
+    is_held: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    pss_bytes: int = 0
+    own_bytes: int = 0
+    adapter_bytes: int = 0
+    requests_per_s: float = 0.0
+    num_starts: int = 0
+    num_deaths: int = 0
+    last_start: FunctionStart | None = None
+    error: Text | None = None
+    missing: tuple[MeasureNote, ...] = ()
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from manylora.core.fleet_config import FleetConfig
 from manylora.core.routing import Router, RouterContext, make_router
 from manylora.core.scaling import ScalingPolicy
 from manylora.demo import demo_model_path
-from manylora.serving.hosting.engine.gc_freeze import collector_paused, freeze_start_up_heap
+from manylora.serving.hosting.engine.runtime import collector_paused, freeze_start_up_heap
 from manylora.serving.hosting.engine.service import builder_for
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet
@@ -36,9 +36,8 @@ from manylora.serving.hosting.fleet.specs import engine_specs
 from manylora.serving.hosting.links.base_share import BaseShares
 from manylora.serving.hosting.links.link import LINKS, EngineLink
 from manylora.serving.hosting.protocol import EngineSpec
-from manylora.serving.hosting.ray.cluster import RayCluster
+from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources
 from manylora.serving.hosting.ray.link import RayLink
-from manylora.serving.hosting.ray.resources import engine_resources
 from manylora.serving.http.auth import exposure
 from manylora.serving.http.listening import HttpServer, bind, bind_unix, run_until_stopped, url_of
 from manylora.serving.metrics.prometheus import Metrics

@@ -22,8 +22,12 @@ import zmq
 from manylora.core.clock import WallClock
 from manylora.core.isolation.system import end_with_parent
 from manylora.core.logs import configure_logging
-from manylora.serving.hosting.engine.gc_freeze import collector_paused, freeze_imports, freeze_start_up_heap
-from manylora.serving.hosting.engine.openmp_spin import bound_spinning
+from manylora.serving.hosting.engine.runtime import (
+    bound_spinning,
+    collector_paused,
+    freeze_imports,
+    freeze_start_up_heap,
+)
 from manylora.serving.hosting.engine.service import EngineService, load_builder
 from manylora.serving.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.serving.hosting.sockets import EngineSockets, UnixSockets, open_sockets

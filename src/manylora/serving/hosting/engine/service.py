@@ -27,9 +27,9 @@ from manylora.core.ports import EngineParts, Executor, SharedBase
 from manylora.core.scheduling.prediction import RequestLog
 from manylora.core.types import Constraint, Output
 from manylora.serving.hosting.engine.adapter_reads import AdapterReads
-from manylora.serving.hosting.engine.gc_freeze import collector_paused
 from manylora.serving.hosting.engine.observer import Observer
 from manylora.serving.hosting.engine.prestart import TORCH_BUILDER
+from manylora.serving.hosting.engine.runtime import collector_paused
 from manylora.serving.hosting.protocol import (
     AddRequests,
     Cancel,

@@ -10,7 +10,7 @@ from pathlib import Path
 from manylora.core.config import EngineConfig
 from manylora.core.fleet_config import FleetConfig
 from manylora.serving.hosting.protocol import EngineSpec
-from manylora.serving.hosting.ray.resources import engine_resources
+from manylora.serving.hosting.ray.cluster import engine_resources
 
 __all__ = ["engine_specs"]
 

@@ -1,7 +1,7 @@
-"""An engine in its own process, connected by ZeroMQ over Unix sockets in a private directory.
+"""An engine in a process of its own: the process, the messages that it sends, and the link to one on this machine.
 
-Each side binds the socket that it receives on and connects the one that it sends on: a connected socket can queue at
-once.
+A link is connected by ZeroMQ over Unix sockets in a private directory. Each side binds the socket that it receives on
+and connects the one that it sends on: a connected socket can queue at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -18,16 +20,139 @@ from typing import Any
 import zmq
 
 from manylora.core.errors import ConfigError, EngineDead
+from manylora.serving.hosting.engine.prestart import spawn_engine, take_early
 from manylora.serving.hosting.links.base_share import BaseShare
-from manylora.serving.hosting.links.child import EngineChild, ending_of
-from manylora.serving.hosting.links.inbox import Inbox
-from manylora.serving.hosting.protocol import Command, Ending, EngineSpec, Message, ProcessSetup, Ready, Reply, encode
+from manylora.serving.hosting.protocol import (
+    Command,
+    Ending,
+    EngineSpec,
+    Message,
+    ProcessSetup,
+    Ready,
+    Reply,
+    decode_message,
+    encode,
+)
 from manylora.serving.hosting.sockets import UnixSockets
 
-__all__ = ["ProcessLink"]
+__all__ = ["AT_ONCE_BYTES", "LAST_MESSAGES_S", "EngineChild", "Inbox", "ProcessLink", "ending_of"]
 
 LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
+
 LAST_MESSAGES_S = 0.2
+"""Time for the last messages of an engine that has ended."""
+
+SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that a process does not raise by a fault of its own; a crash is SIGSEGV, SIGABRT or SIGBUS."""
+
+AT_ONCE_BYTES = 1024 * 1024
+"""Bytes of messages that are delivered at once, in some five milliseconds: sixty steps of two hundred streams.
+
+Tokens of a stream that are delivered together share a write, so a busy server lives on large pieces.
+"""
+
+
+class EngineChild:
+    """An engine process: a new one, or the one that was started early for such an engine.
+
+    It has its own process group, so that Ctrl-C reaches this process alone. Its standard input is a pipe from this
+    process, and it ends with the pipe. The kernel kills it when the thread ends that creates it: that thread must stay
+    as long as engines are needed, as the event loop's does.
+
+    Args:
+        setup: Its set-up, which it reads from the pipe: keys are in no argument, environment or file.
+        files: Descriptors that it inherits.
+    """
+
+    def __init__(self, setup: ProcessSetup, files: Sequence[int] = ()) -> None:
+        early = None if files else take_early(setup.engine)
+        self._process = early or spawn_engine(files=files)
+        assert self._process.stdin is not None
+        body = encode(setup)
+        with contextlib.suppress(BrokenPipeError):  # the process has died: its exit code says why
+            self._process.stdin.write(b"%d\n" % len(body) + body)
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """Return its id."""
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Wait for its end; return the exit code, or minus the number of a signal."""
+        return self._process.wait()
+
+    def kill(self) -> None:
+        """Kill its process group and wait for its end; may be called again."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+
+def ending_of(code: int, process: str) -> Ending:
+    """Return the end of an engine process by its exit code; ``process`` names it."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            by = signal.Signals(-code)
+            return Ending(f"{process} was killed by {by.name}", is_external=by in SENT_BY_OTHERS)
+    return Ending(f"{process} ended with exit code {code}")
+
+
+class Inbox:
+    """Delivers the messages of one socket, until closed. For the event loop's thread alone.
+
+    Args:
+        socket: The socket, which is closed with the inbox.
+        deliver: Called with all messages that have arrived together, so that several tokens share one write.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], deliver: Callable[[Sequence[Message]], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self.broken: asyncio.Future[str] = loop.create_future()
+        """Done once no more messages are read: the reason, in words."""
+        self._socket = socket
+        self._deliver = deliver
+        loop.add_reader(socket.fileno(), self._receive)
+        self._receive()
+
+    def close(self, reason: str = "it was stopped") -> None:
+        """Close the socket; may be called again."""
+        if not self._socket.closed:
+            self._stop(reason)
+            self._socket.close(linger=0)
+
+    def _stop(self, reason: str) -> None:
+        """Read no more. The owner closes the socket, after it has let go of all that watches it."""
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        if not self.broken.done():
+            self.broken.set_result(reason)
+
+    def _receive(self) -> None:
+        """Deliver messages that have arrived; the event loop calls this when the socket becomes readable.
+
+        The socket must be read until it is empty, because ZeroMQ signals only the change from empty. After some
+        messages others have their turn, so that a loop that lags still answers.
+        """
+        if self._socket.closed:
+            return
+        messages: list[Message] = []
+        room = AT_ONCE_BYTES
+        try:
+            with contextlib.suppress(zmq.Again):
+                while room > 0:
+                    message = self._socket.recv(zmq.NOBLOCK)
+                    room -= len(message)
+                    messages.append(decode_message(message))
+            if room <= 0:
+                asyncio.get_running_loop().call_soon(self._receive)
+            if messages:
+                self._deliver(messages)
+        except Exception as error:
+            self._stop(repr(error))
 
 
 class ProcessLink:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
 
 import msgspec
 import zmq
 
-from manylora.serving.hosting.links.child import EngineChild
+from manylora.serving.hosting.links.process import EngineChild
 from manylora.serving.hosting.protocol import EngineSpec, ProcessSetup
 from manylora.serving.hosting.sockets import CurveSockets
 
-__all__ = ["Door", "EngineActor"]
+__all__ = ["CurveKeys", "Door", "EngineActor"]
 
 NUM_WAITING = 16
 """Connections that may wait until the engine process accepts them."""
@@ -44,6 +45,13 @@ class Door:
     messages_port: int
     public_key: bytes
     resources: dict[str, float]
+
+
+class CurveKeys(NamedTuple):
+    """A pair of keys for CURVE, as Z85."""
+
+    public: bytes
+    secret: bytes
 
 
 class EngineActor:
