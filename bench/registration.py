@@ -47,10 +47,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from manylora.cli.options.adapter_folders import collect_adapters
-from manylora.core.adapters.file_stamp import stamp_files
-from manylora.core.adapters.folder import open_folder
-from manylora.core.adapters.header import HeaderReader
+from manylora.core.adapters.identity import stamp_files
+from manylora.core.adapters.read import HeaderReader
 from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.sources import open_folder
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts

@@ -18,15 +18,17 @@ from msgspec import structs
 from safetensors.numpy import load_file, save_file
 from test_execution_executor import BLOCK, executor_of, load, run, sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from unpacked import lora_reference
 
-from manylora.core.adapters.config import read_config
-from manylora.core.adapters.folder import open_folder
-from manylora.core.adapters.method import ModuleWeights
-from manylora.core.adapters.methods import METHODS, PLAIN_LORA, find_method
+from manylora.core.adapters.folder import read_config
+from manylora.core.adapters.layout import lay_out
+from manylora.core.adapters.method import METHODS, parse_settings
 from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.read import read_adapter
 from manylora.core.adapters.report import inspect_adapter
 from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.sources import open_folder
+from manylora.core.adapters.tensors import ModuleWeights
 from manylora.core.adapters.weight_file import WeightFile
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -54,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.core.adapters.methods.METHODS", [*METHODS, METHOD])
+    monkeypatch.setattr("manylora.core.adapters.method.METHODS", [*METHODS, METHOD])
 
 
 def write_scaled(directory: Path, base: BaseShape, *, rank: int, targets: Sequence[str], seed: int = 0) -> Path:
@@ -77,7 +79,7 @@ def weights_of(directory: Path, base: BaseShape) -> dict[str, ModuleWeights]:
     folder = open_folder("mine", directory)
     config = read_config(folder)
     with WeightFile(folder, LIMIT) as file:
-        weights = find_method(config).parse("mine", config).match(file.tensors, base)
+        weights = parse_settings("mine", config).match(file.tensors, base)
         return {w.module.name: w for w in file.fetch(weights)}
 
 
@@ -90,8 +92,8 @@ def test_a_folder_is_read_by_the_method_it_asks_for(tmp_path: Path) -> None:
     columns = sum(m.out_features for m in base.modules if m.name.rpartition(".")[2] in LINEAR)
     assert version.weight_bytes == like.weight_bytes + 4 * columns
     ranks = {m.name: 3 for m in base.modules if m.name.rpartition(".")[2] in LINEAR}
-    for method, packed in ((METHOD, version), (PLAIN_LORA, like)):
-        layout = method.lay_out(ranks, base)
+    for scaled, packed in ((ranks, version), ((), like)):
+        layout = lay_out(ranks, base, column_scaled=scaled)
         assert (layout.num_pages, layout.weight_bytes) == (packed.num_pages, packed.weight_bytes)
     report = inspect_adapter(folder, base, max_bytes=LIMIT)
     assert report.version == version and len(report.modules) == len(ranks)
@@ -173,8 +175,7 @@ def test_rows_get_what_the_method_says(kernel: str, rows: tuple[int, ...], block
                 if module.name in modules_of:
                     columns = slice(module.offset, module.offset + module.out_features)
                     one = modules_of[module.name]
-                    method = METHOD if one.column_scale is not None else PLAIN_LORA
-                    expected[part, columns] = method.reference(x[part].double().numpy(), expected[part, columns], one)
+                    expected[part, columns] = lora_reference(x[part].double().numpy(), expected[part, columns], one)
         np.testing.assert_allclose(found, expected + bias.double().numpy(), atol=2e-4, rtol=1e-4, err_msg=group)
 
 

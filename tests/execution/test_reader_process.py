@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 
 from manylora.core.adapters.hash_cache import HashCache
 from manylora.core.adapters.read import read_adapter
-from manylora.core.adapters.urls import host_of
+from manylora.core.adapters.sources import host_of
 from manylora.core.errors import AdapterError, AdapterNotFound
 from manylora.core.types import AdapterVersion
 from manylora.execution.storage import reader_messages, reader_service

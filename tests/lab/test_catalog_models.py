@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from manylora.core.adapters.layout import lay_out
-from manylora.core.adapters.methods import PLAIN_LORA
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.config import MIB
 from manylora.core.errors import ConfigError
@@ -78,7 +77,7 @@ def test_a_token_meets_all_weights_but_the_embedding() -> None:
 
 def adapter_bytes(base: BaseShape, rank: int, targets: tuple[str, ...]) -> int:
     modules = [module.name for module in base.modules if module.name.rpartition(".")[2] in targets]
-    return PLAIN_LORA.lay_out(dict.fromkeys(modules, rank), base).weight_bytes
+    return lay_out(dict.fromkeys(modules, rank), base).weight_bytes
 
 
 def test_adapters_have_the_published_sizes() -> None:

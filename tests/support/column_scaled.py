@@ -6,14 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from manylora.core.adapters.layout import AdapterLayout, lay_out
-from manylora.core.adapters.lora.plain import PlainLora, PlainSettings
-from manylora.core.adapters.method import ModuleWeights, StoredModule
+from manylora.core.adapters.lora.plain import PlainSettings, parse_plain
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.tensors import StoredTensor
+from manylora.core.adapters.tensors import ModuleWeights, StoredModule, StoredTensor
 from manylora.core.errors import AdapterError
 
 PEFT_TYPE = "COLUMN_SCALED_LORA"
@@ -44,13 +39,4 @@ class ColumnScaledLora:
         return config.get("peft_type") == PEFT_TYPE
 
     def parse(self, name: str, config: Mapping[str, Any]) -> ColumnScaledSettings:
-        return ColumnScaledSettings(name, PlainLora().parse(name, {**config, "peft_type": "LORA"}).settings)
-
-    def lay_out(self, ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None) -> AdapterLayout:
-        return lay_out(ranks, base, dtype, column_scaled=ranks)
-
-    def reference(
-        self, x: NDArray[np.float64], product: NDArray[np.float64], weights: ModuleWeights
-    ) -> NDArray[np.float64]:
-        assert weights.column_scale is not None
-        return PlainLora().reference(x, product, weights) * weights.column_scale.as_float32()
+        return ColumnScaledSettings(name, parse_plain(name, {**config, "peft_type": "LORA"}).settings)

@@ -43,7 +43,7 @@ MAX_SHOWN_CHARS = 300
 AdapterKey = NewType("AdapterKey", str)
 """Identifies a version: the content hash of an adapter's weights and effective configuration, or a provisional key.
 
-A provisional key stands for weights that were not read yet (``core/adapters/file_stamp.py``).
+A provisional key stands for weights that were not read yet (``core/adapters/identity.py``).
 """
 
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
-from manylora.core.adapters.urls import host_of
+from manylora.core.adapters.sources import host_of
 from manylora.core.clock import Clock
 from manylora.core.costs.wait_budget import MAX_WAIT_S, WaitBudget
 from manylora.core.engine.steps.plan_ahead import fill_in

@@ -27,7 +27,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES, open_folder
+from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES
+from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import AdapterError, ConfigError
 from manylora.functions.decisions.billing import PriceList
 from manylora.serving.metrics.status_report import FunctionName

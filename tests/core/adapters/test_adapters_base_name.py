@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manylora.core.adapters.base_name import is_same_base, names_of_base
+from manylora.core.adapters.request_files import is_same_base, names_of_base
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manylora.core.adapters.bin_file import describe_bin
-from manylora.core.adapters.opened import LocalFile
+from manylora.core.adapters.folder import LocalFile
 from manylora.core.adapters.tensors import StoredTensor
 from manylora.core.errors import AdapterError
 

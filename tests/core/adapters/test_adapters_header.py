@@ -20,16 +20,15 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 
-from manylora.core.adapters import header as header_module
+from manylora.core.adapters import read as read_module
 from manylora.core.adapters import weight_file
-from manylora.core.adapters.file_stamp import is_provisional, provisional_key, stamp_files
-from manylora.core.adapters.folder import open_folder
 from manylora.core.adapters.hash_cache import KnownContent
-from manylora.core.adapters.header import HeaderReader
+from manylora.core.adapters.identity import is_provisional, provisional_key, stamp_files
 from manylora.core.adapters.packed import image_of, own_memory
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import HeaderReader, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
-from manylora.core.adapters.weight_source import fetch, parse_header
+from manylora.core.adapters.sources import open_folder
+from manylora.core.adapters.weight_file import fetch, parse_header
 from manylora.core.errors import AdapterError
 
 BASE = tiny_base()
@@ -111,7 +110,7 @@ def test_adapters_of_one_shape_are_checked_once(tmp_path: Path, monkeypatch: pyt
         parsed.append(name)
         return parse_header(name, header, num_bytes)
 
-    monkeypatch.setattr(header_module, "parse_header", parse)
+    monkeypatch.setattr(read_module, "parse_header", parse)
     headers = reader()
     for index, targets in enumerate([["q_proj", "v_proj"], ["v_proj", "q_proj"]] * 5):
         directory = write_good_adapter(tmp_path / str(index), BASE, seed=index, target_modules=targets)

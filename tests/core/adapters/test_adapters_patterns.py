@@ -8,8 +8,8 @@ from bad_adapters import tiny_base, write_good_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.core.adapters.header import HeaderReader
-from manylora.core.adapters.lora.patterns import Budget, Names, Pattern, PatternError, is_plain
+from manylora.core.adapters.lora.targeting import Budget, Names, Pattern, PatternError, is_plain
+from manylora.core.adapters.read import HeaderReader
 
 atoms = st.sampled_from(
     [

@@ -10,8 +10,9 @@ from bad_adapters import tiny_base
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import LlamaConfig, LlamaForCausalLM
+from unpacked import unpack
 
-from manylora.core.adapters.packed import PackedAdapter, unpack
+from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.read import read_adapter
 
 pytestmark = [

@@ -9,8 +9,9 @@ import pytest
 import torch
 from bad_adapters import adapter_config, adapter_tensors, tiny_base, write_good_adapter
 from safetensors.torch import save_file
+from unpacked import unpack
 
-from manylora.core.adapters.packed import PackedAdapter, unpack
+from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.read import read_adapter
 from manylora.core.config import AdapterConfig
 from manylora.core.errors import AdapterError, ConfigError

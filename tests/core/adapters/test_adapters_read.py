@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from bad_adapters import BAD_ADAPTERS, BadAdapter, adapter_config, adapter_tensors, tiny_base, write_good_adapter
 from safetensors.numpy import save_file
+from unpacked import unpack
 
-from manylora.core.adapters.packed import PackedAdapter, unpack
+from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.read import read_adapter
 from manylora.core.adapters.report import inspect_adapter
 from manylora.core.adapters.shape import BaseShape

@@ -14,13 +14,13 @@ import torch
 from bad_adapters import tiny_base, write_good_adapter
 from safetensors.numpy import load_file
 
-from manylora.core.adapters import content, matched, read_layers, weight_file
-from manylora.core.adapters.matched import MAX_SHAPES, MatchedShapes
-from manylora.core.adapters.opened import LocalFile
+from manylora.core.adapters import identity, read_layers, weight_file
+from manylora.core.adapters import read as read_module
+from manylora.core.adapters.folder import LocalFile
 from manylora.core.adapters.packed import PackedAdapter, image_of, own_memory
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import MAX_MATCHED, MatchedShapes, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
-from manylora.core.adapters.weight_source import parse_header, read_header_bytes
+from manylora.core.adapters.weight_file import parse_header, read_header_bytes
 from manylora.core.errors import AdapterError, AdapterNotFound
 
 BASE = tiny_base(num_layers=5)
@@ -159,8 +159,8 @@ def test_a_file_that_shrinks_while_it_is_read_fails_the_load(tmp_path: Path, mon
 
 def test_a_shape_is_matched_once_and_every_file_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    parse = matched.parse_config
-    monkeypatch.setattr(matched, "parse_config", lambda name, config: (parsed.append(name), parse(name, config))[1])
+    parse = read_module.parse_config
+    monkeypatch.setattr(read_module, "parse_config", lambda name, config: (parsed.append(name), parse(name, config))[1])
     shapes = MatchedShapes(BASE)
     alike = [register(tmp_path / name, seed) for seed, name in enumerate("abc")]
     for known in alike * 2:
@@ -186,7 +186,7 @@ def test_a_file_of_another_version_is_neither_laid_out_nor_remembered(
     shapes = MatchedShapes(BASE)
     known = register(tmp_path / "a")
     register(tmp_path / "a", rank=64)
-    monkeypatch.setattr(matched.MatchedWeights, "lay_out", lambda *_: pytest.fail("it was laid out"))
+    monkeypatch.setattr(read_layers, "layout_of", lambda *_: pytest.fail("it was laid out"))
     with pytest.raises(AdapterError, match="changed since it was registered"):
         read_again(known, shapes)
     monkeypatch.undo()
@@ -200,10 +200,10 @@ def test_few_shapes_are_remembered(tmp_path: Path) -> None:
     shapes = MatchedShapes(BASE)
     known = register(tmp_path / "a")
     config = tmp_path / "a" / "adapter_config.json"
-    for number in range(2 * MAX_SHAPES + 1):
+    for number in range(2 * MAX_MATCHED + 1):
         np.testing.assert_array_equal(read_again(known, shapes)[0], known.image)
         config.write_text(config.read_text() + " ")  # the same configuration, of another spelling
-        assert 0 < len(shapes._known) <= MAX_SHAPES, number
+        assert 0 < len(shapes._known) <= MAX_MATCHED, number
 
 
 def test_files_that_went_away_are_named(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_files_that_went_away_are_named(tmp_path: Path) -> None:
 def test_a_digest_is_the_same_whatever_is_put_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = write_good_adapter(tmp_path / "a", BASE, rank=8)
     keys = set()
-    for least_bytes in (0, 300, 1000, content.LEAST_ALONE_BYTES):
-        monkeypatch.setattr(content, "LEAST_ALONE_BYTES", least_bytes)
+    for least_bytes in (0, 300, 1000, identity.LEAST_ALONE_BYTES):
+        monkeypatch.setattr(identity, "LEAST_ALONE_BYTES", least_bytes)
         version = read_adapter("mine", folder, BASE, max_bytes=LIMIT).version
         keys.add((version.key, version.layer_digests))
     assert len(keys) == 1

@@ -5,7 +5,7 @@ import pytest
 from bad_adapters import tiny_base, write_good_adapter
 from paging import square_adapter_bytes
 
-from manylora.core.adapters.methods import PLAIN_LORA
+from manylora.core.adapters.layout import lay_out
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import check_name, resolve_path
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound
@@ -121,7 +121,7 @@ def test_bad_names(name: str) -> None:
 
 def adapter_bytes(base: BaseShape, rank: int, targets: tuple[str, ...] | None = None) -> int:
     modules = [m.name for m in base.modules if targets is None or m.name.rpartition(".")[2] in targets]
-    return PLAIN_LORA.lay_out(dict.fromkeys(base.all_linear if targets is None else modules, rank), base).weight_bytes
+    return lay_out(dict.fromkeys(base.all_linear if targets is None else modules, rank), base).weight_bytes
 
 
 def test_sizes_follow_the_real_shapes() -> None:

@@ -17,17 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from registry_server import RegistryServer, serving_folder
 
-from manylora.core.adapters.file_stamp import is_provisional
-from manylora.core.adapters.folder import open_folder
-from manylora.core.adapters.header import HeaderReader
-from manylora.core.adapters.opened import LocalFile
+from manylora.core.adapters.folder import LocalFile
+from manylora.core.adapters.identity import is_provisional
 from manylora.core.adapters.packed import PackedAdapter, image_of, own_memory
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import HeaderReader, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
 from manylora.core.adapters.remote import RemoteFile
 from manylora.core.adapters.report import inspect_adapter
-from manylora.core.adapters.urls import check_registry, resolve_url
-from manylora.core.adapters.weight_source import parse_header, read_header_bytes
+from manylora.core.adapters.sources import check_registry, open_folder, resolve_url
+from manylora.core.adapters.weight_file import parse_header, read_header_bytes
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
 from manylora.core.types import AdapterVersion
 from manylora.execution.storage import reader_process

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import pytest
 from bad_adapters import tiny_base
 
-from manylora.core.adapters.file_stamp import stamp_files
-from manylora.core.adapters.folder import open_folder
+from manylora.core.adapters.identity import stamp_files
+from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterUnavailable
 from manylora.execution.storage.http_registry import HttpRegistry
 

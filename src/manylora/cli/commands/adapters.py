@@ -17,10 +17,10 @@ from rich.text import Text
 
 from manylora.cli.options.shared import resolve_model
 from manylora.cli.views.terminal import note, out
-from manylora.core.adapters.base_name import is_same_base, names_of_base
 from manylora.core.adapters.report import AdapterReport, inspect_adapter
+from manylora.core.adapters.request_files import is_same_base, names_of_base
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.urls import is_url
+from manylora.core.adapters.sources import is_url
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 
@@ -111,7 +111,7 @@ def _show(report: AdapterReport, base: BaseShape | None) -> None:
 
 def _extras(report: AdapterReport) -> Iterator[tuple[str, str]]:
     """Yield the settings of requests in the folder, and those that have no effect."""
-    extras = report.extras
+    extras = report.request_files
     if given := extras.defaults.given():
         yield "request defaults", ", ".join(f"{name} {value:g}" for name, value in given.items())
     if extras.chat_template is not None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from manylora.cli.options.values import parse_adapter
 from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES, lies_in
-from manylora.core.adapters.sources import MAX_NAME_CHARS
-from manylora.core.adapters.urls import check_registry, is_url, resolve_url
+from manylora.core.adapters.sources import MAX_NAME_CHARS, check_registry, is_url, resolve_url
 from manylora.core.errors import ConfigError
 
 __all__ = ["adapters_below", "collect_adapters"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from manylora.core.adapters.urls import is_url
+from manylora.core.adapters.sources import is_url
 from manylora.core.errors import ConfigError
 
 __all__ = [

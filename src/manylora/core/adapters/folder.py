@@ -1,7 +1,8 @@
-"""An adapter's folder, of which a tenant may write every file, and change it at any time; here of folders on disk.
+"""An adapter's folder, of which a tenant may write every file, and change it at any time: its files and configuration.
 
 Only regular files are opened (a FIFO would block a thread). Sizes are limited before bytes are read. Nothing is
-memory-mapped: truncating a mapped file kills the process, while a short read raises an error.
+memory-mapped: truncating a mapped file kills the process, while a short read raises an error. The configuration is
+small and valid JSON, or refused; the adapter's method interprets it.
 
 Links are followed, since the Hugging Face cache consists of them. Where *roots* are given, the file that was opened is
 looked at, not its path: a link that is put in place between a check and the opening leads nowhere.
@@ -9,32 +10,127 @@ looked at, not its path: a link that is put in place between a check and the ope
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol
 
-from manylora.core.adapters.opened import FileIdentity, LocalFile, OpenFile
-from manylora.core.adapters.remote import Registry, RemoteFolder
-from manylora.core.adapters.urls import NO_REGISTRY, is_url
-from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound
+from manylora.core.errors import AdapterError, AdapterForbidden
 
 __all__ = [
     "CONFIG_FILE",
     "WEIGHT_FILES",
     "AdapterFolder",
+    "FileIdentity",
     "Folder",
+    "LocalFile",
+    "OpenFile",
+    "leads_outside",
     "lies_in",
-    "open_folder",
     "open_regular",
+    "parse_config",
+    "read_config",
+    "read_config_file",
     "real_roots",
+    "shown",
+    "unique_pairs",
 ]
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """In PEFT's order: the first that exists is read. If it is damaged, the adapter is refused."""
+
+MAX_CONFIG_BYTES = 1024 * 1024
+
+
+class FileIdentity(NamedTuple):
+    """The identity of a file: as long as it is the same, so is the content.
+
+    Args:
+        place: Real path, or URL.
+        parts: Of a file on disk: device, inode, size, times of content and inode. Of one in a registry: size, ETag,
+            ``Last-Modified``.
+        changed_at: Time of the last change, in seconds since the epoch; 0 if no later change can go unnoticed.
+    """
+
+    place: str
+    parts: tuple[object, ...]
+    changed_at: float
+
+    @classmethod
+    def of(cls, path: str | Path, status: os.stat_result) -> FileIdentity:
+        """Return the identity of a file on disk."""
+        times = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+        return cls(os.path.realpath(path), times, max(status.st_mtime, status.st_ctime))
+
+
+class OpenFile(Protocol):
+    """A file of an adapter's folder, open; safe from any thread."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes, at the time it was opened."""
+        ...
+
+    @property
+    def identity(self) -> FileIdentity:
+        """Its present identity."""
+        ...
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a read of bytes that were written after the opening fails."""
+        ...
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return a range of it, all of ``length`` bytes. Blocks.
+
+        Raises:
+            AdapterError: The range lies beyond its end, or cannot be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close it."""
+        ...
+
+
+class LocalFile:
+    """An open file on disk, which it closes; an ``OpenFile``. Messages name the adapter ``name``."""
+
+    is_pinned = False
+
+    def __init__(self, name: str, file: BinaryIO, path: str | Path) -> None:
+        self._name = name
+        self._path = path
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
+
+    @property
+    def identity(self) -> FileIdentity:
+        """Its present identity."""
+        return FileIdentity.of(self._path, os.fstat(self.file.fileno()))
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return a range of the file."""
+        parts = []
+        while length:
+            try:
+                part = os.pread(self.file.fileno(), length, offset)
+            except OSError as error:
+                raise AdapterError(self._name, f"cannot read the weight file: {error.strerror}") from error
+            if not part:
+                raise AdapterError(self._name, f"the weight file is damaged: it ends at byte {offset}")
+            parts.append(part)
+            offset, length = offset + len(part), length - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
 
 
 class Folder(Protocol):
@@ -116,32 +212,6 @@ class AdapterFolder:
             raise AdapterError(self.name, f"cannot open {file}: {error.strerror}") from error
 
 
-def open_folder(
-    name: str, path: str | Path, roots: Collection[str] | None = None, registry: Registry | None = None
-) -> Folder:
-    """Return the folder at a path, or at a URL if there is a ``registry`` to ask.
-
-    Raises:
-        AdapterNotFound: There is no folder.
-        AdapterForbidden: It lies outside the roots, or no registry is allowed.
-    """
-    if isinstance(path, str) and is_url(path):
-        if registry is None:
-            raise AdapterForbidden(name, NO_REGISTRY)
-        return RemoteFolder(name, path.rstrip("/"), registry)
-    folder = Path(path)
-    try:
-        is_folder = folder.is_dir()
-        is_allowed = roots is None or lies_in(os.path.realpath(folder), roots)
-    except (OSError, ValueError) as error:
-        raise AdapterNotFound(name, "its path cannot be looked up") from error
-    if not is_allowed:
-        raise _outside(name, "its path")
-    if not is_folder:
-        raise AdapterNotFound(name, "there is no directory at its path")
-    return AdapterFolder(name, folder, roots)
-
-
 def open_regular(name: str, path: Path, max_bytes: int, roots: Collection[str] | None = None) -> BinaryIO:
     """Open a regular file of at most ``max_bytes`` bytes; never blocks.
 
@@ -156,7 +226,7 @@ def open_regular(name: str, path: Path, max_bytes: int, roots: Collection[str] |
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (OSError, ValueError) as error:
         if roots is not None and not lies_in(os.path.realpath(path), roots):  # a confined process may not open it
-            raise _outside(name, path.name) from error
+            raise leads_outside(name, path.name) from error
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise AdapterError(name, f"cannot open {path.name}: {why}") from error
     try:
@@ -164,7 +234,7 @@ def open_regular(name: str, path: Path, max_bytes: int, roots: Collection[str] |
         if not stat.S_ISREG(status.st_mode):
             raise AdapterError(name, f"{path.name} is not a regular file")
         if roots is not None and not lies_in(_opened_path(fd, path), roots):
-            raise _outside(name, path.name)
+            raise leads_outside(name, path.name)
         if status.st_size > max_bytes:
             raise AdapterError(name, f"{path.name} has {status.st_size} bytes, at most {max_bytes} are accepted")
     except BaseException:
@@ -173,7 +243,8 @@ def open_regular(name: str, path: Path, max_bytes: int, roots: Collection[str] |
     return os.fdopen(fd, "rb")
 
 
-def _outside(name: str, thing: str) -> AdapterForbidden:
+def leads_outside(name: str, thing: str) -> AdapterForbidden:
+    """Return the error of a path or file that lies outside the roots."""
     return AdapterForbidden(name, f"{thing} leads outside the directories adapters may be loaded from")
 
 
@@ -204,3 +275,55 @@ def _opened_path(fd: int, path: Path) -> str:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
         return os.path.realpath(path)
+
+
+def read_config(folder: Folder) -> dict[str, Any]:
+    """Read the configuration in an adapter's folder; errors as for the two functions below."""
+    return parse_config(folder.name, read_config_file(folder))
+
+
+def read_config_file(folder: Folder) -> bytes:
+    """Return the content of the configuration in an adapter's folder.
+
+    Raises:
+        AdapterError: It is missing or too large.
+    """
+    return folder.read(CONFIG_FILE, MAX_CONFIG_BYTES)
+
+
+def parse_config(name: str, content: bytes) -> dict[str, Any]:
+    """Return the configuration in the content of its file.
+
+    Raises:
+        AdapterError: It is malformed; names the adapter ``name``.
+    """
+
+    def constant(word: str) -> NoReturn:
+        raise ValueError(f"{word} is no number")
+
+    try:
+        value = json.loads(content, parse_constant=constant, object_pairs_hook=unique_pairs)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise AdapterError(name, f"{CONFIG_FILE} is not valid JSON: {reason}") from error
+    if not isinstance(value, dict):
+        raise AdapterError(name, f"{CONFIG_FILE} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def unique_pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's members, for ``json.loads``; of two with one name a reader could take either.
+
+    Raises:
+        ValueError: A name appears twice.
+    """
+    unique = dict(items)
+    if len(unique) != len(items):
+        raise ValueError("a key appears twice")
+    return unique
+
+
+def shown(value: object, most: int = 80) -> str:
+    """Return a stranger's value for a message, cut to ``most`` characters."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -27,11 +27,13 @@ executor reads it as one matrix, and most matrices are one piece.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain, count, groupby, pairwise
 
 from manylora.core.adapters.shape import ELEMENT_BYTES, BaseShape, PageShape, TargetModule
+from manylora.core.adapters.tensors import ModuleWeights
 from manylora.core.types import AdapterKey, AdapterVersion
 
 __all__ = [
@@ -42,11 +44,15 @@ __all__ = [
     "ModuleLayout",
     "Tile",
     "lay_out",
+    "layout_of",
     "make_version",
 ]
 
 MAX_TILE_ROWS = 16
 """Most rows in a tile: the height of a matrix instruction, so that a kernel never splits one."""
+
+MAX_SHAPES = 64
+"""Layouts that are remembered: some hundred kilobytes each."""
 
 ALIGN_BYTES = 64
 """Pieces start on cache lines, which are also aligned for vector loads."""
@@ -226,12 +232,20 @@ def _alignment(page: PageShape, dtype: str) -> int:
     return align if num_elements % align == 0 and num_elements >= 64 * align else 1
 
 
+def layout_of(weights: Iterable[ModuleWeights], base: BaseShape, dtype: str) -> AdapterLayout:
+    """Return the layout of some weights in a type; their bytes may not have been read yet."""
+    weights = list(weights)
+    scaled = [w.module.name for w in weights if w.column_scale is not None]
+    return lay_out({w.module.name: w.rank for w in weights}, base, dtype, scaled)
+
+
 def lay_out(
-    ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None, column_scaled: Collection[str] = ()
+    ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None, column_scaled: Iterable[str] = ()
 ) -> AdapterLayout:
     """Return the layout of an adapter; its tiles cover each matrix exactly once and never overlap or cross a page.
 
-    A pure function of its arguments, so one host copy can be copied to any pages of any replica.
+    A pure function of its arguments, so one host copy can be copied to any pages of any replica. It is worked out once
+    for all adapters of one shape (ranks and type), which share the result.
 
     Args:
         ranks: Rank of each module that has weights, by module name; every name is in ``base.modules``.
@@ -239,6 +253,14 @@ def lay_out(
         dtype: Type of the packed weights; the page's own when ``None``.
         column_scaled: Names of the modules with a column scale, all of them in ``ranks``.
     """
+    return _lay_out(tuple(ranks.items()), base, base.page.dtype if dtype is None else dtype, frozenset(column_scaled))
+
+
+@lru_cache(MAX_SHAPES)
+def _lay_out(
+    shape: tuple[tuple[str, int], ...], base: BaseShape, dtype: str, column_scaled: frozenset[str]
+) -> AdapterLayout:
+    ranks = dict(shape)
     assert ranks and all(rank >= 1 for rank in ranks.values()), "an adapter has at least one module of rank 1"
     members: dict[str, list[TargetModule]] = {}
     for module in sorted(base.modules, key=lambda module: module.turn):
@@ -246,7 +268,6 @@ def lay_out(
             members.setdefault(module.group, []).append(module)
     assert sum(map(len, members.values())) == len(ranks), "every module is one of the base's"
 
-    dtype = base.page.dtype if dtype is None else dtype
     page_elements = base.page.elements_of(dtype)
     sizes = [
         [size for modules in layer for size in _sizes(modules, ranks, column_scaled)]

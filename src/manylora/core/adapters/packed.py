@@ -2,10 +2,17 @@
 
 An image is a filled layout: B is transposed and carries the scale, and elements have the layout's dtype. Nothing is
 computed after packing; a load is a copy.
+
+The dtype of packed weights may differ from the base's. On a CPU the base computes in float32, but a decode step is
+bound by reading adapters: half the bytes take half the time and half the pages. Most checkpoints are 16-bit and lose
+nothing. ``auto`` is therefore the narrowest dtype that holds every weight exactly, scale included, else float32. A
+scale that is not a power of two (as of rank-stabilised LoRA) makes B inexact and keeps an adapter in float32; name the
+dtype to accept the rounding.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +22,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.core.adapters.layout import AdapterLayout, GroupLayout, Tile
-from manylora.core.adapters.method import ModuleWeights
 from manylora.core.adapters.shape import PageShape
+from manylora.core.adapters.tensors import ModuleWeights
 from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterVersion
 
-__all__ = ["Allocate", "PackedAdapter", "image_of", "own_memory", "pack", "pack_groups", "scaled_b", "unpack"]
+__all__ = [
+    "Allocate",
+    "PackedAdapter",
+    "choose_dtype",
+    "choose_dtype_unread",
+    "exact_dtypes",
+    "image_of",
+    "own_memory",
+    "pack",
+    "pack_groups",
+]
 
 Allocate = Callable[[int], mmap.mmap | NDArray[np.uint8]]
 """Returns zeroed memory of a given number of bytes."""
@@ -75,13 +92,13 @@ def pack_groups(
         parts = [_encode(name, group.group, w.a.as_float32(), dtype) for w in members]
         _write(image, group.a, parts[0] if len(parts) == 1 else np.concatenate(parts))
         for part, w in zip(group.modules, members, strict=True):
-            _write(image, part.b, _encode(name, part.module.name, scaled_b(w), dtype).T)
+            _write(image, part.b, _encode(name, part.module.name, _scaled_b(w), dtype).T)
             if w.column_scale is not None:
                 scale = w.column_scale.as_float32().reshape(1, -1)
                 _write(image, part.column_scale, _encode(name, part.module.name, scale, dtype))
 
 
-def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
+def _scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
     """Return B ``[out_features, rank]`` times its scale, a view if it is stored so."""
     if weights.scale == 1.0:
         return weights.b.as_float32()
@@ -92,21 +109,6 @@ def scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
 def image_of(memory: mmap.mmap | NDArray[np.uint8], layout: AdapterLayout, page: PageShape) -> NDArray[Any]:
     """Return ``memory``, of exactly the layout's bytes, as its pages."""
     return np.frombuffer(memory, _STORAGE[layout.dtype]).reshape(layout.num_pages, page.elements_of(layout.dtype))
-
-
-def unpack(packed: PackedAdapter, module_name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return a module's A ``[rank, in_features]`` and scaled B ``[out_features, rank]`` in float32, for tests.
-
-    Raises:
-        KeyError: The adapter has no weights for this module.
-    """
-    for group in packed.layout.groups.values():
-        for part in group.modules:
-            if part.module.name == module_name:
-                a_stack = _read(packed.image, group.a, group.rank, group.in_features)
-                b_rows = _read(packed.image, part.b, part.rank, part.module.out_features)
-                return a_stack[part.row : part.row + part.rank], b_rows.T
-    raise KeyError(module_name)
 
 
 # numpy has no bfloat16: its bits are kept as integers.
@@ -144,11 +146,49 @@ def _write(image: NDArray[Any], tiles: Iterable[Tile], matrix: NDArray[Any]) -> 
         image[tile.page, tile.offset : tile.offset + piece.size].reshape(piece.shape)[...] = piece
 
 
-def _read(image: NDArray[Any], tiles: Iterable[Tile], rows: int, cols: int) -> NDArray[np.float32]:
-    matrix = np.zeros((rows, cols), np.float32)
-    for tile in tiles:
-        piece = image[tile.page, tile.offset : tile.offset + tile.num_rows * tile.num_cols]
-        matrix[tile.row : tile.row + tile.num_rows, tile.col : tile.col + tile.num_cols] = _decode(piece).reshape(
-            tile.num_rows, tile.num_cols
-        )
-    return matrix
+def choose_dtype(weights: Sequence[ModuleWeights], asked: str) -> str:
+    """Return the dtype for an adapter; ``asked`` is the option, of which all values but ``auto`` are returned."""
+    return asked if asked != "auto" else exact_dtypes(weights)[0]
+
+
+def exact_dtypes(weights: Sequence[ModuleWeights]) -> list[str]:
+    """Return the dtypes that hold every one of some weights exactly, the narrowest first; the last is float32."""
+    narrow = [
+        dtype
+        for dtype, is_exact in _IS_EXACT.items()
+        # B first: its scale makes it inexact more often than A.
+        if all(is_exact(_scaled_b(w)) for w in weights)
+        and all(is_exact(w.a.as_float32()) for w in weights)
+        and all(is_exact(w.column_scale.as_float32()) for w in weights if w.column_scale is not None)
+    ]
+    return [*narrow, "float32"]
+
+
+def choose_dtype_unread(weights: Sequence[ModuleWeights], asked: str) -> str:
+    """Return the dtype for an adapter whose weights were not read: by their stored types and scales alone.
+
+    16-bit weights stay as they are stored if no scale makes B inexact: scales are powers of two, and in float16, where
+    trained weights may be subnormal, at least 1. All others are kept in float32, also those that ``choose_dtype`` would
+    find to be narrower.
+    """
+    if asked != "auto":
+        return asked
+    stored = {tensor.dtype for w in weights for tensor in w.tensors}
+    if all(abs(math.frexp(w.scale)[0]) == 0.5 for w in weights):
+        if stored == {"BF16"}:
+            return "bfloat16"
+        if stored == {"F16"} and all(abs(w.scale) >= 1.0 for w in weights):
+            return "float16"
+    return "float32"
+
+
+def _is_bfloat16(values: NDArray[np.float32]) -> bool:
+    return not (np.ascontiguousarray(values).view(np.uint32) & 0xFFFF).any()
+
+
+def _is_float16(values: NDArray[np.float32]) -> bool:
+    with np.errstate(over="ignore", under="ignore"):
+        return bool((values.astype(np.float16).astype(np.float32) == values).all())
+
+
+_IS_EXACT: Mapping[str, Callable[[NDArray[np.float32]], bool]] = {"bfloat16": _is_bfloat16, "float16": _is_float16}

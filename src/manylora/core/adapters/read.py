@@ -1,29 +1,59 @@
-"""Read an adapter directory: check it, hash its content, lay it out and pack it.
+"""Read an adapter's folder for a base: from its header alone, or whole.
 
-Every fault of an adapter is found here, before a request can wait for its name.
+Every fault of an adapter is found here, before a request can wait for its name. ``read_adapter`` checks a folder,
+hashes its content, lays it out and packs it.
+
+``HeaderReader`` does without the weights: thousands of adapters are registered at a start, and few of them are used
+soon. The header is a few kilobytes before megabytes of weights. Every fault but one of the numbers themselves shows in
+it, and so do all sizes of the version. The pickle of a ``.bin`` file takes the place of a header.
+
+The adapters of a service come from few trainers, and many differ in their numbers alone. To parse configuration and
+header, match them with the base and lay the weights out is a large part of reading a small adapter. So all that both
+files say is worked out once for the adapters that share them: a *shape*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from manylora.core.adapters.config import read_config
-from manylora.core.adapters.content import by_layer, content_key, digest_layer
-from manylora.core.adapters.folder import open_folder
-from manylora.core.adapters.layout import make_version
-from manylora.core.adapters.method import ModuleWeights
-from manylora.core.adapters.methods import find_method
-from manylora.core.adapters.packed import Allocate, PackedAdapter, own_memory, pack
-from manylora.core.adapters.precision import choose_dtype
+from manylora.core.adapters.folder import parse_config, read_config, read_config_file
+from manylora.core.adapters.hash_cache import KnownContent
+from manylora.core.adapters.identity import (
+    by_layer,
+    content_key,
+    digest_layer,
+    digest_text,
+    make_stamp,
+    provisional_key,
+)
+from manylora.core.adapters.layout import layout_of, make_version
+from manylora.core.adapters.method import parse_settings
+from manylora.core.adapters.packed import Allocate, PackedAdapter, choose_dtype, choose_dtype_unread, own_memory, pack
 from manylora.core.adapters.remote import Registry
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.weight_file import WeightFile, check_size
+from manylora.core.adapters.sources import open_folder
+from manylora.core.adapters.tensors import ModuleWeights, StoredTensor
+from manylora.core.adapters.weight_file import WeightFile, check_size, parse_header
 from manylora.core.errors import AdapterError
+from manylora.core.types import AdapterVersion
 
-__all__ = ["check_finite", "read_adapter"]
+__all__ = ["HeaderReader", "MatchedShapes", "MatchedWeights", "check_finite", "read_adapter"]
+
+MAX_MATCHED = 16
+"""Shapes whose weights ``MatchedShapes`` remembers: a few hundred kilobytes each, in a process with bounded memory."""
+
+MAX_OUTCOMES = 4096
+"""Outcomes that ``HeaderReader`` keeps, each of about a kilobyte: their keys are digests of what tenants wrote."""
+
+Shape: TypeAlias = tuple[bytes, bytes, int]
+"""Digests of configuration and header, and the size of the file."""
 
 
 def read_adapter(
@@ -46,9 +76,9 @@ def read_adapter(
         base: The base model.
         max_bytes: Largest weight file.
         max_pages: Most pages of an adapter; a larger one is refused before its weights are read.
-        roots: As of ``AdapterFolder``.
+        roots: As in ``AdapterFolder``.
         registry: Asked for URLs; ``None`` if none is allowed.
-        dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``precision``), the page's own when
+        dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``packed``), the page's own when
             ``None``.
         allocate: Returns the memory for the image.
 
@@ -56,16 +86,13 @@ def read_adapter(
         AdapterError: The adapter cannot be served on this base, with the reason.
     """
     folder = open_folder(name, path, roots, registry)
-    config = read_config(folder)
-    method = find_method(config)
-    settings = method.parse(name, config)
+    settings = parse_settings(name, read_config(folder))
     with WeightFile(folder, max_bytes) as file:
         weights = settings.match(file.tensors, base)
         check_size(name, weights, base, max_pages)
         weights = tuple(file.fetch(weights))
     check_finite(name, weights)
-    ranks = {w.module.name: w.rank for w in weights}
-    layout = method.lay_out(ranks, base, choose_dtype(weights, dtype or base.page.dtype))
+    layout = layout_of(weights, base, choose_dtype(weights, dtype or base.page.dtype))
     image = pack(name, weights, layout, base.page, allocate)
     digests = [digest_layer(layer) for layer in by_layer(weights)]
     version = make_version(
@@ -87,3 +114,146 @@ def check_finite(name: str, weights: Sequence[ModuleWeights]) -> None:
                 raise AdapterError(
                     name, f"{part} of module {w.module.name!r} holds numbers that are not finite (NaN or infinity)"
                 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatchedWeights:
+    """The weights of a file, matched with the base and without their bytes.
+
+    Args:
+        weights: Of every module, in the base's order.
+        layers: The same by layer, in the order of the layers in a layout.
+        shape: Its key in ``MatchedShapes``; ``None`` if the file has no header.
+    """
+
+    weights: Sequence[ModuleWeights]
+    layers: Sequence[Sequence[ModuleWeights]]
+    shape: Shape | None
+
+
+class MatchedShapes:
+    """Matches files with one base, and remembers the shapes of some. For one reader at a time."""
+
+    def __init__(self, base: BaseShape) -> None:
+        self._base = base
+        self._known: dict[Shape, MatchedWeights] = {}
+
+    def match(self, name: str, config: bytes, file: WeightFile) -> MatchedWeights:
+        """Return the weights of an open file; it may be of another version than the one that is registered.
+
+        Args:
+            name: The adapter, for messages.
+            config: Content of its configuration.
+            file: Its weights.
+
+        Raises:
+            AdapterError: They cannot be served on this base, as far as configuration and header show.
+        """
+        shape = None if file.header is None else (digest_text(config), digest_text(file.header), file.num_bytes)
+        known = None if shape is None else self._known.get(shape)
+        if known is not None:
+            return known
+        weights = parse_settings(name, parse_config(name, config)).match(file.tensors, self._base)
+        return MatchedWeights(weights, by_layer(weights), shape)
+
+    def remember(self, matched: MatchedWeights) -> None:
+        """Keep what was found of an adapter that is served; the one that was kept first makes room."""
+        if matched.shape is None or matched.shape in self._known:
+            return
+        if len(self._known) >= MAX_MATCHED:
+            del self._known[next(iter(self._known))]
+        self._known[matched.shape] = matched
+
+
+class HeaderReader:
+    """Checks adapters for one base, by header; for one thread.
+
+    Args:
+        base: The base model.
+        max_bytes: Largest weight file.
+        max_pages: As for ``read_adapter``.
+        roots: As for ``read_adapter``.
+        registry: As for ``read_adapter``.
+        dtype: As for ``read_adapter``.
+        known: Returns the content of files by their stamp, if they were read before.
+    """
+
+    def __init__(
+        self,
+        base: BaseShape,
+        *,
+        max_bytes: int,
+        max_pages: int | None = None,
+        roots: Collection[str] | None = None,
+        registry: Registry | None = None,
+        dtype: str | None = None,
+        known: Callable[[str], KnownContent | None] = lambda stamp: None,
+    ) -> None:
+        self._base = base
+        self._max_bytes = max_bytes
+        self._max_pages = max_pages
+        self._roots = roots
+        self._registry = registry
+        self._dtype = dtype or base.page.dtype
+        self._known = known
+        self._shapes: dict[bytes, AdapterVersion] = {}
+
+    def read(self, name: str, path: str | Path) -> AdapterVersion:
+        """Return the version of an adapter, by content hash if that is known, else with a provisional key.
+
+        Raises:
+            AdapterError: It cannot be served on this base, as far as its header shows.
+        """
+        folder = open_folder(name, path, self._roots, self._registry)
+        config = read_config_file(folder)
+        shape_in: Callable[[str | None], AdapterVersion]
+        with WeightFile(folder, self._max_bytes) as file:
+            if file.header is None:
+                shape_in = partial(self._check, name, parse_config(name, config), file.tensors, file.num_bytes)
+            else:
+                shape_in = partial(self._shape, name, config, file.header, file.num_bytes)
+        stamp = make_stamp(self._base, self._dtype, config, file.identity)
+        content = self._known(stamp)
+        if content is None:
+            key = provisional_key(stamp)
+            return replace(shape_in(None), key=key, source=folder.place, stamp=stamp, is_whole=not file.is_pinned)
+        shape = shape_in(content.dtype)
+        return replace(shape, key=content.key, source=folder.place, layer_digests=content.layer_digests, stamp=stamp)
+
+    def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
+        """Return the version of all adapters with this configuration and header, without key and source."""
+        tensors = digest_text(header) + repr((num_bytes, dtype)).encode()
+        written = digest_text(config + tensors)
+        shape = self._shapes.get(written)
+        if shape is not None:
+            return shape
+        fields = parse_config(name, config)
+        meant = digest_text(_in_order(fields).encode() + tensors)
+        shape = self._shapes.get(meant)
+        if shape is None:
+            shape = self._check(name, fields, parse_header(name, header, num_bytes), num_bytes, dtype)
+        if len(self._shapes) >= MAX_OUTCOMES:
+            self._shapes.clear()
+        self._shapes[written] = self._shapes[meant] = shape
+        return shape
+
+    def _check(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, StoredTensor],
+        num_bytes: int,
+        dtype: str | None,
+    ) -> AdapterVersion:
+        weights = parse_settings(name, config).match(tensors, self._base)
+        check_size(name, weights, self._base, self._max_pages)
+        layout = layout_of(weights, self._base, dtype or choose_dtype_unread(weights, self._dtype))
+        return make_version(layout, self._base.page, key="", source="", disk_bytes=num_bytes)
+
+
+def _in_order(config: Mapping[str, Any]) -> str:
+    """Return a configuration as text; PEFT writes the targets, a set, in an order that differs from run to run."""
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and all(isinstance(one, str) for one in targets):
+        config = {**config, "target_modules": sorted(targets)}
+    return json.dumps(config, sort_keys=True)

@@ -23,20 +23,24 @@ from typing import Any, Self
 
 from numpy.typing import NDArray
 
-from manylora.core.adapters.config import read_config_file
-from manylora.core.adapters.content import content_key, digest_layer, split_digests
-from manylora.core.adapters.file_stamp import is_provisional, make_stamp, provisional_key, stamp_files
-from manylora.core.adapters.folder import open_folder
+from manylora.core.adapters.folder import FileIdentity, read_config_file
 from manylora.core.adapters.hash_cache import KnownContent
-from manylora.core.adapters.layout import AdapterLayout
-from manylora.core.adapters.matched import MatchedShapes
-from manylora.core.adapters.method import ModuleWeights
-from manylora.core.adapters.opened import FileIdentity
-from manylora.core.adapters.packed import pack_groups
-from manylora.core.adapters.precision import choose_dtype, exact_dtypes
-from manylora.core.adapters.read import check_finite
+from manylora.core.adapters.identity import (
+    content_key,
+    digest_layer,
+    is_provisional,
+    make_stamp,
+    provisional_key,
+    split_digests,
+    stamp_files,
+)
+from manylora.core.adapters.layout import AdapterLayout, layout_of
+from manylora.core.adapters.packed import choose_dtype, exact_dtypes, pack_groups
+from manylora.core.adapters.read import MatchedShapes, check_finite
 from manylora.core.adapters.remote import Registry
 from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.sources import open_folder
+from manylora.core.adapters.tensors import ModuleWeights
 from manylora.core.adapters.weight_file import WeightFile, least_bytes
 from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterVersion
@@ -54,9 +58,9 @@ class LayerReader:
         version: The version, as it was registered.
         base: The base model.
         max_bytes: Largest weight file.
-        roots: As of ``read_adapter``.
-        registry: As of ``read_adapter``.
-        asked_dtype: Type of packed weights that is asked for, as of ``read_adapter``.
+        roots: As for ``read_adapter``.
+        registry: As for ``read_adapter``.
+        asked_dtype: Type of packed weights that is asked for, as for ``read_adapter``.
         shapes: Remembers shapes from one reader to the next.
 
     Raises:
@@ -98,7 +102,7 @@ class LayerReader:
             if least_bytes(matched.weights) > version.host_bytes:
                 raise self._changed()  # before it is laid out, since its ranks have no bound yet
             dtype = version.dtype or choose_dtype(self._file.fetch(matched.weights), base.page.dtype)
-            self.layout: AdapterLayout = matched.lay_out(base, dtype)
+            self.layout: AdapterLayout = layout_of(matched.weights, base, dtype)
             self._layers = matched.layers
             is_same = self.layout.num_pages == version.num_pages
             if self._digests:

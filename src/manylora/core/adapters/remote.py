@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from manylora.core.adapters.opened import FileIdentity
+from manylora.core.adapters.folder import FileIdentity
 from manylora.core.errors import AdapterError
 
 __all__ = ["Registry", "RemoteFile", "RemoteFolder", "RemoteHead"]
@@ -120,7 +120,7 @@ class RemoteFolder:
         return opened.read(0, opened.size)
 
     def open(self, file: str, max_bytes: int) -> RemoteFile:
-        """Open a file of at most ``max_bytes`` bytes; errors as of ``Registry.open``."""
+        """Open a file of at most ``max_bytes`` bytes; errors as for ``Registry.open``."""
         url = f"{self.place}/{file}"
         return RemoteFile(self.name, url, self._registry.open(self.name, url, max_bytes), self._registry)
 

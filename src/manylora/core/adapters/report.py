@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora.core.adapters.config import read_config
-from manylora.core.adapters.folder import open_folder
-from manylora.core.adapters.method import StoredModule
-from manylora.core.adapters.methods import find_method
+from manylora.core.adapters.folder import read_config
+from manylora.core.adapters.method import parse_settings
 from manylora.core.adapters.read import read_adapter
 from manylora.core.adapters.remote import Registry
-from manylora.core.adapters.request_files import AdapterRequestFiles, read_extras
+from manylora.core.adapters.request_files import AdapterRequestFiles, read_request_files
 from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.sources import open_folder
+from manylora.core.adapters.tensors import StoredModule
 from manylora.core.adapters.weight_file import WeightFile
 from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterVersion
@@ -34,7 +34,7 @@ class AdapterReport:
         fits: Whether the base can serve it; ``None`` when no base was given.
         problem: The reason, when it does not fit.
         version: Identity and sizes in every tier, when it fits.
-        extras: Settings of requests in its folder.
+        request_files: Settings of requests in its folder.
     """
 
     path: str
@@ -47,7 +47,7 @@ class AdapterReport:
     fits: bool | None
     problem: str | None
     version: AdapterVersion | None
-    extras: AdapterRequestFiles
+    request_files: AdapterRequestFiles
 
     @property
     def target_modules(self) -> tuple[str, ...]:
@@ -65,8 +65,7 @@ def inspect_adapter(
     """
     name = str(path)
     folder = open_folder(name, path, registry=registry)
-    config = read_config(folder)
-    settings = find_method(config).parse(name, config)
+    settings = parse_settings(name, read_config(folder))
     with WeightFile(folder, max_bytes) as file:
         modules = settings.stored_modules(file.tensors)
     version, problem = None, None
@@ -86,5 +85,5 @@ def inspect_adapter(
         fits=None if base is None else problem is None,
         problem=problem,
         version=version,
-        extras=read_extras(name, folder.place),
+        request_files=read_request_files(name, folder.place),
     )

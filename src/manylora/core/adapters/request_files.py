@@ -1,14 +1,20 @@
-"""The files beside an adapter's weights that concern its requests: generation defaults, chat template, tokens.
+"""The files beside an adapter's weights that concern its requests: generation defaults, chat template, tokens, base.
 
 A tenant may have written them, and the process that serves requests reads them. So they are small, all of them lie in
 the folder, and a file that cannot be used is named with the reason. ``tokenizer.json``, which may have 20 MB, is left
 alone: ``tokenizer_config.json`` lists the tokens that were added.
+
+Whether an adapter was trained on the base that is served shows in names alone. Shapes are checked when it is read, and
+a fine-tuned base has the shapes of its original: such an adapter loads and answers, badly. Names are no proof either
+way, so a difference is a warning.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +22,7 @@ from typing import Any
 import msgspec
 
 from manylora.core.adapters.folder import CONFIG_FILE, lies_in, open_regular
-from manylora.core.adapters.urls import is_url
+from manylora.core.adapters.sources import is_url
 from manylora.core.errors import AdapterError, AdapterForbidden, ConfigError
 from manylora.core.generation import (
     GENERATION_FILE,
@@ -26,7 +32,7 @@ from manylora.core.generation import (
     parse_generation_config,
 )
 
-__all__ = ["AdapterRequestFiles", "read_extras"]
+__all__ = ["AdapterRequestFiles", "is_same_base", "names_of_base", "read_request_files"]
 
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 256 * 1024
@@ -34,6 +40,9 @@ MAX_NAME_CHARS = 200
 MAX_JSON_BYTES = 2 * 1024 * 1024
 """The largest configurations of tokenizers list some thousands of added tokens, in a megabyte."""
 MAX_TOKENS = 16_384
+
+_HUB_CACHE = re.compile(r"models--[^/]+--([^/]+)")
+_SEPARATORS = re.compile(r"[^a-z0-9]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +119,7 @@ class _Files:
             return None
 
 
-def read_extras(name: str, path: str, roots: Collection[str] | None = None) -> AdapterRequestFiles:
+def read_request_files(name: str, path: str, roots: Collection[str] | None = None) -> AdapterRequestFiles:
     """Read the settings in the folder of an adapter of that name; never raises. A folder in a registry has none.
 
     Args:
@@ -166,3 +175,28 @@ def _template(content: bytes | None, config: _TokenizerConfig | None) -> str | N
     if isinstance(template, list):
         return {one.name: one.template for one in template}.get("default")
     return template
+
+
+def names_of_base(model: str, *others: str) -> tuple[str, ...]:
+    """Return the names of a base: its folder's or hub's, the one that its configuration keeps, and ``others``."""
+    names = [model, *others]
+    try:
+        content = (Path(model) / "config.json").read_bytes()[:MAX_JSON_BYTES]
+        kept = json.loads(content).get("_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        kept = None
+    if isinstance(kept, str) and kept:
+        names.append(kept)
+    return tuple(names)
+
+
+def is_same_base(trained_on: str, names: Iterable[str]) -> bool:
+    """Return whether a base has the name that an adapter's author gave it, up to its owner, case and separators."""
+    return _plain(trained_on) in {_plain(name) for name in names}
+
+
+def _plain(name: str) -> str:
+    """Return the last part of a path or a hub's name in lower case, with one separator."""
+    cached = _HUB_CACHE.search(name)
+    last = cached.group(1) if cached else name.rstrip("/").rpartition("/")[2]
+    return _SEPARATORS.sub("-", last.lower()).strip("-")

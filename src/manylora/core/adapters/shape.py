@@ -115,3 +115,7 @@ class BaseShape:
     all_linear: tuple[str, ...]
     eos_token_ids: tuple[int, ...]
     unsupported: tuple[tuple[str, str], ...] = ()
+
+    def __hash__(self) -> int:
+        """Hash the fingerprint alone: of the modules, each would be hashed anew."""
+        return hash(self.fingerprint)

@@ -1,25 +1,45 @@
-"""Validation of adapter names and paths from requests.
+"""Where an adapter comes from: its name, and its path on disk or its URL in a registry, of which no text is trusted.
 
-The name reaches logs, metrics and URLs; the path reaches the disk. Both are checked for form before any lookup, and a
-path outside the allowed roots is refused without revealing whether it exists.
+A name reaches logs, metrics and URLs; a path reaches the disk. Both are checked for form before any lookup, and a path
+outside the allowed roots is refused without revealing whether it exists. A URL has a host, a path of plain characters,
+and nothing else: percent signs, ``..``, user names and queries are refused, so that the text that is compared with the
+prefixes of registries is the one that is requested.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
-from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES, lies_in
-from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound
+from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES, AdapterFolder, Folder, leads_outside, lies_in
+from manylora.core.adapters.remote import Registry, RemoteFolder
+from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
 
-__all__ = ["MAX_NAME_CHARS", "MAX_PATH_CHARS", "check_name", "resolve_path"]
+__all__ = [
+    "MAX_NAME_CHARS",
+    "MAX_PATH_CHARS",
+    "check_name",
+    "check_registry",
+    "host_of",
+    "is_url",
+    "open_folder",
+    "resolve_path",
+    "resolve_url",
+]
 
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_ ./:@+=()\[\]-]*[A-Za-z0-9_)\]+])?")
+MAX_URL_CHARS = 2048
+NO_REGISTRY = "reading adapters from a registry is off; allow its URL with --lora-registry URL"
+_PORTS = {"http": "80", "https": "443"}
+_URL = re.compile(
+    r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
+    r"(?P<path>(?:/[A-Za-z0-9_.~@+=:,-]+)*)/?"
+)
 
 
 def check_name(name: str) -> str:
@@ -68,12 +88,12 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
     for candidate in candidates:
         resolved = Path(os.path.realpath(candidate))
         if not lies_in(str(resolved), real_roots):
-            raise AdapterForbidden(shown, "its path leads outside the directories adapters may be loaded from")
+            raise leads_outside(shown, "its path")
         if not os.path.isdir(resolved):
             continue
         for file in (CONFIG_FILE, *WEIGHT_FILES):
             if not lies_in(os.path.realpath(resolved / file), real_roots):
-                raise AdapterForbidden(shown, f"{file} leads outside the directories adapters may be loaded from")
+                raise leads_outside(shown, file)
         return resolved
     if pure.is_absolute():
         raise AdapterNotFound(shown, "there is no directory at its path")
@@ -83,3 +103,78 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
 def _is_below(candidate: Path, root: Path, real_root: str) -> bool:
     # By text alone: nothing outside the roots is ever looked up.
     return candidate.is_relative_to(root) or candidate.is_relative_to(real_root)
+
+
+def is_url(path: str) -> bool:
+    """Whether a path of an adapter is meant as a URL."""
+    return path.startswith(("http://", "https://"))
+
+
+def host_of(path: str) -> str | None:
+    """Return the host and port in the URL of an adapter, ``None`` for a path on disk."""
+    return path.split("/", 3)[2].lower() if is_url(path) else None
+
+
+def check_registry(prefix: str) -> str:
+    """Return the normal form of a value of ``--lora-registry``; ``ConfigError`` if it is no such URL."""
+    if (normal := _normal(prefix)) is None:
+        raise ConfigError(f"Got the URL {prefix[:256]!r} for adapters, expected one such as https://host/adapters/")
+    return normal
+
+
+def resolve_url(name: str, url: str, prefixes: Iterable[str]) -> str:
+    """Return the normal form of a URL, without a slash at its end, which must lie below one of ``prefixes``.
+
+    Args:
+        name: The adapter, for messages.
+        url: The URL of a folder or file.
+        prefixes: Values of ``--lora-registry``.
+
+    Raises:
+        AdapterForbidden: It is malformed, or below none of them.
+    """
+    allowed = [check_registry(prefix) for prefix in prefixes]
+    if not allowed:
+        raise AdapterForbidden(name, NO_REGISTRY)
+    normal = _normal(url)
+    if normal is None:
+        raise AdapterForbidden(
+            name, "its URL may hold a host, a port and a path of letters, digits and _.~@+=:,- alone, without '..'"
+        )
+    if not any(normal == prefix or normal.startswith(prefix + "/") for prefix in allowed):
+        raise AdapterForbidden(name, "its URL lies in no registry that --lora-registry allows")
+    return normal
+
+
+def _normal(url: str) -> str | None:
+    match = _URL.fullmatch(url) if len(url) <= MAX_URL_CHARS else None
+    if match is None or any(part in (".", "..") for part in match["path"].split("/")):
+        return None
+    port = "" if match["port"] in (None, _PORTS[match["scheme"]]) else f":{match['port']}"
+    return f"{match['scheme']}://{match['host'].lower()}{port}{match['path']}"
+
+
+def open_folder(
+    name: str, path: str | Path, roots: Collection[str] | None = None, registry: Registry | None = None
+) -> Folder:
+    """Return the folder at a path, or at a URL if there is a ``registry`` to ask.
+
+    Raises:
+        AdapterNotFound: There is no folder.
+        AdapterForbidden: It lies outside the roots, or no registry is allowed.
+    """
+    if isinstance(path, str) and is_url(path):
+        if registry is None:
+            raise AdapterForbidden(name, NO_REGISTRY)
+        return RemoteFolder(name, path.rstrip("/"), registry)
+    folder = Path(path)
+    try:
+        is_folder = folder.is_dir()
+        is_allowed = roots is None or lies_in(os.path.realpath(folder), roots)
+    except (OSError, ValueError) as error:
+        raise AdapterNotFound(name, "its path cannot be looked up") from error
+    if not is_allowed:
+        raise leads_outside(name, "its path")
+    if not is_folder:
+        raise AdapterNotFound(name, "there is no directory at its path")
+    return AdapterFolder(name, folder, roots)

@@ -1,4 +1,4 @@
-"""Tensors of an untrusted weight file: their types, shapes and bytes."""
+"""Weights of an untrusted file as they are stored: tensors, and the pairs of tensors that one module has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-__all__ = ["FLOAT_DTYPES", "StoredTensor"]
+from manylora.core.adapters.shape import TargetModule
+
+__all__ = ["FLOAT_DTYPES", "ModuleWeights", "StoredModule", "StoredTensor"]
 
 FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -57,3 +59,48 @@ class StoredTensor:
             with np.errstate(over="ignore"):
                 values = bits.astype(np.float32, copy=False)
         return values.reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWeights:
+    """The weights of one module, checked against the base.
+
+    Args:
+        module: The base's module.
+        rank: Rank of the pair.
+        scale: Factor of ``B A``; folded into B when packed.
+        a: ``[rank, in_features]``.
+        b: ``[out_features, rank]``, without the scale.
+        column_scale: ``[out_features]``, multiplies the output of base and LoRA together; ``None`` for no factor.
+    """
+
+    module: TargetModule
+    rank: int
+    scale: float
+    a: StoredTensor
+    b: StoredTensor
+    column_scale: StoredTensor | None = None
+
+    @property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """A, B, and the column scale if there is one."""
+        return (self.a, self.b) if self.column_scale is None else (self.a, self.b, self.column_scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredModule:
+    """One adapted module of a weight file, before any base is known.
+
+    Args:
+        name: As in the file.
+        rank: Rows of A in the file.
+        scale: Factor of ``B A``.
+        dtype: Stored type of A, by safetensors' name.
+        num_elements: Elements of all its tensors.
+    """
+
+    name: str
+    rank: int
+    scale: float
+    dtype: str
+    num_elements: int

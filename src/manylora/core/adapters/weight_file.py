@@ -7,22 +7,37 @@ been found to fit.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from manylora.core.adapters.bin_file import describe_bin
-from manylora.core.adapters.folder import Folder
-from manylora.core.adapters.method import ModuleWeights
-from manylora.core.adapters.opened import FileIdentity, LocalFile, OpenFile
+from manylora.core.adapters.folder import FileIdentity, Folder, LocalFile, OpenFile, shown, unique_pairs
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.tensors import StoredTensor
-from manylora.core.adapters.weight_source import fetch, parse_header, read_header_bytes
+from manylora.core.adapters.tensors import ModuleWeights, StoredTensor
 from manylora.core.errors import AdapterError
 
-__all__ = ["WeightFile", "check_size", "least_bytes"]
+__all__ = ["WeightFile", "check_size", "fetch", "least_bytes", "parse_header", "read_header_bytes"]
 
 LEAST_ELEMENT_BYTES = 2
+
+WEIGHTS = "adapter_model.safetensors"
+
+MAX_HEADER_BYTES = 8 * 1024 * 1024
+"""Largest safetensors header: thousands of times that of a real adapter, small enough to parse at once."""
+
+_BITS: Mapping[str, int] = (
+    {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}
+    | {"I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+    | {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8}
+)
+"""Bits of an element, by safetensors' names of the types."""
 
 
 class WeightFile:
@@ -105,3 +120,92 @@ def check_size(name: str, weights: Iterable[ModuleWeights], base: BaseShape, max
     if least > max_pages * base.page.num_bytes:
         pages = -(-least // base.page.num_bytes)
         raise AdapterError(name, f"needs {pages} pages or more; one adapter may take {max_pages} (--max-adapter-share)")
+
+
+def read_header_bytes(name: str, source: OpenFile) -> bytes:
+    """Return the header of a safetensors file, without its length.
+
+    Raises:
+        AdapterError: It is no safetensors file, or cut.
+    """
+    length = int.from_bytes(source.read(0, 8), "little") if source.size >= 8 else source.size
+    if length > source.size - 8:
+        raise _damaged(name, WEIGHTS, "its header claims to be longer than the file")
+    if length > MAX_HEADER_BYTES:
+        raise _damaged(name, WEIGHTS, f"it has a header of more than {MAX_HEADER_BYTES} bytes")
+    return source.read(8, length)
+
+
+def parse_header(name: str, header: bytes, num_bytes: int, *, file: str = WEIGHTS) -> dict[str, StoredTensor]:
+    """Return the tensors that a header lists, by key, each with its range in the file.
+
+    Args:
+        name: The adapter, for messages.
+        header: The header, without its length.
+        num_bytes: Size of the file, which the tensors fill to the last byte, without holes.
+        file: Its name, for messages.
+
+    Raises:
+        AdapterError: It is no header of a safetensors file of that size.
+    """
+    try:
+        entries = json.loads(header, object_pairs_hook=unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(name, file, f"its header is not valid JSON: {type(error).__name__}") from error
+    if not isinstance(entries, dict) or not header.startswith(b"{"):
+        raise _damaged(name, file, "its header is no object")
+    metadata = entries.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise _damaged(name, file, "its metadata is no text by name")
+    front = 8 + len(header)
+    tensors = {key: _tensor(name, file, key, entry, front) for key, entry in entries.items()}
+    last = front
+    for begin, end in sorted(tensor.place for tensor in tensors.values() if tensor.place is not None):
+        if begin != last:
+            raise _damaged(name, file, "its tensors overlap, or leave a hole")
+        last = end
+    if last != num_bytes:
+        raise _damaged(name, file, f"its tensors take {last - front} bytes, and it has {num_bytes - front} of them")
+    return tensors
+
+
+def fetch(source: OpenFile, weights: Iterable[ModuleWeights]) -> list[ModuleWeights]:
+    """Return the weights with the bytes that were not read yet; adjacent tensors are read at once."""
+    weights = list(weights)
+    places = sorted({tensor.place for w in weights for tensor in w.tensors if tensor.place is not None})
+    data: dict[tuple[int, int], NDArray[np.uint8]] = {}
+    first = 0
+    for number, (_, end) in enumerate(places):
+        if number + 1 == len(places) or places[number + 1][0] != end:
+            begin = places[first][0]
+            content = np.frombuffer(source.read(begin, end - begin), np.uint8)
+            data |= {place: content[place[0] - begin : place[1] - begin] for place in places[first : number + 1]}
+            first = number + 1
+
+    def whole(tensor: StoredTensor) -> StoredTensor:
+        return tensor if tensor.place is None else tensor.filled(data[tensor.place])
+
+    return [
+        replace(w, a=whole(w.a), b=whole(w.b), column_scale=None if w.column_scale is None else whole(w.column_scale))
+        for w in weights
+    ]
+
+
+def _tensor(name: str, file: str, key: str, entry: Any, front: int) -> StoredTensor:
+    """Return a tensor of a header; its bytes are counted from ``front`` on."""
+    try:
+        dtype, shape, offsets = entry["dtype"], tuple(entry["shape"]), tuple(entry["data_offsets"])
+        is_valid = dtype in _BITS and len(offsets) == 2
+        is_valid = is_valid and all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, *offsets))
+    except (KeyError, TypeError):
+        is_valid = False
+    if not is_valid:
+        raise _damaged(name, file, f"tensor {shown(key, 160)} is malformed")
+    begin, end = offsets
+    if math.prod(shape) * _BITS[dtype] != 8 * (end - begin):
+        raise _damaged(name, file, f"tensor {shown(key, 160)} has {end - begin} bytes, which its shape does not take")
+    return StoredTensor(dtype, shape, np.empty(0, np.uint8), (front + begin, front + end))
+
+
+def _damaged(name: str, file: str, reason: str) -> AdapterError:
+    return AdapterError(name, f"{file} is damaged or is no safetensors file: {reason}")

@@ -20,7 +20,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
 from manylora.core.adapters.tensors import FLOAT_DTYPES
-from manylora.core.adapters.weight_source import parse_header
+from manylora.core.adapters.weight_file import parse_header
 from manylora.core.errors import AdapterError, ConfigError
 
 __all__ = ["CheckpointFiles", "hide_load_report"]

@@ -28,7 +28,7 @@ from contextlib import closing
 import httpx
 
 from manylora.core.adapters.remote import RemoteHead
-from manylora.core.adapters.urls import check_registry, resolve_url
+from manylora.core.adapters.sources import check_registry, resolve_url
 from manylora.core.errors import AdapterError, AdapterNotFound, AdapterUnavailable
 from manylora.execution.storage.http_deadline import DeadlineTransport
 

@@ -9,13 +9,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from manylora.core.adapters.file_stamp import stamp_files
-from manylora.core.adapters.folder import open_folder
-from manylora.core.adapters.header import HeaderReader
-from manylora.core.adapters.matched import MatchedShapes
+from manylora.core.adapters.identity import stamp_files
 from manylora.core.adapters.packed import PackedAdapter, image_of, own_memory
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import HeaderReader, MatchedShapes, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
+from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import AdapterError
 from manylora.core.ports import check_each
 from manylora.core.types import AdapterVersion

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from manylora.core.adapters.packed import PackedAdapter
-from manylora.core.adapters.urls import host_of
+from manylora.core.adapters.sources import host_of
 from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterVersion
 from manylora.execution.storage.host_tier import HostAdapter, HostTier

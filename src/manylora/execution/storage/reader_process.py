@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from manylora.core.adapters.layout import AdapterLayout, lay_out
 from manylora.core.adapters.packed import PackedAdapter, image_of
-from manylora.core.adapters.urls import is_url
+from manylora.core.adapters.sources import is_url
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
 from manylora.core.types import AdapterVersion
 from manylora.execution.storage.reader_messages import (

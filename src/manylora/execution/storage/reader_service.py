@@ -28,15 +28,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.core.adapters.file_stamp import provisional_key, stamp_files
-from manylora.core.adapters.folder import open_folder
 from manylora.core.adapters.hash_cache import HashCache, KnownContent
-from manylora.core.adapters.header import HeaderReader
-from manylora.core.adapters.matched import MatchedShapes
+from manylora.core.adapters.identity import provisional_key, stamp_files
 from manylora.core.adapters.packed import image_of
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import HeaderReader, MatchedShapes, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
 from manylora.core.adapters.remote import Registry
+from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import AdapterError
 from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, confine
 from manylora.core.logs import configure_logging

@@ -8,9 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from manylora.core.adapters.config import read_config
-from manylora.core.adapters.folder import CONFIG_FILE, open_folder
-from manylora.core.adapters.lora.settings import parse_settings
+from manylora.core.adapters.folder import CONFIG_FILE, read_config
+from manylora.core.adapters.lora.settings import parse_lora
+from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import ConfigError
 from manylora.lab.sim.scenario import read_setting, with_setting
 
@@ -114,7 +114,7 @@ def adapters_in(folder: Path) -> dict[str, Any]:
     ranks: list[int] = []
     targets: dict[str, None] = {}  # in order of appearance
     for home in homes:
-        settings = parse_settings(home.name, read_config(open_folder(home.name, home)))
+        settings = parse_lora(home.name, read_config(open_folder(home.name, home)))
         ranks.append(max([settings.r, *(rank for _, rank in settings.rank_pattern)]))
         modules = ALL_LINEAR if settings.target_modules == "all-linear" else settings.target_modules
         if isinstance(modules, str):

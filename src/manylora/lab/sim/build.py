@@ -7,10 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from manylora.core.adapters.layout import make_version
-from manylora.core.adapters.methods import find_method
+from manylora.core.adapters.layout import lay_out, make_version
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.urls import is_url
+from manylora.core.adapters.sources import is_url
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound
@@ -65,9 +64,9 @@ class SimulatedReader:
             raise AdapterError(name, f"rank {rank} on {targets} applies to no module of {self._base.name}")
         weight_file = config_file.with_name("adapter_model.safetensors")
         weights = weight_file.read_bytes() if weight_file.is_file() else b""
-        layout = find_method(settings).lay_out(ranks, self._base)
         key = hashlib.blake2b(self._base.fingerprint.encode() + content + weights, digest_size=16).hexdigest()
-        return make_version(layout, self._base.page, key=key, source=str(path), disk_bytes=len(weights) or None)
+        layout, page = lay_out(ranks, self._base), self._base.page
+        return make_version(layout, page, key=key, source=str(path), disk_bytes=len(weights) or None)
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Return the version of each adapter, or the reason against it."""

@@ -15,8 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from manylora.core.adapters.sources import check_name, resolve_path
-from manylora.core.adapters.urls import is_url, resolve_url
+from manylora.core.adapters.sources import check_name, is_url, resolve_path, resolve_url
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import (
     AdapterError,

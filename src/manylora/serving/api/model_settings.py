@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from manylora.core.adapters.base_name import is_same_base
-from manylora.core.adapters.request_files import read_extras
+from manylora.core.adapters.request_files import is_same_base, read_request_files
 from manylora.core.generation import GenerationDefaults
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
 from manylora.serving.text import Tokenizer
@@ -124,7 +123,7 @@ class ModelSettings:
 
     def _read(self, name: str, path: str) -> Settings:
         """Read an adapter's folder, and log its settings and those that have no effect."""
-        extras = read_extras(name, path, self._roots)
+        extras = read_request_files(name, path, self._roots)
         defaults, template = self.base.defaults, None
         ignored = list(extras.problems)
         if given := extras.defaults.given():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import uvicorn
 
-from manylora.core.adapters.base_name import names_of_base
+from manylora.core.adapters.request_files import names_of_base
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import ConfigError
 from manylora.serving.api.model_settings import ModelSettings

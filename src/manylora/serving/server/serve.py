@@ -20,7 +20,7 @@ from dataclasses import replace
 from random import Random
 
 from manylora.core.adapters.folder import real_roots
-from manylora.core.adapters.urls import is_url
+from manylora.core.adapters.sources import is_url
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.fleet_config import FleetConfig
 from manylora.core.routing import Router, RouterContext, make_router

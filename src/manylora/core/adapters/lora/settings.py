@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from manylora.core.adapters.folder import CONFIG_FILE
+from manylora.core.adapters.folder import CONFIG_FILE, shown
 from manylora.core.errors import AdapterError
 
-__all__ = ["MAX_RANK", "LoraSettings", "parse_settings"]
+__all__ = ["LoraSettings", "parse_lora"]
 
 MAX_RANK = 65_536
 
@@ -90,7 +90,7 @@ class LoraSettings:
     task_type: str | None
 
 
-def parse_settings(name: str, config: Mapping[str, Any]) -> LoraSettings:
+def parse_lora(name: str, config: Mapping[str, Any]) -> LoraSettings:
     """Return the settings in ``config``, the content of ``adapter_config.json``.
 
     Raises:
@@ -122,10 +122,10 @@ class _Parser:
             target_modules=target_modules,
             exclude_modules=self._names("exclude_modules"),
             rank_pattern=tuple(
-                (k, self._rank(f"rank_pattern[{_show(k)}]", v)) for k, v in self._mapping("rank_pattern")
+                (k, self._rank(f"rank_pattern[{shown(k)}]", v)) for k, v in self._mapping("rank_pattern")
             ),
             alpha_pattern=tuple(
-                (k, self._alpha(f"alpha_pattern[{_show(k)}]", v)) for k, v in self._mapping("alpha_pattern")
+                (k, self._alpha(f"alpha_pattern[{shown(k)}]", v)) for k, v in self._mapping("alpha_pattern")
             ),
             layers_to_transform=layers,
             layers_pattern=(layers_pattern,) if isinstance(layers_pattern, str) else layers_pattern,
@@ -136,25 +136,25 @@ class _Parser:
     def _refuse_unsupported(self) -> None:
         peft_type = self._fields.get("peft_type")
         if peft_type != "LORA":
-            self._fail(f"peft_type is {_show(peft_type)}, only 'LORA' is supported")
+            self._fail(f"peft_type is {shown(peft_type)}, only 'LORA' is supported")
         for key, meaning in _REFUSED.items():
             if self._fields.get(key):
                 self._fail(f"{key} is set: {meaning} is not supported")
         bias = self._fields.get("bias") or "none"
         if bias != "none":
-            self._fail(f"bias is {_show(bias)}: trained biases are not supported")
+            self._fail(f"bias is {shown(bias)}: trained biases are not supported")
         init = self._fields.get("init_lora_weights", True)
         if not (
             init is None or isinstance(init, bool) or (isinstance(init, str) and init in _BASE_KEEPING_INITIALISATIONS)
         ):
             self._fail(
-                f"init_lora_weights is {_show(init)}, which may change the base weights; "
+                f"init_lora_weights is {shown(init)}, which may change the base weights; "
                 "convert the adapter to plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
             )
         known = _READ | _WITHOUT_EFFECT | _REFUSED.keys()
         for key, value in self._fields.items():
             if key not in known and value:
-                self._fail(f"unknown setting {_show(key)} = {_show(value)} might change its results")
+                self._fail(f"unknown setting {shown(key)} = {shown(value)} might change its results")
 
     def _fail(self, reason: str) -> NoReturn:
         raise AdapterError(self._name, f"{CONFIG_FILE}: {reason}")
@@ -166,25 +166,25 @@ class _Parser:
 
     def _rank(self, what: str, value: Any) -> int:
         if type(value) is not int or not 1 <= value <= MAX_RANK:
-            self._fail(f"{what} is {_show(value)}, expected an integer from 1 to {MAX_RANK}")
+            self._fail(f"{what} is {shown(value)}, expected an integer from 1 to {MAX_RANK}")
         return value
 
     def _alpha(self, what: str, value: Any) -> float:
         # Zero would give the base's answers under the adapter's name.
         if type(value) not in (int, float) or not 0 < abs(value) <= 1e30:
-            self._fail(f"{what} is {_show(value)}, expected a finite number that is not 0")
+            self._fail(f"{what} is {shown(value)}, expected a finite number that is not 0")
         return float(value)
 
     def _flag(self, key: str) -> bool:
         value = self._fields.get(key)
         if value is not None and type(value) is not bool:
-            self._fail(f"{key} is {_show(value)}, expected true or false")
+            self._fail(f"{key} is {shown(value)}, expected true or false")
         return bool(value)
 
     def _text(self, key: str) -> str | None:
         value = self._fields.get(key)
         if value is not None and not isinstance(value, str):
-            self._fail(f"{key} is {_show(value)}, expected text")
+            self._fail(f"{key} is {shown(value)}, expected text")
         return value
 
     def _names(self, key: str) -> tuple[str, ...] | str:
@@ -195,7 +195,7 @@ class _Parser:
             return value
         if isinstance(value, list) and all(isinstance(v, str) and v for v in value):
             return tuple(value)
-        self._fail(f"{key} is {_show(value)}, expected text or a list of names")
+        self._fail(f"{key} is {shown(value)}, expected text or a list of names")
 
     def _layers(self) -> tuple[int, ...] | None:
         value = self._fields.get("layers_to_transform")
@@ -203,7 +203,7 @@ class _Parser:
             return None
         layers = value if isinstance(value, list) else [value]
         if not all(type(v) is int for v in layers):
-            self._fail(f"layers_to_transform is {_show(value)}, expected an integer or a list of integers")
+            self._fail(f"layers_to_transform is {shown(value)}, expected an integer or a list of integers")
         return tuple(layers)
 
     def _mapping(self, key: str) -> list[tuple[str, Any]]:
@@ -211,10 +211,5 @@ class _Parser:
         if value is None:
             return []
         if not isinstance(value, dict):
-            self._fail(f"{key} is {_show(value)}, expected an object")
+            self._fail(f"{key} is {shown(value)}, expected an object")
         return list(value.items())
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

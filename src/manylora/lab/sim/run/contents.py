@@ -15,8 +15,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 
-from manylora.core.adapters.layout import AdapterLayout, make_version
-from manylora.core.adapters.methods import PLAIN_LORA
+from manylora.core.adapters.layout import AdapterLayout, lay_out, make_version
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterKey, AdapterVersion
@@ -85,4 +84,4 @@ def _lay_out(spec: AdapterSpec, base: BaseShape) -> AdapterLayout:
         raise AdapterError(
             spec.name, f"rank {spec.rank} on {', '.join(spec.targets)} applies to no module of {base.name}"
         )
-    return PLAIN_LORA.lay_out(dict.fromkeys(modules, spec.rank), base)
+    return lay_out(dict.fromkeys(modules, spec.rank), base)

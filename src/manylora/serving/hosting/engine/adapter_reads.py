@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from manylora.core.adapters.file_stamp import is_provisional
-from manylora.core.adapters.urls import host_of
+from manylora.core.adapters.identity import is_provisional
+from manylora.core.adapters.sources import host_of
 from manylora.core.clock import Clock
 from manylora.core.engine.core import EngineCore
 from manylora.core.errors import AdapterError, CapacityError, ManyloraError

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
-from manylora.core.adapters.urls import is_url
+from manylora.core.adapters.sources import is_url
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import (
     AdapterError,

@@ -1,7 +1,13 @@
-"""Content hashes: a digest of each layer's weights, and the identity of a version over them.
+"""Identity of an adapter version: a hash of its content, and a stamp of its files before their weights are read.
 
-The digests make a tree of two levels. A version that is read again is compared layer by layer, so that its first layers
-may be used before the last have been read, and no layer is used before it has been compared.
+The *content key* is a hash over a digest of each layer's weights: a tree of two levels. A version that is read again is
+compared layer by layer, so that its first layers may be used before the last have been read, and no layer is used
+before it has been compared.
+
+The *stamp* is a hash over the base, the content of ``adapter_config.json``, and the identity of the weight file: place,
+size, and times or ETag. As long as the stamp is the same, so is the content: a write, a rename or a copy changes a time
+or an inode. A stamp serves twice. It finds the content key of an earlier read (``hash_cache``). Without one, it is the
+*provisional key* of the version, which keeps that key for the life of the engine.
 """
 
 from __future__ import annotations
@@ -13,11 +19,22 @@ from itertools import groupby
 
 from blake3 import blake3
 
-from manylora.core.adapters.method import ModuleWeights
+from manylora.core.adapters.folder import FileIdentity, Folder, read_config_file
 from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.tensors import ModuleWeights
 from manylora.core.types import AdapterKey
 
-__all__ = ["HASH", "by_layer", "content_key", "digest_layer", "digest_text", "split_digests"]
+__all__ = [
+    "by_layer",
+    "content_key",
+    "digest_layer",
+    "digest_text",
+    "is_provisional",
+    "make_stamp",
+    "provisional_key",
+    "split_digests",
+    "stamp_files",
+]
 
 HASH = "blake3"
 """Name of the hash: digests by another one are not compared with. It uses the vector units: with AVX-512 it is five
@@ -27,6 +44,9 @@ DIGEST_BYTES = 20
 
 LEAST_ALONE_BYTES = 256 * 1024
 """Bytes that are hashed where they lie: short parts are hashed slowly one by one, and are put together first."""
+
+_PREFIX = "file-"
+"""No content hash begins so: a hash is hexadecimal."""
 
 
 def by_layer(weights: Iterable[ModuleWeights]) -> list[list[ModuleWeights]]:
@@ -83,3 +103,39 @@ def content_key(base: BaseShape, digests: Sequence[bytes]) -> AdapterKey:
 def split_digests(digests: bytes) -> list[bytes]:
     """Return the digests of ``AdapterVersion.layer_digests`` one by one."""
     return [digests[first : first + DIGEST_BYTES] for first in range(0, len(digests), DIGEST_BYTES)]
+
+
+def provisional_key(stamp: str) -> AdapterKey:
+    """Return the key of a version whose weights were not read yet."""
+    return AdapterKey(_PREFIX + stamp)
+
+
+def is_provisional(key: AdapterKey) -> bool:
+    """Whether a key stands for the files of a version and not for its content."""
+    return key.startswith(_PREFIX)
+
+
+def make_stamp(base: BaseShape, dtype: str, config: bytes, weights: FileIdentity) -> str:
+    """Return the stamp of an adapter's files.
+
+    Args:
+        base: The base model.
+        dtype: The asked type of packed weights, on which the type of a known version depends.
+        config: Content of ``adapter_config.json``.
+        weights: Identity of the weight file.
+    """
+    digest = hashlib.blake2b(digest_size=20)
+    digest.update(repr((HASH, base.fingerprint, dtype, weights.place, weights.parts)).encode())
+    digest.update(config)
+    return digest.hexdigest()
+
+
+def stamp_files(folder: Folder, base: BaseShape, dtype: str, max_bytes: int) -> tuple[str, float]:
+    """Return the stamp of the files in a folder, and the time of their last change in seconds since the epoch.
+
+    Raises:
+        AdapterError: A file is missing, or the weight file is in a registry and has more than ``max_bytes`` bytes.
+    """
+    config = read_config_file(folder)
+    weights = folder.identify(folder.find_weights(), max_bytes)
+    return make_stamp(base, dtype, config, weights), weights.changed_at
