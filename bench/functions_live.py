@@ -44,8 +44,8 @@ from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, Mode
 from manylora.core.errors import ConfigError
 from manylora.core.types import Output, Request, SamplingParams
 from manylora.functions.processes.backbone import fetch_backbone
-from manylora.functions.processes.link import FunctionLink, FunctionPlace
-from manylora.functions.processes.messages import Backbone
+from manylora.functions.processes.link import FunctionLink
+from manylora.functions.processes.messages import Backbone, FunctionPlace
 from manylora.functions.processes.zygote import Zygote
 from manylora.lab.bench.machine import machine
 from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse

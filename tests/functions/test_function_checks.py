@@ -17,7 +17,8 @@ from manylora.functions.agent import agent as agent_module
 from manylora.functions.agent.agent import Agent
 from manylora.functions.processes.checks import MAX_ENTRIES, MAX_NOTE_CHARS, NUM_EMPTY, MessageCheck
 from manylora.functions.processes.frames import FrameError
-from manylora.functions.processes.link import FunctionLink, FunctionPlace
+from manylora.functions.processes.link import FunctionLink
+from manylora.functions.processes.messages import FunctionPlace
 from manylora.functions.processes.zygote import ForkedFunction, Zygote
 from manylora.functions.wire import NodeReport, Orders
 from manylora.serving.hosting.links.client import EngineClient
@@ -120,7 +121,7 @@ def test_an_answer_is_no_longer_than_was_asked_for() -> None:
     for _ in range(NUM_EMPTY - 1):
         check.checked(answer(0))
     check.checked(answer(5))
-    with pytest.raises(FrameError, match="more than was asked for"):
+    with pytest.raises(FrameError, match="more tokens than its request asked for"):
         check.checked(answer(0))
     check.forget(["r", "t"])
     check.checked(answer(100))  # which is dropped

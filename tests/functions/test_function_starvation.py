@@ -16,12 +16,14 @@ from manylora.core.config import EngineConfig, ModelConfig
 from manylora.core.isolation import ProcessorShare
 from manylora.core.isolation import share as share_module
 from manylora.core.isolation.cgroups import Cgroup, cpu_group_of
+from manylora.core.types import Request
 from manylora.functions.node.launch import Awake
-from manylora.functions.processes import link as link_function
-from manylora.functions.processes import time_budget as allowance_module
-from manylora.functions.processes.link import FunctionLink, FunctionPlace
-from manylora.functions.processes.time_budget import MOST_BUSY, MOST_IDLE, WINDOW_S, Allowance
-from manylora.serving.hosting.protocol import EngineSpec
+from manylora.functions.processes import checks as checks_module
+from manylora.functions.processes import link as link_module
+from manylora.functions.processes.checks import MAX_BUSY_SHARE, MAX_IDLE_SHARE, MAX_PAUSE_S, WINDOW_S, TimeBudget
+from manylora.functions.processes.link import FunctionLink
+from manylora.functions.processes.messages import FunctionPlace
+from manylora.serving.hosting.protocol import AddRequests, EngineSpec
 
 AUTOGROUP = Path("/proc/self/autogroup")
 
@@ -78,38 +80,41 @@ def test_a_control_group_of_its_own_is_idle_without_requests(tmp_path: Path, mon
 
 
 def test_messages_take_little_time_without_requests() -> None:
-    allowance = Allowance()
-    assert allowance.spend(0.0, MOST_BUSY * WINDOW_S, is_busy=True) == 0.0
-    assert allowance.spend(0.0, MOST_IDLE * WINDOW_S, is_busy=False) == 0.0
-    assert allowance.spend(0.1, MOST_IDLE * WINDOW_S, is_busy=False) == pytest.approx(2 * WINDOW_S - 0.1)
-    assert allowance.spend(0.2, MOST_BUSY * WINDOW_S, is_busy=True) == pytest.approx(2 * WINDOW_S - 0.2)
-    assert allowance.spend(0.3, MOST_BUSY * WINDOW_S, is_busy=True) == 0.0  # another window
-    assert allowance.spend(0.3, 1e6, is_busy=False) == allowance_module.LONGEST_PAUSE_S
+    budget = TimeBudget()
+    assert budget.spend(0.0, MAX_BUSY_SHARE * WINDOW_S, is_busy=True) == 0.0
+    assert budget.spend(0.0, MAX_IDLE_SHARE * WINDOW_S, is_busy=False) == 0.0
+    assert budget.spend(0.1, MAX_IDLE_SHARE * WINDOW_S, is_busy=False) == pytest.approx(2 * WINDOW_S - 0.1)
+    assert budget.spend(0.2, MAX_BUSY_SHARE * WINDOW_S, is_busy=True) == pytest.approx(2 * WINDOW_S - 0.2)
+    assert budget.spend(0.3, MAX_BUSY_SHARE * WINDOW_S, is_busy=True) == 0.0  # another window
+    assert budget.spend(0.3, 1e6, is_busy=False) == MAX_PAUSE_S
 
 
 def test_a_flood_of_messages_is_not_read_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allowance_module, "LONGEST_PAUSE_S", 1e-6)
-    times = iter([0.0, 0.0, 0.0, 1.0])
-    monkeypatch.setattr(link_function, "time", SimpleNamespace(thread_time=lambda: next(times)))
+    monkeypatch.setattr(checks_module, "MAX_PAUSE_S", 1e-6)
+    times = iter([0.0, 0.0, 0.0, 1.0, 1.0, 1.0 + 0.9 * MAX_BUSY_SHARE * WINDOW_S])
+    monkeypatch.setattr(link_module, "time", SimpleNamespace(thread_time=lambda: next(times)))
     calls: list[str] = []
 
     async def scenario() -> None:
         reads = asyncio.Event()
         engine = EngineSpec(config=EngineConfig(model=ModelConfig(model="m")), served_name="base", builder="")
-        link = FunctionLink(engine, cast(Any, None), FunctionPlace(readable=[]), is_busy=lambda: False)
-        link.connection_made(
-            cast(
-                Any,
-                SimpleNamespace(
-                    is_closing=lambda: False, pause_reading=lambda: calls.append("pause"), resume_reading=reads.set
-                ),
-            )
+        link = FunctionLink(engine, cast(Any, None), FunctionPlace(readable=[]))
+        transport = SimpleNamespace(
+            is_closing=lambda: False,
+            pause_reading=lambda: calls.append("pause"),
+            resume_reading=reads.set,
+            get_write_buffer_size=lambda: 0,
+            write=lambda body: None,
         )
+        link.connection_made(cast(Any, transport))
         link.data_received(b"")
         assert not calls
         link.data_received(b"")
         assert calls == ["pause"]
         await reads.wait()
+        link.send(AddRequests(1, [Request(request_id="r", prompt=(1,))]))
+        link.data_received(b"")
+        assert calls == ["pause"]  # with a request it may say more
 
     asyncio.run(scenario())
 

@@ -18,13 +18,13 @@ import pytest
 
 from manylora.core.config import EngineConfig, ModelConfig
 from manylora.core.errors import EngineDead
-from manylora.core.isolation import Confinement, remove_groups_of_the_dead
+from manylora.core.isolation import remove_groups_of_the_dead
 from manylora.core.ports import SharedBase
 from manylora.functions.processes import zygote as zygote_module
-from manylora.functions.processes.file_pages import clean_mappings
 from manylora.functions.processes.frames import in_memory
-from manylora.functions.processes.link import FunctionLink, FunctionPlace
-from manylora.functions.processes.messages import Backbone, Exited, Fork, FromZygote, Warm
+from manylora.functions.processes.link import FunctionLink
+from manylora.functions.processes.messages import Backbone, Exited, Fork, FromZygote, FunctionPlace, Warm
+from manylora.functions.processes.warm import clean_mappings
 from manylora.functions.processes.zygote import ForkedFunction, Zygote
 from manylora.functions.processes.zygote_process import ZygoteProcess
 from manylora.serving.hosting.protocol import EngineSpec
@@ -39,16 +39,7 @@ def sleeper() -> subprocess.Popen[bytes]:
 
 
 def fork_packet(number: int) -> bytes:
-    return msgspec.msgpack.encode(
-        Fork(
-            number=number,
-            engine=ENGINE,
-            confinement=Confinement(),
-            cgroup_bytes=None,
-            cgroup_cpus=None,
-            asked_at=0.0,
-        )
-    )
+    return msgspec.msgpack.encode(Fork(number=number, engine=ENGINE, place=FunctionPlace(readable=[]), asked_at=0.0))
 
 
 def test_a_zygote_that_can_fork_no_more_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,11 +178,11 @@ def test_a_loader_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
         [
             *(sys.executable, "-c"),
             "import subprocess, sys, signal\n"
-            "from manylora.functions.processes.load import load_command\n"
+            "from manylora.functions.processes.backbone import load_command\n"
             "command = load_command([])\n"
             "place = command.index('-m')\n"
             "code = 'import runpy, sys; runpy.run_module = lambda *a, **k: open(sys.argv[-1]).read();'\n"
-            "code += 'from manylora.functions.processes import load; sys.exit(load.main())'\n"
+            "code += 'from manylora.functions.processes import backbone; sys.exit(backbone.main())'\n"
             "command[place:place + 2] = ['-c', code]\n"
             f"print(subprocess.Popen([*command, {str(tmp_path / 'pipe')!r}]).pid, flush=True)\n"
             "signal.pause()\n",
@@ -231,7 +222,7 @@ def test_control_groups_of_a_zygote_that_was_killed_are_removed(tmp_path: Path) 
 def test_pages_of_libraries_leave_a_process_that_goes_on() -> None:
     script = (
         "import numpy\n"
-        "from manylora.functions.processes.file_pages import let_file_pages_go\n"
+        "from manylora.functions.processes.warm import let_file_pages_go\n"
         "def kib():\n"
         "    lines = [line.split() for line in open('/proc/self/smaps_rollup')][1:]\n"
         "    sizes = {line[0]: int(line[1]) for line in lines if line[-1] == 'kB'}\n"

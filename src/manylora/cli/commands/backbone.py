@@ -29,8 +29,7 @@ def backbone(
     from manylora.execution.model.base_weights import share_weights
     from manylora.execution.model.freeze import load_weights
     from manylora.execution.model.load import load_model
-    from manylora.functions.processes.backbone_socket import BackboneSocket
-    from manylora.functions.processes.hold import become_holder
+    from manylora.functions.processes.holder import BackboneSocket, become_holder
     from manylora.functions.processes.messages import Backbone
 
     folder, served_name, _ = resolve_model(model, None, {})

@@ -30,11 +30,9 @@ from manylora.core.errors import CapacityError, ConfigError, EngineDead, Manylor
 from manylora.demo import demo_model_path
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.readings import memory_of
-from manylora.functions.processes.backbone import fetch_backbone
-from manylora.functions.processes.backbone_socket import holder_of
+from manylora.functions.processes.backbone import fetch_backbone, load_command
 from manylora.functions.processes.frames import in_memory
-from manylora.functions.processes.hold import hold_command
-from manylora.functions.processes.load import load_command
+from manylora.functions.processes.holder import hold_command, holder_of
 from manylora.functions.processes.messages import Backbone
 from manylora.functions.processes.zygote import Zygote
 

@@ -20,7 +20,8 @@ from manylora.functions.deployment import FunctionSpec
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.processes.function_log import FunctionLog
 from manylora.functions.processes.function_process import PACKAGE, shared_folders
-from manylora.functions.processes.link import FunctionLink, FunctionPlace
+from manylora.functions.processes.link import FunctionLink
+from manylora.functions.processes.messages import FunctionPlace
 from manylora.functions.processes.zygote import Zygote
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet
@@ -185,7 +186,6 @@ async def launch(
                 zygote,
                 place,
                 log=log,
-                is_busy=lambda: fleet.has_requests,
                 on_gone=lambda: users.give_uid(uid),
             )
         )

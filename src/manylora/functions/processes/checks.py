@@ -1,13 +1,14 @@
-"""Checks of the messages of a function, which is not trusted: what passes can be counted, summed and reported.
+"""Bounds on a function, which is not trusted: the contents of its messages, and the time that reading them takes.
 
 A message of the right types may still carry a name of another function, a NaN that no sum recovers from, or a text that
-the controller refuses. The first that does ends the function.
+the controller refuses. The first that does ends the function: what passes can be counted, summed and reported. And a
+flood of good messages must delay no other function.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from manylora.serving.hosting.protocol import (
     Turn,
 )
 
-__all__ = ["MessageCheck"]
+__all__ = ["MessageCheck", "TimeBudget"]
 
 MAX_SECONDS = 1e9
 MAX_COUNT = 2**31
@@ -37,8 +38,6 @@ MAX_ENTRIES = 2**17
 """Most values of one kind in a message: more than the requests that a function may have."""
 
 MAX_NOTE_CHARS = 1000
-
-STAGES = frozenset({"fork", "confine", "map", "build"})
 MAX_FAULT_CHARS = 2**16
 MAX_ANSWER = 2**20
 """Tokens of an answer whose request sets no limit."""
@@ -46,7 +45,17 @@ MAX_ANSWER = 2**20
 NUM_EMPTY = 8
 """Outputs of a request that have no token: its prompt's part, its end."""
 
+STAGES = frozenset({"fork", "confine", "map", "build"})
 REASONS = frozenset(reason.value for reason in FinishReason)
+
+WINDOW_S = 0.25
+MAX_IDLE_SHARE = 0.02
+"""Most of a processor for the messages of a function without requests, which has next to nothing to say."""
+
+MAX_BUSY_SHARE = 0.25
+"""Likewise with requests; an engine with sixteen of them on a small model needs a tenth."""
+
+MAX_PAUSE_S = 5.0
 
 
 class MessageCheck:
@@ -62,6 +71,11 @@ class MessageCheck:
         self._left: dict[str, int] = {}  # tokens that each request may still get
         self._prompts: set[str] = set()  # requests that may get the log-probabilities of their prompts
         self._calls: dict[int, tuple[str, ...]] = {}  # requests by call, before its reply
+
+    @property
+    def expects_answers(self) -> bool:
+        """Whether the process has requests."""
+        return bool(self._left)
 
     def expect(self, call: int, requests: Iterable[Request]) -> None:
         """Expect the answers of requests, each as long as it asked for."""
@@ -81,12 +95,13 @@ class MessageCheck:
         """Return a message without the parts that a function has no say in.
 
         Raises:
-            FrameError: A part of it cannot be true.
+            FrameError: A part of it is beyond its bound; the message names the part.
         """
         if isinstance(message, Ready):
-            _expect(not self._has_started, "it starts twice")
+            if self._has_started:
+                raise FrameError("it starts twice")
             self._has_started = True
-            _check_all(message.info)
+            _check_all("info", message.info)
             return msgspec.structs.replace(
                 message, base=None, start=None if message.start is None else _start(message.start)
             )
@@ -96,22 +111,23 @@ class MessageCheck:
         elif isinstance(message, StartRefused):
             _check_fault(message.fault)
         elif isinstance(message, Reply):
-            for fault in (message.fault, *message.refused.values()):
-                _check_fault(fault)
-            asked = self._calls.pop(message.call, ())
-            self.forget(message.refused if message.fault is None else asked)
-            named = {*message.registered, *(one.name for one in message.statuses)}
-            if message.stats is not None:
-                stats = message.stats
-                named |= {*stats.running_adapters, *stats.waiting_adapters, *stats.resident_adapters}
-                _check_all(stats)
-            _expect(named <= self.names, "it reports on adapters of others")
-            for status in message.statuses:
-                _expect(status.state in STATES, "an adapter has no known state")
-                _check_all(status)
-            if message.observations is not None:
-                self._check_observations(message.observations)
+            self._check_reply(message)
         return message
+
+    def _check_reply(self, message: Reply) -> None:
+        for fault in (message.fault, *message.refused.values()):
+            _check_fault(fault)
+        asked = self._calls.pop(message.call, ())
+        self.forget(message.refused if message.fault is None else asked)
+        self._check_names((*message.registered, *(one.name for one in message.statuses)))
+        if (stats := message.stats) is not None:
+            self._check_names((*stats.running_adapters, *stats.waiting_adapters, *stats.resident_adapters))
+            _check_all("stats", stats)
+        for status in message.statuses:
+            _check_known("state", status.state, STATES)
+            _check_all("statuses", status)
+        if message.observations is not None:
+            self._check_observations(message.observations)
 
     def _check_outputs(self, outputs: Iterable[Output]) -> None:
         """Check that outputs are no more than was asked for: a client that does not read has them waiting here."""
@@ -122,46 +138,56 @@ class MessageCheck:
                 continue  # dropped: it was cancelled, or is no request of this function
             tokens = output.tokens
             left -= len(tokens) or 1
-            _expect(left >= 0, "it answers more than was asked for")
+            if left < 0:
+                raise FrameError("an answer has more tokens than its request asked for")
             for token in tokens:
-                _expect(len(token.top) <= MAX_LOGPROBS, "it reports more log-probabilities than can be asked for")
+                if len(token.top) > MAX_LOGPROBS:
+                    raise FrameError(f"a token has {len(token.top)} log-probabilities, at most {MAX_LOGPROBS}")
             if output.prompt_logprobs is not None:
-                _expect(output.request_id in self._prompts, "it reports on a prompt unasked")
+                if output.request_id not in self._prompts:
+                    raise FrameError("a prompt has log-probabilities that were not asked for")
                 self._prompts.discard(output.request_id)
-            _expect(
-                len(output.adapter or "") + len(output.error or "") <= MAX_CHARS, "it reports a text that is too long"
-            )
+            if (num_chars := len(output.adapter or "") + len(output.error or "")) > MAX_CHARS:
+                raise FrameError(f"an output's texts have {num_chars} characters, at most {MAX_CHARS}")
             left_of[output.request_id] = left
             if output.finish is not None:
                 self.forget((output.request_id,))
 
     def _check_observations(self, seen: Observations) -> None:
-        named = {*seen.ttft_s, *seen.inter_token_s, *(one.adapter for one in seen.finished)}
-        _expect(named <= self.names, "it reports on adapters of others")
-        for times in (
-            seen.queue_s,
-            *seen.ttft_s.values(),
-            *seen.inter_token_s.values(),
-            seen.device_loads_s,
-            seen.host_loads_s,
-        ):
-            _check_times(times)
-        _expect(max(len(seen.finished), len(seen.step_tokens)) <= MAX_ENTRIES, "it reports more than there can be")
+        self._check_names((*seen.ttft_s, *seen.inter_token_s, *(one.adapter for one in seen.finished)))
+        _check_times("queue_s", seen.queue_s)
+        for times in seen.ttft_s.values():
+            _check_times("ttft_s", times)
+        for times in seen.inter_token_s.values():
+            _check_times("inter_token_s", times)
+        _check_times("device_loads_s", seen.device_loads_s)
+        _check_times("host_loads_s", seen.host_loads_s)
+        _check_number("finished", seen.finished)
         if seen.step_tokens:
-            _check_counts(seen.step_tokens)
-        _check_counts((seen.num_failed_loads,))
+            _check_number("step_tokens", seen.step_tokens)
+            _check_counts("step_tokens", seen.step_tokens)
+        _check_counts("num_failed_loads", (seen.num_failed_loads,))
         for one in seen.finished:
-            _expect(one.reason in REASONS, "a request has no known reason to end")
-            _check_times([one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0])
-            _check_counts((one.num_prompt_tokens, one.num_output_tokens, one.num_cached_tokens, one.max_tokens))
+            _check_known("reason", one.reason, REASONS)
+            _check_times("times of a request", [one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0])
+            _check_counts(
+                "tokens of a request",
+                (one.num_prompt_tokens, one.num_output_tokens, one.num_cached_tokens, one.max_tokens),
+            )
+
+    def _check_names(self, names: Collection[str]) -> None:
+        if not self.names.issuperset(names):
+            raise FrameError("it reports on adapters of others")
 
 
 def _start(report: StartReport) -> StartReport:
     """Return the report of a start, with notes of a bounded length."""
-    _expect(report.took_s.keys() <= STAGES, "it started in unknown stages")
-    _check_times(list(report.took_s.values()))
+    for stage in report.took_s:
+        _check_known("stage", stage, STAGES)
+    _check_times("took_s", list(report.took_s.values()))
     names = [one.name for one in report.measures]
-    _expect(len(names) == len({*names}) and MEASURES.issuperset(names), "it reports unknown measures")
+    if len(names) > len({*names}) or not MEASURES.issuperset(names):
+        raise FrameError(f"its {len(names)} measures are not some of {len(MEASURES)} known ones")
     return StartReport(
         took_s=report.took_s,
         measures=tuple(Measure(one.name, one.is_on, one.note[:MAX_NOTE_CHARS]) for one in report.measures),
@@ -170,46 +196,90 @@ def _start(report: StartReport) -> StartReport:
 
 def _check_fault(fault: Fault | None) -> None:
     """Check an error of a function, which is logged, and told to its callers."""
-    if fault is not None:
-        texts = (fault.kind, fault.message, fault.param or "", fault.adapter, fault.reason)
-        _expect(sum(map(len, texts)) <= MAX_FAULT_CHARS, "it reports an error that is too long")
-        _expect(math.isfinite(fault.retry_after_s + fault.every_s), "it reports a number that is not finite")
-        _expect(400 <= fault.status < 600, "it reports an error of no known status")
+    if fault is None:
+        return
+    texts = (fault.kind, fault.message, fault.param or "", fault.adapter, fault.reason)
+    if (num_chars := sum(map(len, texts))) > MAX_FAULT_CHARS:
+        raise FrameError(f"an error has {num_chars} characters, at most {MAX_FAULT_CHARS}")
+    if not math.isfinite(fault.retry_after_s + fault.every_s):
+        raise FrameError("an error's times to try again are not finite")
+    if not 400 <= fault.status < 600:
+        raise FrameError(f"an error has the status {fault.status}, expected 400 to 599")
 
 
-def _expect(is_true: bool, otherwise: str) -> None:
-    if not is_true:
-        raise FrameError(otherwise)
+def _check_known(what: str, text: str, known: Collection[str]) -> None:
+    if text not in known:
+        raise FrameError(f"{what} is {text[:100]!r}, expected one of {', '.join(sorted(known))}")
 
 
-def _check_times(times: list[float]) -> None:
-    _expect(len(times) <= MAX_ENTRIES, "it reports more than there can be")
+def _check_number(what: str, values: Collection[object]) -> None:
+    if len(values) > MAX_ENTRIES:
+        raise FrameError(f"{what} has {len(values)} values, at most {MAX_ENTRIES}")
+
+
+def _check_times(what: str, times: list[float]) -> None:
+    _check_number(what, times)
     # A sum, because ``min`` and ``max`` may pass over a NaN.
-    _expect(not times or (min(times) >= 0.0 and sum(times) <= MAX_SECONDS), "it reports times that cannot be")
+    if times and not (min(times) >= 0.0 and sum(times) <= MAX_SECONDS):
+        raise FrameError(f"{what} is below 0 s, not a number, or above {MAX_SECONDS:g} s in all")
 
 
-def _check_counts(counts: Iterable[int]) -> None:
-    _expect(all(0 <= count < MAX_COUNT for count in counts), "it reports counts that cannot be")
+def _check_counts(what: str, counts: Iterable[int]) -> None:
+    for count in counts:
+        if not 0 <= count < MAX_COUNT:
+            raise FrameError(f"{what}: {count} is out of range 0..{MAX_COUNT - 1}")
 
 
-def _check_all(value: Any) -> None:
+def _check_all(what: str, value: Any) -> None:
     """Check every number and text in a tree of structs and data classes, for metrics and reports."""
     if isinstance(value, float):
-        _expect(math.isfinite(value), "it reports a number that is not finite")
+        if not math.isfinite(value):
+            raise FrameError(f"{what} is {value}, expected a finite number")
     elif isinstance(value, int):
-        _expect(abs(value) < 2**62, "it reports a number that is too large")
+        if abs(value) >= 2**62:
+            raise FrameError(f"{what} is not within 2^62 of 0")
     elif isinstance(value, str):
-        _expect(len(value) <= MAX_CHARS, "it reports a text that is too long")
+        if len(value) > MAX_CHARS:
+            raise FrameError(f"{what} has {len(value)} characters, at most {MAX_CHARS}")
     elif isinstance(value, msgspec.Struct):
         for name in value.__struct_fields__:
-            _check_all(getattr(value, name))
+            _check_all(name, getattr(value, name))
     elif is_dataclass(value):
         for field in fields(value):
-            _check_all(getattr(value, field.name))
+            _check_all(field.name, getattr(value, field.name))
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            _check_all(key)
-            _check_all(one)
+            _check_all(what, key)
+            _check_all(what, one)
     elif isinstance(value, tuple | list):
         for one in value:
-            _check_all(one)
+            _check_all(what, one)
+
+
+class TimeBudget:
+    """Counts the processor time that the messages of a function take, by windows, with and without requests.
+
+    Told the time.
+    """
+
+    def __init__(self) -> None:
+        self._began_at = float("-inf")
+        self._spent_s = [0.0, 0.0]  # without requests, and with
+
+    def spend(self, now: float, took_s: float, *, is_busy: bool) -> float:
+        """Count the time of messages; return the seconds for which no further ones may be read.
+
+        Args:
+            now: Seconds, on any clock that never goes back.
+            took_s: Processor time that the messages took.
+            is_busy: Whether the function had requests when they came.
+        """
+        if now - self._began_at >= WINDOW_S:
+            self._began_at = now
+            self._spent_s = [0.0, 0.0]
+        self._spent_s[is_busy] += took_s
+        share = MAX_BUSY_SHARE if is_busy else MAX_IDLE_SHARE
+        spent_s = self._spent_s[is_busy]
+        if spent_s <= share * WINDOW_S:
+            return 0.0
+        return min(MAX_PAUSE_S, max(0.0, spent_s / share - (now - self._began_at)))

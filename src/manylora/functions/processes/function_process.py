@@ -30,7 +30,7 @@ from manylora.core.errors import ConfigError
 from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine, enter_own_share
 from manylora.core.ports import EngineParts, SharedBase
 from manylora.functions.processes.frames import frame, frames_of
-from manylora.functions.processes.messages import Backbone, Fork
+from manylora.functions.processes.messages import Backbone, Fork, FunctionPlace
 from manylora.serving.hosting.engine.service import BuildParts, EngineService
 from manylora.serving.hosting.protocol import Fault, Message, Ready, StartRefused, StartReport, decode_command, encode
 
@@ -84,12 +84,8 @@ def run_function(
     stages = StartStages(fork.asked_at)
     stages.note("fork")
     _reseed()
-    measures = (
-        taken
-        + _memory_limit(fork, taken)
-        + _own_share()
-        + confine(_place(fork.confinement, backbone, (connection.fileno(), zygote), fork.engine.num_threads or 1))
-    )
+    place = _confinement(fork.place, backbone, (connection.fileno(), zygote), fork.engine.num_threads or 1)
+    measures = (*taken, _memory_limit(fork, taken), _own_share(), *confine(place))
     if _has_ended(zygote):
         return 1
     os.close(zygote)
@@ -106,9 +102,8 @@ def run_function(
     except Exception as error:
         logger.exception("function_broke")
         if isinstance(error, PermissionError) and not stages.is_over:
-            _send(
-                connection, stages, measures, StartRefused(Fault.of(ConfigError(_closed_to(error, fork.confinement))))
-            )
+            refused = StartRefused(Fault.of(ConfigError(_closed_to(error, fork.place.uid))))
+            _send(connection, stages, measures, refused)
         return 1
 
 
@@ -138,21 +133,21 @@ def live_builder(stages: StartStages, model: ModelConfig, num_threads: int | Non
     return build
 
 
-def _memory_limit(fork: Fork, taken: tuple[Measure, ...]) -> tuple[Measure, ...]:
+def _memory_limit(fork: Fork, taken: tuple[Measure, ...]) -> Measure:
     """Return whether anything bounds the function's memory: its address space, or a control group."""
-    has_group = fork.cgroup_bytes is not None and Measure("cgroup", True) in taken
-    if fork.confinement.memory_bytes is not None or has_group:
-        return (Measure("memory_limit", True),)
-    return (Measure("memory_limit", False, "neither memory-bytes nor cgroup-bytes bounds it"),)
+    has_group = fork.place.cgroup_bytes is not None and Measure("cgroup", True) in taken
+    if fork.place.memory_bytes is not None or has_group:
+        return Measure("memory_limit", True)
+    return Measure("memory_limit", False, "neither memory-bytes nor cgroup-bytes bounds it")
 
 
-def _own_share() -> tuple[Measure, ...]:
+def _own_share() -> Measure:
     """Return whether threads of the function take no more than its share of the processors."""
     try:
         enter_own_share()
     except OSError as error:
-        return (Measure("share", False, str(error)),)
-    return (Measure("share", True),)
+        return Measure("share", False, str(error))
+    return Measure("share", True)
 
 
 def shared_folders(model: ModelConfig) -> list[str]:
@@ -167,23 +162,21 @@ def _has_ended(process: int) -> bool:
     return bool(ends.poll(0))
 
 
-def _place(asked: Confinement, backbone: Backbone, kept: Sequence[int], num_threads: int) -> Confinement:
-    """Return the confinement with the folders and descriptors that every function needs."""
+def _confinement(place: FunctionPlace, backbone: Backbone, kept: Sequence[int], num_threads: int) -> Confinement:
+    """Return the confinement of a place, with the folders and descriptors that every function needs."""
     return Confinement(
-        readable=[*READABLE_OF_SYSTEM, str(PACKAGE), *shared_folders(backbone.model), *asked.readable],
-        uid=asked.uid,
+        readable=[*READABLE_OF_SYSTEM, str(PACKAGE), *shared_folders(backbone.model), *place.readable],
+        uid=place.uid,
         keep_fds=(0, 1, 2, *kept, backbone.base.file),
-        environment=asked.environment,
-        memory_bytes=asked.memory_bytes,
-        num_files=asked.num_files,
+        memory_bytes=place.memory_bytes,
         num_tasks=MAX_TASKS + num_threads,
         has_own_root=True,
         ends_with_parent=True,
     )
 
 
-def _closed_to(error: PermissionError, place: Confinement) -> str:
-    user = "its user" if place.uid is None else f"user {place.uid}"
+def _closed_to(error: PermissionError, uid: int | None) -> str:
+    user = "its user" if uid is None else f"user {uid}"
     return f"Got {error.filename!r}, which {user} of the isolated function may not read: open it and its folders to all"
 
 

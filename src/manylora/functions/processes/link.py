@@ -11,17 +11,15 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import msgspec
 
 from manylora.core.errors import ManyloraError
-from manylora.core.isolation import Confinement
-from manylora.functions.processes.checks import MessageCheck
+from manylora.functions.processes.checks import MessageCheck, TimeBudget
 from manylora.functions.processes.frames import FrameBuffer, frame
 from manylora.functions.processes.function_log import FunctionLog
-from manylora.functions.processes.time_budget import Allowance
+from manylora.functions.processes.messages import FunctionPlace
 from manylora.functions.processes.zygote import ForkedFunction, Zygote
 from manylora.serving.hosting.links.process import ending_of
 from manylora.serving.hosting.protocol import (
@@ -39,7 +37,7 @@ from manylora.serving.hosting.protocol import (
     encode,
 )
 
-__all__ = ["FunctionLink", "FunctionPlace"]
+__all__ = ["FunctionLink"]
 
 MAX_BACKLOG_BYTES = 64 << 20
 """Most bytes of commands that a function may leave unread."""
@@ -47,25 +45,6 @@ MAX_BACKLOG_BYTES = 64 << 20
 EXIT_S = 5.0
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionPlace:
-    """The place of a function on its machine.
-
-    Args:
-        readable: Folders of its adapter.
-        uid: User to become, if this process is root; no other process should have it.
-        memory_bytes: Most address space that it may add to the zygote's; ``None`` for no limit.
-        cgroup_bytes: Most memory of a control group of its own; ``None`` for none.
-        cgroup_cpus: Most processors of the group.
-    """
-
-    readable: Sequence[str]
-    uid: int | None = None
-    memory_bytes: int | None = None
-    cgroup_bytes: int | None = None
-    cgroup_cpus: float | None = None
 
 
 class FunctionLink(asyncio.Protocol):
@@ -76,7 +55,6 @@ class FunctionLink(asyncio.Protocol):
         zygote: Forks it.
         place: Its place.
         log: Takes the lines that it writes; by default one of its own.
-        is_busy: Whether it has requests: without, it may say next to nothing.
         on_gone: Called once its process has ended, or could not be forked.
     """
 
@@ -87,7 +65,6 @@ class FunctionLink(asyncio.Protocol):
         place: FunctionPlace,
         *,
         log: FunctionLog | None = None,
-        is_busy: Callable[[], bool] = lambda: True,
         on_gone: Callable[[], None] = lambda: None,
     ) -> None:
         self.report: StartReport | None = None
@@ -96,12 +73,11 @@ class FunctionLink(asyncio.Protocol):
         self._zygote = zygote
         self._place = place
         self._log = log or FunctionLog(engine.served_name)
-        self._is_busy = is_busy
         self._on_gone = on_gone
         self._function: ForkedFunction | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = FrameBuffer()
-        self._allowance = Allowance()
+        self._time = TimeBudget()
         self._check = MessageCheck({"", engine.served_name})
         self._deliver: Callable[[Sequence[Message]], None] = lambda messages: None
         self._lost: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -122,17 +98,7 @@ class FunctionLink(asyncio.Protocol):
         here, there = socket.socketpair()
         with there, open(self._log.open(), "wb", 0) as log:
             try:
-                place = self._place
-                self._function = await self._zygote.fork(
-                    self._engine,
-                    there,
-                    log.fileno(),
-                    confinement=Confinement(
-                        readable=list(place.readable), uid=place.uid, memory_bytes=place.memory_bytes
-                    ),
-                    cgroup_bytes=place.cgroup_bytes,
-                    cgroup_cpus=place.cgroup_cpus,
-                )
+                self._function = await self._zygote.fork(self._engine, there, log.fileno(), self._place)
             except BaseException:
                 here.close()
                 self._on_gone()
@@ -141,7 +107,7 @@ class FunctionLink(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
 
     def send(self, command: Command) -> None:
-        """Send a command; a function that reads none is given up."""
+        """Send a command; a function that does not read them is ended."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -188,11 +154,11 @@ class FunctionLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of asyncio's classes
 
     def data_received(self, data: bytes) -> None:
-        """Deliver all messages that have arrived; one that sends too many is not read for a while."""
-        is_busy, began = self._is_busy(), time.thread_time()
+        """Deliver all messages that have arrived; a function that sends too many is not read for a while."""
+        is_busy, began = self._check.expects_answers, time.thread_time()
         self._take(data)
         loop = asyncio.get_running_loop()
-        pause_s = self._allowance.spend(loop.time(), time.thread_time() - began, is_busy=is_busy)
+        pause_s = self._time.spend(loop.time(), time.thread_time() - began, is_busy=is_busy)
         if pause_s and self._transport is not None and not self._transport.is_closing():
             self._transport.pause_reading()
             loop.call_later(pause_s, self._read_on)

@@ -1,13 +1,11 @@
-"""The messages that start functions, and their framing on sockets.
+"""The messages that start functions; each is one msgpack object.
 
 ::
 
-    backbone --> reader      one frame (``Backbone``), with the descriptor of the sealed memory
-    API ----> zygote         ``Fork`` with the function's socket, ``Kill``; one packet each
+    holder --> reader        one frame (``Backbone``), with the descriptor of the sealed memory
+    API ----> zygote         ``Fork`` with the function's socket and the pipe of its log, ``Kill``; one packet each
     zygote -> API            ``Warm``, ``Forked``, ``Exited``; one packet each
     API <---> function       frames of ``hosting.protocol``, on a socket that both ends inherited
-
-A frame is its length in four bytes, then msgpack. A longer one than ``MAX_FRAME_BYTES`` ends the connection.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from manylora.core.config import ModelConfig
-from manylora.core.isolation import Confinement
+from manylora.core.errors import ConfigError
 from manylora.core.ports import SharedBase
 from manylora.serving.hosting.protocol import EngineSpec
 
@@ -28,6 +26,7 @@ __all__ = [
     "Fork",
     "Forked",
     "FromZygote",
+    "FunctionPlace",
     "Kill",
     "ToZygote",
     "Warm",
@@ -64,23 +63,41 @@ class ZygoteSetup(msgspec.Struct, frozen=True, kw_only=True):
     log_level: int
 
 
+class FunctionPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """The files, the user and the limits of a function's process; libraries and the base are added to the files.
+
+    Args:
+        readable: Folders of its adapter.
+        uid: User to become, if this process is root; no other process should have it.
+        memory_bytes: Most address space that it may add to the zygote's; ``None`` for no limit.
+        cgroup_bytes: Most memory of a control group of its own; ``None`` for no limit.
+        cgroup_cpus: Most processors of the group; ``None`` for no limit.
+    """
+
+    readable: list[str]
+    uid: int | None = None
+    memory_bytes: int | None = None
+    cgroup_bytes: int | None = None
+    cgroup_cpus: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.uid is not None and self.uid <= 0:
+            raise ConfigError(f"Got uid = {self.uid}, expected one that is not root")
+
+
 class Fork(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Fork a function, with the socket and the pipe for its log that come along.
 
     Args:
         number: Names the function in later messages.
         engine: Its engine.
-        confinement: Its place; libraries, the base and its socket are added.
-        cgroup_bytes: Most memory of its control group; ``None`` for no group of its own.
-        cgroup_cpus: Most processors of the group.
+        place: Its place.
         asked_at: Monotonic time of the request, in seconds.
     """
 
     number: int
     engine: EngineSpec
-    confinement: Confinement
-    cgroup_bytes: int | None
-    cgroup_cpus: float | None
+    place: FunctionPlace
     asked_at: float
 
 

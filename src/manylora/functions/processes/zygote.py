@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from manylora.core.errors import ConfigError, EngineDead
-from manylora.core.isolation import Confinement
 from manylora.functions.processes.frames import in_memory
 from manylora.functions.processes.messages import (
     MAX_PACKET_BYTES,
@@ -27,6 +26,7 @@ from manylora.functions.processes.messages import (
     Fork,
     Forked,
     FromZygote,
+    FunctionPlace,
     Kill,
     ToZygote,
     Warm,
@@ -137,20 +137,14 @@ class Zygote:
         try:
             await asyncio.wait_for(asyncio.shield(self._warm), WARM_TIMEOUT_S)
         except TimeoutError:
-            self._give_up(process, f"The zygote was not warm within {WARM_TIMEOUT_S:g} s.")
-            raise EngineDead(f"The zygote was not warm within {WARM_TIMEOUT_S:g} s.") from None
+            reason = f"The zygote was not warm within {WARM_TIMEOUT_S:g} s."
+            self._kill_hung(process, reason)
+            raise EngineDead(reason) from None
 
     async def fork(
-        self,
-        engine: EngineSpec,
-        connection: socket.socket,
-        log: int,
-        *,
-        confinement: Confinement,
-        cgroup_bytes: int | None = None,
-        cgroup_cpus: float | None = None,
+        self, engine: EngineSpec, connection: socket.socket, log: int, place: FunctionPlace
     ) -> ForkedFunction:
-        """Fork a function that serves ``connection`` and writes to the pipe ``log``; other arguments as of ``Fork``.
+        """Fork a function that serves ``connection`` and writes to the pipe ``log``.
 
         Raises:
             ConfigError: The request is too long for a packet.
@@ -159,14 +153,7 @@ class Zygote:
         asked_at = time.monotonic()
         await self.start()
         function = ForkedFunction(next(self._numbers))
-        fork = Fork(
-            number=function.number,
-            engine=engine,
-            confinement=confinement,
-            cgroup_bytes=cgroup_bytes,
-            cgroup_cpus=cgroup_cpus,
-            asked_at=asked_at,
-        )
+        fork = Fork(number=function.number, engine=engine, place=place, asked_at=asked_at)
         self._functions[function.number] = function
         try:
             self._send(fork, connection.fileno(), log)
@@ -184,22 +171,19 @@ class Zygote:
 
     async def stop(self) -> None:
         """End the zygote, and with it its functions."""
-        process = self._process
-        self._lose("the zygote was stopped")
+        process = self._lose("the zygote was stopped")
         if process is not None:
-            process.kill()
             await asyncio.get_running_loop().run_in_executor(None, process.wait)
 
     def _check_forked(self, function: ForkedFunction, process: subprocess.Popen[bytes] | None) -> None:
         if function.pid is None and not function.exited.done():
-            self._give_up(process, f"The zygote did not fork within {FORK_TIMEOUT_S:g} s.")
+            self._kill_hung(process, f"The zygote did not fork within {FORK_TIMEOUT_S:g} s.")
 
-    def _give_up(self, process: subprocess.Popen[bytes] | None, reason: str) -> None:
+    def _kill_hung(self, process: subprocess.Popen[bytes] | None, reason: str) -> None:
         """Kill a zygote that hangs, unless another one has replaced it."""
         if process is not None and process is self._process:
             logger.error("zygote_hangs pid=%s reason=%s", process.pid, reason)
             self._lose(reason)
-            process.kill()
             process.wait()
 
     def _launch(self) -> None:
@@ -248,10 +232,8 @@ class Zygote:
                 packet, descriptors = b"", []
             if not packet:
                 logger.error("zygote_ended pid=%s", self.pid)
-                process = self._process
-                self._lose("The zygote ended.")
+                process = self._lose("The zygote ended.")
                 if process is not None:
-                    process.kill()
                     process.wait()
                 return
             match _decoder.decode(packet):
@@ -264,12 +246,15 @@ class Zygote:
                 case Exited(number, code):
                     self._functions.pop(number).end(code)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str) -> subprocess.Popen[bytes] | None:
+        """Kill the process and note the ends of its functions; return it, for the caller to wait for."""
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
-        self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
         warm, self._warm = self._warm, None
         if warm is not None and not warm.done():
             warm.set_exception(EngineDead(reason))
@@ -277,3 +262,4 @@ class Zygote:
         functions, self._functions = self._functions, {}
         for function in functions.values():
             function.end_without_zygote()
+        return process

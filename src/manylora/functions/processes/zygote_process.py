@@ -9,7 +9,6 @@ A function ends with its zygote.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import resource
@@ -17,21 +16,16 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
 import msgspec
 
-from manylora.core.clock import WallClock
-from manylora.core.config import EngineConfig, MemoryConfig
 from manylora.core.isolation import NEW_PROCESSES, Cgroup, Measure, enter_namespaces, remove_groups_of_the_dead
 from manylora.core.isolation.cgroups import cpu_group_of
 from manylora.core.isolation.system import adopt_orphans
 from manylora.core.logs import configure_logging
-from manylora.functions.processes.file_pages import let_file_pages_go
 from manylora.functions.processes.function_process import MAX_TASKS, StartStages, live_builder, run_function
 from manylora.functions.processes.messages import (
     MAX_PACKET_BYTES,
@@ -44,19 +38,10 @@ from manylora.functions.processes.messages import (
     Warm,
     ZygoteSetup,
 )
-from manylora.serving.hosting.engine.runtime import bound_spinning
+from manylora.functions.processes.warm import warm
 from manylora.serving.hosting.engine.service import BuildParts, load_builder
 
 __all__ = ["main"]
-
-NUM_PAGES = 16
-"""Pages of the engine that is built to warm the zygote."""
-
-UNUSED = ("scipy", "accelerate", "PIL", "triton")
-"""Packages that torch and transformers import where they are, and no function uses: tens of MiB."""
-
-CACHED_PRIMITIVES = 16
-"""Compiled products that a function keeps. Each new length of a prompt adds some, and each has hundreds of KiB."""
 
 MAX_PID_CHARS = 16
 
@@ -100,13 +85,13 @@ class ZygoteProcess:
                 if len(descriptors) < 2:  # this process can open no more
                     for one in descriptors:
                         os.close(one)
-                    self._give_up(fork, "its socket or its log did not arrive")
+                    self._refuse(fork, "its socket or its log did not arrive")
                     return True
                 with socket.socket(fileno=descriptors[0]) as connection, open(descriptors[1], "wb", 0) as log:
                     try:
                         self._fork(fork, connection, log.fileno())
                     except OSError as error:  # threads or descriptors are used up: the other functions go on
-                        self._give_up(fork, str(error))
+                        self._refuse(fork, str(error))
             case Kill(number):
                 if number in self._pids:
                     os.kill(self._pids[number], signal.SIGKILL)  # not reaped yet, so the number is still its own
@@ -160,7 +145,7 @@ class ZygoteProcess:
         finally:
             os._exit(code)
 
-    def _give_up(self, fork: Fork, reason: str) -> None:
+    def _refuse(self, fork: Fork, reason: str) -> None:
         logger.error("fork_failed number=%d reason=%s", fork.number, reason)
         if (group := self._groups.pop(fork.number, None)) is not None:
             group.close()
@@ -209,48 +194,18 @@ def _make_group(fork: Fork) -> tuple[Cgroup | None, tuple[Measure, ...]]:
     Without limits it has one for its share alone, where no service manager has put this process into another group: one
     that is idle yields at once, and a session within some milliseconds.
     """
-    if fork.cgroup_bytes is None and fork.cgroup_cpus is None:
+    place, name = fork.place, f"{GROUPS}-{os.getpid()}-{fork.number}"
+    if place.cgroup_bytes is None and place.cgroup_cpus is None:
         if cpu_group_of("self") is None:
             with contextlib.suppress(OSError):
-                return Cgroup(f"{GROUPS}-{os.getpid()}-{fork.number}", has_share=True), ()
+                return Cgroup(name, has_share=True), ()
         return None, ()
+    num_tasks = MAX_TASKS + (fork.engine.num_threads or 1)
     try:
-        group = Cgroup(
-            f"{GROUPS}-{os.getpid()}-{fork.number}",
-            memory_bytes=fork.cgroup_bytes,
-            cpus=fork.cgroup_cpus,
-            num_tasks=MAX_TASKS + (fork.engine.num_threads or 1),
-        )
+        group = Cgroup(name, memory_bytes=place.cgroup_bytes, cpus=place.cgroup_cpus, num_tasks=num_tasks)
     except OSError as error:
         return None, (Measure("cgroup", False, str(error)),)
     return group, (Measure("cgroup", True),)
-
-
-def warm(setup: ZygoteSetup) -> None:
-    """Import and compile all that functions need, without an OpenMP region of more than one thread."""
-    if setup.builder is not None:
-        load_builder(setup.builder)
-        return
-    bound_spinning()
-    for name in UNUSED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
-    import torch
-
-    torch.set_num_threads(1)
-    from manylora.execution.build import build_parts
-    from manylora.execution.kernels.linear import bound_caches
-    from manylora.execution.model.base_weights import map_weights
-    from manylora.execution.storage.inline_reader import InlineReader
-
-    bound_caches(CACHED_PRIMITIVES)
-    backbone = setup.backbone
-    live_builder(StartStages(0.0), backbone.model, 1)
-    # One engine is built and checked here, for all: its modules are imported and its kernels compiled.
-    shared = replace(backbone.base, file=os.dup(backbone.base.file))
-    config = EngineConfig(model=replace(backbone.model, max_model_len=None), memory=MemoryConfig(num_pages=NUM_PAGES))
-    build_parts(config, WallClock(), weights=map_weights(shared), readers=[InlineReader()]).close()
-    if threading.active_count() != 1:
-        raise RuntimeError("the zygote has threads, whose locks its forks would inherit")
 
 
 def main() -> int:
@@ -267,9 +222,6 @@ def main() -> int:
     remove_groups_of_the_dead(GROUPS)
     adopt_orphans()
     warm(setup)
-    gc.collect()
-    gc.freeze()  # a collection in a child would write to every object, and so copy it
-    let_file_pages_go()
     ZygoteProcess(setup).run()
     return 0
 

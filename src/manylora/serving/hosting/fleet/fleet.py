@@ -223,11 +223,6 @@ class Fleet:
         """The process of each engine; ``None`` before it has started."""
         return [None if keeper.client is None else keeper.client.pid for keeper in self._keepers]
 
-    @property
-    def has_requests(self) -> bool:
-        """Whether any engine works on a request."""
-        return any(keeper.client is not None and keeper.client.num_flights for keeper in self._keepers)
-
     def hidden_from(self, tenant: str) -> frozenset[str]:
         """Return nothing: every tenant may call every adapter."""
         return frozenset()
