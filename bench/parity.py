@@ -38,6 +38,7 @@ from cpu_systems import make_model
 from parity_columns import COLUMNS, WITHOUT_CHANCE, Columns, Curve, plot_speed, speed_of
 from parity_table import page
 from publishing import RESULTS, arguments, publish
+from replay import ReplayExecutor
 
 from manylora.core.clock import Clock, VirtualClock, WallClock
 from manylora.core.config import MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -59,7 +60,6 @@ from manylora.lab.measure import Recorder, Summary, summarise
 from manylora.lab.measure.plots import can_plot, plot_latencies
 from manylora.lab.measure.records import RequestRecord
 from manylora.lab.sim.run.executor import SimulatedExecutor, synthetic_token
-from manylora.lab.sim.run.replay import ReplayExecutor
 
 RANKS = (8, 16, 32, 64)
 NUM_ADAPTERS = 50

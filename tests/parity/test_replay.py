@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from replay import Diverged, ReplayExecutor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import Clock, VirtualClock, WallClock
@@ -31,7 +32,6 @@ from manylora.core.types import AdapterVersion, Request, SampledToken, SamplingP
 from manylora.execution.build import build_parts
 from manylora.lab.bench.synthetic import write_synthetic_adapter
 from manylora.lab.sim.run.executor import synthetic_token
-from manylora.lab.sim.run.replay import Diverged, ReplayExecutor
 
 VOCAB_SIZE = 256
 NUM_ADAPTERS = 12

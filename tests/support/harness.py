@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fake_executor import FakeExecutor
+
 from manylora.core.adapters.shape import BaseShape, PageShape
 from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
@@ -16,7 +18,6 @@ from manylora.core.scheduling.prediction import OraclePredictor
 from manylora.core.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams, Tier
 from manylora.lab.catalog.dims import ModelDims
 from manylora.lab.catalog.models import base_shape
-from manylora.lab.sim.run.fake import FakeExecutor
 from manylora.serving.hosting.protocol import EngineInfo
 
 VOCAB_SIZE = 1000

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from fake_executor import FakeWork
 from harness import Rig, make_rig, request, version
 
 from manylora.core.adapters.residency import Residency, TierState
@@ -20,7 +21,6 @@ from manylora.core.events import ColdStartChosen, ColdStartEnded, RequestAdmitte
 from manylora.core.memory import ReloadCosts
 from manylora.core.plan import ARRIVING, IN_HOST, ON_DEVICE, PlannedSequence, StepPlan
 from manylora.core.types import AdapterKey, ColdStart, SamplingParams, Tier
-from manylora.lab.sim.run.fake import FakeWork
 from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.metrics.scrape import snapshot_metrics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_executor import FakeExecutor
 from harness import Rig, make_rig, request, small_base, version
 
 from manylora.core.clock import VirtualClock
@@ -18,7 +19,6 @@ from manylora.core.scheduling import Sequence
 from manylora.core.types import Output, Request, SampledToken, SamplingParams, Tier
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor, synthetic_token
-from manylora.lab.sim.run.fake import FakeExecutor
 
 
 def ahead(**options: object) -> Rig:

@@ -11,7 +11,7 @@
 ``ended_at - launched_at`` is the duration in a simulator, where steps follow each other as turns of the loop do.
 ``device_s`` is the part of it that the executor measured, if any; it can be longer, where a step ended between the
 time of a turn and its look at the step. Times are the loop's, so a log also replays a run exactly
-(``lab/sim/run/replay.py``), unless steps were planned ahead.
+(``bench/replay.py``), unless steps were planned ahead.
 """
 
 from __future__ import annotations
