@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from cpu_systems import LAYERS, RANKS
 from kernels_cpu import NUM_ROWS, Case, bench_shape, lora_case, product_cases
-from publishing import arguments, clock_of, publish, table
+from publishing import Others, arguments, clock_of, publish, reason_to_refuse, table
 
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
 
 SHARED_RANK = 32
 DTYPES = ("float32", "bfloat16")

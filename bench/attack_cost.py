@@ -26,10 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.rounds import Others, reason_to_refuse
+from manylora.lab.bench.rounds import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "attack"))
 from attack_target import MIB, Target, Watch, half_sent, running

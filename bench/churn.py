@@ -37,7 +37,7 @@ import numpy as np
 import psutil
 import torch
 from live_engine import LiveEngine
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 from rich.progress import Progress
 
 from manylora.core.adapters.shape import BaseShape
@@ -47,8 +47,8 @@ from manylora.core.types import Request, SamplingParams, Tier
 from manylora.demo import demo_model_path
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.sweep import write_synthetic_adapter
 
 RANKS = (8, 16, 32, 64)
 NUM_SEATS = 16

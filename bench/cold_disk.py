@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
@@ -38,8 +38,8 @@ from manylora.core.ports import EngineParts, Work
 from manylora.core.types import AdapterVersion, SamplingParams, Tier
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.sweep import write_synthetic_adapter
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, RANK = 12, 512, 1376, 224
 NUM_PROMPT = 128

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from churn import percentile_ms
 from live_engine import LiveEngine
-from publishing import Steps, arguments, publish, table
+from publishing import Others, Steps, arguments, publish, reason_to_refuse, table
 
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -55,8 +55,8 @@ from manylora.core.types import ColdStart, Request, SamplingParams
 from manylora.demo import demo_model_path
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.sweep import write_synthetic_adapter
 from manylora.serving.hosting.engine.runtime import freeze_start_up_heap
 
 RANK = 64

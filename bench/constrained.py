@@ -31,10 +31,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import aiohttp
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
 
 GOAL = 0.9
 SIDES = ("free", "forms", "new forms")

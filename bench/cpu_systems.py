@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import PeerRequest, quiet
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -25,7 +26,6 @@ from manylora.core.types import Output, Request, SamplingParams
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.kernels.linear import linear, pack
-from manylora.lab.bench.peers import PeerRequest, quiet
 
 RANKS = (8, 16, 32, 64, 128)
 VOCAB = 7296

@@ -149,8 +149,7 @@ class Live:
     def __init__(self, folder: Path, device: torch.device) -> None:
         # Imported here: they bring transformers and PEFT, which measuring a profile does without.
         from cpu_systems import RANKS, VOCAB, Ours, make_adapters, make_model
-
-        from manylora.lab.bench.peers import PeerRequest
+        from peers import PeerRequest
 
         make_model(folder / "base")
         adapters = make_adapters(

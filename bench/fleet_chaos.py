@@ -49,7 +49,7 @@ from fleet_rig import Clock, Command, Disk, Link, disk_at, set_content, write_ad
 from fleet_routed import RoutedAdapters
 from publishing import arguments, publish, table
 
-from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import machine
 
 BASE, CONTENTS = "demo", [f"adapter-{index}" for index in range(12)]
 CHURNED = [f"churn-{index}" for index in range(4)]

@@ -32,14 +32,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from planner_live import MEMORY, NUM_ADAPTERS, RANKS, SCHEDULER, WORKLOAD, Live
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig
 from manylora.core.costs.step_log import LoadRecord, LogLine, StepRecord
 from manylora.demo import demo_model_path
+from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.calibration import sweep_live
-from manylora.lab.bench.rounds import Others, in_turns, reason_to_refuse
+from manylora.lab.bench.rounds import in_turns
+from manylora.lab.bench.sweep import sweep_live
 from manylora.lab.costs.calibrate import fit_profile, noise_of, predict_times
 from manylora.lab.costs.fitted import FittedCost
 from manylora.lab.costs.profile import CostProfile
@@ -125,7 +126,13 @@ def calibrate(config: EngineConfig, seconds: float) -> Machine:
     """Sweep over a live engine; count work and speed apart."""
     log = Metered()
     sweep_live(
-        config, num_adapters=NUM_ADAPTERS, ranks=RANKS, targets=WORKLOAD.adapters.targets, seconds=seconds, write=log
+        build_parts,
+        config,
+        num_adapters=NUM_ADAPTERS,
+        ranks=RANKS,
+        targets=WORKLOAD.adapters.targets,
+        seconds=seconds,
+        write=log,
     )
     steps = [line for line in log.lines if isinstance(line, StepRecord)]
     loads = [line for line in log.lines if isinstance(line, LoadRecord)]

@@ -32,10 +32,9 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 from functions_rig import MIB, PATIENCE_S, Asked, Service, ask, in_folder, make_platform, serving
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import Ratio, in_turns, machine, ratio_by_round
 
 HERE = Path(__file__).resolve().parent
 COMPROMISED = (HERE / "compromised", HERE.parent / "tests" / "support")

@@ -41,7 +41,7 @@ from functions_rig import (
 )
 from publishing import arguments, publish, table
 
-from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import machine
 
 KINDS = ("controller", "agent", "holder", "zygote", "function")
 

@@ -35,7 +35,7 @@ import psutil
 from functions_rig import MIB, PATIENCE_S, Asked, Service, ask, in_folder, make_platform, plain_answers, serving
 from publishing import arguments, publish, table
 
-from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import machine
 
 GOAL_MS = 300
 ZIPF = 1.0

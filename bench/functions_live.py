@@ -38,7 +38,7 @@ import numpy as np
 import psutil
 from cpu_systems import make_adapters, make_model
 from functions_rig import in_folder
-from publishing import RESULTS, arguments, publish, table
+from publishing import RESULTS, Others, arguments, publish, reason_to_refuse, table
 
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import ConfigError
@@ -47,8 +47,7 @@ from manylora.functions.processes.backbone import fetch_backbone
 from manylora.functions.processes.link import FunctionLink
 from manylora.functions.processes.messages import Backbone, FunctionPlace
 from manylora.functions.processes.zygote import Zygote
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
 from manylora.serving.hosting.engine.prestart import TORCH_BUILDER
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from manylora.core.types import Request, SamplingParams
 from manylora.lab.bench.ask import LoadRequest
-from manylora.lab.bench.prompts import TokenPrompts
-from manylora.lab.bench.target import Target
+from manylora.lab.bench.target import Target, TokenPrompts
 from manylora.lab.sim.run.contents import PromptMaker
 from manylora.lab.workloads import Workload
 

@@ -21,11 +21,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from peers import PeerRequest, quiet
 from publishing import table
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from manylora.lab.bench.peers import PeerRequest, quiet
 
 Numbers: TypeAlias = Sequence[int] | np.ndarray[Any, Any]
 Logits: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]

@@ -37,11 +37,10 @@ from typing import Any
 import msgspec
 import psutil
 from open_loop import Plan, Report, Seen
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 
 from manylora.demo import demo_adapters
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "attack"))
 from attack_target import Target, running

@@ -51,8 +51,7 @@ from manylora.core.plan import PlannedSequence
 from manylora.core.ports import EngineParts, Executor
 from manylora.core.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.build import build_parts
-from manylora.lab.bench.sweep import run_sweep
-from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.bench.sweep import run_sweep, write_synthetic_adapter
 from manylora.lab.costs.calibrate import fit_profile, predict_times
 from manylora.lab.costs.fitted import FittedCost
 from manylora.lab.costs.profile import CostProfile

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from live_arrivals import live_arrivals
-from publishing import arguments, publish
+from publishing import Others, arguments, publish, reason_to_refuse
 
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -29,9 +29,8 @@ from manylora.core.engine.build import build_core
 from manylora.core.engine.loop import EngineLoop
 from manylora.demo import demo_model_path
 from manylora.execution.build import build_parts
-from manylora.lab.bench.calibration import sweep_live
-from manylora.lab.bench.rounds import Others, in_turns, reason_to_refuse
-from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.bench.rounds import in_turns
+from manylora.lab.bench.sweep import sweep_live, write_synthetic_adapter
 from manylora.lab.costs.calibrate import fit_profile
 from manylora.lab.experiments.findings import crossing
 from manylora.lab.measure import Recorder, RequestRecord, Slo
@@ -158,7 +157,9 @@ def main() -> None:
     log: list[LogLine] = []
     others = Others()
     targets = WORKLOAD.adapters.targets
-    sweep_live(config, num_adapters=NUM_ADAPTERS, ranks=RANKS, targets=targets, seconds=sweep_s, write=log.append)
+    sweep_live(
+        build_parts, config, num_adapters=NUM_ADAPTERS, ranks=RANKS, targets=targets, seconds=sweep_s, write=log.append
+    )
     profile = fit_profile(log, command="bench/planner_live.py")
     objective = Objective(slo=Slo(ttft_s=LIMIT_S), percentile=PERCENTILE)
     with tempfile.TemporaryDirectory(prefix="manylora-") as name:

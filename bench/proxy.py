@@ -3,7 +3,7 @@
     python bench/proxy.py [--quick] [--nginx PATH] [--streams 500]
 
 A source of streams in a process of its own listens on three ports as three servers would, and stamps each token with
-its time; the client is the one of `manylora bench http`. In turn, round after round, the client reads the same streams
+its time; the client is that of `http_cost.py`. In turn, round after round, the client reads the same streams
 directly, through `manylora route` (affinity, as it is started by default), through nginx (unbuffered, one worker,
 kept-alive connections to the source) and through a relay of aiohttp's client and server without any routing. *Added*
 is the difference to the direct way in the same round, medians over rounds; it is to the arrival in the client's socket.
@@ -29,12 +29,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from publishing import arguments, publish, table
+from http_cost import cpu_seconds
+from paced import TICK_S
+from publishing import Others, arguments, publish, reason_to_refuse, table
 
-from manylora.lab.bench.http import cpu_seconds
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.paced import TICK_S
-from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
 
 HERE = Path(__file__).parent
 NUM_PORTS = 3
@@ -121,7 +120,7 @@ def run_client(port: int, pid: int, num_streams: int, rate: float, seconds: floa
     num_tokens = int(seconds * rate)
     step_ticks = round(1 / rate / TICK_S)
     before = cpu_seconds(pid)
-    command = [sys.executable, "-m", "manylora.lab.bench.http_client", "127.0.0.1", str(port)]
+    command = [sys.executable, str(HERE / "http_client.py"), "127.0.0.1", str(port)]
     numbers = (num_streams, step_ticks, num_tokens)
     told = subprocess.run([*command, *map(str, numbers)], check=True, stdout=subprocess.PIPE, text=True).stdout
     seen = json.loads(told)

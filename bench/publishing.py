@@ -1,9 +1,14 @@
-"""What every benchmark shares: its arguments, its tables, and results as JSON for programs and Markdown for people."""
+"""What every benchmark shares: its arguments, its tables, and results as JSON for programs and Markdown for people.
+
+A result of a comparison by time is worth keeping only from enough rounds on a machine without other work:
+`reason_to_refuse` says what is missing.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,6 +16,12 @@ from pathlib import Path
 import numpy as np
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+LEAST_ROUNDS = 5
+"""Fewer rounds give no interval worth the name."""
+
+MOST_BUSY = 0.05
+"""Most of the machine's processor time that other processes may take during a benchmark."""
 
 
 def arguments(doc: str | None, *, quick: str = "", processor_time: bool = False) -> argparse.ArgumentParser:
@@ -28,8 +39,7 @@ def publish(
 ) -> None:
     """Print a result, and write it to the folder of results; a smoke test writes nothing.
 
-    ``refused`` is the reason why a comparison by time is not worth keeping
-    (`manylora.lab.bench.rounds.reason_to_refuse`).
+    ``refused`` is the reason why a comparison by time is not worth keeping (`reason_to_refuse`).
     """
     if is_shown:
         print(text)
@@ -68,3 +78,58 @@ def clock_of(options: argparse.Namespace, processor: Callable[[], float] = time.
 
     torch.set_num_threads(1)
     return processor
+
+
+class Others:
+    """The share of the machine's processor time that other processes take, from construction on."""
+
+    def __init__(self) -> None:
+        self._began_at = time.monotonic()
+        self._busy_s = _busy_s()
+        self._own_s = _own_s()
+
+    def share(self) -> float:
+        """Return the share since construction, 0 to 1.
+
+        Children count as own once they have ended, and while they run if they are still there.
+        """
+        elapsed_s = (time.monotonic() - self._began_at) * (os.cpu_count() or 1)
+        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        return min(1.0, max(0.0, others_s / elapsed_s)) if elapsed_s > 0 else 0.0
+
+
+def _busy_s() -> float:
+    import psutil  # an extra: only results worth keeping need it
+
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _own_s() -> float:
+    import psutil
+
+    process = psutil.Process()
+    total = sum(process.cpu_times()[:4])  # with those of children that ended
+    for child in process.children(recursive=True):
+        try:
+            total += sum(child.cpu_times()[:4])
+        except psutil.Error:
+            continue
+    return float(total)
+
+
+def reason_to_refuse(num_rounds: int, busy_share: float) -> str | None:
+    """Return why a result is not worth keeping, in words; ``None`` if it is."""
+    if num_rounds < LEAST_ROUNDS:
+        return f"{num_rounds} rounds, and a result needs at least {LEAST_ROUNDS}"
+    return reason_if_busy(busy_share)
+
+
+def reason_if_busy(busy_share: float) -> str | None:
+    """Return why a result of one run is not worth keeping, in words; ``None`` if the machine had no other work."""
+    if busy_share > MOST_BUSY:
+        return (
+            f"other processes took {busy_share:.0%} of the machine meanwhile, and a result allows {MOST_BUSY:.0%}: "
+            "run it on a quiet machine"
+        )
+    return None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_if_busy, table
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.features import StepFeatures, step_features
@@ -23,8 +23,8 @@ from manylora.core.costs.rank_fit import RankFit, RankLoad, StepFit
 from manylora.core.costs.step_log import LogLine, StepRecord
 from manylora.core.types import AdapterKey
 from manylora.demo import demo_model_path
-from manylora.lab.bench.calibration import sweep_live
-from manylora.lab.bench.rounds import Others, reason_if_busy
+from manylora.execution.build import build_parts
+from manylora.lab.bench.sweep import sweep_live
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
 
@@ -55,7 +55,7 @@ def live(kernel: str, device: str, seconds: float) -> tuple[StepFit, ...]:
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512),
     )
     log: list[LogLine] = []
-    sweep_live(config, num_adapters=32, ranks=RANKS, targets=TARGETS, seconds=seconds, write=log.append)
+    sweep_live(build_parts, config, num_adapters=32, ranks=RANKS, targets=TARGETS, seconds=seconds, write=log.append)
     fit = RankFit()
     for line in log:
         if isinstance(line, StepRecord):

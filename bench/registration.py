@@ -42,7 +42,8 @@ import aiohttp
 import numpy as np
 import psutil
 import torch
-from publishing import Steps, arguments, publish, table
+from decision import Scale, measure_decision
+from publishing import Others, Steps, arguments, publish, reason_to_refuse, table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -55,9 +56,8 @@ from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.core import Scale, measure_decision
-from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
-from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.sweep import write_synthetic_adapter
 
 RANKS = (8, 16, 24, 32)
 NUM_USED = 100

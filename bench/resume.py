@@ -34,13 +34,12 @@ from typing import Any
 
 import httpx
 from local_ray import LocalRay
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, table
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.core.fleet_config import FleetConfig
 from manylora.demo import demo_adapters
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.rounds import Others
+from manylora.lab.bench.rounds import machine
 from manylora.serving.server import BackgroundServer, LoraModule
 
 NUM_REPLICAS = 3

@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from live_arrivals import http_arrivals
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 from router_live import VOCABULARY, write_adapters
 
 from manylora.demo import demo_model_path
 from manylora.lab.bench.load import run_load
-from manylora.lab.bench.machine import machine
 from manylora.lab.bench.report import make_report
-from manylora.lab.bench.rounds import Others, Ratio, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import Ratio, in_turns, machine, ratio_by_round
 from manylora.lab.bench.target import Target
 from manylora.lab.measure import Slo
 from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload

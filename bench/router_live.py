@@ -28,13 +28,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from live_arrivals import http_arrivals
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_if_busy, table
 
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.routing import ROUTERS
 from manylora.demo import demo_model_path
 from manylora.lab.bench.load import run_load
-from manylora.lab.bench.rounds import Others, reason_if_busy
 from manylora.lab.bench.target import Target
 from manylora.lab.measure import RequestRecord
 from manylora.lab.sim.run.simulation import simulate

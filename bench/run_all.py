@@ -35,22 +35,24 @@ TRACES = (
 )
 """Benchmarks that read traces."""
 
-COMMANDS: dict[str, tuple[list[str], list[str] | None]] = {
-    "decision": (["bench", "core", "--rounds=5", f"--save={RESULTS / 'decision'}"], ["bench", "core", "--quick"]),
-    "http": (["bench", "http", "--rounds=5", f"--save={RESULTS / 'http'}"], ["bench", "http", "--seconds=1"]),
-    "caraserve": (["experiment", "report", "caraserve", f"--output={RESULTS / 'experiments' / 'caraserve'}"], None),
-    "serverless": (["experiment", "report", "serverless", f"--output={RESULTS / 'experiments' / 'serverless'}"], None),
-    "chameleon": (
-        ["experiment", "report", "chameleon", "multi-lora", "--processes=2", f"--output={RESULTS / 'experiments'}"],
-        None,
-    ),
-    "experiments": (["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"], None),
+COMMANDS: dict[str, list[str]] = {
+    "caraserve": ["experiment", "report", "caraserve", f"--output={RESULTS / 'experiments' / 'caraserve'}"],
+    "serverless": ["experiment", "report", "serverless", f"--output={RESULTS / 'experiments' / 'serverless'}"],
+    "chameleon": [
+        *("experiment", "report", "chameleon", "multi-lora", "--processes=2"),
+        f"--output={RESULTS / 'experiments'}",
+    ],
+    "experiments": ["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"],
 }
-"""Commands of manylora by name: in full, and as a smoke test where there is one."""
+"""Commands of manylora by name."""
 
-BY_HAND = ("clients.py", "former.py", "gpu.py", "proxy_parts.py", "scaling.py", "scaling_live.py", "versions.py")
-"""Not run here: the first installs packages (`make clients`), the second compares what others have written, the third
-needs a GPU, the fourth is started by `proxy.py`, two read one trace by its name, the last needs another checkout."""
+BY_HAND = (
+    *("clients.py", "former.py", "gpu.py", "http_client.py", "http_floor.py", "peers.py", "proxy_parts.py"),
+    *("scaling.py", "scaling_live.py", "versions.py"),
+)
+"""Not run here: `clients.py` installs packages (`make clients`), `former.py` compares what others have written,
+`gpu.py` needs a GPU, `peers.py` is for a model of one's own, `scaling.py` and `scaling_live.py` read one trace by its
+name, `versions.py` needs another checkout. `http_cost.py` and `proxy.py` start the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,7 @@ def command(script: Path, traces: Path | None, *, is_quick: bool) -> list[str] |
         return "reads traces: --traces DIR"
     reads = [f"--traces={traces}"] if script.name in TRACES else []
     if script.name in COMMANDS:
-        full, smoke = COMMANDS[script.name]
-        chosen = smoke if is_quick else full
-        return [sys.executable, "-m", "manylora", *chosen, *reads] if chosen is not None else "has no --quick"
+        return "has no --quick" if is_quick else [sys.executable, "-m", "manylora", *COMMANDS[script.name], *reads]
     if is_quick and "quick=" not in script.read_text(encoding="utf-8"):
         return "has no --quick"
     return [sys.executable, str(script), *ALWAYS.get(script.name, ()), *reads, *["--quick"] * is_quick]

@@ -23,17 +23,16 @@ from pathlib import Path
 import aiohttp
 from live_arrivals import http_arrivals
 from local_ray import LocalRay
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_if_busy, table
 from router_live import SCHEDULER, VOCABULARY, write_adapters
+from scaling import count_flaps, make_day, replica_seconds
 
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, ServerConfig
 from manylora.core.fleet_config import FleetConfig
 from manylora.core.scaling import ScalingPolicy
 from manylora.demo import demo_model_path
 from manylora.lab.bench.load import run_load
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.rounds import Others, reason_if_busy
-from manylora.lab.bench.scaling_day import count_flaps, make_day, replica_seconds
+from manylora.lab.bench.rounds import machine
 from manylora.lab.bench.target import Target
 from manylora.lab.measure import RequestRecord
 from manylora.lab.sim.run.scaling import ReplicaSpan, SimulatedScaling

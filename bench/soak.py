@@ -43,7 +43,7 @@ import psutil
 from publishing import RESULTS, arguments, publish, table
 
 from manylora.demo import demo_adapters
-from manylora.lab.bench.machine import machine
+from manylora.lab.bench.rounds import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "attack"))
 from attack_target import MIB, SIMULATED, Target, running

@@ -28,10 +28,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Others, in_turns, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import in_turns, ratio_by_round
 
 HERE = Path(__file__).resolve().parent.parent
 MARKS = {

@@ -38,11 +38,11 @@ import numpy as np
 import torch
 from cpu_systems import RANKS, VOCAB, Bare, Ours, make_adapters, make_model
 from llama_cpp_base import LlamaCpp, described, reason_to_leave_out
-from publishing import arguments, clock_of, publish, table
+from peers import PeerRequest, Peft, Transformers
+from publishing import Others, arguments, clock_of, publish, reason_to_refuse, table
 
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.peers import PeerRequest, Peft, Transformers
-from manylora.lab.bench.rounds import Others, Ratio, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import Ratio, ratio_by_round
 from manylora.lab.workloads.distributions import GammaTokens
 from manylora.lab.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
 

@@ -4,13 +4,13 @@
 
 Every round measures this checkout and the other one, each in a process of its own, in an order that alternates. The
 statistic is that of `manylora.lab.bench.rounds`: the ratio of each round (this one over the other), its median, a 95 %
-interval. A process
-that imports either version uses only what both have: the `Engine` class, `manylora.lab.bench` and the command line.
+interval. A process that imports either version uses only what both have: the `Engine` class, the command line, and
+`decision.py` and `http_cost.py` of each checkout.
 
 * *throughput*: tokens per second of an 82M-parameter Llama in fp32, 32 requests of 128 tokens in and 24 out; the
   base, 8 adapters, and 32 adapters of rank 8 to 64 on all linears. Beside it the milliseconds of the processor per
   token.
-* *decision*: microseconds of one scheduling decision at the largest scale of `manylora bench core`.
+* *decision*: microseconds of one scheduling decision at the largest scale of `decision.py`.
 * *simulator*: processor seconds of one simulated run.
 * *http*: tokens per second over HTTP from an engine without a model, 200 streams, and the processor seconds of
   the run: of server, engine, client and floor.
@@ -36,9 +36,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from publishing import arguments, publish, table
+from publishing import Others, arguments, publish, reason_to_refuse, table
 
-from manylora.lab.bench.rounds import Others, ratio_by_round, reason_to_refuse
+from manylora.lab.bench.rounds import ratio_by_round
 
 HERE = Path(__file__).resolve().parent.parent
 
@@ -68,7 +68,7 @@ print("FOUND " + json.dumps(found))
 
 DECISION = """
 import json, sys
-from manylora.lab.bench.core import SCALES, measure_decision
+from decision import SCALES, measure_decision
 scale = SCALES[0] if sys.argv[2] == "quick" else SCALES[-1]
 found = {}
 for policy in ("fifo", "chameleon"):
@@ -90,7 +90,7 @@ print("FOUND " + json.dumps({"simulator: processor seconds": time.process_time()
 
 HTTP = """
 import inspect, json, resource, sys
-from manylora.lab.bench.http import measure_http
+from http_cost import measure_http
 
 
 def rates_name():
@@ -153,7 +153,7 @@ def _make_models(folder: Path) -> None:
 def _measure(tree: Path, worker: str, folder: str, quick: bool) -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, "-c", worker, folder, "quick" if quick else "full"],
-        env={**os.environ, "PYTHONPATH": str(tree / "src")},
+        env={**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree / 'bench'}"},
         cwd=tree,
         capture_output=True,
         text=True,

@@ -18,7 +18,8 @@ from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, Schedu
 from manylora.core.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord, write_step_log
 from manylora.core.errors import ConfigError
 from manylora.core.types import Tier
-from manylora.lab.bench.calibration import sweep_live
+from manylora.execution.build import build_parts
+from manylora.lab.bench.sweep import sweep_live
 from manylora.lab.costs.calibrate import fit_profile, step_shares
 from manylora.lab.costs.profile import TERMS, FitError, Noise, read_profile
 
@@ -94,7 +95,7 @@ def test_a_live_engine_is_swept(tmp_path: Path) -> None:
     progress: list[float] = []
     began_at = time.perf_counter()
     num_steps = sweep_live(
-        config, num_adapters=4, ranks=(4, 8), seconds=0.3, write=lines.append, on_progress=progress.append
+        build_parts, config, num_adapters=4, ranks=(4, 8), seconds=0.3, write=lines.append, on_progress=progress.append
     )
     took_s = time.perf_counter() - began_at
     header, *records = lines

@@ -4,6 +4,7 @@ import random
 import statistics
 
 import pytest
+from functions_decisions import offload_instance, preload_instance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,6 @@ from manylora.functions.decisions import (
 )
 from manylora.functions.decisions.billing import PLATFORM, Interval, PriceList, Usage
 from manylora.functions.decisions.exact import solve_offload, solve_preload
-from manylora.lab.bench.function_instances import offload_instance, preload_instance
 
 GB = 10**9
 

@@ -30,7 +30,7 @@ from manylora.core.plan import PlannedSequence
 from manylora.core.ports import EngineParts, Executor
 from manylora.core.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.build import build_parts
-from manylora.lab.bench.synthetic import write_synthetic_adapter
+from manylora.lab.bench.sweep import write_synthetic_adapter
 from manylora.lab.sim.run.executor import synthetic_token
 
 VOCAB_SIZE = 256

@@ -63,10 +63,7 @@ OF_COMMANDS = {
     "bench serve": "url models base_model chat api_key no_ignore_eos extra_body num_prompts duration request_rate "
     "burstiness random_input_len random_output_len random_range_ratio popularity base_share workload traces seed "
     "tokenizer text vocab_size goodput base_run num_warmups warm_up retries timeout save",
-    "bench http": "streams steps_per_s seconds rounds save_to",
-    "bench core": "policy eviction steps rounds quick save_to",
-    "bench offline": "model lora_modules lora_dir num_prompts random_input_len random_output_len rounds against_peers "
-    "save_to",
+    "bench offline": "model lora_modules lora_dir num_prompts random_input_len random_output_len rounds save_to",
     "bench kernels": "adapters rank rows hidden_size layers rounds device save_to",
     "route": "config log_level",
     "demo": "once host port",

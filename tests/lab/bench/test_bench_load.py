@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from manylora.core.errors import ConfigError
 from manylora.lab.bench.ask import EventParser, LoadRequest
 from manylora.lab.bench.load import LoadRun, Progress, run_load
-from manylora.lab.bench.prompts import LEAST_TOKEN, TextPrompts, TokenPrompts
 from manylora.lab.bench.report import make_report
-from manylora.lab.bench.target import ModelNames, Target, discover_models
+from manylora.lab.bench.target import LEAST_TOKEN, ModelNames, Target, TextPrompts, TokenPrompts, discover_models
 from manylora.lab.measure import Slo
 from manylora.lab.workloads import RequestSpec
 

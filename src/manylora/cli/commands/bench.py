@@ -1,116 +1,47 @@
-"""`manylora bench`: benchmarks of a server, and of manylora's own parts."""
+"""`manylora bench`: benchmarks that users run: of a server, of an engine, and of kernels on their own machine."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markdown import Markdown
 
 from manylora.cli.commands.bench_serve import BenchServeCommand, bench_serve
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, resolve_model
-from manylora.cli.views.terminal import note, notes, out
-from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
-from manylora.core.errors import ConfigError
-from manylora.core.plugins import find_factory
-from manylora.core.scheduling import POLICIES
+from manylora.cli.views.terminal import note, out
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.errors import EngineDead
 from manylora.lab.measure.tables import FigureTable
 
 __all__ = ["bench_app"]
 
-bench_app = typer.Typer(
-    help="Benchmark a server, or manylora's parts against their lower bounds.", no_args_is_help=True
-)
+bench_app = typer.Typer(help="Benchmark a server, an engine, or the kernels on this machine.", no_args_is_help=True)
 
 bench_app.command("serve", cls=BenchServeCommand)(bench_serve)
+
+LEAST_TOKEN = 10
+"""Ids below are left out: many vocabularies begin with tokens that mean something to the engine."""
 
 SaveTo = Annotated[
     str | None, typer.Option("--save", metavar="NAME", help="Write NAME.json and NAME.md.", show_default=False)
 ]
 
-Rounds = Annotated[int, typer.Option(min=1, help="Runs of each case; a result that is written needs five.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measured rounds, after one that warms up.")]
 
 
-def save(name: str, report: object, table: str, refused: str | None = None) -> None:
-    """Write a report as NAME.json and its table as NAME.md, unless there is a reason to refuse it.
-
-    Raises:
-        ConfigError: It is not worth keeping.
-    """
-    if refused is not None:
-        raise ConfigError(f"Nothing was written: {refused}")
+def save(name: str, report: object, table: FigureTable) -> None:
+    """Write a report as NAME.json and its table as NAME.md."""
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table)
+    path.with_suffix(".md").write_text(table.markdown() + "\n")
     note(f"wrote {path.with_suffix('.json')} and {path.with_suffix('.md')}")
-
-
-@bench_app.command("http")
-def bench_http(
-    streams: Annotated[int, typer.Option(min=1, help="Concurrent streams.")] = 200,
-    steps_per_s: Annotated[
-        list[float] | None, typer.Option(help="Steps per second of the engine. Repeatable; by default 20 to 1000.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Length of each run at the full rate.")] = 5.0,
-    rounds: Rounds = 1,
-    save_to: SaveTo = None,
-) -> None:
-    """Measure the latency that HTTP adds to a token, and the tokens per second of one API process.
-
-    Server, an engine without a model, and client run on this machine, which should be otherwise idle.
-    """
-    from manylora.lab.bench.http import RATES, http_report, http_table, measure_http
-    from manylora.lab.bench.rounds import Others, reason_to_refuse
-
-    others = Others()
-    results = measure_http(num_streams=streams, rates=tuple(steps_per_s or RATES), seconds=seconds, rounds=rounds)
-    busy_share = others.share()
-    command = f"manylora bench http --streams {streams} --rounds {rounds}"
-    table = http_table(results, command, busy_share)
-    out.print(Markdown(table))
-    if save_to is not None:
-        save(save_to, http_report(results, command, busy_share), table, reason_to_refuse(rounds, busy_share))
-
-
-@bench_app.command("core")
-def bench_core(
-    policy: Annotated[
-        list[str] | None, typer.Option(metavar="|".join(sorted(POLICIES)), help="Repeatable; by default all.")
-    ] = None,
-    eviction: Annotated[str, typer.Option(help="Eviction policy of adapters.")] = AdapterConfig().eviction,
-    steps: Annotated[int, typer.Option(min=10, help="Steps timed at each scale.")] = 1000,
-    rounds: Rounds = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="Only the smallest scale.")] = False,
-    save_to: SaveTo = None,
-) -> None:
-    """Measure the time to decide a step: up to 256 requests running, 10,000 waiting, 10,000 adapters.
-
-    The engine's core runs on an executor that does nothing; no model is needed.
-    """
-    from manylora.lab.bench.core import SCALES, decision_table, measure_decision
-    from manylora.lab.bench.rounds import Others, in_turns, reason_to_refuse
-
-    for name in policy or ():
-        find_factory("policy", name, POLICIES)  # refuse a wrong name before the first run
-    costs = []
-    others = Others()
-    for scale in SCALES[:1] if quick else SCALES:
-        for _, name in in_turns(policy or sorted(POLICIES), rounds, num_warm_up=0):
-            with notes.status(f"{name}, {scale.running} running, {scale.waiting:,} waiting"):
-                costs.append(measure_decision(name, eviction, scale, num_steps=steps))
-    busy_share = others.share()
-    command = f"manylora bench core --rounds {rounds}"
-    table = decision_table(costs, command=command, eviction=eviction, num_steps=steps, busy_share=busy_share)
-    out.print(Markdown(table))
-    if save_to is not None:
-        report = {"command": command, "busy_share": busy_share, "costs": [asdict(cost) for cost in costs]}
-        save(save_to, report, table, reason_to_refuse(rounds, busy_share))
 
 
 @bench_app.command("offline")
@@ -123,48 +54,51 @@ def bench_offline(
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests a round.")] = 32,
     random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
     random_output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after one that warms up.")] = 5,
-    against_peers: Annotated[
-        bool, typer.Option("--against-peers", help="Compare with transformers and PEFT, in turn.")
-    ] = False,
+    rounds: Rounds = 5,
     save_to: SaveTo = None,
 ) -> None:
     """Measure tokens per second without a server: of the base, and of all adapters mixed.
 
-    [bold]manylora bench offline demo --against-peers[/bold]
+    [bold]manylora bench offline demo[/bold]
     """
-    import torch
+    import numpy as np
 
-    from manylora.lab.bench.machine import machine
-    from manylora.lab.bench.offline import draw_requests, measure_offline
+    from manylora.core.types import SamplingParams
+    from manylora.lab.bench.rounds import machine, time_in_turns
     from manylora.serving.offline import Engine
 
     checkpoint, _, adapters = resolve_model(model, None, collect_adapters(lora_modules or (), lora_dir or ()))
     settings = chosen.all()
-    device, seed = settings["device"], settings.pop("seed")  # the seed is for the requests
-    place = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    rng = np.random.default_rng(settings.pop("seed"))
+    sampling = SamplingParams(temperature=0.0, max_tokens=random_output_len, ignore_eos=True)
+    # Without a prefix cache: a second round would find its prompts in it.
     with Engine(checkpoint, adapters=adapters, prefix_caching=False, **settings) as engine:
-        asked = draw_requests(
-            num_prompts, random_input_len, random_output_len, vocab_size=engine.tokenizer.vocab_size, seed=seed
+        vocab_size = engine.tokenizer.vocab_size
+        shape = num_prompts, random_input_len
+        prompts = rng.integers(min(LEAST_TOKEN, vocab_size - 1), vocab_size, shape).tolist()
+
+        def answer(names: list[str] | None) -> None:
+            who = None if names is None else [names[index % len(names)] for index in range(num_prompts)]
+            answers = engine.generate(prompts, adapter=who, sampling=sampling)
+            failed = next((one.error for one in answers if one.error is not None), None)
+            if failed is not None:
+                raise EngineDead(f"The engine gave up a request: {failed}")
+
+        systems = {"base": lambda: answer(None)}
+        if adapters:
+            systems["adapters"] = lambda: answer(list(adapters))
+        seconds = time_in_turns(
+            systems, rounds, on_round=lambda name, number, took: note(f"round {number + 1} {name}: {took:.2f} s")
         )
-        result = measure_offline(
-            engine,
-            Path(checkpoint),
-            asked,
-            adapters={name: Path(path) for name, path in adapters.items()},
-            rounds=rounds,
-            with_peers=against_peers,
-            device=place,
-            on_round=lambda name, number, took: note(f"round {number + 1} {name}: {took:.2f} s"),
-        )
-    rows = [(name, f"{rate:,.1f}") for name, rate in result.tokens_per_s.items()]
-    rows += [(name, f"x {ratio}") for name, ratio in result.ratios.items()]
-    title = f"{num_prompts} requests of {random_input_len} tokens in and {random_output_len} out on {place}"
-    table = FigureTable(title=title, columns=("", "tokens/s"), rows=tuple(rows))
+    num_tokens = num_prompts * random_output_len
+    rates = {name: num_tokens / statistics.median(times) for name, times in seconds.items()}
+    title = f"{num_prompts} requests of {random_input_len} tokens in and {random_output_len} out"
+    rows = tuple((name, f"{rate:,.1f}") for name, rate in rates.items())
+    table = FigureTable(title=title, columns=("", "tokens/s"), rows=rows)
     out.print(table.rich())
     if save_to is not None:
-        command = f"manylora bench offline {model}"
-        save(save_to, {"command": command, "machine": machine(), **asdict(result)}, table.markdown() + "\n")
+        report = {"num_tokens": num_tokens, "tokens_per_s": rates, "seconds": seconds}
+        save(save_to, {"command": f"manylora bench offline {model}", "machine": machine(), **report}, table)
 
 
 @bench_app.command("kernels")
@@ -176,7 +110,7 @@ def bench_kernels(
     rows: Annotated[int, typer.Option(min=1, help="Rows of each adapter: 1 is decoding.")] = 1,
     hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 768,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 10,
-    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after one that warms up.")] = 5,
+    rounds: Rounds = 5,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     save_to: SaveTo = None,
 ) -> None:
@@ -185,7 +119,7 @@ def bench_kernels(
     For kernels that run on any device; Triton kernels are measured by bench/gpu.sh.
     """
     from manylora.lab.bench.kernels import kernel_table, measure_kernels
-    from manylora.lab.bench.machine import machine
+    from manylora.lab.bench.rounds import machine
     from manylora.lab.catalog.dims import ModelDims
     from manylora.lab.catalog.models import base_shape
 
@@ -213,4 +147,4 @@ def bench_kernels(
     out.print(table.rich())
     if save_to is not None:
         report = {"command": f"manylora bench kernels --adapters {adapters}", "machine": machine(), **asdict(result)}
-        save(save_to, report, table.markdown() + "\n")
+        save(save_to, report, table)

@@ -232,7 +232,7 @@ def _lengths(tokens: int, ratio: float) -> Distribution:
 
 
 def _prompts(tokenizer: str | None, *, vocab_size: int, seed: int, as_text: bool) -> Any:
-    from manylora.lab.bench.prompts import TextPrompts, TokenPrompts
+    from manylora.lab.bench.target import TextPrompts, TokenPrompts
 
     if tokenizer is None:
         tokens = TokenPrompts(vocab_size, seed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,7 @@ from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LogLine, StepRecord, read_step_log, write_step_log
 from manylora.core.errors import ConfigError
-from manylora.lab.bench.calibration import sweep_live
+from manylora.lab.bench.sweep import sweep_live
 from manylora.lab.costs.calibrate import fit_profile, step_shares
 from manylora.lab.costs.profile import TERMS, CostProfile
 
@@ -81,21 +82,24 @@ def calibrate(
         raise ConfigError("Got both logs and --run, or neither: expected step logs, or --run MODEL to make one")
     lines: list[LogLine]
     if model is not None:
+        from manylora.execution.build import build_parts  # imports torch
+
         engine = EngineConfig(
             model=chosen.make(ModelConfig, model=resolve_model(model, None, {})[0]),
             memory=chosen.make(MemoryConfig),
             scheduler=chosen.make(SchedulerConfig),
         )
-        lines = _sweep(engine, _parse_ranks(ranks), num_adapters, seconds, seed, step_log)
+        sweep = partial(
+            sweep_live, build_parts, engine, num_adapters=num_adapters, ranks=_parse_ranks(ranks), seed=seed
+        )
+        lines = _run(sweep, seconds)
+        if step_log is not None:
+            write_step_log(step_log, lines)
     else:
         lines = list(itertools.chain.from_iterable(map(read_step_log, logs or ())))
     profile = fit_profile(lines, command=shlex.join(["manylora", *sys.argv[1:]]))
     profile.write(output)
-    _print_terms(profile, lines)
-    _print_errors(profile)
-    _print_components(profile)
-    for line in _advice(profile):
-        note(line)
+    _report(profile, lines)
     note(f"{profile.num_steps} steps on {profile.machine or 'an unnamed machine'}; the profile is in {output}")
 
 
@@ -109,27 +113,24 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
     return ranks
 
 
-def _sweep(
-    engine: EngineConfig, ranks: tuple[int, ...], num_adapters: int, seconds: float, seed: int, step_log: Path | None
-) -> list[LogLine]:
+def _run(sweep: Callable[..., int], seconds: float) -> list[LogLine]:
+    """Run a sweep of so many seconds behind a progress bar, and return its log."""
     lines: list[LogLine] = []
     with progress_bar("building the engine", seconds) as update:
 
         def advance(elapsed_s: float) -> None:
             update(completed=min(elapsed_s, seconds), description=f"{len(lines)} steps and loads")
 
-        sweep_live(
-            engine,
-            num_adapters=num_adapters,
-            ranks=ranks,
-            seconds=seconds,
-            seed=seed,
-            write=lines.append,
-            on_progress=advance,
-        )
-    if step_log is not None:
-        write_step_log(step_log, lines)
+        sweep(seconds=seconds, write=lines.append, on_progress=advance)
     return lines
+
+
+def _report(profile: CostProfile, lines: list[LogLine]) -> None:
+    _print_terms(profile, lines)
+    _print_errors(profile)
+    _print_components(profile)
+    for line in _advice(profile):
+        note(line)
 
 
 def _print_terms(profile: CostProfile, lines: list[LogLine]) -> None:

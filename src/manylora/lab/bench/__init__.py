@@ -1,3 +1,3 @@
-"""Benchmarks of the command line: a load generator for OpenAI-compatible servers, and parts against their floors."""
+"""Measurements that users run: load for a server, a calibration sweep over a live engine, kernels on this machine."""
 
 __all__: list[str] = []

@@ -8,20 +8,20 @@ their bytes over what the same memory yields to a plain sum. More bytes than any
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from manylora.core.adapters.layout import lay_out
+from manylora.core.adapters.layout import AdapterLayout, lay_out
 from manylora.core.adapters.shape import BaseShape
 from manylora.execution.device import find_device
 from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
 from manylora.execution.lora.parts import GroupParts
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import make_resident
-from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.rounds import Ratio, ratio_by_round, time_in_turns
 from manylora.lab.measure.tables import FigureTable
 
 __all__ = ["TABLELESS", "KernelCost", "KernelsResult", "kernel_table", "measure_kernels"]
@@ -91,35 +91,12 @@ def measure_kernels(
         ConfigError: There is no such device.
     """
     place = find_device(device)
-    layouts = [lay_out(dict.fromkeys(base.all_linear, rank), base) for rank in _taking_turns(ranks, num_adapters)]
-    num_pages = sum(layout.num_pages for layout in layouts)
-    storage = PageTensor(base.page, num_pages, place)
-    torch.manual_seed(0)
-    storage.flat.normal_(std=0.01)
-    segments, first_page = [], 0
-    for index, layout in enumerate(layouts):
-        pages = range(first_page, first_page + layout.num_pages)
-        first_page += layout.num_pages
-        rows = index * rows_each, (index + 1) * rows_each
-        segments.append(LoraSegment(make_resident(layout, pages, storage), *rows, *rows))
-    batch = LoraBatch(tuple(segments))
-    work = _work(base, batch, num_rows=num_adapters * rows_each, storage=storage)
-    num_elements = sum(layout.used_elements for layout in layouts)
-    plain = torch.ones(num_elements, dtype=storage.dtype, device=place)
-
-    def run(kernel: str) -> None:
-        apply = LORA_KERNELS[kernel]
-        for x, out, parts in work:
-            apply(x, out, parts)
-
-    systems: dict[str, Callable[[], object]] = {kernel: (lambda kernel=kernel: run(kernel)) for kernel in kernels}  # type: ignore[misc]
-    seconds: dict[str, list[float]] = {name: [] for name in ("", *systems)}
-    with torch.inference_mode():
-        for number, name in in_turns(list(seconds), rounds):
-            took = _time(systems.get(name, plain.sum), place)
-            if number >= 0:
-                seconds[name].append(took)
-    num_bytes = num_elements * storage.flat.element_size()
+    layouts = [
+        lay_out(dict.fromkeys(base.all_linear, ranks[index % len(ranks)]), base) for index in range(num_adapters)
+    ]
+    seconds = _seconds(base, layouts, rows_each, rounds, kernels, place)
+    element_bytes = base.page.element_bytes
+    num_bytes = sum(layout.used_elements for layout in layouts) * element_bytes
     return KernelsResult(
         num_adapters=num_adapters,
         rows_each=rows_each,
@@ -152,8 +129,50 @@ def _gb(result: KernelsResult, seconds: float) -> float:
     return result.num_bytes / seconds / 1e9
 
 
-def _taking_turns(ranks: Sequence[int], count: int) -> list[int]:
-    return [ranks[index % len(ranks)] for index in range(count)]
+def _seconds(
+    base: BaseShape,
+    layouts: Sequence[AdapterLayout],
+    rows_each: int,
+    rounds: int,
+    kernels: Sequence[str],
+    place: torch.device,
+) -> dict[str, list[float]]:
+    """Return the seconds of every round, by kernel; under an empty name those of a plain sum over as many elements."""
+    storage = PageTensor(base.page, sum(layout.num_pages for layout in layouts), place)
+    torch.manual_seed(0)
+    storage.flat.normal_(std=0.01)
+    batch = _in_pages(layouts, storage, rows_each)
+    work = _work(base, batch, num_rows=len(layouts) * rows_each, storage=storage)
+    plain = torch.ones(sum(layout.used_elements for layout in layouts), dtype=storage.dtype, device=place)
+
+    def run(kernel: str) -> None:
+        apply = LORA_KERNELS[kernel]
+        for x, out, parts in work:
+            apply(x, out, parts)
+
+    def waited_for(system: Callable[[], object]) -> Callable[[], None]:
+        def run_and_wait() -> None:
+            system()
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+
+        return run_and_wait
+
+    systems = {"": waited_for(plain.sum)}
+    systems |= {kernel: waited_for(partial(run, kernel)) for kernel in kernels}
+    with torch.inference_mode():
+        return time_in_turns(systems, rounds)
+
+
+def _in_pages(layouts: Sequence[AdapterLayout], storage: PageTensor, rows_each: int) -> LoraBatch:
+    """Return a batch of adapters that lie in the pages one after another, each with its own rows."""
+    segments, first_page = [], 0
+    for index, layout in enumerate(layouts):
+        pages = range(first_page, first_page + layout.num_pages)
+        first_page += layout.num_pages
+        rows = index * rows_each, (index + 1) * rows_each
+        segments.append(LoraSegment(make_resident(layout, pages, storage), *rows, *rows))
+    return LoraBatch(tuple(segments))
 
 
 def _work(
@@ -174,13 +193,3 @@ def _work(
         out = torch.zeros(num_rows, out_features, dtype=dtype, device=device)
         work.append((x, out, parts))
     return work
-
-
-def _time(system: Callable[[], object], place: torch.device) -> float:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
-    began = time.perf_counter()
-    system()
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
-    return time.perf_counter() - began

@@ -100,27 +100,43 @@ async def run_load(
 
         tasks: list[asyncio.Task[None]] = []
         watch = asyncio.create_task(_watch_loop(run.loop_lag_s))
-        started_at = time.monotonic()
-        for index, question in enumerate(questions):
-            due_at = started_at + question.at_s
-            if not await _sleep_until(due_at, stopped):
-                run.num_unsent = len(questions) - index
-                break
-            run.lag_s.append(time.monotonic() - due_at)
+        async for question, late_s in _when_due(questions, stopped):
+            run.lag_s.append(late_s)
             tasks.append(asyncio.create_task(one(question)))
             progress.num_sent += 1
             on_progress(progress)
-        stopping = asyncio.create_task(stopped.wait())
-        ending = asyncio.gather(*tasks)
-        waiting: set[asyncio.Future[Any]] = {ending, stopping}
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        if ending.done():
-            ending.result()  # raises what no request should
-        run.num_unfinished = sum(not task.done() for task in tasks)
-        for pending in (ending, watch, stopping):
-            pending.cancel()
-        await asyncio.gather(ending, *tasks, watch, stopping, return_exceptions=True)
+        run.num_unsent = len(questions) - len(tasks)
+        run.num_unfinished = await _end(tasks, stopped)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
     return run
+
+
+async def _when_due(
+    questions: Sequence[LoadRequest], stopped: asyncio.Event
+) -> AsyncIterator[tuple[LoadRequest, float]]:
+    """Yield each question when it is due, and the delay in seconds, until the run is stopped."""
+    started_at = time.monotonic()
+    for question in questions:
+        due_at = started_at + question.at_s
+        if not await _sleep_until(due_at, stopped):
+            return
+        yield question, time.monotonic() - due_at
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]], stopped: asyncio.Event) -> int:
+    """Wait until all requests have ended or the run is stopped; return the number of those cancelled in flight."""
+    stopping = asyncio.create_task(stopped.wait())
+    ending = asyncio.gather(*tasks)
+    waiting: set[asyncio.Future[Any]] = {ending, stopping}
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if ending.done():
+        ending.result()  # raises what no request should
+    num_unfinished = sum(not task.done() for task in tasks)
+    for pending in (ending, stopping):
+        pending.cancel()
+    await asyncio.gather(ending, *tasks, stopping, return_exceptions=True)
+    return num_unfinished
 
 
 async def _sleep_until(due_at: float, stopped: asyncio.Event) -> bool:

@@ -5,38 +5,23 @@ none always runs first. A ratio is taken within a round; over the rounds it has 
 median under resampling of rounds: it says how far this run of the benchmark is to be trusted, not how machines differ.
 Ratios of medians, means and best-of times are not used anywhere.
 
-A result is worth keeping only from enough rounds on a machine without other work; `reason_to_refuse` says what is
-missing.
+A figure means something beside the machine that it was measured on: `machine`.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 
-__all__ = [
-    "LEAST_ROUNDS",
-    "MOST_BUSY",
-    "Middle",
-    "Others",
-    "Ratio",
-    "in_turns",
-    "middle_of_rounds",
-    "ratio_by_round",
-    "reason_if_busy",
-    "reason_to_refuse",
-]
-
-LEAST_ROUNDS = 5
-"""Fewer rounds give no interval worth the name."""
-
-MOST_BUSY = 0.05
-"""Most of the machine's processor time that other processes may take during a benchmark."""
+__all__ = ["Middle", "Ratio", "in_turns", "machine", "middle_of_rounds", "ratio_by_round", "time_in_turns"]
 
 RESAMPLES = 10_000
 COVERED = 0.95
@@ -103,56 +88,42 @@ def in_turns(names: Sequence[str], num_rounds: int, *, num_warm_up: int = 1) -> 
             yield number, name
 
 
-class Others:
-    """The share of the machine's processor time that other processes take, from construction on."""
+def time_in_turns(
+    systems: Mapping[str, Callable[[], object]],
+    num_rounds: int,
+    on_round: Callable[[str, int, float], None] = lambda name, number, seconds: None,
+) -> dict[str, list[float]]:
+    """Return the seconds of every system in every round, after one round that warms up and does not count.
 
-    def __init__(self) -> None:
-        self._began_at = time.monotonic()
-        self._busy_s = _busy_s()
-        self._own_s = _own_s()
-
-    def share(self) -> float:
-        """Return the share since construction, 0 to 1.
-
-        Children count as own once they have ended, and while they run if they are still there.
-        """
-        elapsed_s = (time.monotonic() - self._began_at) * (os.cpu_count() or 1)
-        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
-        return min(1.0, max(0.0, others_s / elapsed_s)) if elapsed_s > 0 else 0.0
-
-
-def _busy_s() -> float:
-    import psutil  # an extra: only results worth keeping need it
-
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+    Args:
+        systems: The work of each system in a round, by name.
+        num_rounds: Rounds that count.
+        on_round: Called after each with the system, the number of the round (-1 does not count) and its seconds.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    for number, name in in_turns(list(systems), num_rounds):
+        began = time.perf_counter()
+        systems[name]()
+        took = time.perf_counter() - began
+        on_round(name, number, took)
+        if number >= 0:
+            seconds[name].append(took)
+    return seconds
 
 
-def _own_s() -> float:
-    import psutil
-
-    process = psutil.Process()
-    total = sum(process.cpu_times()[:4])  # with those of children that ended
-    for child in process.children(recursive=True):
+def machine() -> dict[str, str | int]:
+    """Return the processor, its cores, and the versions that matter to speed."""
+    versions: dict[str, str | int] = {"python": platform.python_version()}
+    for package in ("torch", "numba", "uvicorn", "uvloop", "httptools"):
         try:
-            total += sum(child.cpu_times()[:4])
-        except psutil.Error:
-            continue
-    return float(total)
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {"cpu": _cpu_name(), "cores": os.cpu_count() or 1, **versions}
 
 
-def reason_to_refuse(num_rounds: int, busy_share: float) -> str | None:
-    """Return why a result is not worth keeping, in words; ``None`` if it is."""
-    if num_rounds < LEAST_ROUNDS:
-        return f"{num_rounds} rounds, and a result needs at least {LEAST_ROUNDS}"
-    return reason_if_busy(busy_share)
-
-
-def reason_if_busy(busy_share: float) -> str | None:
-    """Return why a result of one run is not worth keeping, in words; ``None`` if the machine had no other work."""
-    if busy_share > MOST_BUSY:
-        return (
-            f"other processes took {busy_share:.0%} of the machine meanwhile, and a result allows {MOST_BUSY:.0%}: "
-            "run it on a quiet machine"
-        )
-    return None
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

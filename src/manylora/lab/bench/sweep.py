@@ -1,4 +1,4 @@
-"""The calibration sweep: steps of every kind on a live engine, to which a cost model is fitted.
+"""The calibration sweep: steps of every kind on a live engine with synthetic adapters, to which a cost model is fitted.
 
 The requests of a burst have one size. Their number, lengths and adapters are drawn for each burst, and whether all
 arrive at once or the second half while the first decodes, which gives steps with prompts and decoding rows. Sizes are
@@ -9,20 +9,33 @@ kinds.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from manylora.core.clock import Clock
-from manylora.core.config import EngineConfig
-from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
+import numpy as np
+from safetensors.numpy import save_file
+
+from manylora.core.adapters.shape import BaseShape
+from manylora.core.clock import Clock, WallClock
+from manylora.core.config import AdapterConfig, EngineConfig
+from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord
 from manylora.core.engine.build import build_core
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Request, SamplingParams
 
-__all__ = ["Burst", "draw_burst", "run_sweep"]
+__all__ = ["RANKS", "Burst", "draw_burst", "run_sweep", "sweep_live", "write_synthetic_adapter"]
+
+RANKS = (8, 16, 32, 64)
+"""Ranks of synthetic adapters, in turn."""
+
+SCALE = 0.01
+"""Size of synthetic weights: small, so that sums over many layers stay finite in every precision."""
 
 WARM_UP = 2
 """Bursts that are not logged: kernels compile, memory is touched for the first time."""
@@ -154,3 +167,103 @@ def _requests(
             model="" if adapter is None else names[adapter],
         )
         yield now + (burst.stagger_s if index >= burst.num_requests / 2 else 0.0), request
+
+
+def sweep_live(
+    build: Callable[[EngineConfig, Clock], EngineParts],
+    config: EngineConfig,
+    *,
+    num_adapters: int,
+    ranks: Sequence[int] = RANKS,
+    targets: Sequence[str] | None = None,
+    seconds: float,
+    seed: int = 0,
+    write: Callable[[LogLine], None],
+    on_progress: Callable[[float], None] = lambda elapsed_s: None,
+) -> int:
+    """Run the calibration sweep on an engine that is built for it; return the number of steps that were logged.
+
+    No adapter idles on the device and a fourth of them finds no place in host memory, so that loads of both kinds
+    happen all the time; prompts are never remembered.
+
+    Args:
+        build: Builds the engine's parts.
+        config: The engine; prefixes are off, and adapters have the settings of a sweep.
+        num_adapters: Synthetic adapters to serve.
+        ranks: Their ranks, in turn.
+        targets: Last names of the modules they change; every linear when ``None``.
+        seconds: Length of the sweep, without building and warming up.
+        seed: Seed of the bursts and the weights.
+        write: Receives the lines of the log, the header first.
+        on_progress: Called with the seconds of the sweep that have passed.
+
+    Raises:
+        ConfigError: The model cannot be served.
+    """
+    config = replace(
+        config,
+        memory=replace(config.memory, prefix_caching=False),
+        adapters=AdapterConfig(eviction="none", max_cpu_loras=max(1, num_adapters * 3 // 4)),
+    )
+    clock = WallClock()
+    parts = build(config, clock)
+    try:
+        write(
+            LogHeader(
+                base=parts.base,
+                num_pages=parts.num_pages,
+                machine=parts.machine,
+                lora_kernel=config.model.lora_kernel,
+                reads_host=parts.reads_host,
+            )
+        )
+        with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
+            draws, rng = np.random.default_rng(seed), random.Random(seed)
+            places = [Path(folder) / f"adapter-{index}" for index in range(num_adapters)]
+            for place, rank in zip(places, itertools.cycle(ranks), strict=False):
+                write_synthetic_adapter(place, parts.base, rank, draws, targets=targets)
+            versions = [parts.reader.read(place.name, str(place)) for place in places]
+            return run_sweep(
+                parts, config, versions, clock=clock, rng=rng, seconds=seconds, write=write, on_progress=on_progress
+            )
+    finally:
+        parts.close()
+
+
+def write_synthetic_adapter(
+    folder: Path, base: BaseShape, rank: int, rng: np.random.Generator, *, targets: Sequence[str] | None = None
+) -> Path:
+    """Write an adapter with random weights as PEFT would, in float32: answers are noise, costs are real.
+
+    Args:
+        folder: The adapter's folder; made if it is not there.
+        base: The base it is for.
+        rank: Rank of every module.
+        rng: Draws the weights.
+        targets: Last names of the modules to change; every linear but the head when ``None``.
+
+    Returns:
+        The folder.
+    """
+    names = set(base.all_linear)
+    modules = [one for one in base.modules if one.name in names]
+    if targets is not None:
+        modules = [one for one in modules if one.name.rpartition(".")[2] in targets]
+    tensors = {}
+    for module in modules:
+        path = f"base_model.model.{module.name}"
+        for half, shape in (("A", (rank, module.in_features)), ("B", (module.out_features, rank))):
+            weights = rng.standard_normal(shape, dtype=np.float32) * np.float32(SCALE)
+            tensors[f"{path}.lora_{half}.weight"] = weights
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": sorted({module.name.rpartition(".")[2] for module in modules}),
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return folder

@@ -1,10 +1,12 @@
 """The cost of HTTP: streams through one API process, from the engine to the client.
 
+    python bench/http_cost.py [--quick] [--streams 200] [--rounds 5]
+
 The server runs as in production (an API process and an engine process, with the real core and loop), on paced parts. A
 minimal client runs in a third process. Each token carries the time at which it left the device, so the figure is the
 latency that is added after it: the core's bookkeeping, the message between the processes, text, JSON, HTTP, sockets.
 
-Tokens are counted, not events: under load a chunk carries several.
+Tokens are counted, not events: under load a chunk carries several. Writes `results/http.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from manylora.core.errors import EngineDead
-from manylora.lab.bench.http_client import StreamsResult
-from manylora.lab.bench.machine import machine
-from manylora.lab.bench.paced import TICK_S, write_paced_tokenizer
-from manylora.lab.bench.rounds import middle_of_rounds
+from http_client import StreamsResult
+from paced import TICK_S, write_paced_tokenizer
+from publishing import Others, arguments, publish, reason_to_refuse
 
-__all__ = ["RATES", "HttpResult", "cpu_seconds", "http_report", "http_table", "measure_http"]
+from manylora.core.errors import EngineDead
+from manylora.lab.bench.rounds import machine, middle_of_rounds
+
+HERE = Path(__file__).resolve().parent
 
 RATES = (20.0, 50.0, 100.0, 200.0, 300.0, 1000.0)
 """Steps per second asked of the engine: from a slow model to one that is never waited for."""
@@ -75,20 +78,14 @@ def measure_http(
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_paced_tokenizer(Path(folder))
         command = ["manylora", "serve", str(tokenizer), "--served-model-name", "paced"]
-        command += ["--builder", "manylora.lab.bench.paced:build_paced_parts", "--port", "0", "--log-level", "error"]
+        command += ["--builder", "paced:build_paced_parts", "--port", "0", "--log-level", "error"]
         command += ["--max-num-seqs", str(num_streams), "--num-pages", str(num_streams * 512)]
-        with _process(command) as server, _process(["manylora.lab.bench.http_floor", str(num_streams)]) as floor:
+        with _process(command) as server, _process(["http_floor", str(num_streams)]) as floor:
             return [
                 _measure(server, floor, num_streams, rate, seconds, is_floor_first=number % 2 == 1)
                 for number in range(rounds)
                 for rate in rates
             ]
-
-
-def http_report(results: Sequence[HttpResult], command: str, busy_share: float) -> dict[str, object]:
-    """Return the results as plain data, with what they were made by."""
-    measured = [asdict(result) for result in results]
-    return {"command": command, "machine": machine(), "busy_share": busy_share, "results": measured}
 
 
 def http_table(results: Sequence[HttpResult], command: str, busy_share: float) -> str:
@@ -172,7 +169,9 @@ class _Process:
 @contextmanager
 def _process(command: Sequence[str]) -> Iterator[_Process]:
     """Start a module that says in one line, which ends with its port, that it listens."""
-    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
+    places = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # where the server finds its builder
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
@@ -211,7 +210,7 @@ def _run(
 ) -> tuple[StreamsResult, list[float | None]]:
     """Run the client; return what it saw, and the processor time of each process in microseconds per token."""
     before = [cpu_seconds(pid) for pid in pids]
-    command = [sys.executable, "-m", "manylora.lab.bench.http_client", "127.0.0.1", str(port), *map(str, numbers)]
+    command = [sys.executable, str(HERE / "http_client.py"), "127.0.0.1", str(port), *map(str, numbers)]
     told = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     after = [cpu_seconds(pid) for pid in pids]
     num_streams, _, num_tokens = numbers
@@ -236,3 +235,31 @@ def cpu_seconds(pid: int | None) -> float | None:
         return None
     fields = path.read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = arguments(__doc__, quick="20 streams, one rate, a second")
+    parser.add_argument("--streams", type=int, default=200, help="at once")
+    parser.add_argument("--rate", type=float, action="append", help="steps per second of the engine; repeatable")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each run that keeps its rate")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    num_streams, rates, seconds, rounds = options.streams, options.rate or RATES, options.seconds, options.rounds
+    if options.quick:
+        num_streams, rates, seconds, rounds = 20, (100.0,), 1.0, 1
+    others = Others()
+    results = measure_http(num_streams=num_streams, rates=rates, seconds=seconds, rounds=rounds)
+    busy_share = others.share()
+    command = f"python bench/http_cost.py --streams {num_streams} --rounds {rounds}"
+    report = {
+        "command": command,
+        "machine": machine(),
+        "busy_share": busy_share,
+        "results": [asdict(result) for result in results],
+    }
+    refused = reason_to_refuse(rounds, busy_share)
+    publish("http", report, http_table(results, command, busy_share), is_kept=not options.quick, refused=refused)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from http_client import SO_TIMESTAMPNS, arrived_at, epoch_s
+from http_cost import http_table, measure_http
+from paced import NUM_TICKS, TICK_S, PacedExecutor, write_paced_tokenizer
 
 from manylora.core.plan import PlannedSequence, StepPlan
 from manylora.core.types import SampledToken, SamplingParams
-from manylora.lab.bench.http import http_table, measure_http
-from manylora.lab.bench.http_client import SO_TIMESTAMPNS, arrived_at, epoch_s
-from manylora.lab.bench.paced import NUM_TICKS, TICK_S, PacedExecutor, write_paced_tokenizer
 from manylora.serving.text import Detokenizer, Tokenizer
 
 
@@ -81,5 +81,5 @@ def test_a_small_run_counts_every_token_in_its_window() -> None:
         (seen.num_bytes - len("~00000") * seen.num_tokens) / seen.num_events for seen in (result.seen, result.floor)
     ]
     assert sizes[1] == pytest.approx(sizes[0], rel=0.05)
-    table = http_table([result, result], "manylora bench http", busy_share=0.01)
+    table = http_table([result, result], "python bench/http_cost.py", busy_share=0.01)
     assert table.count("| 200 |") == 2, "rounds of a rate are one row"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from decision import Scale, decision_table, measure_decision
 
 from manylora.core.scheduling import POLICIES
-from manylora.lab.bench.core import Scale, decision_table, measure_decision
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

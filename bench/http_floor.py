@@ -1,6 +1,6 @@
 """The floor of HTTP latency: the same library and settings, and an application that only writes.
 
-``python -m manylora.lab.bench.http_floor STREAMS`` waits until so many streams are open, then sends all of them a chunk
+``python bench/http_floor.py STREAMS`` waits until so many streams are open, then sends all of them a chunk
 per step from one loop, one stream after another, no task woken for any. The chunks are as long as the server's and
 carry the moment the step ended, as the server's do. There is no engine, no text and no JSON.
 """
@@ -16,10 +16,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
-
-from manylora.lab.bench.paced import NUM_TICKS, TICK_S
-
-__all__ = ["FloorApp", "chunk"]
+from paced import NUM_TICKS, TICK_S
 
 _HEAD = (
     b'data: {"id":"cmpl-0123456789abcdef0123456789abcdef","created":1700000000,"model":"paced",'

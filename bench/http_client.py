@@ -1,6 +1,6 @@
 """A minimal client of event streams, in a process of its own: sockets, epoll, and a list.
 
-``python -m manylora.lab.bench.http_client HOST PORT STREAMS STEP_TICKS TOKENS`` opens all streams at once against a
+``python bench/http_client.py HOST PORT STREAMS STEP_TICKS TOKENS`` opens all streams at once against a
 server with paced parts (see ``paced``). It stores each read with its time and parses after the run: a client that
 parsed meanwhile would measure itself. It prints one JSON object.
 
@@ -22,10 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
 import numpy as np
-
-from manylora.lab.bench.paced import NUM_TICKS, TICK_S
-
-__all__ = ["SO_TIMESTAMPNS", "Read", "StreamsResult", "arrived_at", "epoch_s", "run_streams"]
+from paced import NUM_TICKS, TICK_S
 
 STAMP = re.compile(rb"~(\d{5})")
 LOOK_EVERY_S = 0.0005

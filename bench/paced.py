@@ -20,8 +20,6 @@ from manylora.core.types import AdapterKey, SampledToken, Tier
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.sim.build import SimulatedReader
 
-__all__ = ["NUM_TICKS", "TICK_S", "PacedExecutor", "build_paced_parts", "write_paced_tokenizer"]
-
 TICK_S = 1e-4
 NUM_TICKS = 100_000
 """Moments in the vocabulary: ten seconds, more than any token is on its way."""
