@@ -10,13 +10,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
 import time
 from collections.abc import Callable
 from random import Random
-
-import uvicorn
 
 from manylora.core.routing import RouterContext, make_router
 from manylora.route.app import Parts, make_app
@@ -28,8 +24,7 @@ from manylora.route.fleet.catalog import Catalog
 from manylora.route.fleet.members import Backends, Resolve, resolve
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.relay.relay import Relay
-from manylora.serving.http.connections import ConnectionBounds, max_open_files
-from manylora.serving.http.http_protocol import ChunkWritingProtocol
+from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 
 __all__ = ["Proxy", "max_connections", "run"]
@@ -40,7 +35,11 @@ MAX_CONNECTIONS = 2**16
 FILES_BESIDE_CONNECTIONS = 64
 """Files that the router opens beside connections."""
 
-logger = logging.getLogger(__name__)
+KEEP_ALIVE_S = 75.0
+"""Time that an idle connection of a client stays open."""
+
+BACKLOG = 4096
+"""Connections that wait in the kernel to be accepted."""
 
 
 class Proxy:
@@ -106,28 +105,9 @@ class Proxy:
         looking_up = asyncio.create_task(self.backends.run())
         most = max_connections()
         bounds = ConnectionBounds(
-            max_connections=most,
-            max_per_address=most,
-            header_timeout_s=10.0,
-            body_timeout_s=60.0,
+            max_connections=most, max_per_address=most, keep_alive_s=KEEP_ALIVE_S, backlog=BACKLOG
         )
-        self._http = HttpServer(
-            uvicorn.Config(
-                make_app(self._parts),
-                http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
-                log_config=None,
-                log_level=logging.ERROR,
-                access_log=False,
-                lifespan="off",
-                proxy_headers=False,  # a forwarded request is not local
-                server_header=False,
-                backlog=4096,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, int(self._config.drain_timeout_s)),
-            ),
-            on_ready,
-            bounds=bounds,
-        )
+        self._http = HttpServer(make_app(self._parts), bounds, on_ready, drain_s=self._config.drain_timeout_s)
         self._http.should_exit = self._is_stopping
         try:
             await self._http.serve(sockets=[self._socket])
@@ -145,12 +125,7 @@ def max_connections() -> int:
 
     A backend to which no connection can be made is taken to be out.
     """
-    num_files = max_open_files()
-    return (
-        MAX_CONNECTIONS
-        if num_files is None
-        else max(1, min(MAX_CONNECTIONS, (num_files - FILES_BESIDE_CONNECTIONS) // 2))
-    )
+    return within_open_files(MAX_CONNECTIONS, files_beside=FILES_BESIDE_CONNECTIONS, files_each=2)
 
 
 def run(config: ProxyConfig) -> int:

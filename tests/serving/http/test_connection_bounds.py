@@ -15,9 +15,8 @@ from uvicorn.server import ServerState
 
 from manylora.core.config import ServerConfig
 from manylora.route.serve import max_connections
-from manylora.serving.http.connections import ConnectionBounds, client_of
+from manylora.serving.http.connections import REPEATED_EVERY_S, ConnectionBounds, client_of
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
-from manylora.serving.http.repeated_lines import EVERY_S
 from manylora.serving.server.http_server import connection_bounds
 
 GET = b"GET /%d HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -173,7 +172,7 @@ def test_bad_requests_are_logged_together(caplog: pytest.LogCaptureFixture) -> N
             protocol, _ = world.connect(f"10.0.0.{i}")
             protocol.data_received(b"no HTTP\r\n\r\n")
             protocol.connection_lost(None)
-        await asyncio.sleep(EVERY_S * 1.5)
+        await asyncio.sleep(REPEATED_EVERY_S * 1.5)
 
     scenario(run)
     lines = [one.getMessage() for one in caplog.records if "asyncio" not in one.name]

@@ -179,10 +179,16 @@ def test_tls_and_a_certificate_that_is_none(tokenizer: Path, lora_dir: Path, tmp
         capture_output=True,
     )
     web = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
-    context = ssl.create_default_context(cafile=str(certificate))
-    with serving(tokenizer, lora_dir, **web) as server, client(server, verify=context) as http:
+    context, older = (ssl.create_default_context(cafile=str(certificate)) for _ in range(2))
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        serving(tokenizer, lora_dir, **web) as server,
+        client(server, verify=context) as http,
+        client(server, verify=older) as old_http,
+    ):
         assert server.url.startswith("https://")
         assert http.post("/v1/completions", json={**ASK, "stream": True}).text.endswith("data: [DONE]\n\n")
+        assert old_http.get("/health").status_code == 200
     key.write_text("no key")
     with pytest.raises(ConfigError, match=r"cert\.pem"), serving(tokenizer, lora_dir, **web):
         raise AssertionError

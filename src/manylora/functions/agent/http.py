@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
@@ -23,11 +20,9 @@ from manylora.serving.api.model_settings import ModelSettings
 from manylora.serving.api.request import Context
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.bounds import default_body_bytes
-from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer
 from manylora.serving.metrics.prometheus import Metrics
-from manylora.serving.server.app import make_app
-from manylora.serving.server.http_server import connection_bounds
+from manylora.serving.server.http_server import connection_bounds, make_app
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
 
@@ -35,6 +30,9 @@ __all__ = ["BackboneApp", "backbone_apps", "http_server"]
 
 LONGEST_BODY = default_body_bytes(262_144)
 """Bytes of a body that is read for the name of its model, before the limit of a backbone's own context holds."""
+
+DRAIN_S = 2.0
+"""Time that clients have to read the last bytes of answers once the agent stops, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,26 +104,10 @@ def http_server(
         for one in apps.values():
             one.forms.close()
 
-    bounds = connection_bounds(config)
-    return HttpServer(
-        uvicorn.Config(
-            Dispatch(
-                {name: one.app for name, one in apps.items()},
-                backbone_of,
-                gate=Gate(config.api_keys, config.admin_key),
-                max_body_bytes=config.max_body_bytes or LONGEST_BODY,
-            ),
-            http=functools.partial(ChunkWritingProtocol, bounds=bounds),  # type: ignore[arg-type]
-            log_config=None,
-            log_level=logging.WARNING,
-            access_log=False,
-            lifespan="off",
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]
-            timeout_graceful_shutdown=2,
-        ),
-        on_listening,
-        close,
-        bounds,
+    app = Dispatch(
+        {name: one.app for name, one in apps.items()},
+        backbone_of,
+        gate=Gate(config.api_keys, config.admin_key),
+        max_body_bytes=config.max_body_bytes or LONGEST_BODY,
     )
+    return HttpServer(app, connection_bounds(config), on_listening, drain_s=DRAIN_S, on_shutdown=close)

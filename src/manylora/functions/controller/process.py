@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import ipaddress
 import logging
 import os
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import uvicorn
 
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.core.logs import configure_logging
@@ -96,26 +94,14 @@ class ControllerServer:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained."""
-        bounds = ConnectionBounds(
-            max_connections=MAX_CONNECTIONS,
-            max_per_address=MAX_CONNECTIONS // 2,
-            header_timeout_s=10.0,
-            body_timeout_s=60.0,
-        )
-        config = uvicorn.Config(
+        self._http = HttpServer(
             make_app(self._controller, self._token, has_adapters=self._has_adapters),
-            log_config=None,
-            log_level=logging.WARNING,
-            access_log=False,
-            lifespan="off",
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(DRAIN_S),
-            http=functools.partial(MemberProtocol, bounds=bounds),  # type: ignore[arg-type]
+            ConnectionBounds(max_connections=MAX_CONNECTIONS, max_per_address=MAX_CONNECTIONS // 2),
+            on_ready,
+            drain_s=DRAIN_S,
+            protocol=MemberProtocol,
+            tls=self._tls,
         )
-        config.load()
-        config.ssl = self._tls
-        self._http = HttpServer(config, on_ready, bounds=bounds)
         self._http.should_exit = self.is_stopping
         try:
             await self._http.serve(sockets=[self._socket])

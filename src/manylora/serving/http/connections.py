@@ -8,18 +8,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import resource
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from manylora.serving.http.repeated_lines import RepeatedLines
-
-__all__ = ["Connection", "ConnectionBounds", "client_of", "max_open_files"]
+__all__ = ["REPEATED_EVERY_S", "Connection", "ConnectionBounds", "RepeatedLines", "client_of", "within_open_files"]
 
 LOOKS_PER_TIMEOUT = 4
 """Looks at all connections in the time that a client has to read."""
+
+REPEATED_EVERY_S = 1.0
+"""Time between two lines of the log with one text."""
+
+logger = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
@@ -34,6 +38,40 @@ class Connection(Protocol):
         ...
 
 
+class RepeatedLines:
+    """Lines of the log that clients cause: the first is written at once, the same ones after it once a second.
+
+    A line for each bad request would fill a disk faster than a client fills its connection. For one event loop's thread
+    alone.
+    """
+
+    def __init__(self) -> None:
+        self._num_of: dict[str, int] = {}  # since the last line; texts are few, so it is bounded
+        self._last_address: dict[str, str] = {}
+
+    def note(self, text: str, address: str) -> None:
+        """Write a line now, or count it for the next.
+
+        Args:
+            text: One of a few texts, with nothing of the client in it.
+            address: The client's; of several the line has the last.
+        """
+        if text in self._num_of:
+            self._num_of[text] += 1
+            self._last_address[text] = address
+        else:
+            self._write(text, address, 1)
+
+    def _write(self, text: str, address: str, num: int) -> None:
+        logger.info("%s num=%d address=%s", text, num, address)
+        self._num_of[text] = 0
+        asyncio.get_running_loop().call_later(REPEATED_EVERY_S, self._end_interval, text)
+
+    def _end_interval(self, text: str) -> None:
+        if num := self._num_of.pop(text):
+            self._write(text, self._last_address[text], num)
+
+
 @dataclass(slots=True, kw_only=True)
 class ConnectionBounds:
     """The bounds of a server's connections, and the connections by client.
@@ -45,6 +83,8 @@ class ConnectionBounds:
             headers.
         body_timeout_s: Time from there to the end of its body.
         write_timeout_s: Time in which a client takes at least a byte of an answer that waits for it.
+        keep_alive_s: Time from an answer to the first byte of the next request.
+        backlog: Connections that wait in the kernel to be accepted.
         max_header_bytes: Bytes of a request's line and headers.
         max_headers: Headers of a request.
         max_pipelined: Requests of a connection that wait for the answer to the one before.
@@ -55,9 +95,11 @@ class ConnectionBounds:
 
     max_connections: int
     max_per_address: int
-    header_timeout_s: float
-    body_timeout_s: float
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
     write_timeout_s: float = 300.0
+    keep_alive_s: float = 5.0
+    backlog: int = 2048
     max_header_bytes: int = 64 * 1024
     max_headers: int = 128
     max_pipelined: int = 8
@@ -91,14 +133,22 @@ class ConnectionBounds:
             self.watch_readers(connections, loop)
 
 
-def max_open_files() -> int | None:
-    """Raise the number of files that this process may open as far as it may; return it, ``None`` for any number."""
+def within_open_files(num_connections: int, *, files_beside: int, files_each: int = 1) -> int:
+    """Return how many of some connections this process may open, after raising its limit as far as it may.
+
+    Args:
+        num_connections: The most that are wanted.
+        files_beside: Files that the process opens beside connections.
+        files_each: Files that a connection takes.
+    """
     num_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files != most:
         with contextlib.suppress(ValueError, OSError):  # some systems refuse their own limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             num_files = most
-    return None if num_files == resource.RLIM_INFINITY else num_files
+    if num_files == resource.RLIM_INFINITY:
+        return num_connections
+    return max(1, min(num_connections, (num_files - files_beside) // files_each))
 
 
 def client_of(address: str) -> str:

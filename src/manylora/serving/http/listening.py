@@ -1,4 +1,4 @@
-"""A listening socket, uvicorn on it, and the event loop of both, for servers and for the proxy."""
+"""A listening socket, uvicorn on it, and the event loop of both: for the server, the router, agents and controller."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from manylora.core.errors import ConfigError
 from manylora.serving.http.acceptor import Acceptor
 from manylora.serving.http.connections import ConnectionBounds
+from manylora.serving.http.http_protocol import ChunkWritingProtocol
 
 __all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "bind_unix", "new_event_loop", "run_until_stopped", "url_of"]
 
@@ -41,38 +44,63 @@ ServerT = TypeVar("ServerT", bound="Stoppable")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers.
+    """uvicorn with our protocol and bounds on its connections: the wiring of every server in the house.
+
+    Signals are left to the command.
 
     Args:
-        config: Its settings.
+        app: The application.
+        bounds: Bounds of its connections, whose clients take turns.
         on_listening: Called when clients can connect.
+        drain_s: Time that answers under way have once it stops, in seconds.
+        protocol: Makes the protocol of a connection.
+        tls: Settings of TLS; ``None`` for none.
+        root_path: Path below which a proxy serves the application.
         on_shutdown: Called when the last connection is closed.
-        bounds: Bounds of its connections, if it has any: its clients then take turns.
     """
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        app: ASGIApp,
+        bounds: ConnectionBounds,
         on_listening: Callable[[], None],
+        *,
+        drain_s: float,
+        protocol: Callable[..., asyncio.Protocol] = ChunkWritingProtocol,
+        tls: ssl.SSLContext | None = None,
+        root_path: str = "",
         on_shutdown: Callable[[], None] = lambda: None,
-        bounds: ConnectionBounds | None = None,
     ) -> None:
+        config = uvicorn.Config(
+            app,
+            http=functools.partial(protocol, bounds=bounds),  # type: ignore[arg-type]
+            interface="asgi3",
+            root_path=root_path,
+            backlog=bounds.backlog,
+            log_config=None,
+            log_level=logging.WARNING,
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,  # a forwarded request is not local; see auth
+            server_header=False,
+            timeout_keep_alive=bounds.keep_alive_s,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=max(1, int(drain_s)),
+        )
+        config.load()
+        config.ssl = tls
         super().__init__(config)
+        self._bounds = bounds
         self._on_listening = on_listening
         self._on_shutdown = on_shutdown
-        self._bounds = bounds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then call ``on_listening``."""
-        if sockets is None or self._bounds is None:
-            await super().startup(sockets)
-        else:
-            await self.lifespan.startup()
-            self.servers = [await self._accept(one, self._bounds) for one in sockets]  # type: ignore[misc]
-            self.started = True
+        await self.lifespan.startup()
+        self.servers = [await self._accept(one) for one in sockets or ()]  # type: ignore[misc]
+        self.started = True
         self._on_listening()
 
-    async def _accept(self, listening: socket.socket, bounds: ConnectionBounds) -> Acceptor | asyncio.Server:
+    async def _accept(self, listening: socket.socket) -> Acceptor | asyncio.Server:
         config = self.config
         protocol: Callable[..., asyncio.Protocol] = config.http_protocol_class
         make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
@@ -82,7 +110,7 @@ class HttpServer(uvicorn.Server):
         return Acceptor(
             listening,
             make,
-            bounds=bounds,
+            bounds=self._bounds,
             num_open=self.server_state.connections.__len__,
             backlog=config.backlog,
             tls=config.ssl,

@@ -1,4 +1,4 @@
-"""The HTTP server over a fleet: the tokenizer, the application, uvicorn's settings.
+"""The HTTP server over a fleet: the tokenizer, the application, its routes and the responses to errors.
 
 Importing this takes seconds, most of them in the libraries of the tokenizer: ``serve`` does it while the engines start.
 """
@@ -12,24 +12,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+from uvicorn.config import create_ssl_context
 
 from manylora.core.adapters.request_files import names_of_base
 from manylora.core.config import EngineConfig, ServerConfig
-from manylora.core.errors import ConfigError
+from manylora.core.errors import CapacityError, ConfigError, ManyloraError
+from manylora.core.web_config import WebConfig
+from manylora.serving.api.adapters import admin_routes
+from manylora.serving.api.chat import chat_routes
+from manylora.serving.api.completions import completion_routes
+from manylora.serving.api.docs import docs_routes
 from manylora.serving.api.model_settings import ModelSettings
-from manylora.serving.api.request import Context
+from manylora.serving.api.models import model_routes
+from manylora.serving.api.request import Context, context_of
+from manylora.serving.api.responses import response_routes
+from manylora.serving.api.status import status_routes
 from manylora.serving.hosting.fleet.fleet import Fleet
-from manylora.serving.http.connections import ConnectionBounds, max_open_files
+from manylora.serving.http.access import AccessLayer, request_id_of
+from manylora.serving.http.auth import without_foreign_pages
+from manylora.serving.http.connections import ConnectionBounds, within_open_files
+from manylora.serving.http.errors import HttpError, error_response, on_http_exception
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer
 from manylora.serving.http.refusals import Refusals
 from manylora.serving.metrics.prometheus import Metrics
-from manylora.serving.server.app import ROOM_PATHS, make_app
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
 
-__all__ = ["connection_bounds", "make_http_server"]
+__all__ = ["connection_bounds", "make_app", "make_http_server"]
+
+ROOM_PATHS = tuple(route.path for route in (*completion_routes, *chat_routes, *response_routes))
+"""Routes whose requests go to an engine."""
 
 LAST_WRITES_S = 2.0
 """Time that clients have to read the last bytes of failed answers, in seconds."""
@@ -58,7 +77,7 @@ def make_http_server(
         engine: Configuration of the engines.
         server: Configuration of the HTTP server.
         fleet: The engines.
-        metrics: Of the server.
+        metrics: The server's metrics.
         named_paths: Folders of adapters named at the start, which may be loaded again.
         on_listening: Called when clients can connect.
 
@@ -88,32 +107,34 @@ def make_http_server(
         metrics=metrics,
         lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
     )
-    bounds = connection_bounds(server)
-    config = uvicorn.Config(
+    return HttpServer(
         make_app(context),
-        http=functools.partial(  # type: ignore[arg-type]
-            ChunkWritingProtocol, bounds=bounds, refusals=_refusals(context)
-        ),
+        connection_bounds(server),
+        on_listening,
+        drain_s=LAST_WRITES_S,
+        protocol=functools.partial(ChunkWritingProtocol, refusals=_refusals(context)),
+        tls=_tls(web),
         root_path=web.root_path,
-        ssl_keyfile=web.ssl_keyfile,
-        ssl_certfile=web.ssl_certfile,
-        ssl_ca_certs=web.ssl_ca_certs,
-        ssl_cert_reqs=web.ssl_cert_reqs,
-        ssl_ciphers=web.ssl_ciphers or "TLSv1",  # uvicorn's default
-        log_config=None,
-        log_level=logging.WARNING,
-        access_log=False,
-        lifespan="off",
-        proxy_headers=False,  # a forwarded request is not local; see auth
-        server_header=False,
-        timeout_keep_alive=server.keep_alive_s,  # type: ignore[arg-type]
-        timeout_graceful_shutdown=max(1, int(LAST_WRITES_S)),
+        on_shutdown=context.forms.close,
     )
+
+
+def _tls(web: WebConfig) -> ssl.SSLContext | None:
+    """Return the settings of TLS; raise ``ConfigError`` for files that cannot be used."""
+    if web.ssl_certfile is None:
+        return None
     try:
-        config.load()
+        return create_ssl_context(
+            certfile=web.ssl_certfile,
+            keyfile=web.ssl_keyfile,
+            password=None,
+            ssl_version=ssl.PROTOCOL_TLS_SERVER,
+            cert_reqs=web.ssl_cert_reqs,
+            ca_certs=web.ssl_ca_certs,
+            ciphers=web.ssl_ciphers,
+        )
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"Got ssl_certfile = {web.ssl_certfile!r}, which cannot be used: {error}") from error
-    return HttpServer(config, on_listening, context.forms.close, bounds)
 
 
 def _refusals(context: Context) -> Refusals | None:
@@ -135,12 +156,10 @@ def _refusals(context: Context) -> Refusals | None:
 
 def connection_bounds(config: ServerConfig) -> ConnectionBounds:
     """Return the bounds of connections, fewer than the files that this process may open."""
-    room = config.max_connections
-    if (num_files := max_open_files()) is not None:
-        room = max(1, num_files - FILES_BESIDE_CONNECTIONS - FILES_PER_ENGINE * config.fleet.num_places)
-        if room < config.max_connections:
-            logger.warning("fewer_connections max_connections=%d open_files=%d", room, num_files)
-    max_connections = min(room, config.max_connections)
+    files_beside = FILES_BESIDE_CONNECTIONS + FILES_PER_ENGINE * config.fleet.num_places
+    max_connections = within_open_files(config.max_connections, files_beside=files_beside)
+    if max_connections < config.max_connections:
+        logger.warning("fewer_connections max_connections=%d reason=%r", max_connections, "the limit of open files")
     per_address = min(config.max_connections_per_address, config.max_connections)
     return ConnectionBounds(
         max_connections=max_connections,
@@ -151,4 +170,59 @@ def connection_bounds(config: ServerConfig) -> ConnectionBounds:
         header_timeout_s=config.header_timeout_s,
         body_timeout_s=config.body_timeout_s,
         write_timeout_s=config.write_timeout_s,
+        keep_alive_s=config.keep_alive_s,
+    )
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Answer with a ``ManyloraError``; Starlette calls this."""
+    assert isinstance(error, ManyloraError)
+    if isinstance(error, CapacityError):
+        context = context_of(request)
+        error.retry_after_s = context.retries.after_s(error, context.monotonic_s())
+    return error_response(error)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Answer an unexpected exception; its details are logged and not sent."""
+    logger.error("bug path=%s request_id=%s error=%r", request.scope["path"], request_id_of(request.scope), error)
+    return error_response(HttpError(500, "The server failed on this request; see its log."))
+
+
+def make_app(context: Context) -> ASGIApp:
+    """Return the application that serves ``context``."""
+    web = context.config.web
+    routes = [*completion_routes, *chat_routes, *response_routes, *admin_routes, *model_routes, *status_routes]
+    if not web.disable_docs:
+        routes += docs_routes(routes, root_path=web.root_path)
+    app = Starlette(
+        routes=routes,
+        exception_handlers={ManyloraError: _on_error, HTTPException: on_http_exception, Exception: _on_bug},
+    )
+    app.state.context = context
+    inner: ASGIApp = app
+    if web.allowed_origins:
+        inner = CORSMiddleware(
+            app,
+            allow_origins=web.allowed_origins,
+            allow_methods=web.allowed_methods or ("*",),
+            allow_headers=web.allowed_headers or ("*",),
+            allow_credentials=web.allow_credentials,
+            expose_headers=("X-Request-Id",),
+        )
+    inner = without_foreign_pages(
+        inner,
+        host=context.config.host if web.uds is None else "",
+        api_keys=context.config.api_keys,
+        allowed_hosts=web.allowed_hosts,
+        allowed_origins=web.allowed_origins,
+    )
+    return AccessLayer(
+        inner,
+        paths=[route.path for route in routes],
+        routes={route.endpoint: route.path for route in routes if route.param_convertors},
+        count=context.metrics.count_response,
+        monotonic_s=context.monotonic_s,
+        names_all=web.request_id_headers,
+        logs_all=web.log_requests,
     )
