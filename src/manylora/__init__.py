@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from manylora.core import __version__
 from manylora.core.types import Constraint, SamplingParams
 
 if TYPE_CHECKING:
     from manylora.serving.offline import Engine, Generation
 
-__all__ = ["Constraint", "Engine", "Generation", "SamplingParams"]
+__all__ = ["Constraint", "Engine", "Generation", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

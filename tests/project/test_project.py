@@ -7,7 +7,6 @@ import importlib
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import manylora
 from manylora.cli.app import app
 from manylora.cli.options.table import options_page
 from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
@@ -128,8 +128,7 @@ def test_no_two_test_files_share_a_name() -> None:
 
 
 def test_one_version() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert version("manylora") == declared
+    assert version("manylora") == manylora.__version__
 
 
 def test_importing_needs_no_torch() -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from manylora.cli.views.terminal import fail
+from manylora.core import __version__
 from manylora.core.errors import ManyloraError
 from manylora.serving.hosting.engine.prestart import TORCH_BUILDER, end_early, start_early
 
@@ -88,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
 def show_version() -> None:
     """Print the versions that a bug report needs."""
-    lines = [f"manylora {version('manylora')}", f"python {python_version()}"]
+    lines = [f"manylora {__version__}", f"python {python_version()}"]
     for package in ("torch", "transformers", "tokenizers", "numba", "llguidance"):
         try:
             lines.append(f"{package} {version(package)}")
@@ -99,7 +100,7 @@ def show_version() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(version("manylora"))
+        typer.echo(__version__)
         raise typer.Exit
 
 
