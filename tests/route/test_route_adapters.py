@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from proxying import Call, Client, FakeServer, names, routing, run, servers, until
 
-from manylora.route.fleet import placed_adapters as shelf
+from manylora.route.fleet import changes
 
 
 async def be_ill(call: Call) -> None:
@@ -115,7 +115,7 @@ def test_a_backend_that_keeps_an_old_version_gets_no_request_for_it(monkeypatch:
                 fakes[1].poll = None
                 await until(lambda: proxy.backends.num_up == 2)
             fakes[1].change = None
-            monkeypatch.setattr(shelf, "AGAIN_S", 0.0)  # it is tried again
+            monkeypatch.setattr(changes, "AGAIN_S", 0.0)  # it is tried again
             await until(lambda: fakes[1].adapters == {"sql": "/2"})
             while not fakes[1].completions:
                 assert (await client.complete("sql")).status == 200

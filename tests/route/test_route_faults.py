@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 from proxying import Call, Client, FakeServer, recite, routing, run, servers, until
 
-from manylora.route.backends.backend import Backend
+from manylora.route.backend import Backend
+from manylora.route.fleet.adapters import FleetAdapters
 from manylora.route.serve import Proxy
 from manylora.route.upstream import connection
 
@@ -554,20 +555,22 @@ def test_a_list_of_models_or_metrics_that_are_wrong_take_no_backend_in_or_out() 
     run(test)
 
 
-def test_a_poll_that_breaks_is_a_failed_poll_and_others_follow(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_poll_that_breaks_is_a_failed_poll_and_others_follow(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def test() -> None:
         fake = FakeServer()
         async with servers(fake) as urls, routing(*urls, fall=2, rise=1, panic_threshold=0) as (proxy, client):
-            (backend,), prepare = proxy.backends, proxy.backends.prepare
+            (backend,) = proxy.backends
 
-            async def broken(backend: Backend) -> bool:
+            async def broken(self: FleetAdapters, backend: Backend) -> bool:
                 raise ZeroDivisionError
 
-            proxy.backends.prepare = broken
+            monkeypatch.setattr(FleetAdapters, "prepare", broken)
             await until(lambda: not backend.health.is_up)
             assert "ZeroDivisionError" in backend.health.reason
             assert (await client.complete("base")).status == 503
-            proxy.backends.prepare = prepare
+            monkeypatch.undo()
             await until(lambda: backend.health.is_up)
             assert (await client.complete("base")).status == 200
 

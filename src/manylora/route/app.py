@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import metadata
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -14,23 +12,21 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from manylora.core.errors import CapacityError, ManyloraError, ModelNotFound
-from manylora.route.adapter_routes import AdapterRoutes
-from manylora.route.backends.backend import Backend
+from manylora.core import __version__
+from manylora.core.errors import CapacityError, ManyloraError, ModelNotFound, RequestError
+from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.adapters import BackendAdapters
-from manylora.route.fleet.catalog import Catalog
+from manylora.route.fleet.adapters import FleetAdapters
 from manylora.route.fleet.members import Backends
 from manylora.route.metrics import ProxyMetrics
-from manylora.route.relay.relay import Relay
 from manylora.serving.http.auth import Gate, without_foreign_pages
 from manylora.serving.http.errors import HttpError, error_response, on_error, on_http_exception
 
-__all__ = ["Parts", "make_app"]
+__all__ = ["RouterRoutes", "make_app"]
 
 PASSED_ON = (
     "/v1/completions",
@@ -47,89 +43,150 @@ PASSED_ON = (
 )
 """Routes whose JSON body names a model. All others of a backend stay behind the router, its admin routes above all."""
 
+MAX_BODY_BYTES = 64 * 1024
+"""Longest body of a request to load or unload an adapter."""
+
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts of a router that routes need."""
+class RoutedLoadBody(msgspec.Struct, kw_only=True):
+    """``POST /v1/load_lora_adapter``, and ``/adapters`` by SageMaker's names."""
 
-    config: ProxyConfig
-    backends: Backends
-    catalog: Catalog
-    adapters: BackendAdapters
-    relay: Relay
-    metrics: ProxyMetrics
-    now: Callable[[], float]
-    started_at: float
+    lora_name: str = ""
+    lora_path: str = ""
+    load_inplace: bool | None = None
+    name: str = ""
+    src: str = ""
 
 
-def make_app(parts: Parts) -> ASGIApp:
-    """Return the application."""
-    config, catalog, backends = parts.config, parts.catalog, parts.backends
-    gate = Gate(config.api_keys, config.admin_key)
-    adapters = AdapterRoutes(config, gate, catalog, parts.adapters)
+class RouterRoutes:
+    """The routes that the router answers itself.
 
-    async def list_models(request: Request) -> Response:
-        gate.check_inference(request)
-        if not len(catalog):
-            raise CapacityError("No backend is up; please try again.", retry_after_s=config.poll_s, status=503)
-        return Response(catalog.listing(), media_type="application/json")
+    Args:
+        config: Keys, and whether the router manages adapters.
+        backends: All of them.
+        adapters: Loads and unloads adapters on all backends.
+        metrics: The router's own.
+    """
 
-    async def get_model(request: Request) -> Response:
-        gate.check_inference(request)
-        card = catalog.card(request.path_params["name"])
+    def __init__(
+        self,
+        config: ProxyConfig,
+        backends: Backends,
+        adapters: FleetAdapters,
+        metrics: ProxyMetrics,
+    ) -> None:
+        self._config = config
+        self._backends = backends
+        self._catalog = backends.catalog
+        self._adapters = adapters
+        self._metrics = metrics
+        self._gate = Gate(config.api_keys, config.admin_key)
+        self._started_at = time.time()
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("/v1/models", self._list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._get_model, methods=["GET"]),
+            Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
+            Route("/adapters", self._load, methods=["POST"]),
+            Route("/adapters/{name:path}", self._unload, methods=["DELETE"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/version", self._version, methods=["GET"]),
+            Route("/metrics", self._read_metrics, methods=["GET"]),
+            Route("/status", self._status, methods=["GET"]),
+        ]
+
+    async def _list_models(self, request: Request) -> Response:
+        self._gate.check_inference(request)
+        if not len(self._catalog):
+            raise self._none_up()
+        return Response(self._catalog.listing(), media_type="application/json")
+
+    async def _get_model(self, request: Request) -> Response:
+        self._gate.check_inference(request)
+        name = request.path_params["name"]
+        card = self._catalog.card(name)
         if card is None:
-            raise ModelNotFound(f"The model `{request.path_params['name'][:200]}` does not exist.", param="model")
+            raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
         return Response(bytes(card), media_type="application/json")
 
-    async def health(request: Request) -> Response:
-        if not backends.num_up:
-            raise CapacityError("No backend is up; please try again.", retry_after_s=config.poll_s, status=503)
-        return _json({"status": "serving", "backends": backends.num_up})
+    async def _health(self, request: Request) -> Response:
+        if not self._backends.num_up:
+            raise self._none_up()
+        return _json({"status": "serving", "backends": self._backends.num_up})
 
-    async def version(request: Request) -> Response:
-        return _json({"version": metadata.version("manylora")})
+    async def _version(self, request: Request) -> Response:
+        return _json({"version": __version__})
 
-    async def metrics(request: Request) -> Response:
-        return Response(parts.metrics.render(backends), media_type=CONTENT_TYPE_LATEST)
+    async def _read_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(self._backends), media_type=CONTENT_TYPE_LATEST)
 
-    async def status(request: Request) -> Response:
-        gate.check_admin(request)
-        now = parts.now()
+    async def _status(self, request: Request) -> Response:
+        self._gate.check_admin(request)
         return _json(
             {
-                "version": metadata.version("manylora"),
+                "version": __version__,
                 "time": time.time(),
-                "started_at": parts.started_at,
-                "router": config.router,
-                "models": len(catalog),
-                "bases": catalog.bases,
-                "backends": [_row(backend, now) for backend in backends],
+                "started_at": self._started_at,
+                "router": self._config.router,
+                "models": len(self._catalog),
+                "bases": self._catalog.bases,
+                "backends": [_status_of(backend, monotonic()) for backend in self._backends],
             }
         )
 
+    async def _load(self, request: Request) -> Response:
+        """Load an adapter, or replace it in place."""
+        self._check_admin(request)
+        body = await _body(request)
+        name, path = body.lora_name or body.name, body.lora_path or body.src
+        if not name or not path:
+            raise _invalid("Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if name else "lora_name")
+        if name in self._catalog.bases:
+            raise _invalid(f"The name '{name[:200]}' is the base model's; an adapter needs another one.", "lora_name")
+        await self._adapters.load(name, path, in_place=bool(body.load_inplace))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload(self, request: Request) -> Response:
+        """Unload the adapter that the path names, or the body."""
+        self._check_admin(request)
+        name = request.path_params.get("name")
+        if name is None:
+            name = (await _body(request)).lora_name
+        if not name:
+            raise _invalid("'lora_name' must be provided.", "lora_name")
+        await self._adapters.unload(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _check_admin(self, request: Request) -> None:
+        self._gate.check_admin(request)
+        if not self._config.manage_adapters:
+            raise HttpError(403, "This router does not manage adapters; start it with --manage-adapters.")
+
+    def _none_up(self) -> CapacityError:
+        return CapacityError("No backend is up; please try again.", retry_after_s=self._config.poll_s, status=503)
+
+
+def make_app(config: ProxyConfig, relay: ASGIApp, routes: RouterRoutes) -> ASGIApp:
+    """Return the application.
+
+    Args:
+        config: Keys and names of hosts.
+        relay: Answers the routes that are passed on.
+        routes: The others.
+    """
     app = Starlette(
-        routes=[
-            *(Route(path, parts.relay, methods=["POST"]) for path in PASSED_ON),
-            Route("/v1/models", list_models, methods=["GET"]),
-            Route("/v1/models/{name:path}", get_model, methods=["GET"]),
-            Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
-            Route("/adapters", adapters.load, methods=["POST"]),
-            Route("/adapters/{name:path}", adapters.unload, methods=["DELETE"]),
-            Route("/health", health, methods=["GET"]),
-            Route("/ping", health, methods=["GET", "POST"]),
-            Route("/version", version, methods=["GET"]),
-            Route("/metrics", metrics, methods=["GET"]),
-            Route("/status", status, methods=["GET"]),
-        ],
+        routes=[*(Route(path, relay, methods=["POST"]) for path in PASSED_ON), *routes.routes()],
         exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
     )
     return without_foreign_pages(app, host=config.host, api_keys=config.api_keys, allowed_hosts=config.allowed_hosts)
 
 
-def _row(backend: Backend, now: float) -> dict[str, Any]:
+def _status_of(backend: Backend, now: float) -> dict[str, Any]:
     """Return the state of a backend for ``/status``."""
     metrics = backend.metrics
     return {
@@ -142,11 +199,31 @@ def _row(backend: Backend, now: float) -> dict[str, Any]:
         "load": backend.view.load,
         "models": len(backend.cards),
         "adapters_left_out": len(backend.outdated),
-        "adapters_in_flight": dict(backend.in_flight_by_adapter.most_common(100)),
+        "adapters_in_flight": dict(backend.view.adapters.most_common(100)),
         "adapters_on_device": None if metrics.on_device is None else len(metrics.on_device),
-        "reported": metrics.load,
+        "reported": {
+            "num_running": metrics.num_running,
+            "num_waiting": metrics.num_waiting,
+            "kv_usage": metrics.kv_usage,
+        },
         "reported_s_ago": None if backend.metrics_at is None else round(now - backend.metrics_at, 3),
     }
+
+
+async def _body(request: Request) -> RoutedLoadBody:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > MAX_BODY_BYTES:
+            raise HttpError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    try:
+        return msgspec.json.decode(body, type=RoutedLoadBody)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"The body is not as expected: {error}") from None
+
+
+def _invalid(message: str, param: str) -> HttpError:
+    return HttpError(400, message, param=param, kind="InvalidUserInput")
 
 
 def _json(content: object) -> Response:

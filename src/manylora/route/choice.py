@@ -1,4 +1,4 @@
-"""The one place where the proxy meets ``routing``: slots of backends, their load, and a router's choice among them.
+"""The choice among backends by a policy of ``core/routing``: their slots, their load, a ticket for each request.
 
 The load of a backend is the router's own count of the requests under way there, corrected by reports: requests that
 others sent to it are added, and fade as the report grows old.
@@ -23,7 +23,7 @@ MOST_RANKS = 200_000
 
 
 class Member(Protocol):
-    """A backend, as this module sees it."""
+    """A backend, as the choice sees it."""
 
     @property
     def view(self) -> ReplicaView:
@@ -82,7 +82,7 @@ class Choice(Generic[M]):
         self._slots.append(member)
 
     def leave(self, member: M) -> None:
-        """Free its slot; all move up when more than a quarter of the slots are free."""
+        """Free a backend's slot; when more than a quarter of the slots are free, the others move up."""
         self._slots = [None if other is member else other for other in self._slots]
         while self._slots and self._slots[-1] is None:
             self._slots.pop()
@@ -94,8 +94,8 @@ class Choice(Generic[M]):
 
         Args:
             model: The adapter; empty for the base.
-            num_prompt_tokens: About.
-            available: Those that can take the request.
+            num_prompt_tokens: Length of the prompt, as estimated.
+            available: The backends that can take the request.
         """
         ids = {id(member) for member in available}
         among = [place for place, member in enumerate(self._slots) if id(member) in ids]

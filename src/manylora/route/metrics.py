@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from manylora.route.backends.backend import Backend
-from manylora.route.backends.health import BackendState
+from manylora.route.backend import Backend, BackendState
 
 __all__ = ["AttemptEnd", "ProxyMetrics"]
 
@@ -99,11 +98,11 @@ class ProxyMetrics(Collector):
         for name, text, values in (
             ("up", "1 for a backend that gets requests.", [float(one.health.is_up) for one in backends]),
             ("in_flight", "Requests of this router under way.", [one.num_in_flight for one in backends]),
-            ("load", "Requests that the router counts with, those of others too.", [_load(one) for one in backends]),
+            ("load", "Requests that the router counts with, those of others too.", [one.view.load for one in backends]),
             ("models", "Models that it lists.", [len(one.cards) for one in backends]),
-            ("reported_running", "Requests that it says run.", [one.metrics.load.num_running for one in backends]),
-            ("reported_waiting", "Requests that it says wait.", [one.metrics.load.num_waiting for one in backends]),
-            ("reported_kv_usage", "Share of KV memory in use.", [one.metrics.load.kv_usage for one in backends]),
+            ("reported_running", "Requests that it says run.", [one.metrics.num_running for one in backends]),
+            ("reported_waiting", "Requests that it says wait.", [one.metrics.num_waiting for one in backends]),
+            ("reported_kv_usage", "Share of KV memory in use.", [one.metrics.kv_usage for one in backends]),
         ):
             family = GaugeMetricFamily(f"manylora_route_backend_{name}", text, labels=["backend"])
             for backend, value in zip(backends, values, strict=True):
@@ -122,7 +121,3 @@ class ProxyMetrics(Collector):
 
     def _histogram(self, name: str, text: str, labels: list[str]) -> Histogram:
         return Histogram(f"manylora_route_{name}", text, labels, registry=self._registry, buckets=SECONDS)
-
-
-def _load(backend: Backend) -> float:
-    return backend.view.load

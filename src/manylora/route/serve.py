@@ -10,20 +10,22 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from random import Random
 
 from manylora.core.routing import RouterContext, make_router
-from manylora.route.app import Parts, make_app
-from manylora.route.backends.backend import Backend
+from manylora.route.app import RouterRoutes, make_app
+from manylora.route.backend import Backend
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.adapters import BackendAdapters
-from manylora.route.fleet.catalog import Catalog
-from manylora.route.fleet.members import Backends, Resolve, resolve
+from manylora.route.fleet.adapters import FleetAdapters
+from manylora.route.fleet.changes import BackendChanges
+from manylora.route.fleet.members import Backends
+from manylora.route.fleet.placement import AdapterPlacement
+from manylora.route.fleet.polls import Polls, Resolve, resolve
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.relay.relay import Relay
+from manylora.route.relay.selection import Selection
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 
@@ -54,26 +56,19 @@ class Proxy:
     """
 
     def __init__(self, config: ProxyConfig, *, resolve: Resolve = resolve) -> None:
-        now, rng, ranks = time.monotonic, Random(), dict[str, int]()
+        rng, ranks = Random(), dict[str, int]()
         context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=config.max_in_flight)
         choice: Choice[Backend] = Choice(make_router(config.router, context, config.router_options), ranks)
-        catalog, metrics = Catalog(), ProxyMetrics()
-        self.backends = Backends(config, catalog, choice, on_left=self._left, rng=rng, now=now, resolve=resolve)
-        self._adapters = BackendAdapters(config, self.backends, catalog, now)
-        self.backends.prepare = self._adapters.prepare
-        self._metrics = metrics
-        relay = Relay(config, self.backends, catalog, choice, self._adapters, metrics, now)
+        metrics = ProxyMetrics()
+        self.backends = Backends(config, choice)
+        changes = BackendChanges(config, self.backends)
+        placement = AdapterPlacement(config, self.backends, changes)
+        adapters = FleetAdapters(config, self.backends, changes, placement)
+        self._polls = Polls(config, self.backends, adapters, choice, metrics, rng=rng, resolve=resolve)
+        selection = Selection(config, self.backends, choice, changes, placement)
+        relay = Relay(config, self.backends, selection, placement, metrics)
+        self._app = make_app(config, relay, RouterRoutes(config, self.backends, adapters, metrics))
         self._config = config
-        self._parts = Parts(
-            config=config,
-            backends=self.backends,
-            catalog=catalog,
-            adapters=self._adapters,
-            relay=relay,
-            metrics=metrics,
-            now=now,
-            started_at=time.time(),
-        )
         self._http: HttpServer | None = None
         self._is_stopping = False
         self._socket = bind(config.host, config.port, reuse_port=config.reuse_port)
@@ -98,26 +93,22 @@ class Proxy:
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained."""
         try:
-            await self.backends.start()
+            await self._polls.start()
         except BaseException:
             self._socket.close()
             raise
-        looking_up = asyncio.create_task(self.backends.run())
+        looking_up = asyncio.create_task(self._polls.run())
         most = max_connections()
         bounds = ConnectionBounds(
             max_connections=most, max_per_address=most, keep_alive_s=KEEP_ALIVE_S, backlog=BACKLOG
         )
-        self._http = HttpServer(make_app(self._parts), bounds, on_ready, drain_s=self._config.drain_timeout_s)
+        self._http = HttpServer(self._app, bounds, on_ready, drain_s=self._config.drain_timeout_s)
         self._http.should_exit = self._is_stopping
         try:
             await self._http.serve(sockets=[self._socket])
         finally:
             looking_up.cancel()
-            await self.backends.stop()
-
-    def _left(self, backend: Backend) -> None:
-        self._adapters.left(backend)
-        self._metrics.left(backend)
+            await self._polls.stop()
 
 
 def max_connections() -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manylora.route.backends.backend import Backend
-from manylora.route.backends.report import Card, ServerKind
+from manylora.route.backend import Backend
+from manylora.route.report import Card, ServerKind
 
 __all__ = ["Catalog", "Found"]
 

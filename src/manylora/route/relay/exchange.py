@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 
-from manylora.route.backends.backend import Backend
+from manylora.route.backend import Backend
 from manylora.route.upstream.connection import Failure, Headers, UpstreamConnection
 from manylora.serving.http.http_protocol import WriteChunk
 
@@ -62,7 +62,7 @@ class Exchange:
     def begin(self, connection: UpstreamConnection, head: bytes, body: bytes) -> None:
         """Send the request."""
         self._connection = connection
-        self._backend.exchanges.add(self)
+        self._backend.at_work.add(connection)
         self._progress()
         self._timer = self._loop.call_later(self._first_byte_s, self._look)
         connection.begin(self, head, body)
@@ -138,10 +138,11 @@ class Exchange:
         self._over()
 
     def _over(self) -> None:
-        self._connection = None
+        if self._connection is not None:
+            self._backend.at_work.discard(self._connection)
+            self._connection = None
         if self._timer is not None:
             self._timer.cancel()
-        self._backend.exchanges.discard(self)
         self._wake()
 
     def _progress(self) -> None:

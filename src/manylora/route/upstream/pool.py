@@ -1,4 +1,7 @@
-"""The connections to one address: idle ones are used again, the last one first."""
+"""The connections to one address, and whole answers over them for requests of the router's own.
+
+Idle connections are used again, the last one first.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ import logging
 import ssl
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 
 from manylora.route.upstream.address import Address
-from manylora.route.upstream.connection import UpstreamConnection
+from manylora.route.upstream.connection import Failure, Headers, UpstreamConnection
 
-__all__ = ["CannotConnect", "Pool"]
+__all__ = ["CannotConnect", "FetchFailed", "Pool", "fetch"]
 
 IDLE_S = 4.0
 """Longest use of an idle connection again, in seconds: uvicorn, and so vLLM, closes them after five."""
@@ -30,14 +34,12 @@ class Pool:
     Args:
         address: Of the backend.
         connect_timeout_s: Time that a connection may take, in seconds.
-        now: Returns the time in seconds.
     """
 
-    def __init__(self, address: Address, *, connect_timeout_s: float, now: Callable[[], float]) -> None:
+    def __init__(self, address: Address, *, connect_timeout_s: float) -> None:
         self.num_surplus = 0
         self._address = address
         self._connect_timeout_s = connect_timeout_s
-        self._now = now
         self._idle: deque[UpstreamConnection] = deque()
         self._open: set[UpstreamConnection] = set()
         self._tls = ssl.create_default_context() if address.is_tls else None
@@ -45,7 +47,7 @@ class Pool:
 
     def idle(self) -> UpstreamConnection | None:
         """Take an idle connection; ``None`` if there is none."""
-        oldest = self._now() - IDLE_S
+        oldest = monotonic() - IDLE_S
         while self._idle:
             connection = self._idle.pop()
             if connection.idle_since >= oldest and connection.is_quiet():
@@ -78,7 +80,7 @@ class Pool:
 
     def sweep(self) -> None:
         """Close the connections that have been idle for too long."""
-        oldest = self._now() - IDLE_S
+        oldest = monotonic() - IDLE_S
         while self._idle and self._idle[0].idle_since < oldest:
             self._idle.popleft().close()
 
@@ -98,7 +100,7 @@ class Pool:
         if self._is_closed or len(self._idle) >= MAX_IDLE:
             connection.close()
             return
-        connection.idle_since = self._now()
+        connection.idle_since = monotonic()
         self._idle.append(connection)
 
     def _on_surplus(self) -> None:
@@ -109,3 +111,87 @@ class Pool:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+
+
+class FetchFailed(Exception):
+    """There is no whole answer; the text is the reason."""
+
+
+class _FetchedBody:
+    """Collects an answer up to a size, or hands its body on in pieces."""
+
+    def __init__(self, max_bytes: int, on_piece: Callable[[bytes], None] | None) -> None:
+        self.done: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
+        self.is_whole = False
+        self._left = max_bytes
+        self._status = 0
+        self._on_piece = on_piece
+        self._pieces: list[bytes] = []
+
+    def head(self, status: int, headers: Headers) -> None:
+        """Keep the status."""
+        self._status = status
+
+    def body(self, piece: bytes) -> None:
+        """Keep a piece or hand it on."""
+        self._left -= len(piece)
+        if self._left < 0:
+            self._fail("the answer is too large")
+        elif self._on_piece is not None:
+            self._on_piece(piece)
+        else:
+            self._pieces.append(piece)
+
+    def ended(self) -> None:
+        """Deliver the answer."""
+        if not self.done.done():
+            self.is_whole = True
+            self.done.set_result((self._status, b"".join(self._pieces)))
+
+    def failed(self, failure: Failure) -> None:
+        """Report the failure."""
+        self._fail(failure.value)
+
+    def _fail(self, reason: str) -> None:
+        if not self.done.done():
+            self.done.set_exception(FetchFailed(reason))
+
+
+async def fetch(
+    pool: Pool,
+    head: bytes,
+    body: bytes = b"",
+    *,
+    timeout_s: float,
+    max_bytes: int,
+    on_piece: Callable[[bytes], None] | None = None,
+) -> tuple[int, bytes]:
+    """Send a request; return the status and the body of its answer.
+
+    Args:
+        pool: Of the backend.
+        head: See ``request_head``.
+        body: Its body.
+        timeout_s: Time for all of it, in seconds.
+        max_bytes: Most bytes of the answer's body.
+        on_piece: Takes the body in pieces; the returned body is then empty.
+
+    Raises:
+        FetchFailed: No connection, no whole answer in time, or one that is too large.
+    """
+    connection: UpstreamConnection | None = None
+    receiver = _FetchedBody(max_bytes, on_piece)
+    try:
+        async with asyncio.timeout(timeout_s):
+            connection = await pool.connect()  # never one that the backend is about to close
+            connection.begin(receiver, head, body)
+            return await receiver.done
+    except TimeoutError:
+        raise FetchFailed(f"no answer in {timeout_s:g} s") from None
+    except CannotConnect as error:
+        raise FetchFailed(str(error)) from None
+    finally:
+        if connection is not None and (
+            not receiver.done.done() or receiver.done.cancelled() or receiver.done.exception()
+        ):
+            connection.cancel()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
 
-__all__ = ["BackendLoad", "BackendMetrics", "Card", "MetricsReader", "ServerKind", "read_models"]
+__all__ = ["BackendMetrics", "Card", "MetricsReader", "ServerKind", "read_models"]
 
 MAX_LINE_BYTES = 1024 * 1024
 MAX_ADAPTERS = 50_000
@@ -44,57 +43,43 @@ class ServerKind(Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendLoad:
-    """Gauges of a backend's queue and memory; ``None`` where it does not report them.
+@dataclass(slots=True, kw_only=True)
+class BackendMetrics:
+    """The part of a backend's metrics that the router reads; ``None`` for figures that it does not report.
 
     Args:
         num_running: Requests in steps, over all engines of the server.
         num_waiting: Requests in its queue.
         kv_usage: Share of KV memory in use, 0 to 1, of its fullest engine.
+        on_device: Adapters on the device.
+        in_use: Adapters with requests running or waiting, by the latest ``lora_requests_info``.
+        ranks: Rank by adapter, where reported.
+        num_tokens: Tokens so far; their growth is a sign of life. 0 where they are not reported.
     """
 
     num_running: int | None = None
     num_waiting: int | None = None
     kv_usage: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackendMetrics:
-    """The part of a backend's metrics that the router reads.
-
-    Args:
-        load: Its queue and memory.
-        on_device: Adapters on the device; ``None`` where they are not reported.
-        in_use: Adapters with requests running or waiting, by the latest ``lora_requests_info``.
-        ranks: Rank by adapter, where reported.
-        max_loras: Adapters that a step may have; ``None`` where it is not reported.
-        num_tokens: Tokens so far; their growth is a sign of life. 0 where they are not reported.
-    """
-
-    load: BackendLoad = field(default_factory=BackendLoad)
-    on_device: frozenset[str] | None = None
+    on_device: set[str] | None = None
     in_use: frozenset[str] = frozenset()
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    max_loras: int | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
     num_tokens: float = 0.0
+
+    @property
+    def num_requests(self) -> int | None:
+        """Requests that run or wait, of all clients."""
+        if self.num_running is None and self.num_waiting is None:
+            return None
+        return (self.num_running or 0) + (self.num_waiting or 0)
 
 
 class MetricsReader:
     """Reads Prometheus text piece by piece, each in time linear in its length."""
 
     def __init__(self) -> None:
+        self._metrics = BackendMetrics()
         self._rest = b""
-        self._running: float | None = None
-        self._waiting: float | None = None
-        self._kv: float | None = None
         self._info_at = -math.inf
-        self._in_use: frozenset[str] = frozenset()
-        self._on_device: set[str] = set()
-        self._levels_seen = False
-        self._ranks: dict[str, int] = {}
-        self._max_loras: int | None = None
-        self._num_tokens = 0.0
         self._num_samples = 0
 
     def feed(self, piece: bytes) -> None:
@@ -106,63 +91,51 @@ class MetricsReader:
         for line in lines:
             if line.startswith(_PREFIXES) and self._num_samples < MAX_SAMPLES:
                 self._num_samples += 1
-                self._line(line)
+                self._read_line(line)
 
     def result(self) -> BackendMetrics:
         """Return the figures, with those of a last line that has no line break."""
         self.feed(b"\n")
-        return BackendMetrics(
-            load=BackendLoad(
-                num_running=None if self._running is None else int(self._running),
-                num_waiting=None if self._waiting is None else int(self._waiting),
-                kv_usage=self._kv,
-            ),
-            on_device=frozenset(self._on_device) if self._levels_seen else None,
-            in_use=self._in_use,
-            ranks=self._ranks,
-            max_loras=self._max_loras,
-            num_tokens=self._num_tokens,
-        )
+        return self._metrics
 
-    def _line(self, line: bytes) -> None:
-        match = _NAME.match(line)
+    def _read_line(self, line: bytes) -> None:
+        metrics, match = self._metrics, _NAME.match(line)
         name = match[0] if match is not None else b""
         if name in RUNNING:
-            self._running = _plus(self._running, _value(line))
+            metrics.num_running = _plus(metrics.num_running, _value(line))
         elif name in WAITING:
-            self._waiting = _plus(self._waiting, _value(line))
+            metrics.num_waiting = _plus(metrics.num_waiting, _value(line))
         elif name in TOKENS:
-            self._num_tokens += _value(line) or 0.0
+            metrics.num_tokens += _value(line) or 0.0
         elif name in KV_USAGE:
             value = _value(line)
             if value is not None and 0 <= value <= 1:
-                self._kv = max(self._kv or 0.0, value)
+                metrics.kv_usage = max(metrics.kv_usage or 0.0, value)
         elif name == LORA_INFO:
-            self._requests_info(line)
+            self._read_adapters_in_use(line)
         elif name == LORA_LOADED:
-            self._adapter_loaded(line)
+            self._read_loaded_adapter(line)
 
-    def _requests_info(self, line: bytes) -> None:
+    def _read_adapters_in_use(self, line: bytes) -> None:
         # vLLM keeps a series for every combination of labels that there was; the value is its time.
         value, labels = _value(line), _labels(line)
         if value is None or value < self._info_at:
             return
         self._info_at = value
         names = f"{labels.get('running_lora_adapters', '')},{labels.get('waiting_lora_adapters', '')}".split(",")
-        self._in_use = frozenset(name.strip() for name in names[:MAX_ADAPTERS] if 0 < len(name.strip()) <= MAX_NAME)
-        most = labels.get("max_lora", "")
-        self._max_loras = int(most) if most.isascii() and most.isdigit() and len(most) < 10 else None
+        self._metrics.in_use = frozenset(
+            name.strip() for name in names[:MAX_ADAPTERS] if 0 < len(name.strip()) <= MAX_NAME
+        )
 
-    def _adapter_loaded(self, line: bytes) -> None:
-        self._levels_seen = True
-        labels = _labels(line)
-        name = labels.get("adapter_name", "")
-        if not 0 < len(name) <= MAX_NAME or len(self._ranks) >= MAX_ADAPTERS or not _value(line):
+    def _read_loaded_adapter(self, line: bytes) -> None:
+        labels, metrics = _labels(line), self._metrics
+        metrics.on_device = set() if metrics.on_device is None else metrics.on_device
+        name, rank = labels.get("adapter_name", ""), labels.get("rank", "")
+        if not 0 < len(name) <= MAX_NAME or len(metrics.ranks) >= MAX_ADAPTERS or not _value(line):
             return
         if labels.get("level", "") in DEVICE_LEVELS:
-            self._on_device.add(name)
-        rank = labels.get("rank", "")
-        self._ranks[name] = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 6 else 0
+            metrics.on_device.add(name)
+        metrics.ranks[name] = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 6 else 0
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -228,10 +201,11 @@ def _value(line: bytes) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _plus(total: float | None, value: float | None) -> float | None:
+def _plus(total: int | None, value: float | None) -> int | None:
+    """Return a total with one more sample; a sample that is no count is left out."""
     if value is None or not 0 <= value < 1e9:
         return total
-    return (total or 0.0) + value
+    return (total or 0) + int(value)
 
 
 def _labels(line: bytes) -> dict[str, str]:

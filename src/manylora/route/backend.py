@@ -1,0 +1,290 @@
+"""One server behind the router: its address and connections, its health, its reports, and the router's requests there.
+
+Health has hysteresis and is told the time and every sign of life. A backend that streams tokens is alive, whatever its
+health route answers: polls that fail count only while it sends no bytes. A request without an answer (no connection,
+lost) counts always, and an answered request clears the count. A refusal (429, 503) is an answer: back-pressure on one
+request, and no sign about the next. A backend that sent nothing to any request for a whole time limit is out at once:
+each such sign takes minutes.
+
+::
+
+    JOINING --good poll--> UP --`fall` failures in a row--> DOWN --`rise` good polls in a row--> UP
+
+A backend that failed on requests while its polls were good is held out, twice as long each time up to a bound. It is in
+again once a request of the router's own was answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from enum import Enum
+from time import monotonic
+
+import msgspec
+
+from manylora.core.routing import ReplicaView
+from manylora.route.config import ProxyConfig
+from manylora.route.report import BackendMetrics, Card, ServerKind
+from manylora.route.upstream.address import Address, request_head
+from manylora.route.upstream.connection import Failure, UpstreamConnection
+from manylora.route.upstream.pool import Pool, fetch
+
+__all__ = ["Backend", "BackendState", "Health"]
+
+HOLD_S = 2.0
+"""First time that a backend is held out after it failed on requests, in seconds."""
+MOST_HOLD_S = 60.0
+LEAST_SHARE = 0.02
+"""Share of its full load that a backend may have at the beginning of its slow start."""
+STALE_POLLS = 5
+"""Age of metrics, in polls, from which they say nothing about residency."""
+
+logger = logging.getLogger(__name__)
+
+
+class BackendState(Enum):
+    """Whether a backend gets requests."""
+
+    JOINING = "joining"
+    UP = "up"
+    DOWN = "down"
+
+
+class Health:
+    """The state of one backend; ``num_joins`` counts the times that it came up.
+
+    Args:
+        fall: Failures in a row after which it is down.
+        rise: Good polls in a row after which it is up again.
+        slow_start_s: Time over which it gets its share of requests, in seconds.
+        is_warm: Whether its first requests need no slow start, as when the router itself starts.
+    """
+
+    def __init__(self, *, fall: int, rise: int, slow_start_s: float, is_warm: bool) -> None:
+        self.state = BackendState.JOINING
+        self.reason = ""
+        self.num_joins = 0
+        self._fall_after = fall
+        self._rise_after = rise
+        self._slow_start_s = slow_start_s
+        self._is_warm = is_warm
+        self._num_failed_polls = self._num_failed = self._num_good_polls = 0
+        self._num_reads_seen = 0
+        self._up_since: float | None = None  # None without a slow start
+        self._hold_s = 0.0
+        self._held_until = 0.0
+        self._needs_probe = False
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the backend gets requests."""
+        return self.state is BackendState.UP
+
+    def poll_succeeded(self, now: float) -> bool:
+        """Count a good poll; return whether the backend has come up by it."""
+        self._num_failed_polls = 0
+        self._num_good_polls += 1
+        if self.state is BackendState.UP:
+            if self._up_since is not None and now - self._up_since > MOST_HOLD_S:
+                self._hold_s = 0.0
+            return False
+        needed = 1 if self.state is BackendState.JOINING else self._rise_after
+        if self._num_good_polls < needed or self._needs_probe:
+            return False
+        self._up_since = None if self._is_warm else now
+        self._is_warm = False
+        self._num_failed = 0
+        self.state, self.reason = BackendState.UP, ""
+        self.num_joins += 1
+        return True
+
+    def poll_failed(self, num_reads: int, reason: str) -> bool:
+        """Count a failed poll, unless bytes came since the poll before; return whether the backend is lost.
+
+        It is lost again each time that as many polls fail: requests may be tried on a backend that is down.
+
+        Args:
+            num_reads: Reads from this backend so far, of all its answers.
+            reason: For logs and ``/status``.
+        """
+        self._num_good_polls = 0
+        self._is_warm = False
+        if num_reads != self._num_reads_seen:
+            self._num_reads_seen = num_reads
+            self._num_failed_polls = 0
+            return False
+        self._num_failed_polls += 1
+        if self._num_failed_polls < self._fall_after:
+            return False
+        self._num_failed_polls = 0
+        self._go_down(reason)
+        return True
+
+    def failed(self, now: float, reason: str) -> bool:
+        """Count a request without an answer; return whether the backend has gone down by it."""
+        self._num_failed += 1
+        return self._num_failed >= self._fall_after and self.stalled(now, reason)
+
+    def stalled(self, now: float, reason: str) -> bool:
+        """Take the backend out until a probe is answered; return whether it has gone down by this."""
+        if not self._go_down(reason):
+            return False
+        self.probe_failed(now)
+        return True
+
+    def wants_probe(self, now: float) -> bool:
+        """Whether a request must be answered before the backend is up, and may be sent now."""
+        return self._needs_probe and now >= self._held_until
+
+    def probe_failed(self, now: float) -> None:
+        """Hold the backend out, for longer than before."""
+        self._needs_probe = True
+        self._hold_s = min(MOST_HOLD_S, max(HOLD_S, 2 * self._hold_s))
+        self._held_until = now + self._hold_s
+
+    def answered(self) -> None:
+        """Learn that a request or a probe was answered."""
+        self._num_failed = 0
+        self._needs_probe = False
+
+    def share(self, now: float) -> float:
+        """Return the share of its full load that the backend may have, above 0 and up to 1: less in a slow start."""
+        if self._up_since is None or self._slow_start_s == 0:
+            return 1.0
+        return min(1.0, max(LEAST_SHARE, (now - self._up_since) / self._slow_start_s))
+
+    def _go_down(self, reason: str) -> bool:
+        self.reason = reason
+        if self.state is not BackendState.UP:
+            return False
+        self.state = BackendState.DOWN
+        self._num_good_polls = 0
+        return True
+
+
+class Backend:
+    """One server behind the router. For the event loop's thread alone.
+
+    Args:
+        address: Its address.
+        config: Limits, times and the key.
+        is_warm: As for ``Health``.
+    """
+
+    def __init__(self, address: Address, config: ProxyConfig, *, is_warm: bool) -> None:
+        self.address = address
+        self.url = address.url
+        self.pool = Pool(address, connect_timeout_s=config.connect_timeout_s)
+        self.health = Health(fall=config.fall, rise=config.rise, slow_start_s=config.slow_start_s, is_warm=is_warm)
+        self.view = ReplicaView()  # the requests of this router there, and those of others
+        self.kind = ServerKind.OTHER
+        self.cards: Mapping[str, Card] = {}
+        self.raw_cards: Mapping[str, msgspec.Raw] = {}
+        self.outdated: set[str] = set()  # adapters that it lacks, or has in another version; see ``Catalog.hide``
+        self.needs_models = True  # its list of models is to be read at the next poll
+        self.models_body = b""
+        self.models_read_at = -float("inf")
+        self.reading_models = asyncio.Lock()
+        self.metrics = BackendMetrics()
+        self.metrics_at: float | None = None
+        self.num_polls = 0
+        self.is_leaving = False
+        self.num_reads = 0  # counted by exchanges: signs of life of its process
+        self.num_pieces = 0  # of answers that are no errors, and reported tokens: signs of life of its engine
+        self.avoid_until = 0.0  # by a 429 or 503 with Retry-After
+        self.at_work: set[UpstreamConnection] = set()  # connections with a request of a client
+        self._max_in_flight = config.max_in_flight
+        self._stale_s = STALE_POLLS * config.poll_s
+        self.authorization = config.backend_authorization
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of this router under way there."""
+        return self.view.num_requests
+
+    def can_take(self, now: float) -> bool:
+        """Whether it is up, not avoided, and below its bound, which grows during a slow start."""
+        if not self.can_be_forced() or now < self.avoid_until:
+            return False
+        share = self.health.share(now)
+        return share == 1.0 or self.num_in_flight < max(1, int(share * self._max_in_flight))
+
+    def can_be_forced(self) -> bool:
+        """Whether it is up and below its bound: the last resort."""
+        return self.health.is_up and self._has_room()
+
+    def can_be_tried(self) -> bool:
+        """Whether it is down, and below its bound: it may be better than no answer."""
+        return self.health.state is BackendState.DOWN and self._has_room()
+
+    def is_resident(self, adapter: str, now: float) -> bool | None:
+        """Whether an adapter was on the device before the request that was counted last; ``None`` if that is unknown.
+
+        It is while other requests use it. Else the report decides, while it is young; vLLM reports adapters in use
+        alone.
+        """
+        if self.view.adapters[adapter] > 1:
+            return True
+        if self.metrics_at is None or now - self.metrics_at > self._stale_s:
+            return None
+        if self.metrics.on_device is not None:
+            return adapter in self.metrics.on_device
+        return True if adapter in self.metrics.in_use else None
+
+    def failed(self, reason: str) -> None:
+        """Count a request that it did not answer."""
+        if self.health.failed(monotonic(), reason) and not self.is_leaving:
+            self.went_down()
+
+    def stalled(self) -> None:
+        """Take it out after it sent nothing to any request for a whole time limit; its requests go elsewhere."""
+        if self.health.stalled(monotonic(), "no progress") and not self.is_leaving:
+            self.went_down()
+            self.cancel_all(Failure.DOWN)
+
+    def went_down(self) -> None:
+        """Log that it is down; it may come back as another process, so its models are read again before it is up."""
+        self.needs_models = True
+        logger.warning("backend_down url=%s reason=%r", self.url, self.health.reason)
+
+    def cancel_all(self, failure: Failure) -> None:
+        """End all exchanges with clients under way."""
+        for connection in list(self.at_work):
+            connection.cancel(failure)
+
+    async def call(
+        self,
+        path: bytes,
+        body: object = None,
+        *,
+        timeout_s: float,
+        max_bytes: int,
+        on_piece: Callable[[bytes], None] | None = None,
+    ) -> tuple[int, bytes]:
+        """Send a request of the router's own; return the status and the body of its answer.
+
+        Args:
+            path: The route.
+            body: Sent as JSON by POST; ``None`` for a GET.
+            timeout_s: As for ``fetch``.
+            max_bytes: As for ``fetch``.
+            on_piece: As for ``fetch``.
+
+        Raises:
+            FetchFailed: There is no whole answer in time.
+        """
+        sent = b"" if body is None else msgspec.json.encode(body)
+        head = request_head(
+            self.address,
+            b"GET" if body is None else b"POST",
+            path,
+            num_body_bytes=len(sent),
+            headers=() if body is None else ((b"content-type", b"application/json"),),
+            authorization=self.authorization,
+        )
+        return await fetch(self.pool, head, sent, timeout_s=timeout_s, max_bytes=max_bytes, on_piece=on_piece)
+
+    def _has_room(self) -> bool:
+        return not self.is_leaving and self.num_in_flight < self._max_in_flight

@@ -1,1 +1,0 @@
-"""One backend: its health, its reports, and the requests of this router there."""

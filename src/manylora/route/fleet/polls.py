@@ -1,0 +1,237 @@
+"""Polls of the backends, and look-ups of DNS names whose addresses join and leave.
+
+A poll asks for a backend's health route, its metrics and its list of models, each bounded in time and size. The time
+between polls is drawn, so that routers and backends do not fall into step. The list of models is read every few polls,
+and at once when a request or a change asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from random import Random
+from time import monotonic
+
+from manylora.route.backend import Backend, BackendState
+from manylora.route.choice import Choice
+from manylora.route.config import ProxyConfig
+from manylora.route.fleet.adapters import FleetAdapters
+from manylora.route.fleet.members import Backends
+from manylora.route.metrics import ProxyMetrics
+from manylora.route.report import MetricsReader
+from manylora.route.upstream.address import Address, parse_backend
+from manylora.route.upstream.connection import Failure
+from manylora.route.upstream.pool import FetchFailed
+
+__all__ = ["Polls", "Resolve", "resolve"]
+
+MODELS_EVERY = 5
+"""Polls between two reads of the list of models."""
+MAX_METRICS_BYTES = 16 * 1024 * 1024
+MAX_HEALTH_BYTES = 64 * 1024
+PROBE_S = 30.0
+"""Time that one token may take, in seconds: requests of others may be queued before it."""
+JITTER = 0.2
+
+logger = logging.getLogger(__name__)
+
+Resolve = Callable[[str, int], Awaitable[set[str]]]
+"""Returns the IP addresses of a name and port; raises ``OSError``."""
+
+
+async def resolve(name: str, port: int) -> set[str]:
+    """Ask the system's resolver."""
+    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}
+
+
+class Polls:
+    """Keeps the set of backends, their health and their reports up to date.
+
+    Args:
+        config: Addresses, times and limits.
+        backends: The backends, empty at first.
+        adapters: Brings the adapters of a backend up to date before it gets requests.
+        choice: Takes corrections of their load.
+        metrics: Forgets backends that have left.
+        rng: Draws the time between polls.
+        resolve: Looks names up.
+
+    Raises:
+        ConfigError: An address is malformed.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        backends: Backends,
+        adapters: FleetAdapters,
+        choice: Choice[Backend],
+        metrics: ProxyMetrics,
+        *,
+        rng: Random,
+        resolve: Resolve = resolve,
+    ) -> None:
+        self._config = config
+        self._backends = backends
+        self._adapters = adapters
+        self._choice = choice
+        self._metrics = metrics
+        self._rng = rng
+        self._resolve = resolve
+        addresses = [parse_backend(text) for text in config.backends]
+        self._fixed = {one.url: one for one in addresses if not one.is_name_of_many}
+        self._names = [one for one in addresses if one.is_name_of_many]
+        self._tasks: dict[Backend, asyncio.Task[None]] = {}
+        self._is_starting = True
+
+    # -- backends join and leave -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Take in all addresses, and poll each backend once."""
+        for address in self._fixed.values():
+            self._join(address)
+        await asyncio.gather(*map(self._look_up, self._names))
+        await asyncio.gather(*map(self._poll, self._backends))
+        self._is_starting = False
+        for backend in self._backends:
+            self._tasks[backend] = asyncio.create_task(self._poll_forever(backend))
+
+    async def run(self) -> None:
+        """Look names up again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.resolve_s)
+            await asyncio.gather(*map(self._look_up, self._names))
+
+    async def stop(self) -> None:
+        """End the polls, and close every connection."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for backend in self._backends:
+            backend.pool.abort()
+
+    async def _look_up(self, name: Address) -> None:
+        """Take in the addresses of a name; on failure the backends stay as they are."""
+        try:
+            ips = await self._resolve(name.host, name.port)
+        except OSError as error:
+            logger.warning("lookup_failed name=%s error=%r", name.host, error.strerror or str(error))
+            return
+        self._update(name, ips)
+
+    def _update(self, name: Address, ips: Iterable[str]) -> None:
+        """Let the addresses of a name join, and others of that name leave; no address at all changes nothing."""
+        found = {address.url: address for address in (name.at(ip) for ip in sorted(ips))}
+        if not found:
+            return
+        for backend in self._backends:
+            is_of_name = (backend.address.name, backend.address.port) == (name.name, name.port)
+            if is_of_name and backend.url not in found and backend.url not in self._fixed:
+                self._leave(backend)
+        for address in found.values():
+            self._join(address)
+
+    def _join(self, address: Address) -> None:
+        backend = self._backends.join(address, is_warm=self._is_starting)
+        if backend is not None and not self._is_starting:
+            self._tasks[backend] = asyncio.create_task(self._poll_forever(backend))
+
+    def _leave(self, backend: Backend) -> None:
+        self._backends.leave(backend)
+        self._adapters.left(backend)
+        self._metrics.left(backend)
+        if (polling := self._tasks.pop(backend, None)) is not None:  # none yet while the router starts
+            polling.cancel()
+
+    # -- one backend -------------------------------------------------------------------------------------------------
+
+    async def _poll_forever(self, backend: Backend) -> None:
+        while True:
+            await self._poll(backend)
+            await asyncio.sleep(self._config.poll_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+
+    async def _poll(self, backend: Backend) -> None:
+        backend.pool.sweep()
+        try:
+            await self._ask(backend)
+        except FetchFailed as error:
+            self._failed(backend, str(error))
+        except Exception as error:  # else no poll would follow, and the backend would stay up or down for good
+            logger.exception("poll_broke url=%s", backend.url)
+            self._failed(backend, f"the poll broke: {error!r}")
+        else:
+            if backend.health.poll_succeeded(monotonic()):
+                logger.info("backend_up url=%s kind=%s models=%d", backend.url, backend.kind.value, len(backend.cards))
+
+    async def _ask(self, backend: Backend) -> None:
+        """Read all that a poll reads.
+
+        Raises:
+            FetchFailed: The backend may have no requests.
+        """
+        status, _ = await backend.call(b"/health", timeout_s=self._config.poll_timeout_s, max_bytes=MAX_HEALTH_BYTES)
+        if status >= 500:
+            raise FetchFailed(f"/health answered {status}")
+        if backend.needs_models or backend.num_polls % MODELS_EVERY == 0:
+            await self._backends.read_models(backend)
+        backend.num_polls += 1
+        await self._read_metrics(backend)
+        if not await self._adapters.prepare(backend):
+            raise FetchFailed("adapters could not be loaded")
+        if backend.health.wants_probe(monotonic()):
+            await self._probe(backend)
+
+    async def _probe(self, backend: Backend) -> None:
+        """Ask for one token: the engine must answer, not only the process before it.
+
+        Raises:
+            FetchFailed: There is no answer, or an error of the server. Any other is taken: not every server completes.
+        """
+        base = next((card.id for card in backend.cards.values() if card.parent is None), "")
+        body = {"model": base, "prompt": "1", "max_tokens": 1}
+        try:
+            status, _ = await backend.call(b"/v1/completions", body, timeout_s=PROBE_S, max_bytes=MAX_HEALTH_BYTES)
+            if status >= 500:
+                raise FetchFailed(f"the probe was answered {status}")
+        except FetchFailed:
+            backend.health.probe_failed(monotonic())
+            raise
+        backend.health.answered()
+
+    def _failed(self, backend: Backend, reason: str) -> None:
+        self._choice.correct(backend, None, 0)
+        before = backend.health.state, backend.health.reason
+        if backend.health.poll_failed(backend.num_reads, reason):
+            if before[0] is BackendState.UP:
+                backend.went_down()
+            # Bytes would have kept it up: its streams are all silent, and would be so for good.
+            backend.cancel_all(Failure.DOWN)
+        if before[0] is BackendState.JOINING and before[1] != backend.health.reason:
+            logger.info("backend_joining url=%s reason=%r", backend.url, reason)
+
+    async def _read_metrics(self, backend: Backend) -> None:
+        reader = MetricsReader()
+        num_own = backend.num_in_flight  # requests that begin or end meanwhile are no strangers either
+        try:
+            status, _ = await backend.call(
+                b"/metrics",
+                timeout_s=self._config.poll_timeout_s,
+                max_bytes=MAX_METRICS_BYTES,
+                on_piece=reader.feed,
+            )
+        except FetchFailed:
+            status = 0
+        if status != 200:  # not every server has them
+            self._choice.correct(backend, None, 0)
+            return
+        num_own = max(num_own, backend.num_in_flight)
+        metrics = reader.result()
+        if metrics.num_tokens > backend.metrics.num_tokens:
+            backend.num_pieces += 1
+        backend.metrics, backend.metrics_at = metrics, monotonic()
+        self._choice.learn_ranks(metrics.ranks)
+        self._choice.correct(backend, metrics.num_requests, num_own, metrics.on_device)

@@ -1,0 +1,177 @@
+"""The backend of a request: a router's choice among those that can take it, and the load of its adapter there.
+
+Candidates are the backends that list the model, but for those that were tried. With ``manage_adapters`` the backends of
+the same base are candidates as well: if the router wants one of them, the adapter is loaded there. The request waits
+for the load where no other backend has the adapter; otherwise one of those takes it, and the load is for later ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+from starlette.types import Scope
+
+from manylora.core.errors import CapacityError, ManyloraError
+from manylora.route.backend import Backend
+from manylora.route.choice import Choice, Ticket
+from manylora.route.config import ProxyConfig
+from manylora.route.fleet.catalog import Found
+from manylora.route.fleet.changes import BackendChanges
+from manylora.route.fleet.members import Backends
+from manylora.route.fleet.placement import AdapterPlacement
+from manylora.route.relay.client import Client
+from manylora.serving.http.errors import HttpError
+
+__all__ = ["RelayedRequest", "Selection"]
+
+MAX_LOST = 2
+"""Backends that a request may be lost on."""
+
+
+@dataclass(slots=True)
+class RelayedRequest:
+    """A request on its way.
+
+    Args:
+        scope: Its line and headers.
+        model: The model's name in its body; ``None`` if it has none.
+        num_prompt_tokens: Length of the prompt, as estimated.
+        found: The model.
+        body: Its body, until the first byte of its answer.
+        tried: Backends that are not asked again: it was sent there, or its adapter could not be loaded there.
+        num_sent: Times that it was sent.
+        num_lost: Backends that died on it.
+        refusal: The last answer that sent it elsewhere, or an error for the lack of one.
+    """
+
+    scope: Scope
+    model: str | None
+    num_prompt_tokens: int
+    found: Found
+    body: bytes
+    tried: list[Backend] = field(default_factory=list)
+    num_sent: int = 0
+    num_lost: int = 0
+    refusal: ManyloraError | None = None
+
+
+class Selection:
+    """Chooses backends for requests.
+
+    Args:
+        config: Limits.
+        backends: All of them.
+        choice: The router.
+        changes: Knows which backends have the present version of an adapter.
+        placement: Loads adapters.
+    """
+
+    def __init__(
+        self,
+        config: ProxyConfig,
+        backends: Backends,
+        choice: Choice[Backend],
+        changes: BackendChanges,
+        placement: AdapterPlacement,
+    ) -> None:
+        self._config = config
+        self._catalog = backends.catalog
+        self._choice = choice
+        self._changes = changes
+        self._placement = placement
+
+    async def choose(self, request: RelayedRequest, client: Client) -> Ticket[Backend]:
+        """Choose a backend and count the request there, also while its adapter is loaded.
+
+        Raises:
+            ClientClosed: The client went meanwhile.
+            ManyloraError: There is no backend left, and why.
+        """
+        while True:
+            client.waits_for(None)
+            holders, candidates = self._candidates(request)
+            ticket = self._take(request, candidates)
+            if not request.found.adapter or ticket.member in holders:
+                return ticket
+            placing = self._placement.place(ticket.member, request.found.name)
+            if holders:
+                ticket.end()
+                return self._take(request, holders)
+            if await self._is_placed(placing, ticket, client):
+                return ticket
+            request.tried.append(ticket.member)
+
+    def can_retry(self, request: RelayedRequest) -> bool:
+        """Whether a backend that lists the model is left for a request, and a try."""
+        return len(request.tried) <= self._config.retries and bool(self._available(request.found.holders, request))
+
+    def none_up(self) -> CapacityError:
+        """Return the error for a request whose backends are all down."""
+        return CapacityError(
+            "No backend of this model is up; please try again.", retry_after_s=self._config.poll_s, status=503
+        )
+
+    def _candidates(self, request: RelayedRequest) -> tuple[list[Backend], list[Backend]]:
+        """Return the backends that have the model, and all that may be chosen."""
+        found = request.found
+        if request.num_lost >= MAX_LOST:
+            raise HttpError(500, f"{request.num_lost} backends were lost while they worked on this request.")
+        if len(request.tried) > self._config.retries:
+            raise self._last_refusal(request)
+        holders = candidates = self._available(found.holders, request)
+        if found.base is not None and self._config.manage_adapters:
+            others = [one for one in self._catalog.of_base(found.base) if self._placement.can_place(one, found.name)]
+            candidates = [*holders, *self._available(others, request)]
+        if not candidates:
+            holders = candidates = self._regardless_of_health(request)
+        if not candidates:
+            raise self._last_refusal(request)
+        return holders, candidates
+
+    async def _is_placed(self, placing: asyncio.Task[bool], ticket: Ticket[Backend], client: Client) -> bool:
+        """Wait for the load of an adapter; return whether it worked, else the ticket has ended."""
+        is_placed = False
+        try:
+            is_placed = await asyncio.shield(placing)
+            client.waits_for(None)
+            return is_placed
+        finally:
+            if not is_placed or client.is_gone:
+                ticket.end()
+
+    def _take(self, request: RelayedRequest, among: Sequence[Backend]) -> Ticket[Backend]:
+        return self._choice.choose(request.found.adapter, request.num_prompt_tokens, among)
+
+    def _available(self, among: Iterable[Backend], request: RelayedRequest) -> list[Backend]:
+        """Return the backends that can take the request; slow starts and requests to wait count if others are left."""
+        now = monotonic()
+        left = [one for one in among if one not in request.tried]
+        return [one for one in left if one.can_take(now)] or [one for one in left if one.can_be_forced()]
+
+    def _regardless_of_health(self, request: RelayedRequest) -> list[Backend]:
+        """Return backends that are down, while too many are: the signs may be wrong about some of them.
+
+        Backends that are up come first, and up to their bounds: a request that meets a dead backend loses a try.
+        """
+        found = request.found
+        num_up = sum(one.health.is_up for one in found.holders)
+        if 100 * num_up >= self._config.panic_threshold * len(found.holders):
+            return []
+        left = [one for one in found.holders if one not in request.tried and one.can_be_tried()]
+        return [one for one in left if not found.adapter or self._changes.is_current(one, found.name)]
+
+    def _last_refusal(self, request: RelayedRequest) -> ManyloraError:
+        """Return the error for a request that no backend is left for."""
+        if request.refusal is not None:
+            return request.refusal
+        up = [one for one in request.found.holders if one.health.is_up]
+        if not up and not request.num_lost:
+            return self.none_up()
+        if request.num_sent:
+            return HttpError(502, f"No backend answered; tried {request.num_sent}.", kind="BadGatewayError")
+        if up:
+            return CapacityError("All backends of this model are at their limit of requests; please try again.")
+        return self.none_up()
