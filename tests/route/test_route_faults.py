@@ -11,7 +11,7 @@ import pytest
 from proxying import Call, Client, FakeServer, recite, routing, run, servers, until
 
 from manylora.route.backend import Backend
-from manylora.route.fleet.adapters import FleetAdapters
+from manylora.route.fleet.adapters import RoutedAdapters
 from manylora.route.serve import Proxy
 from manylora.route.upstream import connection
 
@@ -563,10 +563,10 @@ def test_a_poll_that_breaks_is_a_failed_poll_and_others_follow(
         async with servers(fake) as urls, routing(*urls, fall=2, rise=1, panic_threshold=0) as (proxy, client):
             (backend,) = proxy.backends
 
-            async def broken(self: FleetAdapters, backend: Backend) -> bool:
+            async def broken(self: RoutedAdapters, backend: Backend) -> bool:
                 raise ZeroDivisionError
 
-            monkeypatch.setattr(FleetAdapters, "prepare", broken)
+            monkeypatch.setattr(RoutedAdapters, "prepare", broken)
             await until(lambda: not backend.health.is_up)
             assert "ZeroDivisionError" in backend.health.reason
             assert (await client.complete("base")).status == 503

@@ -20,7 +20,7 @@ from manylora.core import __version__
 from manylora.core.errors import CapacityError, ManyloraError, ModelNotFound, RequestError
 from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.adapters import FleetAdapters
+from manylora.route.fleet.adapters import RoutedAdapters
 from manylora.route.fleet.members import Backends
 from manylora.route.metrics import ProxyMetrics
 from manylora.serving.http.auth import Gate, without_foreign_pages
@@ -73,7 +73,7 @@ class RouterRoutes:
         self,
         config: ProxyConfig,
         backends: Backends,
-        adapters: FleetAdapters,
+        adapters: RoutedAdapters,
         metrics: ProxyMetrics,
     ) -> None:
         self._config = config

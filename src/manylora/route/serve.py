@@ -18,7 +18,7 @@ from manylora.route.app import RouterRoutes, make_app
 from manylora.route.backend import Backend
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.adapters import FleetAdapters
+from manylora.route.fleet.adapters import RoutedAdapters
 from manylora.route.fleet.changes import BackendChanges
 from manylora.route.fleet.members import Backends
 from manylora.route.fleet.placement import AdapterPlacement
@@ -63,7 +63,7 @@ class Proxy:
         self.backends = Backends(config, choice)
         changes = BackendChanges(config, self.backends)
         placement = AdapterPlacement(config, self.backends, changes)
-        adapters = FleetAdapters(config, self.backends, changes, placement)
+        adapters = RoutedAdapters(config, self.backends, changes, placement)
         self._polls = Polls(config, self.backends, adapters, choice, metrics, rng=rng, resolve=resolve)
         selection = Selection(config, self.backends, choice, changes, placement)
         relay = Relay(config, self.backends, selection, placement, metrics)

@@ -18,7 +18,7 @@ from manylora.route.fleet.members import Backends
 from manylora.route.fleet.placement import AdapterPlacement
 from manylora.serving.http.errors import HttpError
 
-__all__ = ["FleetAdapters"]
+__all__ = ["RoutedAdapters"]
 
 MAX_AGAIN = 4
 """Failed changes that are tried again on one backend at one poll."""
@@ -27,7 +27,7 @@ Answers = dict[Backend, tuple[int, str]]
 """Status and text by backend."""
 
 
-class FleetAdapters:
+class RoutedAdapters:
     """Loads and unloads adapters on all backends. For the event loop's thread alone.
 
     Args:

@@ -17,7 +17,7 @@ from time import monotonic
 from manylora.route.backend import Backend, BackendState
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.adapters import FleetAdapters
+from manylora.route.fleet.adapters import RoutedAdapters
 from manylora.route.fleet.members import Backends
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.report import MetricsReader
@@ -67,7 +67,7 @@ class Polls:
         self,
         config: ProxyConfig,
         backends: Backends,
-        adapters: FleetAdapters,
+        adapters: RoutedAdapters,
         choice: Choice[Backend],
         metrics: ProxyMetrics,
         *,
