@@ -37,7 +37,7 @@ from local_ray import LocalRay
 from publishing import Others, arguments, publish, table
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_adapters
 from manylora.lab.bench.rounds import machine
 from manylora.serving.server import BackgroundServer, LoraModule

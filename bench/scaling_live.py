@@ -28,8 +28,8 @@ from router_live import SCHEDULER, VOCABULARY, write_adapters
 from scaling import count_flaps, make_day, replica_seconds
 
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, ServerConfig
-from manylora.core.fleet_config import FleetConfig
 from manylora.core.scaling import ScalingPolicy
+from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_model_path
 from manylora.lab.bench.load import run_load
 from manylora.lab.bench.rounds import machine

@@ -1,6 +1,6 @@
 """Policies of your own, to start from: an order of requests and an order of eviction.
 
-    manylora simulate --rate 3 --policy examples/own_policy.py:least_work --eviction examples/own_policy.py:least_used
+    manylora simulate --rate 3 --policy examples/own_policy.py:least_work --eviction examples/own_policy.py:LeastUsed
     manylora simulate --rate 3 --policy examples/own_policy.py:least_work --policy-option answer_weight=2
     manylora experiment run examples/own-policy.toml --traces DIR
 
@@ -10,14 +10,12 @@ docs/scheduling.md and docs/memory.md describe the inputs and the guarantees of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from manylora.core.memory.eviction import ByAge, EvictionPolicy, IdleItem, ItemKey, ReloadCosts
+from manylora.core.memory.eviction import ItemKey, KeyedEviction, ReloadCosts
 from manylora.core.options import check_options, option
 from manylora.core.plugins import takes
 from manylora.core.scheduling import KeyedPolicy, Policy, PolicyContext, Sequence
-from manylora.core.types import AdapterKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,36 +40,19 @@ def least_work(context: PolicyContext) -> Policy:
     return KeyedPolicy(work)
 
 
-def least_used(costs: ReloadCosts) -> EvictionPolicy:
-    """Evict the adapter with the fewest uses; of equals, the one idle for longest."""
-    return ByAge(Uses())
+class LeastUsed(KeyedEviction):
+    """Evicts the adapter or prefix block with the fewest uses; of equals, the one idle for longest."""
 
-
-class Uses:
-    """Values an adapter by the number of its uses."""
-
-    def __init__(self) -> None:
+    def __init__(self, costs: ReloadCosts) -> None:
+        super().__init__(lambda item: self._num_uses[item.key])
         self._num_uses: Counter[ItemKey] = Counter()
 
-    def used(self, key: AdapterKey, now: float) -> None:
-        """Count a use."""
+    def used(self, key: ItemKey, now: float) -> None:
+        """Count a use; an adapter that is loaded again is as popular as before."""
         self._num_uses[key] += 1
 
-    def forget(self, key: AdapterKey) -> None:
-        """Drop the count of an unloaded adapter."""
-        del self._num_uses[key]
-
-    def evicted(self, item: IdleItem) -> None:
-        """Keep the count: an adapter that is loaded again is as popular as before."""
-
-    def place(self, item: IdleItem) -> tuple[Hashable, float]:
-        """Group adapters of one count; inside, the one idle for longest comes first."""
-        return self._num_uses[item.key], item.idle_since
-
-    def moved(self, now: float) -> Iterable[AdapterKey]:
-        """Return nothing: counts of idle adapters do not change."""
-        return ()
-
-    def worth(self, item: IdleItem, now: float) -> float:
-        """Return its count."""
-        return float(self._num_uses[item.key])
+    def evict(self, key: ItemKey, now: float) -> None:
+        """Drop the count of a block: its page will hold another one."""
+        super().evict(key, now)
+        if isinstance(key, int):
+            del self._num_uses[key]

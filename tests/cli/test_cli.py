@@ -26,7 +26,7 @@ import manylora.serving.server
 from manylora.cli.app import app, main
 from manylora.cli.views.demo_report import Answer, print_answers
 from manylora.core.config import AdapterConfig, EngineConfig, ServerConfig
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.core.types import SamplingParams
 from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.route.config import ProxyConfig

@@ -34,7 +34,7 @@ from transformers import LlamaForCausalLM
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.core.costs.wait_budget import WaitBudget
+from manylora.core.costs.arriving import WaitBudget
 from manylora.core.engine.adapters.cold_starts import ColdStarts
 from manylora.core.engine.core import EngineCore
 from manylora.core.plan import ARRIVING, IN_HOST, Placement

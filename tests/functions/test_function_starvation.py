@@ -14,7 +14,7 @@ import pytest
 
 from manylora.core.config import EngineConfig, ModelConfig
 from manylora.core.isolation import ProcessorShare
-from manylora.core.isolation import share as share_module
+from manylora.core.isolation import cgroups as share_module
 from manylora.core.isolation.cgroups import Cgroup, cpu_group_of
 from manylora.core.types import Request
 from manylora.functions.node.launch import Awake

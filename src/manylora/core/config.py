@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from manylora.core.errors import ConfigError
-from manylora.core.fleet_config import FleetConfig
 from manylora.core.options import check_options, option
-from manylora.core.web_config import WebConfig
+from manylora.core.server_config import FleetConfig, WebConfig
 
 __all__ = [
     "DEFAULT_HOST_BYTES",

@@ -10,13 +10,17 @@ Its code is executed: names on the command line and in configuration files are t
 A class declares options by an inner class ``Options``, a function by ``@takes(Options)``: a frozen dataclass of fields
 made by ``options.option``. A policy or router gets its options in the context of its construction, a predictor or
 eviction policy as its last argument.
+
+An error that a plug-in raises names the plug-in and the line: when it is made, and later (``name_plugins``).
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from importlib import util
 from pathlib import Path
@@ -26,10 +30,23 @@ from typing import Any, TypeVar, get_type_hints
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.core.options import option_of
 
-__all__ = ["find_factory", "is_own", "made_by", "options_for", "options_of", "source_of", "takes", "with_files_found"]
+__all__ = [
+    "find_factory",
+    "is_own",
+    "made_by",
+    "name_plugins",
+    "options_for",
+    "options_of",
+    "source_of",
+    "takes",
+    "with_files_found",
+]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+_NAMES: dict[str, str] = {}
+"""Plug-ins in use, as ``policy = 'ideas.py:Deadline'``, by the file of their code."""
 
 
 def is_own(name: str) -> bool:
@@ -60,6 +77,8 @@ def find_factory(kind: str, name: str, ours: Mapping[str, Callable[..., T]]) -> 
     if not callable(found):
         its = [name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__]
         raise ConfigError(f"Got {kind} = {name!r}, and {place} has no such class or function, but {', '.join(its)}")
+    if (file := getattr(module, "__file__", None)) is not None:
+        _NAMES[file] = f"{kind} = {name!r}"
     factory: Callable[..., T] = found
     return factory
 
@@ -75,7 +94,7 @@ def made_by(kind: str, name: str, factory: Callable[..., T], *arguments: object,
     except Exception as error:
         if isinstance(error, ManyloraError) or not is_own(name):
             raise
-        raise ConfigError(f"Got {kind} = {name!r}, and making it failed: {type(error).__name__}: {error}") from error
+        raise _broken(kind, name, "making", error) from error
     required = [member for member in vars(seam) if member == "__len__" or not member.startswith("_")]
     missing = [member for member in required if not hasattr(made, member)]
     if missing:
@@ -83,6 +102,19 @@ def made_by(kind: str, name: str, factory: Callable[..., T], *arguments: object,
             f"Got {kind} = {name!r}, which lacks {', '.join(missing)} of {seam.__module__}.{seam.__name__}"
         )
     return made
+
+
+@contextmanager
+def name_plugins() -> Iterator[None]:
+    """Add a note to an error that passed through a plug-in: its name, and the file and line of its last call."""
+    try:
+        yield
+    except Exception as error:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if frame.filename in _NAMES:
+                error.add_note(f"raised in the plug-in {_NAMES[frame.filename]}, {frame.filename}:{frame.lineno}")
+                break
+        raise
 
 
 def takes(options: type) -> Callable[[F], F]:
@@ -185,9 +217,9 @@ def _load_module(kind: str, name: str, module: str) -> ModuleType:
                 f"Got {kind} = {name!r}, and there is no module {error.name!r}: install it, or name its file, "
                 f"as {error.name}.py"
             ) from None
-        raise _broken(kind, name, error) from error
+        raise _broken(kind, name, "importing", error) from error
     except Exception as error:
-        raise _broken(kind, name, error) from error
+        raise _broken(kind, name, "importing", error) from error
 
 
 def _load_file(kind: str, name: str, path: Path) -> ModuleType:
@@ -203,9 +235,13 @@ def _load_file(kind: str, name: str, path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[known]
-        raise _broken(kind, name, error) from error
+        raise _broken(kind, name, "importing", error) from error
     return module
 
 
-def _broken(kind: str, name: str, error: Exception) -> ConfigError:
-    return ConfigError(f"Got {kind} = {name!r}, and importing it failed: {type(error).__name__}: {error}")
+def _broken(kind: str, name: str, act: str, error: Exception) -> ConfigError:
+    file = source_of(name)
+    own = None if file is None else str(file.expanduser().resolve())
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own]
+    at = f" ({file}:{lines[-1]})" if lines else ""
+    return ConfigError(f"Got {kind} = {name!r}, and {act} it failed: {type(error).__name__}: {error}{at}")

@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 
 from manylora.core.adapters.sources import host_of
 from manylora.core.clock import Clock
-from manylora.core.costs.wait_budget import MAX_WAIT_S, WaitBudget
+from manylora.core.costs.arriving import MAX_WAIT_S, WaitBudget
 from manylora.core.engine.steps.plan_ahead import fill_in
 from manylora.core.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.core.types import AdapterKey, AdapterVersion, SampledToken, Tier

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manylora.core.costs.arriving import count_on_cpu, remaining_s
 from manylora.core.costs.cold_start import (
     BESIDE_HANDOFF_S,
     BESIDE_ROW_RANK_S,
@@ -25,7 +26,6 @@ from manylora.core.costs.cold_start import (
     choose,
     expect,
 )
-from manylora.core.costs.take_over import count_on_cpu, remaining_s
 from manylora.core.types import ColdStart
 
 WAIT, ASSIST, LAYERS = ColdStart

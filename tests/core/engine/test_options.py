@@ -24,12 +24,11 @@ from manylora.core.config import (
     ServerConfig,
 )
 from manylora.core.errors import ConfigError
-from manylora.core.fleet_config import FleetConfig
 from manylora.core.memory import ReloadCosts, make_eviction_policy
 from manylora.core.options import check_options, option, option_of
 from manylora.core.plugins import options_for, options_of
 from manylora.core.scheduling import POLICIES, FifoPolicy, make_policy, make_predictor
-from manylora.core.web_config import WebConfig
+from manylora.core.server_config import FleetConfig, WebConfig
 from manylora.lab.sim.scenario import read_scenario
 
 __all__ = ["served"]  # a fixture
@@ -231,7 +230,7 @@ def test_predictors_and_evictions_get_theirs_as_an_argument(tmp_path: Path) -> N
     file = tmp_path / "ideas.py"
     file.write_text(
         "from dataclasses import dataclass\n"
-        "from manylora.core.memory.eviction import ByAge, LruScore\n"
+        "from manylora.core.memory.eviction import KeyedEviction\n"
         "from manylora.core.options import option\n"
         "from manylora.core.plugins import takes\n"
         "from manylora.core.scheduling import LengthEstimate\n"
@@ -248,7 +247,7 @@ def test_predictors_and_evictions_get_theirs_as_an_argument(tmp_path: Path) -> N
         "@takes(Options)\n"
         "def oldest(costs, options):\n"
         "    assert options.tokens == 5\n"
-        "    return ByAge(LruScore())\n"
+        "    return KeyedEviction(lambda item: item.idle_since)\n"
     )
     config = SchedulerConfig(predictor=f"{file}:always", predictor_options={"tokens": "5"})
     assert make_predictor(config, 0).tokens == 5  # type: ignore[attr-defined]

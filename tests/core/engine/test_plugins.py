@@ -85,7 +85,7 @@ def test_a_file_is_one_module_however_often_it_is_named(file: Path, monkeypatch:
         ("lifo", "expected one of adapter-aware, .* or your own as module:Name or file.py:Name"),
         ("{file}:oldest", "ideas.py has no such class or function, but newest, Half, broken, always_two, First"),
         ("{file}:Half", "which lacks __len__, remove, squash.* of manylora.core.scheduling.policy.Policy"),
-        ("{file}:broken", "making it failed: ZeroDivisionError"),
+        ("{file}:broken", r"making it failed: ZeroDivisionError: division by zero \(.*ideas.py:12\)"),
         ("{file}x.py:newest", "there is no file .*ideas.pyx.py"),
         (
             "no_such_module_anywhere:Policy",
@@ -105,18 +105,41 @@ def test_a_file_that_cannot_be_imported_is_refused_each_time(tmp_path: Path, cod
     path = tmp_path / "broken.py"
     path.write_text(code)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"broken.py:newest', and importing it failed: \w+Error"):
+        with pytest.raises(ConfigError, match=r"importing it failed: \w+Error: .*broken.py(, line |:)1"):
             make_policy(f"{path}:newest", policy_context())
 
 
 def test_evictions_predictors_and_routers_are_found_alike(file: Path) -> None:
-    make_eviction_policy(f"{EXAMPLES / 'own_policy.py'}:least_used", ReloadCosts())
+    make_eviction_policy(f"{EXAMPLES / 'own_policy.py'}:LeastUsed", ReloadCosts())
     make_predictor(SchedulerConfig(predictor=f"{file}:always_two"), 0)
     with pytest.raises(ConfigError, match="which lacks keeps_idle_adapters, used, forget"):
         make_eviction_policy(f"{file}:Half", ReloadCosts())
     scenario = read_scenario({**SCENARIO, "setup": {"num_replicas": 2, "router": f"{file}:First"}})
     run = simulate(scenario.make_workload(), scenario.make_config())
     assert [stats.num_generated_tokens > 0 for stats in run.stats] == [True, False]
+
+
+@pytest.mark.parametrize("place", ["offer", "place"])
+def test_an_error_of_a_plugin_names_it_and_the_line(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "faulty.py"
+    file.write_text(
+        "from manylora.core.memory import KeyedEviction\n"
+        "from manylora.core.scheduling import FifoPolicy\n"
+        "class Faulty(FifoPolicy):\n"
+        "    def offer(self):\n"
+        "        return [][1]\n"
+        "def evict(costs):\n"
+        "    return KeyedEviction(lambda item: item.worth)\n"
+    )
+    setup = (
+        {"scheduler": {"policy": f"{file}:Faulty"}} if place == "offer" else {"adapters": {"eviction": f"{file}:evict"}}
+    )
+    scenario = read_scenario({**SCENARIO, "setup": setup})
+    with pytest.raises((IndexError, AttributeError)) as error:
+        simulate(scenario.make_workload(), scenario.make_config())
+    name, line = ("policy = ", 5) if place == "offer" else ("eviction = ", 7)
+    (note,) = error.value.__notes__
+    assert note.startswith(f"raised in the plug-in {name}") and note.endswith(f"faulty.py:{line}")
 
 
 def test_names_in_a_scenario_lead_to_files_beside_it(file: Path) -> None:
@@ -133,7 +156,7 @@ def test_the_examples_order_and_evict() -> None:
     setup = Setup(
         num_pages=90,
         scheduler=SchedulerConfig(policy=f"{own}:least_work", max_num_seqs=2),
-        adapters=AdapterConfig(eviction=f"{own}:least_used", look_ahead=0),
+        adapters=AdapterConfig(eviction=f"{own}:LeastUsed", look_ahead=0),
     )
     run = simulate(workload, make_config(setup))
     assert all(record.error is None for record in run.records)

@@ -9,7 +9,7 @@ from manylora.core.config import AdapterConfig
 from manylora.core.errors import ConfigError
 from manylora.core.events import AdapterEvicted
 from manylora.core.memory import EVICTION_POLICIES, Depth, EvictionPolicy, IdleItem, ReloadCosts, make_eviction_policy
-from manylora.core.memory.eviction import WeightedScore
+from manylora.core.memory.eviction import KeyedEviction, WeightedScore
 from manylora.core.types import AdapterKey, Tier
 
 MB = 1_000_000
@@ -239,3 +239,18 @@ class TestPrice:
 @pytest.mark.parametrize("name", sorted(set(EVICTION_POLICIES) - {"price"}))
 def test_policies_that_know_no_seconds_let_nothing_guessed_displace_anything(name):
     assert make(name).price(adapter("a", 1, 0.0), 1.0) == float("inf")
+
+
+def test_one_number_per_item_is_an_order_over_both_kinds():
+    """Least first; of equals the first to be idle; wanted adapters apart; what is in use again is not named."""
+    policy = KeyedEviction(lambda item: -item.num_pages)
+    policy.add(adapter("small", 2, 0.0), Depth.IDLE)
+    policy.add(adapter("large", 5, 1.0), Depth.IDLE)
+    policy.add(block(7, 2.0), Depth.IDLE)
+    policy.add(block(3, 3.0), Depth.IDLE)
+    policy.add(adapter("wanted", 9, 0.0), Depth.WANTED)
+    policy.add(adapter("used", 8, 0.0), Depth.IDLE)
+    policy.remove(AdapterKey("used"))
+    assert order_of(policy, 4.0) == ["large", "small", 7, 3]
+    assert order_of(policy, 4.0, Depth.WANTED) == ["wanted"]
+    assert policy.keeps_idle_adapters and policy.price(block(1, 0.0), 1.0) == float("inf")

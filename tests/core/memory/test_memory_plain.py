@@ -23,7 +23,7 @@ from manylora.core.memory import (
 )
 from manylora.core.memory.eviction import ReuseModel
 from manylora.core.memory.eviction.policy import ItemKey
-from manylora.core.memory.eviction.reuse import FIRST_AGE, NUM_AGES
+from manylora.core.memory.eviction.price import FIRST_AGE, NUM_AGES
 from manylora.core.types import AdapterKey
 
 BLOCK = 1

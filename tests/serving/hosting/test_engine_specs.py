@@ -11,7 +11,7 @@ import pytest
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.core.errors import ConfigError
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.serving.hosting.fleet.specs import engine_specs
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.hosting.ray.actor import CurveKeys, Door

@@ -18,10 +18,10 @@ from serving import PATIENCE_S, texts, until
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import ConfigError
-from manylora.core.fleet_config import FleetConfig
 from manylora.core.plan import StepPlan
 from manylora.core.ports import EngineParts
 from manylora.core.scaling import ScalingPolicy
+from manylora.core.server_config import FleetConfig
 from manylora.core.types import Request, SamplingParams
 from manylora.lab.sim.run.executor import SimulatedWork
 from manylora.serving.hosting.fleet.fleet import Fleet

@@ -20,7 +20,7 @@ from disturbed import answers, leave_alone, replicas_of
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.core.errors import ConfigError, NoPlace
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_adapters
 from manylora.serving.server import BackgroundServer, LoraModule
 

@@ -16,7 +16,7 @@ from reciter import engine_config
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.core.errors import ConfigError
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_adapters
 from manylora.serving.server import BackgroundServer, LoraModule
 

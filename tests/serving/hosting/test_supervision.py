@@ -175,7 +175,7 @@ import sys
 from pathlib import Path
 from reciter import engine_config
 from manylora.core.config import ServerConfig
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.serving.server.serve import run
 config = ServerConfig(port=0, drain_timeout_s=60, fleet=FleetConfig(replicas=int(sys.argv[2])))
 sys.exit(run(engine_config(Path(sys.argv[1])), config, builder="reciter:held_parts"))

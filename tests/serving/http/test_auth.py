@@ -13,7 +13,7 @@ import pytest
 from reciter import engine_config
 
 from manylora.core.config import ServerConfig
-from manylora.core.web_config import WebConfig
+from manylora.core.server_config import WebConfig
 from manylora.serving.hosting.fleet.fleet import Fleet
 from manylora.serving.http.auth import exposure
 from manylora.serving.server import BackgroundServer

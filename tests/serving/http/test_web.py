@@ -20,7 +20,7 @@ from serving import wait_for
 
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
-from manylora.core.web_config import WebConfig
+from manylora.core.server_config import WebConfig
 from manylora.serving.api.docs import BODIES
 from manylora.serving.http.listening import bind_unix
 from manylora.serving.server import BackgroundServer, LoraModule

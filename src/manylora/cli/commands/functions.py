@@ -21,7 +21,7 @@ from manylora.cli.views.functions_view import bill_table, functions_table, start
 from manylora.cli.views.terminal import note, out
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.functions.wire import Overview
 
 if TYPE_CHECKING:

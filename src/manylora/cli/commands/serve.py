@@ -30,12 +30,11 @@ from manylora.core.config import (
     ServerConfig,
 )
 from manylora.core.errors import AdapterNotFound, ConfigError
-from manylora.core.fleet_config import FleetConfig
 from manylora.core.memory import EVICTION_POLICIES
 from manylora.core.plugins import options_for, options_of
 from manylora.core.routing import ROUTERS
 from manylora.core.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
-from manylora.core.web_config import WebConfig
+from manylora.core.server_config import FleetConfig, WebConfig
 
 __all__ = ["ServeCommand", "serve"]
 

@@ -17,10 +17,9 @@ from manylora.core.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from manylora.core.fleet_config import FleetConfig
 from manylora.core.options import Option, option_of
 from manylora.core.plugins import options_of
-from manylora.core.web_config import WebConfig
+from manylora.core.server_config import FleetConfig, WebConfig
 from manylora.lab.costs.workers import CpuWorkers
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup

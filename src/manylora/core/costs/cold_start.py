@@ -33,7 +33,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora.core.costs.take_over import count_on_cpu
+from manylora.core.costs.arriving import count_on_cpu
 from manylora.core.types import ColdStart
 
 __all__ = ["AssistCosts", "ColdRequest", "Corrections", "Expected", "Route", "choose", "expect"]

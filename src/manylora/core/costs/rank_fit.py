@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from manylora.core.costs.least_squares import solve_nonnegative
+from manylora.core.costs.online import solve_nonnegative
 from manylora.core.costs.step_model import PRIOR, TOKEN_KNOTS, StepModel
 from manylora.core.scheduling import Sequence
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from manylora.core.clock import Clock
 from manylora.core.engine.core import EngineCore
 from manylora.core.errors import ManyloraError, Stalled
+from manylora.core.plugins import name_plugins
 from manylora.core.types import Output, Request
 
 __all__ = ["EngineLoop", "RequestsByTime"]
@@ -93,12 +94,13 @@ class EngineLoop:
         self._is_stopping = True
         self._clock.wake()
 
+    @name_plugins()
     def run(self) -> None:
         """Run until stopped, or (unless live) until no request is left.
 
         Raises:
             Stalled: Requests are left, and no step, load or arrival is pending.
-            Exception: The device failed.
+            Exception: The device, or a plug-in, failed; of a plug-in, a note has the name and the line.
         """
         core = self._core
         while not self._is_stopping:

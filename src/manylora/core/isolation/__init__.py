@@ -3,12 +3,11 @@
 Every measure of the kernel is taken that is to be had, and a report names those that were not.
 """
 
-from manylora.core.isolation.cgroups import Cgroup, remove_groups_of_the_dead
+from manylora.core.isolation.cgroups import Cgroup, ProcessorShare, enter_own_share, remove_groups_of_the_dead
 from manylora.core.isolation.confine import MEASURES, READABLE_OF_SYSTEM, Confinement, Measure, confine
 from manylora.core.isolation.landlock import FileRules, landlock_version
 from manylora.core.isolation.namespaces import NEW_PROCESSES, enter_namespaces
 from manylora.core.isolation.seccomp import restrict_calls
-from manylora.core.isolation.share import ProcessorShare, enter_own_share
 
 __all__ = [
     "MEASURES",

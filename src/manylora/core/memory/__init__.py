@@ -1,17 +1,17 @@
 """Memory: one pool of equal pages for KV, prefix blocks and adapters; page numbers only, no tensors."""
 
 from manylora.core.memory.allocator import Owner, PageAllocator
-from manylora.core.memory.blocks import BlockTable, num_blocks
+from manylora.core.memory.blocks import BlockTable, PrefixIndex, block_digests, num_blocks, prefix_root
 from manylora.core.memory.cache import PageCache
 from manylora.core.memory.eviction import (
     EVICTION_POLICIES,
     Depth,
     EvictionPolicy,
     IdleItem,
+    KeyedEviction,
     ReloadCosts,
     make_eviction_policy,
 )
-from manylora.core.memory.prefix import PrefixIndex, block_digests, prefix_root
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -19,6 +19,7 @@ __all__ = [
     "Depth",
     "EvictionPolicy",
     "IdleItem",
+    "KeyedEviction",
     "Owner",
     "PageAllocator",
     "PageCache",

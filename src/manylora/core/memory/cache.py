@@ -26,9 +26,9 @@ from collections.abc import Sequence as Seq
 from math import isfinite
 
 from manylora.core.memory.allocator import Owner, PageAllocator
+from manylora.core.memory.blocks import PrefixIndex
 from manylora.core.memory.eviction import Depth, EvictionPolicy, IdleItem
 from manylora.core.memory.eviction.policy import ItemKey
-from manylora.core.memory.prefix import PrefixIndex
 from manylora.core.types import AdapterKey
 
 __all__ = ["PageCache"]

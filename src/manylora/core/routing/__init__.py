@@ -2,11 +2,11 @@
 
 from manylora.core.routing.auto import AutoRouter
 from manylora.core.routing.dispatcher import Dispatcher
-from manylora.core.routing.fallback import FallbackRouter
 from manylora.core.routing.policies import (
     DEFAULT_ROUTER,
     ROUTERS,
     AffinityRouter,
+    FallbackRouter,
     FirstFitRouter,
     LeastLoadedRouter,
     PowerOfTwoRouter,

@@ -21,8 +21,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from manylora.core.routing.rank_aware import added_time
-from manylora.core.routing.rendezvous import Rendezvous
-from manylora.core.routing.slo import SloOptions
+from manylora.core.routing.router import Rendezvous, SloOptions
 from manylora.core.routing.view import ReplicaView
 from manylora.core.types import Request
 

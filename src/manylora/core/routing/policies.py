@@ -7,7 +7,9 @@ capacity of one replica. ``affinity`` keeps requests together until the load exc
 
 from __future__ import annotations
 
+import logging
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -18,8 +20,7 @@ from manylora.core.errors import ConfigError
 from manylora.core.plugins import find_factory, made_by, options_for, takes
 from manylora.core.routing.auto import AutoRouter
 from manylora.core.routing.rank_aware import RankAwareRouter
-from manylora.core.routing.rendezvous import Rendezvous
-from manylora.core.routing.router import Router
+from manylora.core.routing.router import Rendezvous, Router
 from manylora.core.routing.view import ReplicaView
 from manylora.core.types import Request
 
@@ -27,6 +28,7 @@ __all__ = [
     "DEFAULT_ROUTER",
     "ROUTERS",
     "AffinityRouter",
+    "FallbackRouter",
     "FirstFitRouter",
     "LeastLoadedRouter",
     "PowerOfTwoRouter",
@@ -34,6 +36,8 @@ __all__ = [
     "RouterContext",
     "make_router",
 ]
+
+logger = logging.getLogger(__name__)
 
 OVERLOAD = 1.25
 """Most load of a replica, relative to the mean, before an adapter spills over; the factor of the source's examples."""
@@ -97,7 +101,7 @@ class PowerOfTwoRouter:
 class AffinityRouter:
     """The home replica of an adapter; the next in the adapter's own order while that one is overloaded.
 
-    Every adapter has an order of the replicas (``rendezvous.py``). A replica is skipped while it has ``overload`` times
+    Every adapter has an order of the replicas (``Rendezvous``). A replica is skipped while it has ``overload`` times
     its share of the load, so a popular adapter spreads over as many as it needs, always the same ones. Requests for the
     base go to the least loaded replica.
 
@@ -123,6 +127,37 @@ class AffinityRouter:
         most = math.ceil(self._overload * num_requests / len(among))
         order = self._rendezvous.order(request.model, len(replicas))
         return next(index for index in order if index in among and replicas[index].load < most)
+
+
+class FallbackRouter:
+    """A router that is replaced by the least loaded where it raises, or names a replica that cannot serve.
+
+    For live fleets: a fault in code of an operator must not end a request.
+
+    The first fault is logged, then the second, the fourth, the eighth and so on. A simulation uses routers as they
+    are: there a fault should end the run.
+
+    Args:
+        router: Chooses, as long as it can.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._otherwise = LeastLoadedRouter()
+        self._num_faults = 0
+
+    def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
+        """Ask the router, and check its answer."""
+        try:
+            replica = operator.index(self._router.choose(request, replicas, among))
+            if replica not in among:
+                raise ValueError(f"it chose {replica = }, expected one of {list(among)}")
+        except Exception:
+            self._num_faults += 1
+            if self._num_faults.bit_count() == 1:
+                logger.exception("router_failed times=%d router=%s", self._num_faults, type(self._router).__name__)
+            return self._otherwise.choose(request, replicas, among)
+        return replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

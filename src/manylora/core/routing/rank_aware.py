@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from manylora.core.routing.slo import SloOptions
+from manylora.core.routing.router import SloOptions
 from manylora.core.routing.view import ReplicaView, StepTimes
 from manylora.core.types import Request
 

@@ -1,14 +1,20 @@
-"""The interface of routing policies."""
+"""The interface of routing policies, and the parts that several of them share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
+from manylora.core.options import check_options, option
 from manylora.core.routing.view import ReplicaView
 from manylora.core.types import Request
 
-__all__ = ["Router"]
+__all__ = ["Rendezvous", "Router", "SloOptions"]
+
+MOST_KEPT = 65_536
+"""Orders that are kept: names come from clients, so there is no limit to their number."""
 
 
 class Router(Protocol):
@@ -24,3 +30,39 @@ class Router(Protocol):
                 of the replica that is out.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloOptions:
+    """The SLO of routers that predict the time between tokens."""
+
+    tbt_s: float | None = option(None, unit="s", above=0, help="SLO of the time between tokens.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+class Rendezvous:
+    """The replicas in the order of each adapter, by a hash of both names.
+
+    A new replica takes over its fair share of adapters and moves no others.
+
+    Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
+    """
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[str, int], tuple[int, ...]] = {}
+
+    def order(self, adapter: str, num_replicas: int) -> tuple[int, ...]:
+        """Return the order of an adapter."""
+        order = self._orders.get((adapter, num_replicas))
+        if order is None:
+            if len(self._orders) >= MOST_KEPT:
+                self._orders.clear()
+            order = tuple(sorted(range(num_replicas), key=lambda index: _weight(adapter, index)))
+            self._orders[adapter, num_replicas] = order
+        return order
+
+
+def _weight(adapter: str, replica: int) -> bytes:
+    return blake2b(f"{replica}/{adapter}".encode(), digest_size=8).digest()

@@ -11,9 +11,7 @@ from manylora.core.scheduling.policies.adapter_aware import AdapterAwarePolicy
 from manylora.core.scheduling.policies.boost import BoostPolicy
 from manylora.core.scheduling.policies.chameleon.policy import ChameleonPolicy, StaticQueuesPolicy
 from manylora.core.scheduling.policies.fifo import FifoPolicy, StrictFifoPolicy
-from manylora.core.scheduling.policies.keyed import KeyedPolicy
-from manylora.core.scheduling.policies.priority import PriorityPolicy
-from manylora.core.scheduling.policies.sjf import ShortestFirstPolicy
+from manylora.core.scheduling.policies.keyed import KeyedPolicy, PriorityPolicy, ShortestFirstPolicy
 from manylora.core.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
 from manylora.core.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
 from manylora.core.scheduling.sequence import Sequence, SequenceStatus

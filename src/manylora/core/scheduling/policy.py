@@ -30,7 +30,7 @@ from enum import Enum, IntEnum
 from typing import Any, Protocol
 
 from manylora.core.config import SchedulerConfig
-from manylora.core.scheduling.prediction.port import LengthPredictor
+from manylora.core.scheduling.prediction.predictor import LengthPredictor
 from manylora.core.scheduling.sequence import Sequence
 
 __all__ = ["Nearness", "Outcome", "Policy", "PolicyContext", "QueueStatus"]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind
-from manylora.core.costs.take_over import remaining_s
+from manylora.core.costs.arriving import remaining_s
 from manylora.execution.assist.cores import count_workers
 from manylora.execution.assist.shares import adapter_cost, measure_classes, split_rows
 from manylora.execution.assist.stream import DeviceStream

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from manylora.core.costs.take_over import left_to_workers
+from manylora.core.costs.arriving import left_to_workers
 from manylora.execution.lora.assisted import AssistedReply
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
 from manylora.execution.lora.parts import GroupParts

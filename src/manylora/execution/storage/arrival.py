@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from manylora.core.adapters.layout import GroupLayout
-from manylora.core.costs.take_over import remaining_s
-from manylora.core.costs.wait_budget import WaitBudget
+from manylora.core.costs.arriving import WaitBudget, remaining_s
 from manylora.execution.storage.resident import ResidentAdapter
 
 __all__ = ["Arrival", "ArrivingAdapter", "waiting"]

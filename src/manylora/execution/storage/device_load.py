@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from manylora.core.adapters.layout import GroupLayout
-from manylora.core.costs.wait_budget import WaitBudget
+from manylora.core.costs.arriving import WaitBudget
 from manylora.core.plan import AdapterLoad, LoadResult
 from manylora.execution.storage.arrival import Arrival, ArrivingAdapter, waiting
 from manylora.execution.storage.host_tier import HostAdapter

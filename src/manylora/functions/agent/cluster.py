@@ -20,7 +20,7 @@ import msgspec
 
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError, EngineDead
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.functions.agent.actor import AgentActor
 from manylora.functions.agent.setup import AgentSetup
 from manylora.functions.agent.supervise import CONTROLLER, RESTARTS, Child, keep_until_stopped

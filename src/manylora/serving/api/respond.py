@@ -19,8 +19,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manylora.core.errors import ContextExceeded, ManyloraError, ModelNotFound, RequestError
+from manylora.core.server_config import MOST_LOGPROBS
 from manylora.core.types import PromptLogprobs, Request, SamplingParams
-from manylora.core.web_config import MOST_LOGPROBS
 from manylora.serving.api.answers import RequestAnswers, TextPiece
 from manylora.serving.api.constraints import constraint_field
 from manylora.serving.api.json_parts import JsonParts, encode_parts

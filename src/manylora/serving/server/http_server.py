@@ -23,7 +23,7 @@ from uvicorn.config import create_ssl_context
 from manylora.core.adapters.request_files import names_of_base
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import CapacityError, ConfigError, ManyloraError
-from manylora.core.web_config import WebConfig
+from manylora.core.server_config import WebConfig
 from manylora.serving.api.adapters import admin_routes
 from manylora.serving.api.chat import chat_routes
 from manylora.serving.api.completions import completion_routes

@@ -22,9 +22,9 @@ from random import Random
 from manylora.core.adapters.folder import real_roots
 from manylora.core.adapters.sources import is_url
 from manylora.core.config import EngineConfig, ServerConfig
-from manylora.core.fleet_config import FleetConfig
 from manylora.core.routing import Router, RouterContext, make_router
 from manylora.core.scaling import ScalingPolicy
+from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_model_path
 from manylora.serving.hosting.engine.runtime import collector_paused, freeze_start_up_heap
 from manylora.serving.hosting.engine.service import builder_for

@@ -1,20 +1,18 @@
 """Eviction: the order in which idle items are dropped when pages are short.
 
-``policy.py`` is the interface. ``price.py`` ranks adapters and prefix blocks in one order. The published policies
-(``weighted.py``, ``gdsf.py``, LRU) rank adapters; ``by_age.py`` combines them with prefix blocks.
+``policy.py`` is the interface. ``price.py`` and policies by one number per item (``ranking.py``), such as LRU, have one
+order over adapters and prefix blocks. ``published.py`` has policies that rank adapters, combined with prefix blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from manylora.core.memory.eviction.by_age import AdapterScore, ByAge, LruScore
 from manylora.core.memory.eviction.costs import LinearCost, ReloadCosts
-from manylora.core.memory.eviction.gdsf import GdsfScore
 from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
-from manylora.core.memory.eviction.price import PriceEviction
-from manylora.core.memory.eviction.reuse import ReuseModel
-from manylora.core.memory.eviction.weighted import WeightedScore
+from manylora.core.memory.eviction.price import PriceEviction, ReuseModel
+from manylora.core.memory.eviction.published import AdapterScore, ByAge, GdsfScore, WeightedScore
+from manylora.core.memory.eviction.ranking import KeyedEviction
 from manylora.core.plugins import find_factory, made_by, options_for
 
 __all__ = [
@@ -26,8 +24,8 @@ __all__ = [
     "GdsfScore",
     "IdleItem",
     "ItemKey",
+    "KeyedEviction",
     "LinearCost",
-    "LruScore",
     "PriceEviction",
     "ReloadCosts",
     "ReuseModel",
@@ -35,12 +33,17 @@ __all__ = [
     "make_eviction_policy",
 ]
 
+
+def _idle_since(item: IdleItem) -> float:
+    return item.idle_since
+
+
 EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "chameleon": lambda costs: ByAge(WeightedScore(0.45, 0.10, 0.45)),
     "fair": lambda costs: ByAge(WeightedScore(1 / 3, 1 / 3, 1 / 3)),
     "gdsf": lambda costs: ByAge(GdsfScore(costs)),
-    "lru": lambda costs: ByAge(LruScore()),
-    "none": lambda costs: ByAge(LruScore(), keeps_idle_adapters=False),
+    "lru": lambda costs: KeyedEviction(_idle_since),
+    "none": lambda costs: KeyedEviction(_idle_since, keeps_idle_adapters=False),
     "price": PriceEviction,
 }
 

@@ -12,6 +12,7 @@ not pinned, not loading), and that a prefix block is never dropped before the bl
 from __future__ import annotations
 
 from enum import IntEnum
+from math import inf
 from typing import NamedTuple, Protocol
 
 from manylora.core.types import AdapterKey
@@ -50,20 +51,21 @@ class IdleItem(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Ranks idle items, separately those that waiting requests need. ``now`` is in seconds."""
+    """Ranks idle items, separately those that waiting requests need. ``now`` is in seconds.
 
-    @property
-    def keeps_idle_adapters(self) -> bool:
-        """Whether an adapter stays on the device when no sequence uses or waits for it."""
-        ...
+    A class that inherits from it learns nothing from uses and has no price.
+    """
+
+    keeps_idle_adapters: bool = True
+    """Whether an adapter stays on the device when no sequence uses or waits for it."""
 
     def used(self, key: ItemKey, now: float) -> None:
         """Record that a request needs an item, present or not."""
-        ...
+        return
 
     def forget(self, key: AdapterKey, now: float) -> None:
         """Forget an adapter that was unloaded."""
-        ...
+        return
 
     def add(self, item: IdleItem, depth: Depth) -> None:
         """Add an item that may be dropped."""
@@ -75,7 +77,7 @@ class EvictionPolicy(Protocol):
 
     def evict(self, key: ItemKey, now: float) -> None:
         """Remove an item that was dropped for a claim."""
-        ...
+        self.remove(key)
 
     def victim(self, depth: Depth, now: float, spare: AdapterKey | None = None) -> IdleItem | None:
         """Return the item of that depth least worth keeping, other than ``spare``; it stays until it is removed."""
@@ -86,4 +88,4 @@ class EvictionPolicy(Protocol):
 
         Infinite if the policy has another unit: a forecast then displaces no item.
         """
-        ...
+        return inf

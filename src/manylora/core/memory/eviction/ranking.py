@@ -1,4 +1,4 @@
-"""Finds the item of least worth among thousands of idle ones without scoring each.
+"""Find the item of least worth among thousands of idle ones without scoring each; policies by one number per item.
 
 Worth changes with time, so a heap of scores would become invalid. But the order of items that differ only in their idle
 time never changes. So items are kept in *groups*, each a heap that stays valid, and only the head of each group is
@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from heapq import heapify, heappop, heappush
 
-from manylora.core.memory.eviction.policy import IdleItem, ItemKey
+from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
+from manylora.core.types import AdapterKey
 
-__all__ = ["Ranking"]
+__all__ = ["KeyedEviction", "Ranking"]
 
 _Entry = tuple[float, int, ItemKey]  # order, serial, key
 
@@ -115,3 +116,38 @@ class Ranking:
     def _is_live(self, entry: _Entry) -> bool:
         known = self._items.get(entry[2])
         return known is not None and known[3] == entry[1]
+
+
+class KeyedEviction(EvictionPolicy):
+    """An eviction policy given by one number per item: the item of the least number is dropped first.
+
+    An item is an adapter (its key is text) or a prefix block (its key is the number of its page)::
+
+        def large_first(costs: ReloadCosts) -> EvictionPolicy:
+            return KeyedEviction(lambda item: -item.num_pages)
+
+    Args:
+        worth: The number of an item that becomes idle, fixed while it is idle; of equals, the first to be idle goes.
+        keeps_idle_adapters: Whether adapters stay when no sequence uses or waits for them.
+    """
+
+    def __init__(self, worth: Callable[[IdleItem], float], *, keeps_idle_adapters: bool = True) -> None:
+        self.keeps_idle_adapters = keeps_idle_adapters
+        self._worth = worth
+        self._idle, self._wanted = Ranking(_alike), Ranking(_alike)
+
+    def add(self, item: IdleItem, depth: Depth) -> None:
+        """Add an item by its number."""
+        (self._idle if depth is Depth.IDLE else self._wanted).add(item, None, self._worth(item))
+
+    def remove(self, key: ItemKey) -> None:
+        """Remove an item."""
+        (self._idle if key in self._idle else self._wanted).remove(key)
+
+    def victim(self, depth: Depth, now: float, spare: AdapterKey | None = None) -> IdleItem | None:
+        """Return the item of the least number."""
+        return (self._idle if depth is Depth.IDLE else self._wanted).least(now, spare)
+
+
+def _alike(item: IdleItem, now: float) -> float:
+    return 0.0  # there is one group, whose order decides

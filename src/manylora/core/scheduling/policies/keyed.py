@@ -1,4 +1,4 @@
-"""A policy given by one number per request: the least goes first, and no request starves whatever the number is.
+"""Policies given by one number per request: the least goes first, and no request starves whatever the number is.
 
 Orders by size, by deadline or by importance differ in the number alone. Everything else is here::
 
@@ -9,19 +9,24 @@ No request starves. The first in line stays so until admitted, even if a sequenc
 of all is passed by at most ``MAX_BYPASS`` admissions (``waiting.py``), whether it was offered or not; then it is first
 in line, and no other is admitted. So every request comes to be the oldest, and one behind ``n`` others waits for at
 most ``n + 1`` times as many admissions. A key that grows with the time of arrival needs no such bound, because late
-requests never go before (``sjf.py``).
+requests never go before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from manylora.core.options import check_options, option
 from manylora.core.scheduling.policies.waiting import LOOK_AHEAD, Bypass, Line
-from manylora.core.scheduling.policy import Outcome, Policy
+from manylora.core.scheduling.policy import Outcome, Policy, PolicyContext
 from manylora.core.scheduling.sequence import Sequence
 
-__all__ = ["Key", "KeyedPolicy"]
+__all__ = ["Key", "KeyedPolicy", "PriorityPolicy", "ShortestFirstPolicy"]
+
+FURTHEST_LEVEL = 1000
+"""Priorities beyond this, from 0, count as this: a request may bring any number."""
 
 Key = Callable[[Sequence, float], float]
 """The number of a sequence that begins to wait, at a time in seconds; fixed while it waits."""
@@ -114,3 +119,81 @@ class KeyedPolicy(Policy):
         del self._order[bisect_left(self._order, self._keys.pop(sequence.seq_id))]
         if self._by_arrival is not None:
             self._by_arrival.remove(sequence)
+
+
+class PriorityPolicy(KeyedPolicy):
+    """Offers the first in line, then the most urgent, by the priority of requests (lower is sooner) and arrival.
+
+    vLLM's order by priority is strict: a stream of urgent requests starves all others. Here a level is worth a time of
+    waiting. A request's key is its arrival plus that time for every level, which never changes while it waits.
+
+    No request starves: a request of level p is passed only by requests of a lower level q that come less than ``(p - q)
+    * priority_step_s`` seconds after it.
+
+    Source: vLLM's ``--scheduling-policy priority``; the worth of a level is ours.
+    """
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options:
+        """The worth of a level."""
+
+        priority_step_s: float = option(
+            60.0,
+            panel="Scheduling",
+            unit="s",
+            above=0,
+            help="Under priority: time of waiting that makes up for one level.",
+        )
+
+        def __post_init__(self) -> None:
+            check_options(self)
+
+    def __init__(self, context: PolicyContext) -> None:
+        step_s: float = context.options.priority_step_s
+
+        def key(sequence: Sequence, now: float) -> float:
+            level = max(-FURTHEST_LEVEL, min(FURTHEST_LEVEL, sequence.request.priority))
+            return sequence.arrived_at + step_s * level
+
+        super().__init__(key, ages=True)
+
+
+class ShortestFirstPolicy(KeyedPolicy):
+    """Offers the first in line, then the shortest, by predicted remaining tokens less a credit for the time waited.
+
+    A request's key is its predicted tokens plus ``ageing * arrival time``. At any moment that is the order of
+    "predicted tokens minus ``ageing`` per second waited", and it never changes while requests wait, so a sorted list is
+    enough. A pre-empted sequence comes back with its remaining length.
+
+    No request starves: a new one goes ahead only of those that have waited less than ``(their length - its length) /
+    ageing`` seconds, so every request gets to the front.
+
+    Source: the shortest-job-first scheduler of uServe, as compared with in section 5.3 of the Chameleon paper. Neither
+    gives a rate of ageing; ours is the decoding rate of one request.
+    """
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Options:
+        """The rate of ageing."""
+
+        ageing_tokens_per_s: float = option(
+            50.0,
+            panel="Scheduling",
+            flag="--ageing",
+            metavar="TOKENS",
+            unit="tokens per second",
+            above=0,
+            help="Under sjf: predicted tokens that a second of waiting makes up for.",
+        )
+
+        def __post_init__(self) -> None:
+            check_options(self)
+
+    def __init__(self, context: PolicyContext) -> None:
+        ageing: float = context.options.ageing_tokens_per_s
+
+        def key(sequence: Sequence, now: float) -> float:
+            tokens = context.predictor.predict(sequence).p50 - sequence.num_output_tokens
+            return tokens + ageing * sequence.arrived_at
+
+        super().__init__(key, ages=True)

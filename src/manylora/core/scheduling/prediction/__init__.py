@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 from manylora.core.config import SchedulerConfig
 from manylora.core.plugins import find_factory, made_by, options_for, takes
-from manylora.core.scheduling.prediction.oracle import NoisyPredictor, OraclePredictor
-from manylora.core.scheduling.prediction.port import LengthEstimate, LengthPredictor
+from manylora.core.scheduling.prediction.predictor import (
+    LengthEstimate,
+    LengthPredictor,
+    NoisyPredictor,
+    OraclePredictor,
+)
 from manylora.core.scheduling.prediction.quantile import QuantilePredictor
 from manylora.core.scheduling.prediction.request_log import RequestLog
 

@@ -29,7 +29,7 @@ from collections import OrderedDict
 from math import exp, log2
 from statistics import NormalDist
 
-from manylora.core.scheduling.prediction.port import LengthEstimate, bounded_estimate
+from manylora.core.scheduling.prediction.predictor import LengthEstimate, bounded_estimate
 from manylora.core.scheduling.sequence import Sequence
 
 __all__ = ["NUM_BINS", "LengthHistogram", "QuantilePredictor", "bin_of", "quantiles_beyond", "upper_edge"]

@@ -6,7 +6,7 @@
     step                  | layer 0 | waits | layer 1 | ...    of a sequence that is placed ARRIVING
 
 A step is cut into as many equal parts as the model has layers, and so are the weights of an adapter. It waits as long
-as a live one: the limit is the same code (``core/costs/wait_budget.py``).
+as a live one: the limit is the same code (``core/costs/arriving.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from manylora.core.costs.take_over import left_to_workers
-from manylora.core.costs.wait_budget import MAX_WAIT_S, WaitBudget
+from manylora.core.costs.arriving import MAX_WAIT_S, WaitBudget, left_to_workers
 from manylora.core.plan import ON_DEVICE, PlannedSequence, StepPlan
 from manylora.core.types import AdapterKey, Tier
 from manylora.lab.costs.model import CostModel

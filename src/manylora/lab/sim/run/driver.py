@@ -21,6 +21,7 @@ from manylora.core.clock import VirtualClock
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import RequestsByTime
 from manylora.core.errors import Stalled
+from manylora.core.plugins import name_plugins
 from manylora.core.types import Output, Request
 
 __all__ = ["Control", "drive"]
@@ -39,6 +40,7 @@ class Control(Protocol):
         ...
 
 
+@name_plugins()
 def drive(
     cores: Mapping[int, EngineCore],
     clock: VirtualClock,
@@ -60,6 +62,7 @@ def drive(
 
     Raises:
         Stalled: Requests are left, and no step, load or arrival is pending.
+        Exception: A plug-in failed; a note has its name and the line.
     """
     due: list[int] = []
 

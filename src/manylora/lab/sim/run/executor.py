@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from zlib import crc32
 
-from manylora.core.costs.wait_budget import MAX_WAIT_S
+from manylora.core.costs.arriving import MAX_WAIT_S
 from manylora.core.engine.steps.plan_ahead import fill_in
 from manylora.core.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, PromptLogprobs, SampledToken, Tier

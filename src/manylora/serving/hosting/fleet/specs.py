@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manylora.core.config import EngineConfig
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.hosting.ray.cluster import engine_resources
 

@@ -19,7 +19,7 @@ import zmq
 
 from manylora.core.config import GIB
 from manylora.core.errors import ConfigError, EngineDead, NoPlace
-from manylora.core.fleet_config import FleetConfig
+from manylora.core.server_config import FleetConfig
 from manylora.serving.hosting.ray.actor import CurveKeys, Door, EngineActor
 
 __all__ = ["RayCluster", "RayPlace", "engine_resources", "engines_on_node"]

@@ -18,7 +18,7 @@ No request starves. A queue's quota returns as its running requests end, and its
 an empty queue lends nothing once it has work. For memory, the oldest that has its quota is first in line: one without
 could at most borrow, and no other may drop the adapters that waiting requests need. The oldest of a queue that has
 its quota and is not admitted, for want of memory or because smaller requests took the seats, is passed a bounded number
-of times (``policies/bypass.py``), then is first in line and offered alone. Squashing ends: only older requests squash
+of times (``policies/waiting.py``), then is first in line and offered alone. Squashing ends: only older requests squash
 younger ones.
 
 Source: Chameleon, section 4.3, algorithm 1. Our choices where it is silent are in ``docs/adr/0010`` to ``0013``.

@@ -1,14 +1,26 @@
-"""Within an assisted step: the layers that the device computes, because their weights have arrived by then.
+"""Within a step whose adapters are still on their way: the layers that the CPU computes, and the longest wait.
+
+The live executor and the simulator decide alike, layer by layer and for each adapter by itself.
+
+*Take-over*, in an assisted step: a layer that has not arrived when the step comes to it is left to the CPU workers, and
+the step waits for no weights. The live executor launches a step ahead of the device, so it extrapolates both times;
+weights that come later than expected are waited for, so only time is lost.
 
 ::
 
     copy      | 0 | 1 | 2 | 3 | ...
     step      | layer 0: CPU workers  | layer 1: device | layer 2: device | ...
 
-The decision is made layer by layer, for each adapter by itself: a layer that has not arrived when the step comes to it
-is left to the workers, and the step waits for no weights. The live executor and the simulator decide alike. The live
-one launches a step ahead of the device, so it extrapolates both times; weights that come later than expected are waited
-for, so only time is lost.
+*Wait budget*, in a step that runs on layers as they arrive: all its sequences wait with it, and a read that hangs takes
+minutes to be abandoned. So the waits of a step add up, for all layers of all adapters. Once they have taken the whole
+budget, an adapter whose layer is not there is *late*: the step waits for it no more and drops its sequences, which are
+sent back (``core/engine/steps/late.py``). An adapter that has kept up goes on. The live executor learns of a late layer
+only when the budget is spent.
+
+::
+
+    step      layer 0 | waits for A | layer 1 | waits for A and B | layer 2 ...    A and B are late from here on
+    budget            |-- spent ----|         |-- spent, none left|
 """
 
 from __future__ import annotations
@@ -17,9 +29,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["count_on_cpu", "left_to_workers", "remaining_s", "takes_over"]
+__all__ = ["MAX_WAIT_S", "WaitBudget", "count_on_cpu", "left_to_workers", "remaining_s", "takes_over"]
 
 ItemT = TypeVar("ItemT")
+
+MAX_WAIT_S = 1.0
+"""Longest wait of a step for the layers of its adapters, in seconds."""
 
 
 def takes_over(arrives_at: float, begins_at: float) -> bool:
@@ -69,3 +84,22 @@ def count_on_cpu(
             at += assisted_s
             count += 1
     return count
+
+
+class WaitBudget:
+    """The time that a step may yet wait for adapters, all of them together.
+
+    Args:
+        seconds: At the begin of the step; infinite for no limit.
+    """
+
+    def __init__(self, seconds: float = MAX_WAIT_S) -> None:
+        self.left_s = seconds
+
+    def outlasts(self, wait_s: float) -> bool:
+        """Whether the step would wait for so long; if not, the adapter is late once the rest is spent."""
+        return wait_s <= self.left_s
+
+    def spend(self, wait_s: float) -> None:
+        """Count a wait that is over."""
+        self.left_s = max(0.0, self.left_s - wait_s)

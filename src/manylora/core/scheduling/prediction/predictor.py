@@ -1,16 +1,43 @@
-"""Predictors for experiments: one knows the true lengths, one adds noise of a chosen size to them."""
+"""The interface of length predictors; predictors for experiments, which know true lengths or err by a known size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 from zlib import crc32
 
 from manylora.core.options import check_options, option
-from manylora.core.scheduling.prediction.port import LengthEstimate, bounded_estimate
 from manylora.core.scheduling.sequence import Sequence
 
-__all__ = ["NoisyPredictor", "OraclePredictor"]
+__all__ = ["LengthEstimate", "LengthPredictor", "NoisyPredictor", "OraclePredictor", "bounded_estimate"]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthEstimate:
+    """Quantiles of the tokens that a request will have generated when it ends."""
+
+    p50: int
+    p90: int
+
+
+class LengthPredictor(Protocol):
+    """Predicts the length of answers, and learns from those that ended. Runs on the loop's thread: be quick."""
+
+    def predict(self, sequence: Sequence) -> LengthEstimate:
+        """Return an estimate, given the tokens generated so far: always more than those, never beyond the cap."""
+        ...
+
+    def observe(self, sequence: Sequence) -> None:
+        """Learn from a sequence that ended by itself or at its cap, not from cancelled ones."""
+        ...
+
+
+def bounded_estimate(sequence: Sequence, p50: float, p90: float) -> LengthEstimate:
+    """Return an estimate cut to the possible lengths: at least one token more, at most the sequence's cap."""
+    least, most = min(sequence.num_output_tokens + 1, sequence.max_tokens), sequence.max_tokens
+    middle = min(max(round(p50), least), most)
+    return LengthEstimate(middle, min(max(round(p90), middle), most))
 
 
 def _cap(sequence: Sequence) -> int:
@@ -45,7 +72,7 @@ class NoisyPredictor:
 
     Args:
         accuracy: In (0.5, 1].
-        truth: As the oracle's. Estimates never exceed the cap, so where that is the truth, only those below err.
+        truth: As for ``OraclePredictor``. No estimate exceeds the cap; where that is the truth, only those below err.
 
     Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without a definition of accuracy; this
     one is ours.
