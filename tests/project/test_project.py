@@ -127,6 +127,15 @@ def test_no_two_test_files_share_a_name() -> None:
     assert sorted(names) == sorted(set(names))
 
 
+def test_the_package_has_every_file_that_its_code_reads() -> None:
+    """A wheel holds modules, and those other files that a pattern of the package's data names."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["manylora"]
+    named = {pattern: {path for path in SOURCE.glob(pattern) if path.is_file()} for pattern in data}
+    assert [pattern for pattern, paths in named.items() if not paths] == [], "a pattern of no file"
+    others = {path for path in tracked_files() if path.is_relative_to(SOURCE) and path.suffix not in (".py", ".md")}
+    assert others - set().union(*named.values()) == set()
+
+
 def test_one_version() -> None:
     assert version("manylora") == manylora.__version__
 
