@@ -1,4 +1,4 @@
-"""What `throughput.py` and `adapter_cost.py` compare: our engine, bare torch, transformers, PEFT; one small model.
+"""What `throughput.py` and `versions.py` compare: our engine, bare torch, transformers, PEFT; one small model.
 
 All of them take the same requests: a prompt, and how many tokens to answer with.
 """

@@ -1,14 +1,19 @@
-"""A workload as requests for a live engine, or over HTTP: greedy, each to the length of its answer."""
+"""A workload for a live engine or over HTTP: requests, greedy, each to the length of its answer; adapters' settings."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 from manylora.core.types import Request, SamplingParams
 from manylora.lab.bench.ask import LoadRequest
 from manylora.lab.bench.target import Target, TokenPrompts
 from manylora.lab.sim.run.contents import PromptMaker
 from manylora.lab.workloads import Workload
+
+VOCABULARY = 100
+"""Tokens that prompts are drawn from: the demo's tokenizer has a few more."""
 
 
 def live_arrivals(workload: Workload, vocab_size: int, began_at: float) -> Iterator[tuple[float, Request]]:
@@ -37,3 +42,12 @@ def http_arrivals(workload: Workload, target: Target, vocab_size: int) -> list[L
         )
         for index, one in enumerate(workload.requests)
     ]
+
+
+def write_adapters(folder: Path, workload: Workload) -> None:
+    """Write the settings of every adapter: a simulated engine reads no weights."""
+    for spec in workload.adapters:
+        place = folder / spec.name
+        place.mkdir()
+        settings = {"peft_type": "LORA", "r": spec.rank, "lora_alpha": spec.rank, "target_modules": list(spec.targets)}
+        (place / "adapter_config.json").write_text(json.dumps({**settings, "bias": "none", "name": spec.name}))

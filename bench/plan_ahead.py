@@ -4,9 +4,9 @@
 
 The real core, loop and wall clock, with a thread for a device: a step is a sleep, as long as a decode step of an 8B
 model on a data-centre GPU, and like one it needs no Python meanwhile. *Gap* is from the end of a step to the beginning
-of the next on that thread: taking tokens in, deciding, waking up. What a device's own inputs take (`graph_inputs.py`)
-is not in it. Every sequence has an adapter; requests arrive as others end. Both ways alternate. Writes
-`bench/results/plan_ahead.json` and `.md`.
+of the next on that thread: taking tokens in, deciding, waking up. The time of a device's own inputs
+(`results/graph_inputs.md`) is not in it. Every sequence has an adapter; requests arrive as others end. Both ways
+alternate. Writes `bench/results/plan_ahead.json` and `.md`.
 """
 
 from __future__ import annotations

@@ -23,9 +23,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from live_arrivals import http_arrivals
+from live_arrivals import VOCABULARY, http_arrivals, write_adapters
 from publishing import Others, arguments, publish, reason_to_refuse, table
-from router_live import VOCABULARY, write_adapters
 
 from manylora.demo import demo_model_path
 from manylora.lab.bench.load import run_load
@@ -35,8 +34,7 @@ from manylora.lab.bench.target import Target
 from manylora.lab.measure import Slo
 from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.arrivals import PoissonArrivals
-from manylora.lab.workloads.distributions import ExponentialTokens
-from manylora.lab.workloads.lengths import ParametricLengths, TokenBounds
+from manylora.lab.workloads.lengths import ExponentialTokens, ParametricLengths, TokenBounds
 from manylora.lab.workloads.popularity import ZipfShares
 
 NUM_SERVERS = 3

@@ -23,13 +23,9 @@ from publishing import RESULTS
 HERE = Path(__file__).parent
 ALWAYS = {"device.py": ("--compare",)}
 TRACES = (
-    "chameleon_readings.py",
-    "prompt_predictor.py",
-    "s_lora.py",
     "simulator.py",
     "throughput.py",
     "traces.py",
-    "unloaded.py",
     "chameleon",
     "experiments",
 )
@@ -47,12 +43,12 @@ COMMANDS: dict[str, list[str]] = {
 """Commands of manylora by name."""
 
 BY_HAND = (
-    *("clients.py", "former.py", "gpu.py", "http_client.py", "http_floor.py", "peers.py", "proxy_parts.py"),
+    *("clients.py", "gpu.py", "http_client.py", "http_floor.py", "peers.py", "proxy_parts.py"),
     *("scaling.py", "scaling_live.py", "versions.py"),
 )
-"""Not run here: `clients.py` installs packages (`make clients`), `former.py` compares what others have written,
-`gpu.py` needs a GPU, `peers.py` is for a model of one's own, `scaling.py` and `scaling_live.py` read one trace by its
-name, `versions.py` needs another checkout. `http_cost.py` and `proxy.py` start the others."""
+"""Not run here: `clients.py` installs packages (`make clients`), `gpu.py` needs a GPU, `peers.py` is for a model of
+one's own, `scaling.py` and `scaling_live.py` read one trace by its name, `versions.py` needs another checkout.
+`http_cost.py` and `proxy.py` start the others."""
 
 
 @dataclass(frozen=True, slots=True)

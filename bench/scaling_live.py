@@ -21,13 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
-from live_arrivals import http_arrivals
+from live_arrivals import VOCABULARY, http_arrivals, write_adapters
 from local_ray import LocalRay
 from publishing import Others, arguments, publish, reason_if_busy, table
-from router_live import SCHEDULER, VOCABULARY, write_adapters
 from scaling import count_flaps, make_day, replica_seconds
 
-from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, ServerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.core.scaling import ScalingPolicy
 from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_model_path
@@ -45,6 +44,7 @@ TTFT_S = 2.0
 LOOK_S = 0.2
 """Seconds between two looks at the states of the engines."""
 ADAPTERS = AdapterConfig(host_bytes=10**12)
+SCHEDULER = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512, max_waiting=1_000_000)
 
 Figures = dict[str, float]
 

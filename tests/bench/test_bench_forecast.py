@@ -1,17 +1,11 @@
-"""Forecasts and the grid of readings, their own arithmetic."""
+"""Forecasts: their own arithmetic."""
 
 from __future__ import annotations
 
 from random import Random
 
 import numpy as np
-import pytest
-from chameleon_readings import LEAST_LOAD, LIMIT_S, MOST_LOAD, next_load
 from forecast import BLOCK, WINDOW_S, DrawnSpeed, interval, over_windows, windows_of
-from hypothesis import given
-from hypothesis import strategies as st
-
-from manylora.lab.experiments.findings import crossing
 
 
 def test_a_drawn_speed_is_made_of_measured_stretches() -> None:
@@ -38,21 +32,3 @@ def test_an_interval_is_as_wide_as_runs_differ() -> None:
     (middle, low, high), (_, wide_low, wide_high) = interval(alike, 99), interval(unlike, 99)
     assert low <= middle <= high
     assert wide_high - wide_low > 2 * (high - low)
-
-
-@given(st.lists(st.floats(2.0, 25.0), min_size=1, max_size=5))
-def test_the_search_for_capacities_ends_with_all_of_them_enclosed(capacities: list[float]) -> None:
-    """Whatever the seeds serve, few loads are run, and each seed's capacity lies between two that are near."""
-
-    def tails(load: int) -> list[float]:
-        return [LIMIT_S * load / capacity for capacity in capacities]
-
-    runs = {load: tails(load) for load in (6, 8, 9)}
-    while (load := next_load(runs)) is not None:
-        assert load not in runs
-        assert LEAST_LOAD <= load <= MOST_LOAD
-        runs[load] = tails(load)
-    for seed, capacity in enumerate(capacities):
-        found = crossing([(load, runs[load][seed]) for load in sorted(runs)], LIMIT_S)
-        assert (found is not None) == (LEAST_LOAD <= capacity < MOST_LOAD)
-        assert found is None or found == pytest.approx(capacity, rel=0.02)

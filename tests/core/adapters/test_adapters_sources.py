@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 from bad_adapters import tiny_base, write_good_adapter
-from paging import square_adapter_bytes
 
 from manylora.core.adapters.layout import lay_out
 from manylora.core.adapters.shape import BaseShape
@@ -122,6 +121,11 @@ def test_bad_names(name: str) -> None:
 def adapter_bytes(base: BaseShape, rank: int, targets: tuple[str, ...] | None = None) -> int:
     modules = [m.name for m in base.modules if targets is None or m.name.rpartition(".")[2] in targets]
     return lay_out(dict.fromkeys(base.all_linear if targets is None else modules, rank), base).weight_bytes
+
+
+def square_adapter_bytes(base: BaseShape, rank: int, num_targets: int) -> int:
+    """Return the usual formula, which takes every projection as square."""
+    return base.num_layers * num_targets * 2 * rank * base.hidden_size * base.page.element_bytes
 
 
 def test_sizes_follow_the_real_shapes() -> None:

@@ -1,26 +1,22 @@
 """The engine as a queue with one server, beside what queueing theory says in closed form.
 
-The core and the loop are those that serve; the batch holds one sequence, a request is one step whose time is its
-size, arrivals are Poisson. Then requests wait as in M/G/1, where the mean is known exactly (Pollaczek, Khinchine):
-`rate * E[S^2] / (2 (1 - load))`, with `S` a request's service time. Two things are compared:
-
-* each request's wait against Lindley's recursion on the same arrivals and sizes: the engine must add nothing;
-* the mean over many requests against the formula, with the 95 % interval of the mean (over 40 batches, for
-  waits that follow each other are alike).
-
-Run it: `python bench/closed_forms.py` (`--quick` for a smoke test); it writes `results/closed_forms.json` and `.md`.
+The core and the loop are those that serve; the batch holds one sequence, a request is one step whose time is its size,
+arrivals are Poisson. Then requests wait as in M/G/1, where the mean is known exactly (Pollaczek, Khinchine):
+``rate * E[S^2] / (2 (1 - load))``, with ``S`` a request's service time. Each request's wait is held against Lindley's
+recursion on the same arrivals and sizes, and the mean against the formula (over 900,000 requests for each law of sizes
+in ``bench/results/closed_forms.md``).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from publishing import arguments, publish, table
+import pytest
 
 from manylora.core.adapters.shape import BaseShape, PageShape
 from manylora.core.config import MemoryConfig, SchedulerConfig
@@ -150,34 +146,9 @@ def compare(name: str, load: float, count: int, seed: int) -> Row:
     )
 
 
-def report(rows: list[Row]) -> str:
-    lines = [
-        "# The engine against closed forms of queueing theory",
-        "",
-        "`python bench/closed_forms.py`: one sequence at a time, Poisson arrivals, mean service time "
-        f"{MEAN_TOKENS * TOKEN_S:g} s, no adapters. Virtual time and fixed seeds: the same digits on any machine.",
-        "",
-    ]
-    heads = ("sizes", "load", "requests", "mean wait by formula", "by the engine", "95 %", "difference")
-    cells = (
-        (
-            f"{row.law} | {row.load:g} | {row.requests:,} | {row.expected_s:.4f} s | {row.mean_s:.4f} s "
-            f"| ± {row.interval_s:.4f} | {row.error:+.2%}",
-            f"{row.largest_difference_s:.0e} s",
-        )
-        for row in rows
-    )
-    return "\n".join([*lines, *table((*heads, "any request off Lindley by at most"), cells)])
-
-
-def main() -> None:
-    options = arguments(__doc__, quick="a hundredth of the requests").parse_args()
-    rows = []
-    for name in LAWS:
-        for load, count in ((0.5, 300_000), (0.7, 600_000)):
-            rows.append(compare(name, load, count // (100 if options.quick else 1), seed=1))
-    publish("closed_forms", [asdict(row) for row in rows], report(rows), is_kept=not options.quick)
-
-
-if __name__ == "__main__":
-    main()
+@pytest.mark.parametrize("law", sorted(LAWS))
+def test_waits_are_those_of_a_queue_with_one_server(law):
+    row = compare(law, load=0.5, count=4_000, seed=0)
+    assert row.largest_difference_s < 1e-6
+    assert abs(row.mean_s - row.expected_s) < 2.0 * row.interval_s, "beyond four standard errors"
+    assert row.interval_s < 0.2 * row.expected_s, "the bound above means nothing"
