@@ -21,8 +21,7 @@ from manylora.lab.functions import FunctionsSetup, FunctionsSimulation
 from manylora.lab.functions.holding import Holding
 from manylora.lab.workloads import make_workload
 from manylora.lab.workloads.callers import GammaCallers
-from manylora.lab.workloads.distributions import LognormalTokens
-from manylora.lab.workloads.lengths import ParametricLengths
+from manylora.lab.workloads.lengths import LognormalTokens, ParametricLengths
 from manylora.lab.workloads.spec import AdapterSet, WorkloadSpec
 
 FUNCTIONS = 64

@@ -46,8 +46,7 @@ from manylora.lab.measure import Recorder, summarise
 from manylora.lab.sim.run.simulation import SimulationConfig, simulate
 from manylora.lab.workloads import AdapterSet, AdapterSpec, Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.arrivals import PoissonArrivals
-from manylora.lab.workloads.distributions import UniformTokens
-from manylora.lab.workloads.lengths import ParametricLengths
+from manylora.lab.workloads.lengths import ParametricLengths, UniformTokens
 from manylora.lab.workloads.popularity import ZipfShares
 
 QV = ("q_proj", "v_proj")

@@ -41,8 +41,7 @@ from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.arrivals import PoissonArrivals
-from manylora.lab.workloads.distributions import ExponentialTokens
-from manylora.lab.workloads.lengths import ParametricLengths, TokenBounds
+from manylora.lab.workloads.lengths import ExponentialTokens, ParametricLengths, TokenBounds
 from manylora.lab.workloads.popularity import ZipfShares
 
 SHARES = (0.85, 0.95, 1.05, 1.2)

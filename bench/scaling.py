@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from publishing import arguments, publish, table
 from tqdm import tqdm
+from traces import read_metric
 
 from manylora.core.scaling import FleetLoad, Scaler, ScalingDecision, ScalingPolicy
 from manylora.lab.measure import Slo
@@ -34,8 +35,7 @@ from manylora.lab.sim.run.scaling import ReplicaSpan, SimulatedScaling
 from manylora.lab.sim.run.simulation import SimulationConfig, simulate
 from manylora.lab.sim.setup import Setup, make_config
 from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
-from manylora.lab.workloads.streams import FloatArray
-from manylora.lab.workloads.traces.gentd26 import read_service_metric
+from manylora.lab.workloads.workload import FloatArray
 
 RANKS = (8, 16, 32, 64)
 NUM_ADAPTERS, ZIPF = 200, 0.92
@@ -70,9 +70,8 @@ def make_day(trace: Path, *, compression: float, peak_rate: float, seed: int) ->
         peak_rate: Requests per second in the busiest half hour of the trace.
         seed: Seeds the times, lengths and adapters.
     """
-    metric = read_service_metric(trace)
-    bins = ((metric.time_s - metric.time_s.min()) // BIN_S).astype(int)
-    shape = np.bincount(bins, weights=metric.value)
+    at_s, values = read_metric(trace)
+    shape = np.bincount(((at_s - at_s.min()) // BIN_S).astype(int), weights=values)
     shape *= peak_rate / np.convolve(shape, np.full(6, 1 / 6), mode="valid").max()
     bin_s = BIN_S / compression
     rng = np.random.default_rng(seed)

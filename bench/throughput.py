@@ -43,8 +43,7 @@ from publishing import Others, arguments, clock_of, publish, reason_to_refuse, t
 
 from manylora.execution.device import describe_machine
 from manylora.lab.bench.rounds import Ratio, ratio_by_round
-from manylora.lab.workloads.distributions import GammaTokens
-from manylora.lab.workloads.lengths import Lengths, ParametricLengths, TokenBounds, TraceLengths
+from manylora.lab.workloads.lengths import GammaTokens, Lengths, ParametricLengths, TokenBounds, TraceLengths
 
 NUM_IN, NUM_OUT = 128, 64
 TRACE = "AzureLLMInferenceTrace_conv.csv"

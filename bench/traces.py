@@ -21,16 +21,11 @@ from scipy.optimize import minimize_scalar
 
 from manylora.lab.workloads.locality import OrderReplay, Sessions, StackDistances
 from manylora.lab.workloads.popularity import Popularity, ZipfShares
-from manylora.lab.workloads.traces.azure_functions import read_calls_per_minute, read_single_calls
-from manylora.lab.workloads.traces.gentd26 import (
-    read_adapter_order,
-    read_adapter_uses,
-    read_service_metric,
-    read_timed_requests,
-)
-from manylora.lab.workloads.traces.prompts import read_gsm8k
+from manylora.lab.workloads.traces.adapters import read_adapter_order, read_adapter_uses
+from manylora.lab.workloads.traces.callers import read_calls_per_minute, read_client_windows, read_single_calls
 from manylora.lab.workloads.traces.requests import read_requests
-from manylora.lab.workloads.traces.servegen import read_client_hours, read_client_summaries, read_client_windows
+from manylora.lab.workloads.traces.rows import read_csv, read_json_lines
+from manylora.lab.workloads.workload import FloatArray, IntArray
 
 SLOTS = (1, 4, 8, 16, 32, 64, 128)
 Numbers = npt.NDArray[np.generic]
@@ -102,6 +97,34 @@ def lru_hit_rates(uses: Sequence[int], slots: Sequence[int] = SLOTS) -> list[flo
     return [hits[size] / len(uses) for size in slots]
 
 
+def read_metric(file: Path) -> Numbers:
+    """Return the samples of a metric of GenTD26 as columns of seconds and values, in order of time."""
+    rows = read_csv(file, ("timestamp_anon", "value"))
+    samples = sorted((row.number("timestamp_anon"), row.number("value")) for row in rows)
+    return np.asarray(samples).T
+
+
+def read_users(file: Path) -> tuple[FloatArray, IntArray, IntArray]:
+    """Return seconds, users by number, and used adapters of the requests in GenTD26, in the file's order."""
+    users: dict[str, int] = {}
+    rows = [
+        (row.time_s("gmt_create"), users.setdefault(row.text("groupId"), len(users)), row.whole("num_lora"))
+        for row in read_csv(file, ("gmt_create", "groupId", "num_lora"))
+    ]
+    at, user, num_loras = zip(*rows, strict=True)
+    return np.asarray(at), np.asarray(user), np.asarray(num_loras)
+
+
+def mean_hourly_rate(file: Path, model: str) -> float:
+    """Return the mean over hours of the requests per second of all ServeGen clients of a model."""
+    hours: dict[int, float] = {}
+    for row in read_csv(file, ("model", "client_id", "hour", "mean_rate_rps")):
+        if row.text("model") == model:
+            hour = row.whole("hour")
+            hours[hour] = hours.get(hour, 0.0) + row.number("mean_rate_rps", least=0)
+    return sum(hours.values()) / (1 + max(hours))
+
+
 def request_checks(traces: Path) -> Iterator[tuple[str, str, float, float, float]]:
     """Yield checks of language-model requests: file, figure, published value, ours, tolerance."""
     published = {
@@ -160,17 +183,17 @@ def adapter_checks(traces: Path) -> Iterator[tuple[str, str, float, float, float
     uses = read_adapter_uses(traces / file)
     yield file, "uses of adapters", 16709, int(uses.sum()), 0
     file = "gentd26_lora_request_trace.csv.gz"
-    timed = read_timed_requests(traces / file)
-    yield file, "requests", 26823, len(timed.arrival_s), 0
-    yield file, "span, days", 23.03, float(timed.arrival_s[-1] / 86400), 0.005
-    yield file, "with an adapter", 4494, int((timed.num_loras > 0).sum()), 0
-    yield file, "users", 4247, int(timed.user.max()) + 1, 0
-    yield file, "Zipf s of users", 0.81, zipf_exponent(np.bincount(timed.user)), 0.005
+    at, user, num_loras = read_users(traces / file)
+    yield file, "requests", 26823, len(at), 0
+    yield file, "span, days", 23.03, float(np.ptp(at) / 86400), 0.005
+    yield file, "with an adapter", 4494, int((num_loras > 0).sum()), 0
+    yield file, "users", 4247, int(user.max()) + 1, 0
+    yield file, "Zipf s of users", 0.81, zipf_exponent(np.bincount(user)), 0.005
     for name, rows, mean in (("lora", 27415, 4396), ("basemodel", 7531, 21994), ("pipeline", 36046, 12028)):
         file = f"gentd26_{name}_update_latency_anon.csv.gz"
-        metric = read_service_metric(traces / file)
-        yield file, "samples", rows, len(metric.value), 0
-        yield file, "mean, ms", mean, float(metric.value.mean()), 0.5
+        _, values = read_metric(traces / file)
+        yield file, "samples", rows, len(values), 0
+        yield file, "mean, ms", mean, float(values.mean()), 0.5
 
 
 def caller_checks(traces: Path) -> Iterator[tuple[str, str, float, float, float]]:
@@ -178,7 +201,7 @@ def caller_checks(traces: Path) -> Iterator[tuple[str, str, float, float, float]
     file = "servegen_oneday_trace.csv.gz"
     yield file, "windows", 21273, len(read_client_windows(traces / file)), 0
     file = "servegen_client_summary.csv"
-    summaries = read_client_summaries(traces / file)
+    summaries = [(row.text("model"), row.whole("requests")) for row in read_csv(traces / file, ("model", "requests"))]
     yield file, "clients", 387, len(summaries), 0
     for model, clients, top, exponent in (
         ("m-large", 162, 0.16, 1.14),
@@ -186,18 +209,12 @@ def caller_checks(traces: Path) -> Iterator[tuple[str, str, float, float, float]
         ("m-small", 43, 0.30, 1.46),
         ("deepseek-r1", 73, 0.29, 1.18),
     ):
-        requests = np.asarray([one.requests for one in summaries if one.model == model])
+        requests = np.asarray([num for name, num in summaries if name == model])
         yield file, f"{model}: clients", clients, len(requests), 0
         yield file, f"{model}: share of the first", top, share_of_top(requests, 1), 0.005
         yield file, f"{model}: Zipf s", exponent, zipf_exponent(requests), 0.005
     file = "servegen_client_hourly_rate.csv.gz"
-    yield (
-        file,
-        "m-large: mean rate, 1/s",
-        196,
-        float(read_client_hours(traces / file, "m-large").sum(axis=0).mean()),
-        0.5,
-    )
+    yield file, "m-large: mean rate, 1/s", 196, mean_hourly_rate(traces / file, "m-large"), 0.5
     for file, functions, calls, peak, exponent in (
         ("azure_functions_2019_sample1000_invocations.csv.gz", 1000, 15_143_134, 23_947, 1.22),
         ("azure_functions_2019_sample500_480min_invocations.csv.gz", 500, 3_037_902, 7_603, 1.90),
@@ -213,7 +230,7 @@ def caller_checks(traces: Path) -> Iterator[tuple[str, str, float, float, float]
     yield file, "functions", 31, int(single.function.max()) + 1, 0
     yield file, "CoV of gaps (starts)", 1.9, cov(single.arrival_s), 0.05
     for file, rows in (("gsm8k_test.jsonl", 1319), ("gsm8k_train.jsonl", 7473)):
-        yield file, "questions", rows, len(read_gsm8k(traces / file)), 0
+        yield file, "questions", rows, sum(1 for _ in read_json_lines(traces / file)), 0
 
 
 def locality(traces: Path) -> dict[str, list[float]]:

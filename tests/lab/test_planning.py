@@ -30,8 +30,7 @@ from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads import AdapterSet, WorkloadSpec
 from manylora.lab.workloads.arrivals import PoissonArrivals
-from manylora.lab.workloads.distributions import FixedTokens
-from manylora.lab.workloads.lengths import ParametricLengths
+from manylora.lab.workloads.lengths import FixedTokens, ParametricLengths
 from manylora.lab.workloads.modulated import StepArrivals
 from manylora.lab.workloads.popularity import TurnTaking
 

@@ -7,10 +7,15 @@ from hypothesis import strategies as st
 
 from manylora.lab.workloads import AdapterSet, WorkloadSpec, make_workload
 from manylora.lab.workloads.arrivals import ArrivalProcess, GammaArrivals, PoissonArrivals
-from manylora.lab.workloads.distributions import Distribution, ExponentialTokens, GammaTokens, LognormalTokens
-from manylora.lab.workloads.drift import Drift
-from manylora.lab.workloads.lengths import ParametricLengths, TokenBounds
-from manylora.lab.workloads.locality import Sessions
+from manylora.lab.workloads.lengths import (
+    Distribution,
+    ExponentialTokens,
+    GammaTokens,
+    LognormalTokens,
+    ParametricLengths,
+    TokenBounds,
+)
+from manylora.lab.workloads.locality import Drift, Sessions
 from manylora.lab.workloads.modulated import OnOffArrivals, StepArrivals
 from manylora.lab.workloads.popularity import (
     GeometricShares,

@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 
 from manylora.core.errors import ConfigError
-from manylora.lab.workloads.distributions import (
+from manylora.lab.workloads.lengths import (
     Distribution,
     ExponentialTokens,
     FixedTokens,
     GammaTokens,
     LognormalTokens,
+    ParametricLengths,
+    ReplayLengths,
+    TokenBounds,
+    TraceLengths,
     UniformTokens,
 )
-from manylora.lab.workloads.lengths import ParametricLengths, ReplayLengths, TokenBounds, TraceLengths
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from manylora.core.errors import ConfigError
-from manylora.lab.workloads.drift import Drift
-from manylora.lab.workloads.locality import OrderReplay, Sessions, StackDistances
+from manylora.lab.workloads.locality import Drift, OrderReplay, Sessions, StackDistances
 from manylora.lab.workloads.popularity import (
     ExplicitShares,
     GeometricShares,

@@ -11,9 +11,14 @@ import pytest
 from manylora.core.errors import ConfigError
 from manylora.lab.workloads import AdapterSet, WorkloadSpec, make_workload, read_workload_spec
 from manylora.lab.workloads.arrivals import PoissonArrivals, ReplayArrivals
-from manylora.lab.workloads.distributions import ExponentialTokens, FixedTokens
-from manylora.lab.workloads.drift import Drift
-from manylora.lab.workloads.lengths import ParametricLengths, ReplayLengths, TraceLengths
+from manylora.lab.workloads.lengths import (
+    ExponentialTokens,
+    FixedTokens,
+    ParametricLengths,
+    ReplayLengths,
+    TraceLengths,
+)
+from manylora.lab.workloads.locality import Drift
 from manylora.lab.workloads.popularity import RankShares, ZipfShares
 from manylora.lab.workloads.spec import KINDS
 

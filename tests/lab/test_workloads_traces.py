@@ -14,20 +14,11 @@ from manylora.core.errors import ConfigError
 from manylora.lab.workloads import AdapterSet, WorkloadSpec, make_workload
 from manylora.lab.workloads.arrivals import Extent
 from manylora.lab.workloads.callers import AzureFunctions2019, AzureFunctions2021, ServeGenClients
-from manylora.lab.workloads.distributions import FixedTokens
-from manylora.lab.workloads.lengths import ParametricLengths
+from manylora.lab.workloads.lengths import FixedTokens, ParametricLengths
 from manylora.lab.workloads.popularity import UniformShares
-from manylora.lab.workloads.traces.azure_functions import read_calls_per_minute, read_single_calls
-from manylora.lab.workloads.traces.gentd26 import (
-    read_adapter_order,
-    read_adapter_uses,
-    read_service_metric,
-    read_stack_distances,
-    read_timed_requests,
-)
-from manylora.lab.workloads.traces.prompts import read_gsm8k
+from manylora.lab.workloads.traces.adapters import read_adapter_order, read_adapter_uses, read_stack_distances
+from manylora.lab.workloads.traces.callers import read_calls_per_minute, read_client_windows, read_single_calls
 from manylora.lab.workloads.traces.requests import read_requests
-from manylora.lab.workloads.traces.servegen import read_client_hours, read_client_summaries, read_client_windows
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.0319600,3180,8\n2023-11-16 18:17:03.9799600,4808,10\n"
@@ -74,15 +65,7 @@ def test_single_calls_arrive_before_they_end(write: Write) -> None:
     assert calls.function.tolist() == [0, 1, 2]  # functions of one name in two applications are two
 
 
-def test_service_traces(write: Write) -> None:
-    columns = "gmt_create,predict_type,exec_time_seconds,groupId,num_lora\n"
-    timed = read_timed_requests(
-        write("t.csv", columns + "2024-11-15 16:57:50,x,32.0,G0,0\n2024-11-15 16:57:55,x,,G1,2\n")
-    )
-    assert timed.arrival_s.tolist() == [0.0, 5.0] and timed.num_loras.tolist() == [0, 2]
-    assert np.isnan(timed.exec_s[1])
-    metric = read_service_metric(write("m.csv", "timestamp_anon,value,container_ip\n20.0,7.0,x\n10.0,5.0,y\n"))
-    assert metric.time_s.tolist() == [0.0, 10.0] and metric.value.tolist() == [5.0, 7.0]
+def test_uses_of_adapters(write: Write) -> None:
     uses = read_adapter_uses(write("p.csv", "adapter_id,uses_all_68195_rows\nL0,9\nL1,4\n"))
     assert uses.tolist() == [9, 4]
 
@@ -90,23 +73,6 @@ def test_service_traces(write: Write) -> None:
 def test_clients(write: Write) -> None:
     windows = read_client_windows(write("w.csv", WINDOWS))
     assert [one.pattern for one in windows] == ["gamma", "weibull", "gamma"]
-    summary = read_client_summaries(
-        write(
-            "s.csv",
-            "model,client_id,requests,mean_rate_rps,peak_rate_rps,mean_input_tokens,mean_output_tokens\n"
-            "m-large,0,675,0.5,4.7,340.1,116.0\nm-large,1,361,0.3,8.0,,\n",
-        )
-    )
-    assert summary[0].mean_prompt_tokens == 340.1 and summary[1].mean_prompt_tokens is None
-    hours = read_client_hours(
-        write("h.csv", "model,client_id,hour,mean_rate_rps\na,0,1,0.5\na,2,0,0.25\nb,9,9,1\n"), "a"
-    )
-    assert hours.tolist() == [[0, 0.5], [0, 0], [0.25, 0]]
-
-
-def test_questions(write: Write) -> None:
-    pairs = read_gsm8k(write("q.jsonl", '{"question": "1+1?", "answer": "#### 2"}\n'))
-    assert pairs[0].answer == "#### 2"
 
 
 # -- arrivals of those who call ----------------------------------------------------------------------------------------
@@ -196,7 +162,6 @@ def test_callers_are_dealt_out_to_adapters(write: Write) -> None:
         (read_stack_distances, "slots,lru_hit_all\n1,0.5\n1,0.6\n", "line 3, column 'slots'"),
         (read_stack_distances, "slots,lru_hit_all\n1,1.5\n", "line 2, column 'lru_hit_all'"),
         (read_client_windows, WINDOWS.replace("Weibull", "Pareto"), "line 3, column 'pattern'"),
-        (read_gsm8k, '{"question": 5}\n', "line 1, column 'question'"),
     ],
 )
 def test_a_wrong_trace_says_where(write: Write, read: Callable[[Path], object], text: str, message: str) -> None:

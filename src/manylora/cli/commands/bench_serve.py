@@ -23,8 +23,7 @@ from manylora.lab.measure.plots import can_plot, plot_latencies, plot_rates
 from manylora.lab.measure.tables import FigureTable, compare
 from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload, read_workload_spec
 from manylora.lab.workloads.arrivals import ArrivalProcess, GammaArrivals, PoissonArrivals
-from manylora.lab.workloads.distributions import Distribution, FixedTokens, UniformTokens
-from manylora.lab.workloads.lengths import ParametricLengths
+from manylora.lab.workloads.lengths import Distribution, FixedTokens, ParametricLengths, UniformTokens
 from manylora.lab.workloads.popularity import GeometricShares, Popularity, TurnTaking, UniformShares, ZipfShares
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ Gaps are never clipped: cutting the long ones off would make the process run hot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -19,8 +19,8 @@ import numpy as np
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import require
-from manylora.lab.workloads.streams import FloatArray, IntArray
 from manylora.lab.workloads.traces.requests import read_requests
+from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = [
     "ArrivalProcess",
@@ -32,7 +32,6 @@ __all__ = [
     "WeibullArrivals",
     "check_rate",
     "need_end",
-    "renewal_times",
 ]
 
 
@@ -103,33 +102,38 @@ def need_end(extent: Extent, kind: str) -> None:
         raise ConfigError(f"Got neither num_requests nor duration_s, but {kind!r} arrivals have no end of their own")
 
 
-def renewal_times(
-    draw_gaps: Callable[[int], FloatArray], first_gap: Callable[[], float], rate: float, extent: Extent
-) -> FloatArray:
-    """Return the times of a process with independent gaps.
+class _RenewalProcess(ABC):
+    """A process with independent gaps, of ``rate`` arrivals per second on average, without an end of its own."""
 
-    Args:
-        draw_gaps: Draws so many gaps, in seconds.
-        first_gap: Draws what is left of the gap under way at time 0, for extents with a duration.
-        rate: Mean arrivals per second: how many gaps are drawn at a time, nothing else.
-        extent: The end of the arrivals; not open.
-    """
-    chunk = extent.num_requests or 0
-    if extent.duration_s is not None:
-        expected = rate * extent.duration_s
+    __slots__ = ()
+    kind: ClassVar[str]
+    rate: float
+
+    @abstractmethod
+    def draw_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
+        """Return ``num`` gaps, in seconds."""
+
+    @abstractmethod
+    def draw_first(self, rng: np.random.Generator) -> float:
+        """Return the rest of the gap under way at time 0, for extents with a duration."""
+
+    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
+        """Return the arrivals within an extent."""
+        need_end(extent, self.kind)
+        chunk, most = extent.num_requests or 0, extent.num_requests or math.inf
+        if extent.duration_s is None:
+            return Arrived(extent.cut(np.cumsum(self.draw_gaps(chunk, rng))))
+        expected = self.rate * extent.duration_s
         enough = math.ceil(expected + 6 * math.sqrt(expected) + 16)
         chunk = min(chunk, enough) if chunk else enough
-    lead_s = [] if extent.duration_s is None else [first_gap()]
-    times = np.cumsum(np.concatenate([lead_s, draw_gaps(chunk)]))
-    while (
-        extent.duration_s is not None and times[-1] < extent.duration_s and len(times) <= (extent.num_requests or 1e18)
-    ):
-        times = np.concatenate([times, times[-1] + np.cumsum(draw_gaps(chunk))])
-    return extent.cut(times)
+        times = np.cumsum(np.concatenate([[self.draw_first(rng)], self.draw_gaps(chunk, rng)]))
+        while times[-1] < extent.duration_s and len(times) <= most:
+            times = np.concatenate([times, times[-1] + np.cumsum(self.draw_gaps(chunk, rng))])
+        return Arrived(extent.cut(times))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoissonArrivals:
+class PoissonArrivals(_RenewalProcess):
     """Independent users: exponential gaps.
 
     Args:
@@ -142,19 +146,17 @@ class PoissonArrivals:
     def __post_init__(self) -> None:
         check_rate(self.rate)
 
-    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
-        """Return the arrivals within an extent."""
-        need_end(extent, self.kind)
-        mean_s = 1 / self.rate
-        return Arrived(
-            renewal_times(
-                lambda num: rng.exponential(mean_s, num), lambda: float(rng.exponential(mean_s)), self.rate, extent
-            )
-        )
+    def draw_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
+        """Return ``num`` gaps, in seconds."""
+        return rng.exponential(1 / self.rate, num)
+
+    def draw_first(self, rng: np.random.Generator) -> float:
+        """Return the rest of the gap under way at time 0."""
+        return float(rng.exponential(1 / self.rate))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GammaArrivals:
+class GammaArrivals(_RenewalProcess):
     """Gamma-distributed gaps: 1 is Poisson, above it bursts, below it regularity.
 
     Args:
@@ -170,19 +172,20 @@ class GammaArrivals:
         check_rate(self.rate)
         require(self.cov > 0, "cov", self.cov, "above 0")
 
-    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
-        """Return the arrivals within an extent."""
-        need_end(extent, self.kind)
+    def draw_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
+        """Return ``num`` gaps, in seconds."""
         shape = 1 / self.cov**2
-        scale_s = 1 / (self.rate * shape)
-        # The gap met at time 0 is drawn in proportion to its length, and time 0 lies anywhere in it.
-        first_gap = lambda: float(rng.gamma(shape + 1, scale_s) * rng.random())  # noqa: E731
-        return Arrived(renewal_times(lambda num: rng.gamma(shape, scale_s, num), first_gap, self.rate, extent))
+        return rng.gamma(shape, 1 / (self.rate * shape), num)
+
+    def draw_first(self, rng: np.random.Generator) -> float:
+        """Return the rest of the gap at time 0: drawn in proportion to its length, and time 0 lies anywhere in it."""
+        shape = 1 / self.cov**2
+        return float(rng.gamma(shape + 1, 1 / (self.rate * shape)) * rng.random())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeibullArrivals:
-    """Weibull-distributed gaps, the other fit that production clients get.
+class WeibullArrivals(_RenewalProcess):
+    """Weibull-distributed gaps, the other distribution that is fitted to production clients.
 
     Args:
         rate: Mean requests per second.
@@ -197,13 +200,18 @@ class WeibullArrivals:
         check_rate(self.rate)
         require(self.shape > 0, "shape", self.shape, "above 0")
 
-    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
-        """Return the arrivals within an extent."""
-        need_end(extent, self.kind)
+    @property
+    def _scale_s(self) -> float:
+        return 1 / (self.rate * math.gamma(1 + 1 / self.shape))
+
+    def draw_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
+        """Return ``num`` gaps, in seconds."""
+        return self._scale_s * rng.weibull(self.shape, num)
+
+    def draw_first(self, rng: np.random.Generator) -> float:
+        """Return the rest of the gap at time 0: drawn in proportion to its length, and time 0 lies anywhere in it."""
         power = 1 / self.shape
-        scale_s = 1 / (self.rate * math.gamma(1 + power))
-        first_gap = lambda: float(scale_s * rng.gamma(1 + power) ** power * rng.random())  # noqa: E731
-        return Arrived(renewal_times(lambda num: scale_s * rng.weibull(self.shape, num), first_gap, self.rate, extent))
+        return float(self._scale_s * rng.gamma(1 + power) ** power * rng.random())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +219,7 @@ class ReplayArrivals:
     """The times of a trace, as recorded or stretched to a rate; past its end it begins again.
 
     Args:
-        file: A trace with times: Azure LLM, Mooncake or GenTD26 requests.
+        file: A trace with times: Azure LLM or Mooncake requests.
         rate: Mean requests per second to stretch to; as recorded when ``None``.
     """
 

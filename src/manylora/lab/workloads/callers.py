@@ -15,9 +15,13 @@ import numpy as np
 from manylora.core.errors import ConfigError
 from manylora.core.options import require
 from manylora.lab.workloads.arrivals import Arrived, Extent, GammaArrivals, WeibullArrivals
-from manylora.lab.workloads.streams import FloatArray, IntArray
-from manylora.lab.workloads.traces.azure_functions import read_calls_per_minute, read_single_calls
-from manylora.lab.workloads.traces.servegen import WINDOW_S, read_client_windows
+from manylora.lab.workloads.traces.callers import (
+    WINDOW_S,
+    read_calls_per_minute,
+    read_client_windows,
+    read_single_calls,
+)
+from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = ["AzureFunctions2019", "AzureFunctions2021", "GammaCallers", "ServeGenClients"]
 

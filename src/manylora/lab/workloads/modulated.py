@@ -11,7 +11,7 @@ import numpy as np
 from manylora.core.errors import ConfigError
 from manylora.core.options import require
 from manylora.lab.workloads.arrivals import Arrived, Extent, PoissonArrivals, check_rate, need_end
-from manylora.lab.workloads.streams import FloatArray
+from manylora.lab.workloads.workload import FloatArray
 
 __all__ = ["OnOffArrivals", "StepArrivals"]
 

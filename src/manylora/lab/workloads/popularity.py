@@ -8,6 +8,7 @@ A *place* below is a rank in the sense of popularity (place 1 is asked for most)
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ import numpy as np
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import require
-from manylora.lab.workloads.streams import FloatArray, IntArray
-from manylora.lab.workloads.traces.gentd26 import read_adapter_uses
+from manylora.lab.workloads.traces.adapters import read_adapter_uses
+from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = [
     "ExplicitShares",
@@ -71,15 +72,24 @@ def draw_places(shares: FloatArray, num: int, rng: np.random.Generator) -> IntAr
     return places
 
 
-def _assign(law: ShareLaw, num_requests: int, num_adapters: int, rng: np.random.Generator) -> IntArray:
-    """Draw places, and the adapter at each place, from a stream each."""
-    of_places, of_holders = rng.spawn(2)
-    holders = of_holders.permutation(num_adapters).astype(np.int64)
-    return holders[draw_places(law.shares(num_adapters), num_requests, of_places)]
+class _DrawnPlaces(ABC):
+    """Draws a place for each request by ``shares``; a stream of its own deals the places out to the adapters."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def shares(self, num: int) -> FloatArray:
+        """Return the shares of ``num`` places, largest first."""
+
+    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
+        """Return the adapter of each request."""
+        of_places, of_holders = rng.spawn(2)
+        holders = of_holders.permutation(len(ranks)).astype(np.int64)
+        return holders[draw_places(self.shares(len(ranks)), len(times), of_places)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UniformShares:
+class UniformShares(_DrawnPlaces):
     """Every adapter alike."""
 
     kind: ClassVar[str] = "uniform"
@@ -88,13 +98,9 @@ class UniformShares:
         """Return equal shares."""
         return np.full(num, 1 / num)
 
-    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
-        """Return the adapter of each request."""
-        return _assign(self, len(times), len(ranks), rng)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZipfShares:
+class ZipfShares(_DrawnPlaces):
     """Zipf-Mandelbrot's law, ``(place + q) ** -s``; Zipf's with ``q`` 0.
 
     The defaults fit a production service with 874 LoRA adapters; Zipf's own law fits it with s = 0.92.
@@ -117,13 +123,9 @@ class ZipfShares:
         weights = (np.arange(1, num + 1) + self.q) ** -self.s
         return np.asarray(weights / weights.sum(), dtype=np.float64)
 
-    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
-        """Return the adapter of each request."""
-        return _assign(self, len(times), len(ranks), rng)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PowerShares:
+class PowerShares(_DrawnPlaces):
     """S-LoRA's law, ``(i/n) ** alpha - ((i-1)/n) ** alpha``: that of ``floor(n * U ** (1/alpha))``.
 
     Its published default, an ``alpha`` of 1, is uniform. Real adapters fit 0.27, where the first tenth gets about
@@ -143,13 +145,9 @@ class PowerShares:
         """Return the shares of so many places."""
         return np.diff((np.arange(num + 1) / num) ** self.alpha)
 
-    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
-        """Return the adapter of each request."""
-        return _assign(self, len(times), len(ranks), rng)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GeometricShares:
+class GeometricShares(_DrawnPlaces):
     """Each place gets ``ratio`` times the requests of the next; Punica's benchmark calls it "zipf:1.5".
 
     Args:
@@ -166,10 +164,6 @@ class GeometricShares:
         """Return the shares of so many places."""
         weights = float(self.ratio) ** -np.arange(num, dtype=np.float64)
         return np.asarray(weights / weights.sum(), dtype=np.float64)
-
-    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
-        """Return the adapter of each request."""
-        return _assign(self, len(times), len(ranks), rng)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,10 +189,10 @@ class ExplicitShares:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredShares:
-    """How often each adapter of a production service was used, each use drawn by itself.
+class MeasuredShares(_DrawnPlaces):
+    """Measured uses of the adapters of a production service, each use drawn independently.
 
-    Fewer adapters of ours are its most popular ones.
+    With fewer adapters in the workload, the most popular of the service are kept.
 
     Args:
         file: GenTD26's `gentd26_lora_popularity.csv`.
@@ -209,14 +203,12 @@ class MeasuredShares:
     file: Path
     column: str = "uses_all_68195_rows"
 
-    def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
-        """Return the adapter of each request."""
+    def shares(self, num: int) -> FloatArray:
+        """Return the counts of the ``num`` most popular adapters."""
         uses = np.sort(read_adapter_uses(self.file, self.column))[::-1]
-        if len(uses) < len(ranks):
-            raise ConfigError(f"{self.file}: counts of {len(uses)} adapters, expected at least {len(ranks)}")
-        of_places, of_holders = rng.spawn(2)
-        holders = of_holders.permutation(len(ranks)).astype(np.int64)
-        return holders[draw_places(uses[: len(ranks)].astype(np.float64), len(times), of_places)]
+        if len(uses) < num:
+            raise ConfigError(f"{self.file}: counts of {len(uses)} adapters, expected at least {num}")
+        return uses[:num].astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,17 +43,19 @@ from manylora.lab.workloads.arrivals import (
     WeibullArrivals,
 )
 from manylora.lab.workloads.callers import AzureFunctions2019, AzureFunctions2021, GammaCallers, ServeGenClients
-from manylora.lab.workloads.distributions import (
+from manylora.lab.workloads.lengths import (
     Distribution,
     ExponentialTokens,
     FixedTokens,
     GammaTokens,
+    Lengths,
     LognormalTokens,
+    ParametricLengths,
+    ReplayLengths,
+    TraceLengths,
     UniformTokens,
 )
-from manylora.lab.workloads.drift import Drift
-from manylora.lab.workloads.lengths import Lengths, ParametricLengths, ReplayLengths, TraceLengths
-from manylora.lab.workloads.locality import OrderReplay, Sessions, StackDistances
+from manylora.lab.workloads.locality import Drift, OrderReplay, Sessions, StackDistances
 from manylora.lab.workloads.modulated import OnOffArrivals, StepArrivals
 from manylora.lab.workloads.popularity import (
     ExplicitShares,
@@ -67,9 +69,8 @@ from manylora.lab.workloads.popularity import (
     UniformShares,
     ZipfShares,
 )
-from manylora.lab.workloads.streams import FloatArray, IntArray, Streams
 from manylora.lab.workloads.tables import TableReader, nearest
-from manylora.lab.workloads.workload import ATTENTION, AdapterSpec, RequestSpec, Workload
+from manylora.lab.workloads.workload import ATTENTION, AdapterSpec, FloatArray, IntArray, RequestSpec, Streams, Workload
 
 __all__ = ["KINDS", "AdapterSet", "WorkloadSpec", "make_workload", "read_workload_spec"]
 

@@ -1,4 +1,4 @@
-"""A workload as data: requests with their times, lengths and adapters.
+"""A workload as data: requests with their times, lengths and adapters; and the random streams that it is drawn from.
 
 Traces and generators make it; the simulator, the load generator and the live engine replay it.
 """
@@ -6,8 +6,15 @@ Traces and generators make it; the simulator, the load generator and the live en
 from __future__ import annotations
 
 from dataclasses import dataclass
+from zlib import crc32
 
-__all__ = ["ATTENTION", "AdapterSpec", "RequestSpec", "Workload"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ATTENTION", "AdapterSpec", "FloatArray", "IntArray", "RequestSpec", "Streams", "Workload"]
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -76,3 +83,18 @@ class Workload:
     def rate(self) -> float:
         """Mean requests per second."""
         return len(self.requests) / self.duration_s if self.duration_s else 0.0
+
+
+class Streams:
+    """Independent generators of random numbers, one per source: other lengths leave all arrivals unchanged.
+
+    Args:
+        seed: At least 0; the same seed and name give the same numbers on every machine.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def of(self, name: str) -> np.random.Generator:
+        """Return a new generator of the named stream."""
+        return np.random.default_rng([self._seed, crc32(name.encode())])

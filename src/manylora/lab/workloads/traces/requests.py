@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.lab.workloads.streams import FloatArray, IntArray
 from manylora.lab.workloads.traces.rows import header_of, read_csv, read_json_lines
+from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = ["RequestTrace", "read_azure_llm", "read_length_pairs", "read_mooncake", "read_requests"]
 

@@ -1,0 +1,117 @@
+"""Traces of callers: serverless functions, and clients of production language models.
+
+*Azure Functions* (2019: counts per minute; 2021: single calls): papers on serving adapters replay them with a function
+for an adapter (dLoRA, OSDI '24). Their popularity is steeper than that of real adapters: Zipf exponents of 1.2 to 1.9
+against 0.92. *ServeGen* (Alibaba, arXiv 2505.09999): clients in windows of ten minutes; a client is the nearest public
+analogue of one adapter for one tenant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from manylora.core.errors import ConfigError
+from manylora.lab.workloads.traces.rows import header_of, read_csv
+from manylora.lab.workloads.workload import FloatArray, IntArray
+
+__all__ = ["WINDOW_S", "Calls", "ClientWindow", "read_calls_per_minute", "read_client_windows", "read_single_calls"]
+
+WINDOW_S = 600.0
+"""Seconds of a window of ServeGen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Calls:
+    """Single calls in order of arrival.
+
+    Args:
+        arrival_s: Seconds since the first.
+        function: Which function, numbered in order of appearance.
+    """
+
+    arrival_s: FloatArray
+    function: IntArray
+
+
+@lru_cache(maxsize=2)
+def read_calls_per_minute(file: Path) -> IntArray:
+    """Return calls per function and minute of a 2019 file, shaped (functions, minutes).
+
+    Two layouts are known: `minute_1`... with the hashes before them, and the original `1`... with a trigger.
+    """
+    names = header_of(file).split(",")
+    minutes = [name for name in names if name.removeprefix("minute_").isdigit()]
+    if not minutes or "HashFunction" not in names:
+        raise ConfigError(f"{file}, line 1: expected HashFunction and a column per minute, got {', '.join(names[:8])}")
+    counts = [[row.whole(minute) for minute in minutes] for row in read_csv(file, minutes)]
+    if not any(map(any, counts)):
+        raise ConfigError(f"{file}: expected at least one call, got none")
+    return np.asarray(counts, dtype=np.int64)
+
+
+@lru_cache(maxsize=2)
+def read_single_calls(file: Path) -> Calls:
+    """Read a 2021 file; a call arrived when it ended less its duration."""
+    functions: dict[tuple[str, str], int] = {}
+    calls: list[tuple[float, tuple[str, str]]] = []
+    for row in read_csv(file, ("app", "func", "end_timestamp", "duration")):
+        started_at = row.number("end_timestamp") - row.number("duration", least=0)
+        calls.append((started_at, (row.text("app"), row.text("func"))))
+    if not calls:
+        raise ConfigError(f"{file}: expected at least one call, got none")
+    calls.sort(key=lambda call: call[0])
+    arrival_s = np.asarray([call[0] for call in calls])
+    return Calls(
+        arrival_s=arrival_s - arrival_s[0],
+        function=np.asarray([functions.setdefault(call[1], len(functions)) for call in calls], dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClientWindow:
+    """One client in one window.
+
+    Args:
+        model: The model it asked.
+        client: Its number there.
+        start_s: Beginning of the window, in seconds since the trace's midnight.
+        rate: Mean requests per second.
+        pattern: The distribution that was fitted to the gaps.
+        shape: The fit's shape.
+    """
+
+    model: str
+    client: int
+    start_s: float
+    rate: float
+    pattern: Literal["gamma", "weibull"]
+    shape: float
+
+
+@lru_cache(maxsize=2)
+def read_client_windows(file: Path) -> tuple[ClientWindow, ...]:
+    """Read `servegen_oneday_trace.csv.gz`."""
+    columns = ("model", "client_id", "timestamp", "rate", "pattern", "arg1")
+    windows: list[ClientWindow] = []
+    for row in read_csv(file, columns):
+        pattern = row.text("pattern")
+        if pattern not in ("Gamma", "Weibull"):
+            raise row.wrong("pattern", "Gamma or Weibull")
+        windows.append(
+            ClientWindow(
+                model=row.text("model"),
+                client=row.whole("client_id"),
+                start_s=row.number("timestamp", least=0),
+                rate=row.number("rate", least=0),
+                pattern="gamma" if pattern == "Gamma" else "weibull",
+                shape=row.number("arg1", least=0),
+            )
+        )
+    if not windows:
+        raise ConfigError(f"{file}: expected at least one window, got none")
+    return tuple(windows)
