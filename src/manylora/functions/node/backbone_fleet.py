@@ -113,15 +113,15 @@ class BackboneFleet:
     @property
     def num_restarts(self) -> int:
         """Processes started after the first of each function that is awake."""
-        return sum(one.awake.fleet.num_restarts for one in self._instances() if one.awake is not None)
+        return sum(one.engine.fleet.num_restarts for one in self._instances() if one.engine is not None)
 
     @property
     def resumes(self) -> ResumeStats:
         """Counters of requests that outlived a process of functions that are awake."""
         total = ResumeStats()
         for one in self._instances():
-            if one.awake is not None:
-                stats = one.awake.fleet.resumes
+            if one.engine is not None:
+                stats = one.engine.fleet.resumes
                 total.num_resumes += stats.num_resumes
                 total.num_resumed += stats.num_resumed
                 total.num_ended += stats.num_ended
@@ -163,7 +163,7 @@ class BackboneFleet:
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
     ) -> dict[int, Snapshot]:
         """Return the snapshot of each function that is awake and answers, by its number; otherwise as ``snapshot``."""
-        awake = {index: one.awake for index, one in enumerate(self._instances()) if one.awake is not None}
+        awake = {index: one.engine for index, one in enumerate(self._instances()) if one.engine is not None}
         taking = [
             asyncio.wait_for(one.fleet.snapshot(num_adapters, only_in_use=only_in_use, name=name), SNAPSHOT_S)
             for one in awake.values()
@@ -182,19 +182,19 @@ class BackboneFleet:
         return [
             Replica(
                 index=index,
-                state=one.awake.fleet.state,
+                state=one.engine.fleet.state,
                 pid=one.pid,
                 node=None,
-                num_restarts=one.awake.fleet.num_restarts,
-                num_in_flight=one.awake.num_in_flight,
+                num_restarts=one.engine.fleet.num_restarts,
+                num_in_flight=one.engine.num_in_flight,
             )
             for index, one in enumerate(self._instances())
-            if one.awake is not None
+            if one.engine is not None
         ]
 
     def num_by_state(self) -> Counter[EngineState]:
         """Return the number of functions in each state; one that sleeps is idle."""
-        return Counter(EngineState.IDLE if one.awake is None else one.awake.fleet.state for one in self._instances())
+        return Counter(EngineState.IDLE if one.engine is None else one.engine.fleet.state for one in self._instances())
 
     async def drain_replica(self, index: int, timeout_s: float) -> None:
         """Refuse: functions are not drained by number."""

@@ -28,7 +28,7 @@ from manylora.execution.model.base_weights import share_weights
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import load_model
 from manylora.functions.deployment import FunctionSpec
-from manylora.functions.node.launch import Awake, Timeouts, launch
+from manylora.functions.node.launch import AwakeFunction, Launcher, Timeouts
 from manylora.functions.processes.backbone import fetch_backbone
 from manylora.functions.processes.frames import FrameBuffer, FrameError, frame
 from manylora.functions.processes.function_log import FunctionLog
@@ -181,19 +181,19 @@ def test_a_function_that_is_stopped_ends_its_own_requests_alone(
         zygote = Zygote(backbone)
         spec = FunctionSpec(backbone="base", adapter=modules[0].path)
         host = SimpleNamespace(name="base", backbone=backbone)
-        users = SimpleNamespace(take_uid=lambda: place(modules[0]).uid, give_uid=lambda uid: None)
+        users = SimpleNamespace(take=lambda: place(modules[0]).uid, give_back=lambda uid: None)
 
-        async def start(module: LoraModule) -> Awake:
-            return await launch(
-                module.name,
-                structs.replace(spec, adapter=module.path, threads=1),
-                cast(Any, host),
-                zygote,
+        async def start(module: LoraModule) -> AwakeFunction:
+            launcher = Launcher(
+                name=module.name,
+                spec=structs.replace(spec, adapter=module.path, threads=1),
+                host=cast(Any, host),
                 log=FunctionLog(module.name),
                 users=cast(Any, users),
                 timeouts=Timeouts(hang_s=2.0, start_s=PATIENCE_S),
                 observe=lambda observed: None,
             )
+            return await launcher.start_from(zygote)
 
         awake = [await start(one) for one in modules]
         try:
@@ -243,7 +243,7 @@ def test_a_compromised_function_reaches_nothing(
     if as_root and os.geteuid() != 0:
         pytest.skip("needs root")
     secret = adapter(model, 1).path + "/adapter_model.safetensors"
-    attacks = Path(__file__).parents[1] / "support"
+    attacks = Path(__file__).parents[2] / "support"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(attacks), *filter(None, sys.path)]))
     monkeypatch.setenv("MANYLORA_API_KEY", "secret")
     told = {"parent": os.getpid(), "sealed": backbone.base.file, "secret": secret, "own": adapter(model, 0).path}
