@@ -42,9 +42,6 @@ LONG_FUNCTIONS: dict[str, int] = {
     "serving/api/respond.py:submit": 80,
     "serving/api/responses.py:create_response": 72,
     "serving/api/schemas.py:sampling_params": 68,
-    "serving/hosting/fleet/fleet.py:__init__": 81,
-    "serving/metrics/scrape.py:_vllm_metrics": 65,
-    "serving/server/http_server.py:make_http_server": 71,
 }
 """Lines of the functions that are longer, until they are cut."""
 
@@ -54,8 +51,6 @@ LONG_CLASSES: dict[str, int] = {
     "core/engine/steps/running.py:RunningSet": 314,
     "core/scheduling/policies/chameleon/policy.py:ChameleonPolicy": 308,
     "lab/functions/simulation.py:FunctionsSimulation": 315,
-    "serving/hosting/fleet/fleet.py:Fleet": 381,
-    "serving/hosting/links/client.py:EngineClient": 317,
 }
 MANY_ARGUMENTS: dict[str, int] = {
     "core/engine/answers.py:Answers": 9,
@@ -65,8 +60,6 @@ MANY_ARGUMENTS: dict[str, int] = {
     "execution/runner.py:ModelRunner": 10,
     "lab/sim/run/executor.py:SimulatedExecutor": 10,
     "serving/api/answers.py:RequestAnswers": 9,
-    "serving/hosting/fleet/fleet.py:Fleet": 13,
-    "serving/hosting/fleet/keeper.py:EngineKeeper": 9,
 }
 
 

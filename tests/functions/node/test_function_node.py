@@ -54,7 +54,10 @@ class Engine:
         self.may_stop = asyncio.Event()
         self.may_stop.set()
         self.keeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.fleet = SimpleNamespace(state=EngineState.SERVING, num_restarts=0, submit=self.submit)
+        self.fleet = SimpleNamespace(
+            engines=SimpleNamespace(state=EngineState.SERVING, num_restarts=0),
+            requests=SimpleNamespace(submit=self.submit),
+        )
 
     def weigh(self, has_requests: bool) -> None:
         self.has_share = has_requests
@@ -594,7 +597,7 @@ def test_a_request_waits_no_longer_for_a_process_than_it_may_be_silent(
             await rig.ask("a", "1")
         rig.may_start.set()
         assert await rig.ask("a", "2") == "stream"
-        rig.engines["a"].fleet.state = EngineState.RESTARTING
+        rig.engines["a"].fleet.engines.state = EngineState.RESTARTING
         with pytest.raises(CapacityError, match="it is restarting") as restarting:
             await rig.ask("a", "3")
         assert [one.value.status for one in (waking, restarting)] == [503, 503]
@@ -631,7 +634,8 @@ def test_a_start_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     run(scenario)
     assert stopped
-    assert (given["hang_timeout_s"], given["start_timeout_s"]) == (None, 0.01)
+    restarts = given["policy"].restarts
+    assert (restarts.hang_timeout_s, restarts.start_timeout_s) == (None, 0.01)
 
 
 def test_a_function_that_never_fits_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,9 @@ async def running(make_link: object, module: LoraModule) -> AsyncIterator[Fleet]
 
 async def answer(fleet: Fleet, name: str, prompt: Sequence[int] = (5, 9, 40), request_id: str = "r") -> list[int]:
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    stream = await fleet.submit([Request(request_id=request_id, prompt=tuple(prompt), model=name, sampling=sampling)])
+    stream = await fleet.requests.submit(
+        [Request(request_id=request_id, prompt=tuple(prompt), model=name, sampling=sampling)]
+    )
     tokens: list[int] = []
 
     def consume(outputs: list[Output]) -> None:
@@ -158,7 +160,7 @@ def test_functions_answer_as_plain_engines_and_come_back(model: ModelConfig, bac
                     assert private_bytes_of_base(pid) == 0
                 os.kill(pid, signal.SIGKILL)
                 async with asyncio.timeout(PATIENCE_S):
-                    while fleets[0].num_restarts == 0 or fleets[0].state is not EngineState.SERVING:
+                    while fleets[0].engines.num_restarts == 0 or fleets[0].engines.state is not EngineState.SERVING:
                         await asyncio.sleep(0.01)
                 assert await answer(fleets[0], modules[0].name, request_id="again") == expected[0]
                 assert await answer(fleets[1], modules[1].name, request_id="again") == expected[1]
@@ -206,7 +208,7 @@ def test_a_function_that_is_stopped_ends_its_own_requests_alone(
                 await held
             assert found.value.status == 503
             async with asyncio.timeout(PATIENCE_S):
-                while awake[0].fleet.state is not EngineState.SERVING:
+                while awake[0].fleet.engines.state is not EngineState.SERVING:
                     await asyncio.sleep(0.01)
             assert await answer(awake[0].fleet, modules[0].name, request_id="again") == expected[0]
 

@@ -154,7 +154,7 @@ class Agent:
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 for fleet in self._fleets:
-                    await fleet.idle()
+                    await fleet.in_progress.ended()
         except TimeoutError:
             logger.warning("drain_timed_out after_s=%.1f", self._config.drain_timeout_s)
 

@@ -177,7 +177,7 @@ class FunctionInstance:
             adapter_bytes=self._adapter_bytes,
             requests_per_s=self.rate.per_s(now),
             num_starts=self._num_starts,
-            num_deaths=self._num_deaths + (0 if engine is None else engine.fleet.num_restarts),
+            num_deaths=self._num_deaths + (0 if engine is None else engine.fleet.engines.num_restarts),
             last_start=self._start,
             error=str(self._failed[1])[:4000] if self.phase is FunctionPhase.FAILED and self._failed else None,
             missing=() if engine is None else _missing_measures(engine),
@@ -202,7 +202,7 @@ class FunctionInstance:
                 await self._wait(go)
                 if self.engine is None:  # it failed, or was put to sleep, between the queue and the engine
                     raise self._asleep_error()
-                return await self.engine.fleet.submit(requests)
+                return await self.engine.fleet.requests.submit(requests)
         finally:
             self._node.changed(self)
 
@@ -213,7 +213,7 @@ class FunctionInstance:
             async with asyncio.timeout(None if hang_s is None else hang_s + self.spec.slo_s):
                 await go
         except TimeoutError:
-            state = self.phase if self.engine is None else self.engine.fleet.state
+            state = self.phase if self.engine is None else self.engine.fleet.engines.state
             raise CapacityError(
                 f"Function {self.name!r} took no requests for {hang_s:g} s: it is {state.value}; please try again.",
                 retry_after_s=RETRY_AFTER_S,
@@ -239,7 +239,7 @@ class FunctionInstance:
         self.wake()
         if self.engine is None:
             return
-        if self.engine.fleet.state is not EngineState.SERVING:
+        if self.engine.fleet.engines.state is not EngineState.SERVING:
             self._timer = loop.call_later(RESTARTING_S, self.advance)
             return
         while self.queue:
@@ -370,7 +370,7 @@ class FunctionInstance:
         engine, self.engine, self._awake_since = self.engine, None, None
         assert engine is not None
         self.queue.times.restart()
-        self._num_deaths += engine.fleet.num_restarts
+        self._num_deaths += engine.fleet.engines.num_restarts
         return engine
 
     def _enter(self, phase: FunctionPhase) -> None:

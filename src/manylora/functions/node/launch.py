@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -26,7 +26,7 @@ from manylora.functions.processes.link import FunctionLink
 from manylora.functions.processes.messages import FunctionPlace
 from manylora.functions.processes.zygote import Zygote
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
-from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
 from manylora.serving.hosting.protocol import EngineSpec, Observations, StartReport
@@ -104,12 +104,12 @@ class AwakeFunction:
     @property
     def pid(self) -> int | None:
         """Its process."""
-        return self.fleet.pids[0]
+        return self.fleet.engines.replicas()[0].pid
 
     @property
     def num_in_flight(self) -> int:
         """Requests with the engine, or between two of its processes."""
-        return sum(one.num_in_flight for one in self.fleet.replicas()) + self.fleet.resumes.num_waiting
+        return sum(one.num_in_flight for one in self.fleet.engines.replicas()) + self.fleet.resumes.num_waiting
 
     @property
     def report(self) -> StartReport | None:
@@ -211,12 +211,13 @@ class Launcher:
             [partial(self._make_link, zygote, self._engine(), links)],
             served_name=self.host.name,
             observe=self.observe,
-            restarts=RESTARTS,
-            resumes=ResumePolicy(max_resumes=3, patience_s=60.0, after_hang=False),
-            seed=SystemRandom().getrandbits(63),
-            hang_timeout_s=self.timeouts.hang_s,
-            start_timeout_s=self.timeouts.start_s,
-            keeps_required=True,  # without its adapter it is of no use
+            policy=FleetPolicy(
+                restarts=replace(RESTARTS, hang_timeout_s=self.timeouts.hang_s, start_timeout_s=self.timeouts.start_s),
+                resumes=ResumePolicy(
+                    max_resumes=3, max_wait_s=60.0, after_hang=False, seed=SystemRandom().getrandbits(63)
+                ),
+                keeps_required=True,  # without its adapter it is of no use
+            ),
         )
         try:
             async with asyncio.timeout(self.timeouts.start_s):

@@ -279,7 +279,7 @@ class FunctionNode:
         """Cancel requests of functions of a backbone, wherever they are; ``stopped``: that is their normal end."""
         for one in self._present:
             if one.host.name == backbone and one.engine is not None:
-                one.engine.fleet.cancel(request_ids, stopped=stopped)
+                one.engine.fleet.requests.cancel(request_ids, stopped=stopped)
         self.changed()
 
 
