@@ -209,7 +209,7 @@ def measure(num_rounds: int, num_requests: int, load: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as path:
         probe = build_parts(config, WallClock())
         base = probe.base
-        possible = possible_modes(reads_host=probe.reads_host, waits_by_layer=probe.waits_by_layer)
+        possible = possible_modes(probe)
         modes = [mode for mode in MODES if mode == "auto" or ColdStart(mode) in possible]
         left_out = [mode for mode in MODES if mode not in modes]
         folders = [write_synthetic_adapter(Path(path) / name, base, RANK, rng) for name in names]

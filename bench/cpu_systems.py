@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, StepRecord
-from manylora.core.engine.build import build_core
+from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.types import Output, Request, SamplingParams
 from manylora.execution.build import build_parts
@@ -108,7 +109,7 @@ class Ours:
         )
         self._parts = build_parts(config, self._clock)
         executor = self._parts.executor if log is None else LoggedExecutor(self._parts.executor, log)
-        self._core = build_core(self._parts, config, executor=executor)
+        self._core = EngineCore(replace(self._parts, executor=executor), config)
         self.weight_bytes: dict[str, int] = {}
         for name, folders in sets.items():
             versions = [self._parts.reader.read(folder.name, str(folder)) for folder in folders]

@@ -21,9 +21,10 @@ from time import perf_counter, thread_time
 
 from publishing import Others, arguments, publish, reason_to_refuse, table
 
-from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
 from manylora.core.plan import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.core.ports import CoreParts
 from manylora.core.scheduling import POLICIES
 from manylora.core.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams, Tier
 from manylora.lab.bench.rounds import in_turns, middle_of_rounds
@@ -120,15 +121,15 @@ class FullEngine:
         self._now = 0.0
         self._rng = random.Random(0)
         self.core = EngineCore(
-            base=base_shape("llama-3-8b"),
-            # Room for the running requests and some forty of their adapters' worth beside: far from all adapters.
-            num_pages=scale.running * 40,
-            executor=_NullExecutor(),
-            scheduler=SchedulerConfig(
-                policy=policy, max_num_seqs=scale.running, max_waiting=10 * scale.waiting, predictor="noisy"
+            CoreParts(base=base_shape("llama-3-8b"), num_pages=scale.running * 40, executor=_NullExecutor()),
+            EngineConfig(
+                model=ModelConfig(model="base"),
+                scheduler=SchedulerConfig(
+                    policy=policy, max_num_seqs=scale.running, max_waiting=10 * scale.waiting, predictor="noisy"
+                ),
+                memory=MemoryConfig(prefix_caching=False),
+                adapters=AdapterConfig(eviction=eviction, host_bytes=1 << 50),
             ),
-            memory=MemoryConfig(prefix_caching=False),
-            adapters=AdapterConfig(eviction=eviction, host_bytes=1 << 50),
             served_name="base",
         )
         for index in range(scale.adapters):

@@ -27,9 +27,10 @@ import torch
 from gpu_rig import ALL_LINEAR, DTYPES, LLAMA_3_8B, SMOKE, Engine, Report, Sizes, captured, seconds, wait, wall_seconds
 from live_arrivals import live_arrivals
 
-from manylora.core.config import AdapterConfig, SchedulerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
+from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion
 from manylora.execution.attention.page_tables import PageTables
 from manylora.execution.attention.paged import AttentionCall
@@ -359,12 +360,10 @@ class Bench:
         engine = self.engine
         recorder = Recorder(ranks={spec.name: spec.rank for spec in workload.adapters})
         core = EngineCore(
-            base=engine.base,
-            num_pages=num_pages,
-            executor=engine.executor,
-            scheduler=scheduler,
-            memory=engine.config.memory,
-            adapters=adapters,
+            CoreParts(base=engine.base, num_pages=num_pages, executor=engine.executor),
+            EngineConfig(
+                model=ModelConfig(model="base"), scheduler=scheduler, memory=engine.config.memory, adapters=adapters
+            ),
             served_name="base",
             sinks=(recorder,),
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig
-from manylora.core.engine.build import build_core
+from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.types import AdapterVersion, Request
 from manylora.execution.build import build_parts
@@ -21,7 +21,7 @@ class LiveEngine:
         self.clock = WallClock()
         self.parts = build_parts(config, self.clock)
         self._recorder = Recorder()
-        self.core = build_core(self.parts, config, sinks=[lambda event: self._recorder(event)])
+        self.core = EngineCore(self.parts, config, sinks=[lambda event: self._recorder(event)])
         self.versions: list[AdapterVersion] = []
         for folder in folders:
             version = self.parts.reader.read(folder.name, str(folder))

@@ -43,7 +43,7 @@ from replay import ReplayExecutor
 from manylora.core.clock import Clock, VirtualClock, WallClock
 from manylora.core.config import MIB, AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord, write_step_log
-from manylora.core.engine.build import build_core
+from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import EngineStats
 from manylora.core.events import AdapterEvicted, Event, RequestAdmitted, RequestArrived, RequestPreempted
@@ -129,7 +129,7 @@ class Bench:
         """Serve the arrivals: live or simulated, this is all there is to it."""
         events: list[Event] = []
         recorder = Recorder()
-        core = build_core(self.parts, self.config, executor=executor, sinks=[events.append, recorder])
+        core = EngineCore(replace(self.parts, executor=executor), self.config, sinks=[events.append, recorder])
         for version, folder in zip(versions, self.folders, strict=True):
             core.adapters.register(folder.name, version, start_s)
         EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()

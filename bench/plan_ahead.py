@@ -23,12 +23,12 @@ from publishing import Others, arguments, publish, reason_to_refuse, table
 
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import WallClock
-from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.steps.plan_ahead import fill_in
 from manylora.core.plan import AdapterLoad, LoadResult, StepPlan, StepResult
-from manylora.core.ports import Work
+from manylora.core.ports import CoreParts, Work
 from manylora.core.types import AdapterKey, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.device import describe_machine
 from manylora.execution.executor import FutureWork
@@ -105,12 +105,13 @@ def measure(base: BaseShape, batch: int, *, plan_ahead: bool, num_steps: int) ->
     clock = WallClock()
     device = SleepingDevice(clock)
     core = EngineCore(
-        base=base,
-        num_pages=1 << 16,
-        executor=device,
-        scheduler=SchedulerConfig(max_num_seqs=batch, plan_ahead=plan_ahead),
-        memory=MemoryConfig(),
-        adapters=AdapterConfig(),
+        CoreParts(base=base, num_pages=1 << 16, executor=device),
+        EngineConfig(
+            model=ModelConfig(model="base"),
+            scheduler=SchedulerConfig(max_num_seqs=batch, plan_ahead=plan_ahead),
+            memory=MemoryConfig(),
+            adapters=AdapterConfig(),
+        ),
         served_name="base",
     )
     specs = [AdapterSpec(name=f"a{index}", rank=16, targets=("q_proj", "v_proj")) for index in range(NUM_ADAPTERS)]

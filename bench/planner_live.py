@@ -25,7 +25,7 @@ from publishing import Others, arguments, publish, reason_to_refuse
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, LogLine, StepRecord
-from manylora.core.engine.build import build_core
+from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.demo import demo_model_path
 from manylora.execution.build import build_parts
@@ -101,7 +101,7 @@ class Live:
         self._clock = WallClock()
         self._parts = build_parts(config, self._clock)
         executor = self._parts.executor if write is None else LoggedExecutor(self._parts.executor, write)
-        self._core = build_core(self._parts, config, executor=executor, sinks=(self._take,))
+        self._core = EngineCore(replace(self._parts, executor=executor), config, sinks=(self._take,))
         self._recorder = Recorder()
         rng = np.random.default_rng(0)
         for spec in adapters.adapters:

@@ -33,7 +33,7 @@ import httpx
 import manylora
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
-from manylora.core.engine.build import build_core
+from manylora.core.engine.core import EngineCore
 from manylora.core.types import Tier
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.execution.build import build_parts
@@ -110,7 +110,7 @@ def adapter() -> Counter[str]:
         model=ModelConfig(model=str(demo_model_path()), device="cpu"), memory=MemoryConfig(memory_bytes=64 << 20)
     )
     parts = build_parts(config, clock)
-    core = build_core(parts, config, served_name="demo")
+    core = EngineCore(parts, config, served_name="demo")
     try:
         for is_counted, (name, path) in zip((False, True), demo_adapters().items(), strict=False):
             with walk.counted() if is_counted else _nothing():

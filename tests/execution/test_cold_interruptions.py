@@ -38,6 +38,7 @@ from manylora.core.costs.arriving import WaitBudget
 from manylora.core.engine.adapters.cold_starts import ColdStarts
 from manylora.core.engine.core import EngineCore
 from manylora.core.plan import ARRIVING, IN_HOST, Placement
+from manylora.core.ports import CoreParts
 from manylora.core.types import ColdStart, FinishReason, Output, Request, SamplingParams, Tier
 from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.stream import ThreadStream
@@ -117,13 +118,16 @@ class Run:
                 self.commands.popleft()(core, now)
             for output in core.collect(now):
                 self.outputs.setdefault(output.request_id, []).append(output)
-            if not core._steps:
+            if not core._steps.in_flight:
                 between(num_between)
                 num_between += 1
             core.launch(now)
             core.check_integrity()
-            self.placements |= {frozenset(part.placement for part in plan.sequences) for plan in core._steps.plans()}
-            if not core._steps and core.has_pending_work:
+            self.placements |= {
+                frozenset(part.placement for part in plan.sequences)
+                for plan in (step.plan for step in core._steps.in_flight)
+            }
+            if not core._steps.in_flight and core.has_pending_work:
                 self.stage.permits.release(10)  # only loads are left to wait for: an adapter has fewer pages
             if core.has_pending_work and not self.commands:
                 self.clock.wait_until(math.inf)
@@ -196,16 +200,21 @@ class Rig:
 
     def begin(self, mode: str, num_pages: int, *, is_ahead: bool) -> Run:
         core = EngineCore(
-            base=self.parts.base,
-            num_pages=num_pages,
-            executor=self.executor,
-            scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=4),
-            memory=MemoryConfig(block_size=BLOCK),
-            adapters=AdapterConfig(cold_start=mode, eviction="none", look_ahead=0),
+            CoreParts(
+                base=self.parts.base,
+                num_pages=num_pages,
+                executor=self.executor,
+                reads_host=True,
+                waits_by_layer=True,
+                is_accelerated=is_ahead,
+            ),
+            EngineConfig(
+                model=ModelConfig(model="base"),
+                scheduler=SchedulerConfig(max_num_batched_tokens=CHUNK, max_num_seqs=4, plan_ahead=False),
+                memory=MemoryConfig(block_size=BLOCK),
+                adapters=AdapterConfig(cold_start=mode, eviction="none", look_ahead=0),
+            ),
             served_name=BASE_NAME,
-            reads_host=True,
-            waits_by_layer=True,
-            is_accelerated=is_ahead,
         )
         for name in ("one", "two"):
             core.adapters.register(name, self.parts.reader.read(name, str(self._folders[name])), self.clock.now())
@@ -244,8 +253,8 @@ def unload(core: EngineCore, now: float) -> None:
 
 def preempt(core: EngineCore, now: float) -> None:
     """Take the youngest sequence's pages, as an older one does that must grow."""
-    running = core._running.sequences()
-    if running and not core._steps:
+    running = core._running.sequences
+    if running and not core._steps.in_flight:
         core._running.preempt(running[-1], now)
 
 

@@ -35,16 +35,7 @@ def simulate() -> tuple[list[Event], EngineCore]:
     clock = VirtualClock()
     parts = build_simulated_parts(config, clock)
     events: list[Event] = []
-    core = EngineCore(
-        base=parts.base,
-        num_pages=parts.num_pages,
-        executor=parts.executor,
-        scheduler=config.scheduler,
-        memory=config.memory,
-        adapters=config.adapters,
-        served_name="base",
-        sinks=[events.append],
-    )
+    core = EngineCore(parts, config, sinks=[events.append])
     for index in range(40):
         core.adapters.register(f"a{index}", synthetic_version(index), 0.0)
     EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals()).run()

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.core.clock import VirtualClock
-from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.events import Event, RequestPreempted, TokensEmitted
 from manylora.core.plan import ARRIVING, IN_HOST, AdapterLoad, Placement, StepPlan, StepResult
+from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion, Request, SamplingParams, Tier
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.model import FixedCost
@@ -243,15 +244,20 @@ def test_an_engine_in_virtual_time_gives_a_late_request_up_and_answers_it_later(
     cost = FixedCost(disk_bytes_per_s=A.disk_bytes / 16)
     events: list[Event] = []
     core = EngineCore(
-        base=base,
-        num_pages=400,
-        executor=SimulatedExecutor(cost, vocab_size=base.vocab_size, num_layers=LAYERS),
-        scheduler=SchedulerConfig(),
-        memory=MemoryConfig(),
-        adapters=AdapterConfig(cold_start="layers", look_ahead=0),
+        CoreParts(
+            base=base,
+            num_pages=400,
+            executor=SimulatedExecutor(cost, vocab_size=base.vocab_size, num_layers=LAYERS),
+            waits_by_layer=True,
+        ),
+        EngineConfig(
+            model=ModelConfig(model="base"),
+            scheduler=SchedulerConfig(),
+            memory=MemoryConfig(),
+            adapters=AdapterConfig(cold_start="layers", look_ahead=0),
+        ),
         served_name="base",
         sinks=[events.append],
-        waits_by_layer=True,
     )
     core.adapters.register("a", A, 0.0, tier=Tier.DISK)
     requests = []

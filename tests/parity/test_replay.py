@@ -77,19 +77,7 @@ def run(
 ) -> list[Event]:
     """Serve the arrivals on the engine that is asked for; return every event."""
     events: list[Event] = []
-    core = EngineCore(
-        base=parts.base,
-        num_pages=parts.num_pages,
-        executor=executor,
-        scheduler=config.scheduler,
-        memory=config.memory,
-        adapters=config.adapters,
-        served_name="base",
-        seed=config.seed,
-        sinks=[events.append],
-        reads_host=parts.reads_host,
-        waits_by_layer=parts.waits_by_layer,
-    )
+    core = EngineCore(replace(parts, executor=executor), config, sinks=[events.append])
     for index, version in enumerate(versions):
         core.adapters.register(f"a{index}", version, clock.now() if isinstance(clock, VirtualClock) else arrivals[0][0])
     EngineLoop(core, clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from fake_executor import FakeExecutor
 
 from manylora.core.adapters.shape import BaseShape, PageShape
-from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
-from manylora.core.events import Event
+from manylora.core.events import Event, EventSink
 from manylora.core.memory import BlockTable
-from manylora.core.ports import Executor
+from manylora.core.ports import CoreParts, Executor
 from manylora.core.scheduling import LengthPredictor, Nearness, PolicyContext, Sequence
 from manylora.core.scheduling.prediction import OraclePredictor
 from manylora.core.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams, Tier
@@ -232,22 +233,28 @@ def make_rig(
     waits_by_layer: bool = False,
     is_accelerated: bool = False,
     executor: Callable[[FakeExecutor], Executor] = lambda fake: fake,
+    sinks: Seq[EventSink] = (),
     **scheduler: object,
 ) -> Rig:
     """Make an engine on the fake executor, or on what ``executor`` makes of it."""
     fake = FakeExecutor(vocab_size=VOCAB_SIZE, block_size=block_size)
     events: list[Event] = []
     core = EngineCore(
-        base=small_base(block_size=block_size, max_model_len=max_model_len, eos=eos),
-        num_pages=num_pages,
-        executor=executor(fake),
-        scheduler=SchedulerConfig(**scheduler),  # type: ignore[arg-type]
-        memory=MemoryConfig(block_size=block_size, prefix_caching=prefix_caching),
-        adapters=adapters or AdapterConfig(),
+        CoreParts(
+            base=small_base(block_size=block_size, max_model_len=max_model_len, eos=eos),
+            num_pages=num_pages,
+            executor=executor(fake),
+            reads_host=reads_host,
+            waits_by_layer=waits_by_layer,
+            is_accelerated=is_accelerated,
+        ),
+        EngineConfig(
+            model=ModelConfig(model="base"),
+            scheduler=SchedulerConfig(**{"plan_ahead": False, **scheduler}),  # type: ignore[arg-type]
+            memory=MemoryConfig(block_size=block_size, prefix_caching=prefix_caching),
+            adapters=adapters or AdapterConfig(),
+        ),
         served_name="base",
-        sinks=[events.append],
-        reads_host=reads_host,
-        waits_by_layer=waits_by_layer,
-        is_accelerated=is_accelerated,
+        sinks=[events.append, *sinks],
     )
     return Rig(core, fake, events)

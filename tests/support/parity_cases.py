@@ -329,18 +329,7 @@ def _serve(
     kv_pages = sum(-(-(len(case.prompt) + num_tokens) // engine.memory.block_size) for case in cases)
     num_pages = sum(version.num_pages for version in versions.values()) + kv_pages // 2
     assert num_pages <= parts.num_pages
-    core = EngineCore(
-        base=parts.base,
-        num_pages=num_pages,
-        executor=parts.executor,
-        scheduler=engine.scheduler,
-        memory=engine.memory,
-        adapters=engine.adapters,
-        served_name=BASE_NAME,
-        reads_host=parts.reads_host,
-        waits_by_layer=parts.waits_by_layer,
-        is_accelerated=parts.is_accelerated,
-    )
+    core = EngineCore(replace(parts, num_pages=num_pages), engine, served_name=BASE_NAME)
     keys: dict[AdapterKey | None, str | None] = {None: None}
     for name, version in versions.items():
         core.adapters.register(name, version, clock.now())

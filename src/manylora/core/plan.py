@@ -142,8 +142,8 @@ class StepResult:
             step, whose logits were not finite, or whose answer's form took too much time. They have no token, and
             their KV is not valid; the other sequences of the step are not affected.
         refused: Those of ``failed`` whose request is at fault, not its adapter.
-        late: Sequences that the step has given up, since the weights of their adapter were late and all others waited
-            for them. They have no token, and their KV is not valid, but the load goes on: they may run once it is over.
+        late: Sequences that the step left out, since the weights of their adapter were late and all others waited for
+            them. They have no token, and their KV is not valid, but the load goes on: they may run once it is over.
         prompt_logprobs: A row for each of the plan's ``prompt_rows``, by ``seq_id``; none for failed and late ones.
         cpu_share: Share of the layers, over the assisted sequences, that the CPU computed; the device took over the
             others.

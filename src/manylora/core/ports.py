@@ -12,7 +12,7 @@ from manylora.core.errors import AdapterError
 from manylora.core.plan import AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.core.types import AdapterKey, AdapterVersion, Constraint, Tier
 
-__all__ = ["AdapterReader", "EngineParts", "Executor", "SharedBase", "Work", "check_each"]
+__all__ = ["AdapterReader", "CoreParts", "EngineParts", "Executor", "SharedBase", "Work", "check_each"]
 
 
 class Work(Protocol):
@@ -109,34 +109,43 @@ class SharedBase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """The parts of an engine core, made by ``execution.build`` or ``sim.build``.
+class CoreParts:
+    """The parts that an engine core is made of.
 
     Args:
         base: The base model's shape.
         num_pages: Pages in the pool.
         executor: Executes plans.
-        reader: Reads adapters.
-        close: Stops threads and frees the device.
-        machine: The executor's machine, in words; for reports of measurements.
         is_accelerated: Whether steps run on a device rather than on this process's CPU.
         reads_host: Whether a step can read an adapter's weights from the host tier.
         waits_by_layer: Whether a step can run on an adapter that is on its way, and wait for each layer.
         host_bytes: Size of the host tier where the configuration gives none.
-        shared: The base's weights, where other processes can map them.
-        prepare: Compiles a request's constraint before the request is added; blocks, safe from any thread. Raises
-            ``RequestError`` for one that cannot be enforced.
     """
 
     base: BaseShape
     num_pages: int
     executor: Executor
-    reader: AdapterReader
-    close: Callable[[], None]
-    machine: str = ""
     is_accelerated: bool = False
     reads_host: bool = False
     waits_by_layer: bool = False
     host_bytes: int = DEFAULT_HOST_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts(CoreParts):
+    """The parts of an engine, made by ``execution.build`` or ``sim.build``.
+
+    Args:
+        reader: Reads adapters.
+        close: Stops threads and frees the device.
+        machine: The executor's machine, in words; for reports of measurements.
+        shared: The base's weights, where other processes can map them.
+        prepare: Compiles a request's constraint before the request is added; blocks, safe from any thread. Raises
+            ``RequestError`` for one that cannot be enforced.
+    """
+
+    reader: AdapterReader
+    close: Callable[[], None]
+    machine: str = ""
     shared: SharedBase | None = None
     prepare: Callable[[Constraint], None] = lambda constraint: None

@@ -22,7 +22,7 @@ def reading(rig: Rig) -> list[str]:
 
 
 def in_host(rig: Rig) -> list[str]:
-    return list(rig.core._cache.recent_host())
+    return list(rig.core._cache.host.recent())
 
 
 def state(rig: Rig, name: str) -> str:
@@ -162,4 +162,4 @@ def test_no_copy_stays_in_host_memory_if_none_is_kept() -> None:
             rig.drain()
             assert rig.finish(f"r{number}{index}") == "length"
             assert not in_host(rig) and rig.core.stats().num_host == 0
-    assert rig.core._cache.num_disk_loads == 2, "they stay on the device"
+    assert rig.core.stats().num_disk_loads == 2, "they stay on the device"

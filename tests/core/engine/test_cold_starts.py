@@ -6,20 +6,21 @@ import dataclasses
 from typing import Any
 
 import pytest
-from fake_executor import FakeWork
-from harness import Rig, make_rig, request, version
+from fake_executor import FakeExecutor, FakeWork
+from harness import Rig, make_rig, request, small_base, version
 
-from manylora.core.adapters.residency import Residency, TierState
 from manylora.core.clock import VirtualClock
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig
 from manylora.core.engine.adapters.cold_starts import ColdStarts
-from manylora.core.engine.adapters.loads import LATE, LoadsInFlight
+from manylora.core.engine.adapters.loader import LATE, LoadsInFlight
+from manylora.core.engine.adapters.residency import Residency, TierState
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import ColdStartStatus, EngineStats
 from manylora.core.errors import ConfigError
 from manylora.core.events import ColdStartChosen, ColdStartEnded, RequestAdmitted, RequestPreempted
 from manylora.core.memory import ReloadCosts
 from manylora.core.plan import ARRIVING, IN_HOST, ON_DEVICE, PlannedSequence, StepPlan
+from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterKey, ColdStart, SamplingParams, Tier
 from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.metrics.scrape import snapshot_metrics
@@ -140,7 +141,7 @@ def test_a_copy_that_waits_for_its_read_leaves_the_link_to_others():
     loads.started(slow, Tier.DEVICE, FakeWork(), 0.0)
     waiting = Residency(other, host=TierState.RESIDENT)
     assert loads.route(waiting, 100.0).copy_begins_s == pytest.approx(own_s)
-    loads.ended(next(iter(loads)), 100.0, ok=True)
+    loads.ended(loads.in_flight[0], 100.0, ok=True)
     late_s = 10 * own_s  # from here on the link holds it up
     assert loads.route(waiting, 100.0 + late_s).copy_begins_s == pytest.approx((LATE - 1) * late_s)
 
@@ -153,7 +154,7 @@ def test_a_read_that_yields_no_layers_is_known_as_such_until_it_has_found_their_
         rig.core.adapters.warm("z", rig.now)
         load, work = rig.executor.loads[0]
         assert (load.version.layer_digests, load.version.is_whole) == (digests, not digests)
-        assert rig.core._cache.route(made.key, rig.now).is_whole == (not digests)
+        assert rig.core._loader.loads.route(rig.core._cache.residencies[made.key], rig.now).is_whole == (not digests)
         rig.executor.complete_load()
         work.result = dataclasses.replace(work.result, layer_digests=b"digests")
         rig.turn()
@@ -360,7 +361,7 @@ def test_sequences_of_an_adapter_share_its_placement():
     rig.add(request("b", model="x"))
     rig.turn()
     assert placements(rig) == [IN_HOST, IN_HOST]
-    assert list(rig.core._cache.recent_host()) == ["key-x", "key-y"], "each use of an image counts"
+    assert list(rig.core._cache.host.recent()) == ["key-x", "key-y"], "each use of an image counts"
     rig.drain()
 
 
@@ -397,7 +398,10 @@ def test_an_assisted_prompt_beside_others_runs_in_chunks_that_the_device_hides(m
     rig.add(request("old", max_tokens=40))
     rig.turn()
     rig.step()
-    assist._handoff_s, assist._row_rank_s = 0.0, 0.1 / 2 / 20 / rig.core._cache.residencies()[0].version.rank
+    assist._handoff_s, assist._row_rank_s = (
+        0.0,
+        0.1 / 2 / 20 / next(iter(rig.core._cache.residencies.values())).version.rank,
+    )
     rig.add(request("a", num_prompt=100, model="x", max_tokens=2))
     rig.step()
     *_, part = rig.executor.plan.sequences
@@ -453,16 +457,16 @@ def test_a_wait_for_memory_teaches_nothing():
 def test_a_handoff_is_learnt_beside_steps_that_become_longer():
     """Nearly every step has cold rows while KV grows: the line of steps over tokens is old, and teaches no handoff."""
     costs, layers, handoff_s = ReloadCosts(), 32, 20e-6
-    cold_starts = ColdStarts(
-        mode="auto",
-        possible=tuple(ColdStart),
-        cache=make_rig().core._cache,
-        costs=costs,
+    core, config = make_rig().core, EngineConfig(model=ModelConfig(model="base"))
+    parts = CoreParts(
+        base=dataclasses.replace(small_base(), num_layers=layers),
+        num_pages=64,
+        executor=FakeExecutor(vocab_size=1, block_size=4),
         is_accelerated=True,
-        num_layers=layers,
-        max_step_tokens=512,
-        emit=lambda event: None,
+        reads_host=True,
+        waits_by_layer=True,
     )
+    cold_starts = ColdStarts(parts, config, core._cache, core._loader.loads, costs, lambda event: None)
     part = PlannedSequence(
         seq_id=0,
         tokens=[1],

@@ -17,8 +17,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manylora.core.adapters.residency import TierState
 from manylora.core.config import AdapterConfig
+from manylora.core.engine.adapters.residency import TierState
 from manylora.core.engine.status import EngineStats
 from manylora.core.errors import CapacityError, ManyloraError
 from manylora.core.events import AdapterAwaited, Event
@@ -120,10 +120,9 @@ class EngineMachine(RuleBasedStateMachine):
                 keep_host_copies=prefetch[2],
                 cold_start=cold.get("mode", "auto"),
             ),
+            sinks=[self.check_wait] if cold.get("mode") == "assist" else [],
             **discipline,
         )
-        if cold.get("mode") == "assist":
-            self.rig.core._sinks += (self.check_wait,)
         self.accepted: dict[str, Request] = {}
         self.cancelled: set[str] = set()
         self.version_of: dict[str, str | None] = {}
@@ -136,7 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check_wait(self, event: Event) -> None:
         """Where every request runs from the host, none waits for a copy of what is there."""
         if isinstance(event, AdapterAwaited):
-            assert self.rig.core._cache.residency(event.adapter).host is not TierState.RESIDENT
+            assert self.rig.core._cache.residencies[event.adapter].host is not TierState.RESIDENT
 
     def names(self) -> list[str]:
         return [status.name for status in self.rig.core.adapters.statuses(self.rig.now)]
@@ -281,7 +280,7 @@ class EngineMachine(RuleBasedStateMachine):
                     self.check_report(asked)
                 is_stopped = tokens[-1] in asked.sampling.stop_token_ids
                 assert reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
-        assert not self.rig.core._reports
+        assert not self.rig.core._answers.reports
         for name in self.names():
             self.rig.core.adapters.unregister(name, self.rig.now)
         self.rig.drain()

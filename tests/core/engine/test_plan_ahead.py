@@ -8,13 +8,12 @@ from harness import Rig, make_rig, request, small_base, version
 
 from manylora.core.clock import VirtualClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
-from manylora.core.engine.build import build_core
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.steps.plan_ahead import fill_in, plan_at
 from manylora.core.events import Event, RequestPreempted
 from manylora.core.plan import AdapterLoad, PlannedSequence, StepPlan
-from manylora.core.ports import EngineParts
+from manylora.core.ports import CoreParts, EngineParts
 from manylora.core.scheduling import Sequence
 from manylora.core.types import Output, Request, SampledToken, SamplingParams, Tier
 from manylora.lab.costs.model import FixedCost
@@ -153,7 +152,7 @@ def test_nobody_is_preempted_ahead() -> None:
             break
         rig.turn()  # planned ahead where it can be
         in_flight = {seq_id for step in parts(rig) for seq_id in step}
-        held = {sequence.seq_id for sequence in rig.core._running.sequences()}
+        held = {sequence.seq_id for sequence in rig.core._running.sequences}
         assert in_flight <= held
         rig.executor.complete_step()
         rig.turn()
@@ -165,7 +164,7 @@ def test_nobody_is_squashed_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = ahead()
     rig.add(request("a"), request("b"))
     rig.turn()
-    victims = [one for one in rig.core._running.sequences() if one.request.request_id == "b"]
+    victims = [one for one in rig.core._running.sequences if one.request.request_id == "b"]
 
     def squash(now: float) -> list[Sequence]:
         return [one for one in victims if one.num_preemptions == 0]
@@ -192,7 +191,7 @@ def test_by_default_on_a_device_of_its_own(asked: bool | None, is_accelerated: b
         is_accelerated=is_accelerated,
     )
     config = EngineConfig(model=ModelConfig(model="base"), scheduler=SchedulerConfig(plan_ahead=asked))
-    core = build_core(parts, config)
+    core = EngineCore(parts, config)
     core.add_request(request("a"), 0.0)
     core.launch(0.0)
     core.launch(1.0)
@@ -207,17 +206,22 @@ def simulate(*, plan_ahead: bool, decide_s: float = 0.002) -> tuple[float, dict[
     events: list[Event] = []
     tokens: dict[str, list[int]] = {}
     core = EngineCore(
-        base=small_base(max_model_len=128),
-        num_pages=200,
-        executor=SimulatedExecutor(
-            FixedCost(step_s=0.01, token_s=0.0),
-            vocab_size=1000,
-            scheduler_time_s=decide_s,
-            interference={Tier.DEVICE: 0.2},
+        CoreParts(
+            base=small_base(max_model_len=128),
+            num_pages=200,
+            executor=SimulatedExecutor(
+                FixedCost(step_s=0.01, token_s=0.0),
+                vocab_size=1000,
+                scheduler_time_s=decide_s,
+                interference={Tier.DEVICE: 0.2},
+            ),
         ),
-        scheduler=SchedulerConfig(max_num_seqs=8, plan_ahead=plan_ahead),
-        memory=MemoryConfig(block_size=4),
-        adapters=AdapterConfig(),
+        EngineConfig(
+            model=ModelConfig(model="base"),
+            scheduler=SchedulerConfig(max_num_seqs=8, plan_ahead=plan_ahead),
+            memory=MemoryConfig(block_size=4),
+            adapters=AdapterConfig(),
+        ),
         served_name="base",
         sinks=[events.append],
     )

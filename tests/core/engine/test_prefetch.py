@@ -42,7 +42,7 @@ def test_adapters_of_waiting_requests_come_while_others_run():
     rig = rig_of("x")
     rig.add(request("one", model="x"))
     rig.turn()
-    assert loading(rig) == ["x to device"] and rig.core._prefetcher.num_prefetches == 1
+    assert loading(rig) == ["x to device"] and rig.core.stats().num_prefetches == 1
     rig.drain()
     assert rig.core.stats().num_adapter_hits == 1, "there by the time its request was looked at"
 

@@ -130,12 +130,12 @@ def test_the_room_is_the_number_of_requests_that_are_accepted(
         rig.step()
     if not rig.core.has_requests:
         return
-    room = rig.core.num_room()
+    room = rig.core.queue_wait.num_room()
     for index in range(room):
         rig.add(request(f"new-{index}", 1, num_tokens))
     with pytest.raises(CapacityError):
         rig.add(request("beyond", 1, num_tokens))
-    assert rig.core.num_room() == 0
+    assert rig.core.queue_wait.num_room() == 0
 
 
 @given(st.integers(1, 1000), st.integers(1, 5000))

@@ -9,7 +9,7 @@ from harness import sequence, version
 
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.costs.online import OnlineCosts, StepLoad
-from manylora.core.engine.steps.budget import LEAST_OF_TARGET, LEAST_TOKENS, StepBudget, target_s
+from manylora.core.engine.steps.planner import LEAST_OF_TARGET, LEAST_TOKENS, StepBudget, target_s
 from manylora.core.errors import ConfigError
 from manylora.core.events import Event, StepFinished
 from manylora.lab.sim.run.simulation import simulate

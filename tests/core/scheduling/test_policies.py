@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.core.clock import VirtualClock
-from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.events import Event, RequestAdmitted, RequestArrived, RequestFinished, RequestPreempted
+from manylora.core.ports import CoreParts
 from manylora.core.scheduling import (
     POLICIES,
     STEP_COMPOSITIONS,
@@ -65,22 +66,23 @@ def run(
     events: list[Event] = []
     executor = SimulatedExecutor(FixedCost(copy_bytes_per_s=1e5), vocab_size=1000)
     core = EngineCore(
-        base=small_base(max_model_len=64),
-        num_pages=num_pages,
-        executor=executor,
-        scheduler=SchedulerConfig(
-            policy=policy,
-            max_num_seqs=seats,
-            max_num_batched_tokens=16,
-            max_loras=max_loras,
-            max_waiting=10_000,
-            predictor="noisy",
-            predictor_options={"accuracy": 0.6},
-            policy_options={"refresh_s": 1.0},
-            **(discipline or {}),  # type: ignore[arg-type]
+        CoreParts(base=small_base(max_model_len=64), num_pages=num_pages, executor=executor),
+        EngineConfig(
+            model=ModelConfig(model="base"),
+            scheduler=SchedulerConfig(
+                policy=policy,
+                max_num_seqs=seats,
+                max_num_batched_tokens=16,
+                max_loras=max_loras,
+                max_waiting=10_000,
+                predictor="noisy",
+                predictor_options={"accuracy": 0.6},
+                policy_options={"refresh_s": 1.0},
+                **(discipline or {}),  # type: ignore[arg-type]
+            ),
+            memory=MemoryConfig(block_size=4, prefix_caching=False),
+            adapters=AdapterConfig(),
         ),
-        memory=MemoryConfig(block_size=4, prefix_caching=False),
-        adapters=AdapterConfig(),
         served_name="base",
         sinks=[events.append],
     )

@@ -148,8 +148,7 @@ def test_the_engine_tells_the_predictor_how_answers_ended_but_not_those_cancelle
 def test_the_log_has_a_line_for_each_request_that_finished():
     file = io.StringIO()
     log = RequestLog(file)
-    rig = make_rig()
-    rig.core._sinks = (log,)
+    rig = make_rig(sinks=[log])
     rig.register("a")
     rig.add(request("1", num_prompt=7, max_tokens=3, model="a"), request("2", max_tokens=None, min_tokens=0))
     rig.turn()

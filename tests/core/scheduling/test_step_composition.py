@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.core.config import AdapterConfig
-from manylora.core.engine.steps.peak_pages import peak_pages
+from manylora.core.engine.steps.admission import most_pages_together
 from manylora.core.errors import ConfigError
 from manylora.core.events import RequestPreempted, StepLaunched
 from manylora.core.scheduling import STEP_COMPOSITIONS, Outcome, StrictFifoPolicy, make_step_composition
@@ -129,7 +129,7 @@ def test_the_peak_bounds_every_moment(sequences, block_size):
     peak = 0
     for step in range(max(left for _, left in sequences) + 1):
         peak = max(peak, sum(-(-(now + step) // block_size) for now, left in sequences if left >= step))
-    bound = peak_pages(sequences, block_size)
+    bound = most_pages_together(sequences, block_size)
     assert bound >= peak and (block_size > 1 or bound == peak)
 
 

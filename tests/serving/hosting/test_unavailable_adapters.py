@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from harness import version
@@ -14,7 +13,6 @@ from manylora.serving.hosting.fleet import adapter_book
 from manylora.serving.hosting.fleet import adapters as fleet_adapters
 from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoraModule
 from manylora.serving.hosting.fleet.adapters import FleetAdapters
-from manylora.serving.hosting.fleet.engines import FleetEngines
 
 URL = "https://host.org/a"
 
@@ -59,8 +57,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
         book = AdapterBook(served_name="base", epoch_s=lambda: 7.0)
         book.open([LoraModule("a", URL)])
         book.note_pin("a", True)
-        engines = cast(FleetEngines, SimpleNamespace(serving=lambda: {0: client}, keepers=[None]))
-        adapters = FleetAdapters(book, engines, keeps_required=False)
+        adapters = FleetAdapters(book, lambda: {0: client}, num_engines=1)  # type: ignore[dict-item]
         await adapters.lose(AdapterUnavailable("a", "no answer"))
         retrying = asyncio.create_task(adapters.retry())
         try:

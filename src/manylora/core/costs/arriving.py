@@ -13,9 +13,9 @@ weights that come later than expected are waited for, so only time is lost.
 
 *Wait budget*, in a step that runs on layers as they arrive: all its sequences wait with it, and a read that hangs takes
 minutes to be abandoned. So the waits of a step add up, for all layers of all adapters. Once they have taken the whole
-budget, an adapter whose layer is not there is *late*: the step waits for it no more and drops its sequences, which are
-sent back (``core/engine/steps/late.py``). An adapter that has kept up goes on. The live executor learns of a late layer
-only when the budget is spent.
+budget, an adapter whose layer is not there is *late*: the step waits for it no more and leaves its sequences out, which
+are sent back (``core/engine/steps/running.py``). An adapter that has kept up goes on. The live executor learns of a
+late layer only when the budget is spent.
 
 ::
 

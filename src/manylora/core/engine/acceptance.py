@@ -14,43 +14,77 @@ Admission checks: a request that could never be served is refused on arrival, wi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
-from manylora.core.adapters.shape import BaseShape
-from manylora.core.config import SchedulerConfig
+from manylora.core.config import EngineConfig
 from manylora.core.engine.adapters.catalog import AdapterCatalog
+from manylora.core.engine.queue_wait import QueueWait
 from manylora.core.errors import ContextExceeded, RequestError
 from manylora.core.events import RequestArrived
 from manylora.core.memory import BlockTable, prefix_root
+from manylora.core.ports import CoreParts
 from manylora.core.scheduling import Sequence
 from manylora.core.types import AdapterVersion, Request
 
-__all__ = ["Acceptance", "RequestLimits", "arrival_of"]
+__all__ = ["Acceptance", "arrival_of"]
 
 
-class RequestLimits:
-    """The limits of the base model and of the pool.
+class Acceptance:
+    """Makes the sequences of requests, numbered in the order of arrival.
 
     Args:
-        num_pages: Pages in the pool.
-        block_size: Tokens of KV in a page.
-        num_pinned_pages: Pages that pinned adapters other than the given version hold.
+        parts: The shape of the base model, and the pages in the pool.
+        config: Says whether sequences reserve the pages of their longest answers; seeds requests without a seed.
+        adapters: Resolves the names of models to adapter versions.
+        queue_wait: Says whether the queue takes one more request.
     """
 
-    def __init__(
-        self,
-        *,
-        base: BaseShape,
-        num_pages: int,
-        block_size: int,
-        num_pinned_pages: Callable[[AdapterVersion | None], int],
-    ) -> None:
-        self._base = base
-        self._num_pages = num_pages
-        self._block_size = block_size
-        self._num_pinned_pages = num_pinned_pages
+    def __init__(self, parts: CoreParts, config: EngineConfig, adapters: AdapterCatalog, queue_wait: QueueWait) -> None:
+        self._base = parts.base
+        self._num_pages = parts.num_pages
+        self._block_size = config.memory.block_size
+        self._reserves_output = config.scheduler.reserve_output == "whole"
+        self._adapters = adapters
+        self._queue_wait = queue_wait
+        self._rng = random.Random(config.seed)
+        self._next_seq_id = 0
 
-    def check(self, request: Request, version: AdapterVersion | None) -> int:
+    def accept(self, request: Request, now: float) -> Sequence:
+        """Return the sequence of a request.
+
+        Raises:
+            ModelNotFound: Neither the base nor an adapter has that name.
+            AdapterReplaced: It is the rest of an answer of an adapter version that is not here.
+            RequestError: It can never be served: empty, unknown tokens, or too long for the model or the pool.
+            CapacityError: Too many requests wait, or it would wait for too long (429).
+        """
+        begun = request.continuation
+        if begun is not None and begun.tokens:
+            name, version = self._adapters.resolve_version(request.model, begun.adapter)
+        else:
+            name, version = self._adapters.resolve(request.model)
+        max_tokens = self._check_limits(request, version)
+        if begun is None and not self._queue_wait.has_room():  # else it was accepted once already
+            raise self._queue_wait.no_room(now)
+        sampling = request.sampling
+        given = sampling.seed if request.seed is None else request.seed
+        root = prefix_root(self._base.fingerprint, version.key if version else None, request.cache_salt)
+        eos = () if sampling.ignore_eos else self._base.eos_token_ids
+        sequence = Sequence(
+            seq_id=self._next_seq_id,
+            request=request,
+            version=version,
+            name=name,
+            table=BlockTable(root, self._block_size),
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            seed=self._rng.getrandbits(63) if given is None else given & (2**64 - 1),
+            arrived_at=now,
+            reserves_output=self._reserves_output,
+        )
+        self._next_seq_id += 1
+        return sequence
+
+    def _check_limits(self, request: Request, version: AdapterVersion | None) -> int:
         """Return how many tokens a request may generate with an adapter.
 
         Raises:
@@ -72,7 +106,7 @@ class RequestLimits:
                 param="max_tokens",
             )
         # It must fit beside the pinned adapters alone, else it could wait for ever. The last token needs no KV.
-        num_free = self._num_pages - self._num_pinned_pages(version)
+        num_free = self._num_pages - self._adapters.num_pinned_pages(version)
         num_kv_pages = num_free - (version.num_pages if version else 0)
         room = num_kv_pages * self._block_size + 1 - num_prompt
         if room < 1 or (asked is not None and asked > room):
@@ -103,81 +137,6 @@ class RequestLimits:
         ):
             if max(token_ids, default=0) >= vocab_size:
                 raise RequestError(f"{param} has token ids outside [0, {vocab_size})", param=param)
-
-
-class Acceptance:
-    """Makes the sequences of requests, numbered in the order of arrival.
-
-    Args:
-        base: Shape of the base model.
-        served_name: Name of the base model in requests.
-        adapters: Resolves the names of models to adapter versions.
-        check_room: Raises ``CapacityError`` if the queue takes no more requests.
-        num_pages: Pages in the pool.
-        block_size: Tokens of KV in a page.
-        scheduler: Says whether sequences reserve the pages of their longest answers.
-        seed: Seeds the sampling of requests without a seed.
-    """
-
-    def __init__(
-        self,
-        *,
-        base: BaseShape,
-        served_name: str,
-        adapters: AdapterCatalog,
-        check_room: Callable[[float], None],
-        num_pages: int,
-        block_size: int,
-        scheduler: SchedulerConfig,
-        seed: int,
-    ) -> None:
-        self._base = base
-        self._served_name = served_name
-        self._adapters = adapters
-        self._limits = RequestLimits(
-            base=base, num_pages=num_pages, block_size=block_size, num_pinned_pages=adapters.num_pinned_pages
-        )
-        self._check_room = check_room
-        self._block_size = block_size
-        self._reserves_output = scheduler.reserve_output == "whole"
-        self._rng = random.Random(seed)
-        self._next_seq_id = 0
-
-    def accept(self, request: Request, now: float) -> Sequence:
-        """Return the sequence of a request.
-
-        Raises:
-            ModelNotFound: Neither the base nor an adapter has that name.
-            AdapterReplaced: It is the rest of an answer of an adapter version that is not here.
-            RequestError: It can never be served: empty, unknown tokens, or too long for the model or the pool.
-            CapacityError: Too many requests wait, or it would wait for too long (429).
-        """
-        begun = request.continuation
-        if begun is not None and begun.tokens:
-            name, version = self._adapters.resolve_version(request.model, self._served_name, begun.adapter)
-        else:
-            name, version = self._adapters.resolve(request.model, self._served_name)
-        max_tokens = self._limits.check(request, version)
-        if begun is None:  # else it was accepted once already
-            self._check_room(now)
-        sampling = request.sampling
-        given = sampling.seed if request.seed is None else request.seed
-        root = prefix_root(self._base.fingerprint, version.key if version else None, request.cache_salt)
-        eos = () if sampling.ignore_eos else self._base.eos_token_ids
-        sequence = Sequence(
-            seq_id=self._next_seq_id,
-            request=request,
-            version=version,
-            name=name,
-            table=BlockTable(root, self._block_size),
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
-            seed=self._rng.getrandbits(63) if given is None else given & (2**64 - 1),
-            arrived_at=now,
-            reserves_output=self._reserves_output,
-        )
-        self._next_seq_id += 1
-        return sequence
 
 
 def arrival_of(sequence: Sequence) -> RequestArrived:

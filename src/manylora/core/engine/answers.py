@@ -1,75 +1,78 @@
-"""Answers: the new tokens of each request, and its end.
+"""Answers: the new tokens of each request, the log-probabilities of its prompt, and its end.
 
 ::
 
-    step's token --> token() --> Output          or, if it is the last one,
-                       +-------> finish() --> Output with a reason, all memory released, ``released`` in the next plan
+    step's token --> add_token() --> Output                     if it is the last one,
+                         +---------> finish()  --> Output with a reason, all memory released
+
+Log-probabilities of a prompt are planned with its chunks and gathered until its first token::
+
+    tokens      | prompt .......................................| first token
+    chunks      |--- step 4 ---|--- step 5 ---|---- step 6 -----|
+    reported    |..............|..............|...............|     every position but the last, which is sampled from
+                                                              +---> one output, in the turn of the first token
+
+A reported position must run, so prefix blocks are found only below the first one that was not reported yet
+(``Sequence.num_reusable``). A pre-empted sequence keeps the rows that it has. Another engine that goes on with an
+answer after its first token has nothing to report; before that token it begins again, and the client has none of it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Seq
 
 from manylora.core.engine.adapters.cache import AdapterCache
-from manylora.core.engine.prompt_logprobs import PromptReports
+from manylora.core.engine.adapters.cold_starts import ColdStarts
 from manylora.core.engine.queue_wait import QueueWait
-from manylora.core.engine.status import Counters
 from manylora.core.engine.steps.running import RunningSet
-from manylora.core.events import EventSink, RequestFinished
-from manylora.core.plan import ARRIVING, StepResult
+from manylora.core.engine.telemetry import Telemetry
+from manylora.core.events import RequestFinished
+from manylora.core.plan import ARRIVING, PromptRows, StepResult
 from manylora.core.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
-from manylora.core.types import AdapterKey, FinishReason, Output, SampledToken
+from manylora.core.types import AdapterKey, FinishReason, Output, PromptLogprobs, SampledToken
 
 __all__ = ["Answers"]
-
-FINISH_WINDOW = 64
-"""Finished requests over which the rate of finishing is measured, for Retry-After."""
 
 
 class Answers:
     """Collects outputs, and ends requests.
 
+    Attributes:
+        outputs: Outputs since the last ``take``.
+        reports: The log-probabilities so far of each prompt that is reported, by ``seq_id``, a part per step.
+
     Args:
-        sequences: All requests in flight by id; one that ends is removed.
-        reports: Log-probabilities of prompts.
+        sequences: All requests in flight by id; a request that ends is removed.
         predictor: Learns the lengths of answers.
-        queue_wait: Forgets requests that ended.
-        counters: Counts answers and their tokens.
+        queue_wait: Learns of requests that ended.
     """
 
     def __init__(
         self,
-        *,
         sequences: dict[str, Sequence],
-        reports: PromptReports,
         running: RunningSet,
         policy: Policy,
         cache: AdapterCache,
+        cold_starts: ColdStarts,
         predictor: LengthPredictor,
         queue_wait: QueueWait,
-        counters: Counters,
-        emit: EventSink,
+        telemetry: Telemetry,
     ) -> None:
+        self.outputs: list[Output] = []
+        self.reports: dict[int, list[PromptLogprobs]] = {}
         self._sequences = sequences
-        self._reports = reports
         self._running = running
         self._policy = policy
         self._cache = cache
+        self._cold_starts = cold_starts
         self._predictor = predictor
         self._queue_wait = queue_wait
-        self._counters = counters
-        self._emit = emit
-        self._outputs: list[Output] = []
+        self._telemetry = telemetry
         self._released: list[int] = []
-        self._finish_times: deque[float] = deque(maxlen=FINISH_WINDOW)
-
-    def __len__(self) -> int:
-        return len(self._outputs)
 
     def take(self) -> list[Output]:
         """Return the outputs since the last call."""
-        outputs, self._outputs = self._outputs, []
+        outputs, self.outputs = self.outputs, []
         return outputs
 
     def take_released(self) -> tuple[int, ...]:
@@ -78,13 +81,39 @@ class Answers:
         self._released.clear()
         return released
 
-    def every_s(self, now: float) -> float:
-        """Return the time from the end of one request to that of the next, lately; a second before two have ended."""
-        if len(self._finish_times) < 2:
-            return 1.0
-        return (now - self._finish_times[0]) / len(self._finish_times)
+    # -- prompts -----------------------------------------------------------------------------------------------------
 
-    def token(self, sequence: Sequence, token: SampledToken, now: float) -> None:
+    def plan_reports(self, parts: Seq[tuple[Sequence, int]]) -> tuple[PromptRows, ...]:
+        """Return the positions of prompts that a step reports; to be called before its sequences are launched."""
+        planned = [sequence.scored(num) for sequence, num in parts if sequence.seq_id in self.reports]
+        return tuple([rows for rows in planned if rows is not None])
+
+    def report_prompts(self, result: StepResult, answered: Seq[Sequence]) -> None:
+        """Gather the rows of a step, and give them to the requests that it answered with their first token."""
+        for seq_id, rows in result.prompt_logprobs.items():
+            if seq_id in self.reports:  # else it ended while the step ran
+                self.reports[seq_id].append(rows)
+        for sequence in answered:
+            if sequence.seq_id in self.reports:
+                rows = PromptLogprobs.join(self.reports.pop(sequence.seq_id))
+                self.outputs.append(
+                    Output(
+                        request_id=sequence.request.request_id,
+                        num_cached_tokens=sequence.num_cached,
+                        adapter=sequence.adapter,
+                        prompt_logprobs=rows,
+                    )
+                )
+
+    def report_again(self, sequence: Sequence) -> None:
+        """Learn that a step which was to report a part of a prompt has left its sequence out."""
+        if sequence.seq_id in self.reports:
+            self.reports[sequence.seq_id] = []
+            sequence.unscored()
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def add_token(self, sequence: Sequence, token: SampledToken, now: float) -> None:
         """Give a request its newest token, and end it if that was the last."""
         num_output = len(sequence.tokens) - sequence.num_prompt_tokens
         if token.token_id in sequence.stop_token_ids and num_output >= sequence.request.sampling.min_tokens:
@@ -92,7 +121,7 @@ class Answers:
         elif num_output >= sequence.max_tokens:
             self.finish(sequence, FinishReason.LENGTH, now, token=token)
         else:
-            self._outputs.append(
+            self.outputs.append(
                 Output(
                     request_id=sequence.request.request_id,
                     tokens=(token,),
@@ -100,10 +129,6 @@ class Answers:
                     adapter=sequence.adapter,
                 )
             )
-
-    def report_prompts(self, result: StepResult, served: Seq[Sequence]) -> None:
-        """Give the log-probabilities of prompts to requests that a step serves for the first time."""
-        self._outputs += self._reports.take(result, served)
 
     def fail_adapter(self, key: AdapterKey, error: str, now: float) -> None:
         """End the sequences that wait for an adapter that failed to load, or run on its weights as they arrive."""
@@ -116,12 +141,7 @@ class Answers:
                     self.finish(sequence, FinishReason.ERROR, now)
 
     def finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        *,
-        token: SampledToken | None = None,
+        self, sequence: Sequence, reason: FinishReason, now: float, *, token: SampledToken | None = None
     ) -> None:
         """End a sequence: release its memory, at the latest when no step in flight uses it, and report it."""
         if sequence.status is SequenceStatus.RUNNING:
@@ -134,18 +154,16 @@ class Answers:
         sequence.finished()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._predictor.observe(sequence)
-            self._counters.answers += 1
-            self._counters.answer_tokens += sequence.num_output_tokens
-        self._running.forget(sequence)
-        self._reports.forget(sequence)
-        self._queue_wait.ended(sequence)
-        request_id = sequence.request.request_id
-        del self._sequences[request_id]
+            self._telemetry.counters.num_answers += 1
+            self._telemetry.counters.num_answer_tokens += sequence.num_output_tokens
+        self._cold_starts.choices.pop(sequence.seq_id, None)
+        self.reports.pop(sequence.seq_id, None)
+        self._queue_wait.ended(sequence, now)
+        del self._sequences[sequence.request.request_id]
         self._released.append(sequence.seq_id)
-        self._finish_times.append(now)
-        self._outputs.append(
+        self.outputs.append(
             Output(
-                request_id=request_id,
+                request_id=sequence.request.request_id,
                 tokens=(token,) if token else (),
                 finish=reason,
                 stop_token=token.token_id if token and reason is FinishReason.STOP else None,
@@ -155,10 +173,10 @@ class Answers:
                 is_refused=sequence.is_refused,
             )
         )
-        self._emit(
+        self._telemetry.emit(
             RequestFinished(
                 now,
-                request_id,
+                sequence.request.request_id,
                 sequence.adapter,
                 reason,
                 sequence.arrived_at,

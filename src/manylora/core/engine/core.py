@@ -8,9 +8,9 @@ A turn is *collect* completed work, then *launch* the next step:
                        ^                                         |
                        +------------- pre-empted ----------------+
 
-It connects the parts: ``acceptance.py`` makes sequences of requests, ``steps/running.py`` plans steps,
-``steps/in_flight.py`` holds those in flight, ``answers.py`` delivers tokens and ends requests, ``adapters/cache.py``
-moves weights, ``adapters/catalog.py`` has the operations on adapters by name, ``core/memory/cache.py`` owns every page.
+It connects the parts, which are made in the order of their dependencies: ``core/memory/cache.py`` owns every page,
+``adapters/`` knows, moves and names the weights of adapters, ``steps/`` plans steps and holds those in flight,
+``acceptance.py`` makes sequences of requests, and ``answers.py`` delivers tokens and ends requests.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Seq
 
-from manylora.core.adapters.registry import AdapterRegistry
-from manylora.core.adapters.residency import TierState
-from manylora.core.adapters.shape import BaseShape
-from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.config import EngineConfig
 from manylora.core.costs.online import OnlineCosts
 from manylora.core.costs.rank_fit import RankFit, RankLoad
 from manylora.core.engine.acceptance import Acceptance, arrival_of
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.catalog import AdapterCatalog
-from manylora.core.engine.adapters.cold_starts import ColdStarts, possible_modes
+from manylora.core.engine.adapters.cold_starts import ColdStarts
+from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.prefetch import Prefetcher
+from manylora.core.engine.adapters.registry import AdapterRegistry
+from manylora.core.engine.adapters.residency import HostCopies, Residencies
 from manylora.core.engine.answers import Answers
 from manylora.core.engine.integrity import check_integrity
-from manylora.core.engine.prompt_logprobs import PromptReports
 from manylora.core.engine.queue_wait import QueueWait
 from manylora.core.engine.snapshot import take_snapshot
-from manylora.core.engine.status import Counters, EngineStats
+from manylora.core.engine.status import EngineStats
+from manylora.core.engine.steps.admission import Admission
 from manylora.core.engine.steps.in_flight import Step, StepsInFlight
-from manylora.core.engine.steps.late_sequences import LateSequences
-from manylora.core.engine.steps.running import RunningSet
-from manylora.core.errors import CapacityError, RequestError
-from manylora.core.events import Event, EventSink, PrefixEvicted, StepFinished, StepLaunched, TokensEmitted
+from manylora.core.engine.steps.planner import StepPlanner
+from manylora.core.engine.steps.running import LateSequences, RunningSet
+from manylora.core.engine.telemetry import Telemetry
+from manylora.core.errors import RequestError
+from manylora.core.events import EventSink, StepFinished, StepLaunched, TokensEmitted
 from manylora.core.memory import Depth, PageCache, ReloadCosts, make_eviction_policy
 from manylora.core.plan import ON_DEVICE, StepPlan, StepResult
-from manylora.core.ports import Executor
+from manylora.core.ports import CoreParts
 from manylora.core.scheduling import (
     LengthPredictor,
-    Nearness,
+    Policy,
     PolicyContext,
     Sequence,
     SequenceStatus,
@@ -53,7 +54,7 @@ from manylora.core.scheduling import (
     make_predictor,
     make_step_composition,
 )
-from manylora.core.types import FinishReason, Output, Request
+from manylora.core.types import FinishReason, Output, Request, Tier
 
 __all__ = ["EngineCore"]
 
@@ -62,15 +63,11 @@ class EngineCore:
     """One replica's scheduler, cache and memory.
 
     Args:
-        num_pages: Pages in the pool.
-        executor: Runs steps and loads.
+        parts: The base's shape, the size of the pool, and the executor; live or simulated.
+        config: Options of scheduling, memory and adapters, and the seed; those of the model are not read.
         served_name: Name of the base model in requests.
-        seed: Seeds the sampling of requests without a seed.
         sinks: Receive every event, in order.
-        predictor: Predicts answer lengths; by default the one that ``scheduler`` names.
-        reads_host: Whether the executor can read an adapter's weights from the host tier.
-        waits_by_layer: Whether it can run a step on an adapter that is on its way.
-        is_accelerated: Whether steps run on a device beside the CPU.
+        predictor: Predicts answer lengths; by default the one that ``config`` names.
 
     Raises:
         ConfigError: No policy or predictor has the given name, or the executor cannot do the cold starts asked for.
@@ -78,134 +75,57 @@ class EngineCore:
 
     def __init__(
         self,
+        parts: CoreParts,
+        config: EngineConfig,
         *,
-        base: BaseShape,
-        num_pages: int,
-        executor: Executor,
-        scheduler: SchedulerConfig,
-        memory: MemoryConfig,
-        adapters: AdapterConfig,
-        served_name: str,
-        seed: int = 0,
+        served_name: str = "base",
         sinks: Seq[EventSink] = (),
         predictor: LengthPredictor | None = None,
-        reads_host: bool = False,
-        waits_by_layer: bool = False,
-        is_accelerated: bool = False,
     ) -> None:
+        scheduler, memory, adapters = config.scheduler, config.memory, config.adapters
+        num_pages, executor = parts.num_pages, parts.executor
         self._executor = executor
-        self._memory = memory
-        self._sinks = tuple(sinks)
-        self._registry = AdapterRegistry(served_name, adapters.max_registered)
-        self._costs = ReloadCosts()
-        self._counters = Counters()
-        self.page_cache = PageCache(
-            num_pages,
-            base.page.num_bytes,
-            memory.block_size,
-            policy=make_eviction_policy(adapters.eviction, self._costs, adapters.eviction_options),
-            on_adapter_dropped=lambda key, now: self._cache.on_dropped(key, now),
-            on_prefix_dropped=self._on_prefix_dropped,
-        )
-        self._cache = AdapterCache(
-            page_cache=self.page_cache,
-            executor=executor,
-            config=adapters,
-            costs=self._costs,
-            is_pinned=self._registry.is_pinned,
-            emit=self._emit,
-            on_arrived=lambda key: self._running.moved(key, ON_DEVICE),
-        )
-        self.adapters = AdapterCatalog(
-            registry=self._registry,
-            cache=self._cache,
-            num_pages=num_pages,
-            max_pages=adapters.most_pages(num_pages),
-            block_size=memory.block_size,
-            in_flight=lambda: list(self._sequences.values()),
-            on_unread=lambda version: self._prefetcher.add_unread(version),
-        )
-        predictor = predictor or make_predictor(scheduler, seed)
-        costs = OnlineCosts()
-        self._rank_fit = RankFit()
-        self._policy = make_policy(
-            scheduler.policy,
-            PolicyContext(
-                config=scheduler,
-                num_pages=num_pages,
-                block_size=memory.block_size,
-                predictor=predictor,
-                nearness=self._nearness,
-                num_claimable_pages=lambda is_first: self.page_cache.num_claimable(
-                    Depth.WANTED if is_first else Depth.IDLE
-                ),
-                prompt_s=costs.prompt_s,
-            ),
-        )
-        self._cold_starts = ColdStarts(
-            mode=adapters.cold_start,
-            possible=possible_modes(reads_host=reads_host, waits_by_layer=waits_by_layer),
-            cache=self._cache,
-            costs=self._costs,
-            is_accelerated=is_accelerated,
-            num_layers=base.num_layers,
-            max_step_tokens=scheduler.max_num_batched_tokens,
-            emit=self._emit,
-        )
-        composition = make_step_composition(scheduler.step_composition)
-        self._running = RunningSet(
-            page_cache=self.page_cache,
-            cache=self._cache,
-            policy=self._policy,
-            composition=composition,
-            scheduler=scheduler,
-            memory=memory,
-            costs=costs,
-            cold_starts=self._cold_starts,
-            counters=self._counters,
-            on_hit=self._on_adapter_hit,
-            emit=self._emit,
-        )
-        self._prefetcher = Prefetcher(
-            cache=self._cache,
-            page_cache=self.page_cache,
-            policy=self._policy,
-            composition=composition,
-            config=adapters,
-            block_size=memory.block_size,
-        )
-        self._steps = StepsInFlight(self._costs, plans_ahead=bool(scheduler.plan_ahead))
+        self._prefix_caching, self._block_size = memory.prefix_caching, memory.block_size
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
-        self._reports = PromptReports()
-        self._given_up = LateSequences(
-            running=self._running, cache=self._cache, cold_starts=self._cold_starts, reports=self._reports
+        self._telemetry = telemetry = Telemetry(sinks)
+        self._costs = costs = ReloadCosts()
+        self._step_costs, self._rank_fit = OnlineCosts(), RankFit()
+        predictor = predictor or make_predictor(scheduler, config.seed)
+        composition = make_step_composition(scheduler.step_composition)
+
+        self._registry = registry = AdapterRegistry(served_name, adapters.max_registered)
+        residencies = Residencies(executor, telemetry)
+        self.page_cache = page_cache = PageCache(
+            num_pages,
+            parts.base.page.num_bytes,
+            memory.block_size,
+            policy=make_eviction_policy(adapters.eviction, costs, adapters.eviction_options),
+            on_adapter_dropped=residencies.evicted,
+            on_prefix_dropped=telemetry.prefix_dropped,
         )
-        self._queue_wait = QueueWait(
-            scheduler=scheduler,
-            predictor=predictor,
-            sequences=self._sequences,
-            is_full=lambda: self._running.is_full,
+        host = HostCopies(
+            residencies, adapters, parts.host_bytes if adapters.host_bytes is None else adapters.host_bytes
         )
-        self._acceptance = Acceptance(
-            base=base,
-            served_name=served_name,
-            adapters=self.adapters,
-            check_room=self._check_room,
-            num_pages=num_pages,
-            block_size=memory.block_size,
-            scheduler=scheduler,
-            seed=seed,
+        self._cache = cache = AdapterCache(residencies, host, page_cache, executor, costs, registry.is_pinned)
+        self._loader = loader = AdapterLoader(cache, page_cache, executor, costs, telemetry)
+        self._cold_starts = ColdStarts(parts, config, cache, loader.loads, costs, telemetry.emit)
+
+        self._policy = policy = _make_policy(parts, config, predictor, page_cache, cache, self._step_costs)
+        self._running = running = RunningSet(page_cache, cache, loader.loads, policy, telemetry)
+        self._late = LateSequences(running, cache)
+        self._admission = Admission(config, running, page_cache, cache, loader, self._cold_starts, registry, telemetry)
+        self._planner = StepPlanner(
+            config, running, self._admission, page_cache, policy, composition, self._step_costs, self._cold_starts
         )
+        plans_ahead = parts.is_accelerated if scheduler.plan_ahead is None else scheduler.plan_ahead
+        self._steps = StepsInFlight(costs.step, plans_ahead=plans_ahead)
+        self._prefetcher = Prefetcher(config, cache, loader, page_cache, policy, composition, telemetry.counters)
+
+        self.adapters = AdapterCatalog(config, registry, cache, loader, num_pages, self._sequences, self._prefetcher)
+        self.queue_wait = QueueWait(scheduler, predictor, self._sequences, policy, running)
+        self._acceptance = Acceptance(parts, config, self.adapters, self.queue_wait)
         self._answers = Answers(
-            sequences=self._sequences,
-            reports=self._reports,
-            running=self._running,
-            policy=self._policy,
-            cache=self._cache,
-            predictor=predictor,
-            queue_wait=self._queue_wait,
-            counters=self._counters,
-            emit=self._emit,
+            self._sequences, running, policy, cache, self._cold_starts, predictor, self.queue_wait, telemetry
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -213,12 +133,12 @@ class EngineCore:
     @property
     def has_requests(self) -> bool:
         """Whether any request waits, runs, or has output to collect."""
-        return bool(self._sequences or self._answers)
+        return bool(self._sequences or self._answers.outputs)
 
     @property
     def has_pending_work(self) -> bool:
         """Whether a step or a load is in flight."""
-        return bool(self._steps) or self._cache.has_loads
+        return bool(self._steps.in_flight or self._loader.loads.in_flight)
 
     def add_request(self, request: Request, now: float) -> None:
         """Accept a request.
@@ -233,29 +153,16 @@ class EngineCore:
             raise RequestError(f"Got request_id = {request.request_id!r}, which is in flight", param="request_id")
         sequence = self._acceptance.accept(request, now)
         self._sequences[request.request_id] = sequence
-        self._reports.add(sequence)
+        if sequence.has_unscored:
+            self._answers.reports[sequence.seq_id] = []
         if sequence.adapter is not None:
             self._registry.note_request(sequence.name)
-            self._counters.adapter_requests += 1
+            self._telemetry.counters.num_adapter_requests += 1
             self._cache.ask(sequence.adapter, now)
             self._prefetcher.asked(sequence.adapter, now)
         self._policy.add(sequence, now)
-        self._queue_wait.added(sequence)
-        self._emit(arrival_of(sequence))
-
-    def num_room(self) -> int:
-        """Return how many more requests of the mean length would be accepted now."""
-        return self._queue_wait.num_room(len(self._policy))
-
-    def no_room(self, now: float) -> CapacityError:
-        """Return the error of a request that is refused for the length of the queue."""
-        num_waiting = len(self._policy)
-        reason, every_s = self._queue_wait.reason(num_waiting), self._answers.every_s(now)
-        return CapacityError(reason, retry_after_s=min(60.0, every_s * num_waiting / 2), every_s=every_s)
-
-    def _check_room(self, now: float) -> None:
-        if not self._queue_wait.has_room(len(self._policy)):
-            raise self.no_room(now)
+        self.queue_wait.added(sequence)
+        self._telemetry.emit(arrival_of(sequence))
 
     def cancel(self, request_id: str, now: float) -> bool:
         """End a request; its last output follows. Return whether it was in flight."""
@@ -276,115 +183,134 @@ class EngineCore:
         Raises:
             Exception: The device failed in a step; the engine is lost.
         """
-        for key, error in self._cache.poll(now):
-            self._answers.fail_adapter(key, error, now)
-        while (completed := self._steps.take_completed(now)) is not None:
+        if self._loader.loads.in_flight:
+            ended = self._loader.poll(now)
+            for key in ended.arrived:
+                self._running.moved(key, ON_DEVICE)
+            for key, error in ended.failed:
+                self._answers.fail_adapter(key, error, now)
+        while self._steps.in_flight and (completed := self._steps.take_completed(now)) is not None:
             self._process(*completed, now)
             self._steps.begin_next(now)
-        return self._answers.take()
+        return self._answers.take() if self._answers.outputs else []
 
     def _process(self, step: Step, result: StepResult, now: float) -> None:
         """Append each sequence's token of a step, then end the finished sequences.
 
-        A sequence that failed or was given up in the step, or in the one before it, has no token.
+        A sequence that failed or was late in the step, or in the one before it, has no token.
         """
-        prefix_caching, tokens, answer = self._memory.prefix_caching, result.tokens, self._answers.token
         for sequence in step.sequences if result.failed else ():
             if (reason := result.failed.get(sequence.seq_id)) is not None:
                 sequence.failed(reason, is_refused=sequence.seq_id in result.refused)
-        if result.late:
-            self._given_up.add(step.sequences, result.late, now)
-        served: list[Sequence] = []
-        is_warm = not step.is_cold
-        is_sound = is_warm and not result.failed and not self._given_up
-        for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
-            if not part.is_sampled:
-                sequence.took_chunk()
-            elif (token := tokens.get(part.seq_id)) is None:
-                sequence.took_nothing()
-            elif sequence.took_token(token.token_id, now):
-                served.append(sequence)
-            if not prefix_caching or sequence.status is SequenceStatus.FINISHED:
-                continue
-            if is_sound or sequence.has_sound_kv:
-                sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, self.page_cache.prefix)
-        self._counters.generated_tokens += len(served)
-        if self._cold_starts.is_awaiting:
-            self._cold_starts.took_token(served, now)
-        if self._reports:
-            self._answers.report_prompts(result, served)
-        if served and self._sinks:
-            self._emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in served])))
+        for sequence in self._late.add(step.sequences, result.late) if result.late else ():
+            self._cold_starts.was_late(sequence, now)
+            self._answers.report_again(sequence)
+        answered = self._append_tokens(step, result, now)
+        if self._cold_starts.choices:
+            self._cold_starts.took_token(answered, now)
+        if self._answers.reports:
+            self._answers.report_prompts(result, answered)
+        if answered and self._telemetry.has_sinks:
+            self._telemetry.emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in answered])))
+        tokens, add_token = result.tokens, self._answers.add_token
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
             if sequence.status is SequenceStatus.FINISHED:
                 self._running.stop(sequence, now)  # it ended while this step ran
             elif sequence.ending is not None:
                 self._answers.finish(sequence, sequence.ending, now)
             elif (token := tokens.get(part.seq_id)) is not None:
-                answer(sequence, token, now)
-        if self._given_up:
-            self._given_up.send_back(now)
-        self._counters.steps += 1
+                add_token(sequence, token, now)
+        if self._late.sequences:
+            self._late.send_back(now)
+        self._learn(step, result, now)
+
+    def _append_tokens(self, step: Step, result: StepResult, now: float) -> list[Sequence]:
+        """Append the tokens of a step and index full blocks; return the sequences that got a token."""
+        prefix_caching, prefix, tokens = self._prefix_caching, self.page_cache.prefix, result.tokens
+        is_sound = not (step.is_cold or result.failed or self._late.sequences)
+        answered: list[Sequence] = []
+        for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
+            if not part.is_sampled:
+                sequence.took_chunk()
+            elif (token := tokens.get(part.seq_id)) is None:
+                sequence.took_nothing()
+            elif sequence.took_token(token.token_id, now):
+                answered.append(sequence)
+            if not prefix_caching or sequence.status is SequenceStatus.FINISHED:
+                continue
+            if is_sound or sequence.has_sound_kv:
+                sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, prefix)
+        self._telemetry.counters.num_generated_tokens += len(answered)
+        return answered
+
+    def _learn(self, step: Step, result: StepResult, now: float) -> None:
+        """Count and report a step, and learn its duration unless it waited for adapters."""
+        self._telemetry.counters.num_steps += 1
         took_s = now - step.began_at
-        self._queue_wait.stepped(step.began_at, now)
-        if is_warm or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s, result.cpu_share):
+        if self.queue_wait.predicts:
+            self.queue_wait.stepped(step.began_at, now)
+        if not step.is_cold or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s, result.cpu_share):
             self._costs.step.observe(step.num_tokens, took_s)
-            self._running.took(step.load, took_s)
+            if step.load is not None and step.load.tokens:
+                self._step_costs.observe(step.load, took_s)
             if step.rank_load is not None:
                 self._rank_fit.observe(step.rank_load, took_s)
-        self._emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
+        self._telemetry.emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
 
     # -- one turn: launch --------------------------------------------------------------------------------------------
 
     def launch(self, now: float) -> None:
         """Start the next step, prefetches and background reads."""
-        if self._steps.may_plan(now):
+        is_busy = bool(self._sequences)
+        if (is_busy or self._steps.in_flight) and self._steps.may_plan(now):
             self._launch_step(now)
-        self._prefetcher.launch(now, is_busy=bool(self._sequences))
+        self._prefetcher.launch(now, is_busy=is_busy)
 
     def _launch_step(self, now: float) -> None:
         """Plan and start the next step, behind the one in flight if there is one, if any sequence can run."""
-        num_ahead = len(self._steps)
+        num_ahead = len(self._steps.in_flight)
         self._steps.planning()
         if not self._sequences:
             return
-        draft = self._running.plan(now, is_ahead=num_ahead > 0)
+        draft = self._planner.plan(now, is_ahead=num_ahead > 0)
         if not draft.parts:
             return
         sequences = [sequence for sequence, _ in draft.parts]
         num_tokens = sum([num_tokens for _, num_tokens in draft.parts])
         plan = StepPlan(
-            step_id=self._counters.steps + num_ahead,
-            prompt_rows=self._reports.plan(draft.parts) if self._reports else (),  # before the launches below
+            step_id=self._telemetry.counters.num_steps + num_ahead,
+            prompt_rows=self._answers.plan_reports(draft.parts) if self._answers.reports else (),
             sequences=tuple([sequence.launched(num_tokens) for sequence, num_tokens in draft.parts]),
             released=self._answers.take_released(),
         )
         rank_load = RankLoad.of(draft.parts) if self._rank_fit.is_due() else None
-        work = self._executor.launch(plan, now)
-        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, rank_load, work, now, draft.is_cold), now)
-        if self._sinks:
+        work, is_cold = self._executor.launch(plan, now), bool(self._cache.cold)
+        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, rank_load, work, now, is_cold), now)
+        if self._telemetry.has_sinks:
             num_adapters = len({sequence.adapter for sequence in sequences} - {None})
-            self._emit(StepLaunched(now, plan.step_id, len(sequences), num_tokens, num_adapters))
+            self._telemetry.emit(StepLaunched(now, plan.step_id, len(sequences), num_tokens, num_adapters))
 
     def next_event_at(self) -> float:
         """Return the next time at which work completes or a step is to be planned; infinite if unknown."""
-        admits_at = self._running.admits_at if self._sequences and not self._steps else math.inf
-        return min(self._steps.next_event_at(), self._cache.next_event_at(), admits_at)
+        loaded_at = self._loader.next_event_at() if self._loader.loads.in_flight else math.inf
+        if self._steps.in_flight:
+            return min(self._steps.next_event_at(), loaded_at)
+        return min(self._admission.again_at, loaded_at) if self._sequences else loaded_at
 
     # -- its state ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Return gauges and counters."""
         return take_snapshot(
-            running=self._running,
+            sequences=self._sequences.values(),
+            num_running=len(self._running.sequences),
             policy=self._policy,
             allocator=self.page_cache.allocator,
             registry=self._registry,
             cache=self._cache,
-            sequences=self._sequences.values(),
-            prefetcher=self._prefetcher,
-            cold_starts=self._cold_starts,
-            counters=self._counters,
+            num_loading=len(self._loader.loads.to(Tier.DEVICE)),
+            counters=self._telemetry.counters,
+            cold_starts=self._cold_starts.statuses(),
             fits=self._rank_fit.fits(),
         )
 
@@ -392,33 +318,31 @@ class EngineCore:
         """Assert that memory, references and queues agree; slow, for tests and soak runs."""
         check_integrity(
             sequences=self._sequences.values(),
-            running=self._running.sequences(),
+            running=self._running.sequences,
             num_waiting=len(self._policy),
-            plans=self._steps.plans(),
+            plans=[step.plan for step in self._steps.in_flight],
             page_cache=self.page_cache,
             cache=self._cache,
-            block_size=self._memory.block_size,
+            block_size=self._block_size,
         )
 
-    def _nearness(self, sequence: Sequence) -> Nearness:
-        """Return the distance of a sequence's adapter to the device."""
-        if sequence.adapter is None:
-            return Nearness.DEVICE
-        residency = self._cache.residency(sequence.adapter)
-        if residency.device is TierState.RESIDENT:
-            return Nearness.DEVICE
-        if residency.device is TierState.LOADING:
-            return Nearness.LOADING
-        return Nearness.HOST if residency.host is TierState.RESIDENT else Nearness.DISK
 
-    def _on_adapter_hit(self, sequence: Sequence) -> None:
-        self._counters.adapter_hits += 1
-        self._registry.note_hit(sequence.name)
-
-    def _on_prefix_dropped(self, num_pages: int, now: float) -> None:
-        self._counters.prefix_evictions += num_pages
-        self._emit(PrefixEvicted(now, num_pages))
-
-    def _emit(self, event: Event) -> None:
-        for sink in self._sinks:
-            sink(event)
+def _make_policy(
+    parts: CoreParts,
+    config: EngineConfig,
+    predictor: LengthPredictor,
+    page_cache: PageCache,
+    cache: AdapterCache,
+    costs: OnlineCosts,
+) -> Policy:
+    """Return the scheduling policy, with its view of the other parts."""
+    context = PolicyContext(
+        config=config.scheduler,
+        num_pages=parts.num_pages,
+        block_size=config.memory.block_size,
+        predictor=predictor,
+        nearness=cache.nearness,
+        num_claimable_pages=lambda is_first: page_cache.num_claimable(Depth.WANTED if is_first else Depth.IDLE),
+        prompt_s=costs.prompt_s,
+    )
+    return make_policy(config.scheduler.policy, context)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
-from manylora.core.adapters.residency import TierState
 from manylora.core.engine.adapters.cache import AdapterCache
+from manylora.core.engine.adapters.residency import TierState
 from manylora.core.memory import PageCache
 from manylora.core.plan import ARRIVING, ON_DEVICE, PlannedSequence, StepPlan
 from manylora.core.scheduling import Sequence, SequenceStatus
@@ -41,13 +41,13 @@ def check_integrity(
         if sequence.adapter is not None:
             placement = cache.cold.get(sequence.adapter, ON_DEVICE)
             assert sequence.placement is placement, "the sequences of an adapter read it from different places"
-            state = cache.residency(sequence.adapter).device
+            state = cache.residencies[sequence.adapter].device
             assert placement is not ARRIVING or state in (TierState.LOADING, TierState.FAILED)
             assert placement is not ON_DEVICE or state is TierState.RESIDENT
             assert state is not TierState.FAILED or sequence.num_in_flight, "nothing keeps the pages of a failed load"
         for part in parts:
             assert _holds(cache, part), f"{part.adapter} is planned from {part.placement} and is not there"
-    for residency in cache.residencies():
+    for residency in cache.residencies.values():
         assert residency.num_running or residency.version.key not in cache.cold
         assert residency.num_running or residency.device is not TierState.FAILED
         users = [sequence for sequence in (*sequences, *over) if sequence.adapter == residency.version.key]
@@ -59,7 +59,7 @@ def _holds(cache: AdapterCache, part: PlannedSequence) -> bool:
     """Whether weights are where a step in flight reads them; missing layers may be loading, or not come."""
     if part.adapter is None:
         return True
-    residency = cache.residency(part.adapter)
+    residency = cache.residencies[part.adapter]
     state = residency.host if part.placement.tier is Tier.HOST else residency.device
     may_miss = part.placement.num_layers is not None
     return state is TierState.RESIDENT or (may_miss and state is not TierState.ABSENT)

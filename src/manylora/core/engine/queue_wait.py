@@ -19,18 +19,24 @@ quantiles, each on a part of a seat, and a request waits until as many parts are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from heapq import heapify, heapreplace, nsmallest
 from math import log, log2
 
 from manylora.core.config import SchedulerConfig
-from manylora.core.scheduling import LengthEstimate, LengthPredictor, Sequence, SequenceStatus
+from manylora.core.engine.steps.running import RunningSet
+from manylora.core.errors import CapacityError
+from manylora.core.scheduling import LengthEstimate, LengthPredictor, Policy, Sequence, SequenceStatus
 
 __all__ = ["QueueWait", "num_starts", "play", "quantiles"]
 
 WEIGHT = 1 / 16
 """Weight of the last step in the mean time of a step."""
+
+FINISH_WINDOW = 64
+"""Finished requests over which the rate of finishing is measured, for Retry-After."""
 
 NUM_PARTS = 4
 
@@ -82,24 +88,27 @@ class QueueWait:
         scheduler: The limits of the queue, of a step, and of running sequences.
         predictor: Predicts the lengths of answers.
         sequences: All requests in flight, by id, in order of arrival.
-        is_full: Whether a sequence waits for room although seats are free.
+        policy: The waiting sequences.
+        running: Knows whether a sequence waits for room although seats are free.
     """
 
     def __init__(
         self,
-        *,
         scheduler: SchedulerConfig,
         predictor: LengthPredictor,
         sequences: Mapping[str, Sequence],
-        is_full: Callable[[], bool],
+        policy: Policy,
+        running: RunningSet,
     ) -> None:
         self._max_waiting = scheduler.max_waiting
         self._max_wait_s = scheduler.max_wait_s
+        self.predicts = scheduler.max_wait_s is not None  # else it need not learn of steps
         self._num_step_tokens = scheduler.max_num_batched_tokens
         self._num_seats = min(scheduler.max_num_seqs, self._num_step_tokens)
         self._predictor = predictor
         self._sequences = sequences
-        self._is_full = is_full
+        self._policy = policy
+        self._running = running
         self._step_s = 0.0
         self._stepped_at = 0.0
         self._lengths: dict[str, tuple[int, ...]] = {}  # predicted, by request id: one, or a quantile for each part
@@ -107,11 +116,10 @@ class QueueWait:
         self._num_parts = 1  # of a seat
         self._num_to_run = 0  # tokens of prompts, and the next of each answer
         self._sum_lengths = 0  # of the answers in flight
+        self._finish_times: deque[float] = deque(maxlen=FINISH_WINDOW)
 
     def stepped(self, began_at: float, now: float) -> None:
         """Learn that a step ended; the time between two steps that follow each other is part of the second."""
-        if self._max_wait_s is None:
-            return
         took_s = now - began_at
         if began_at - self._stepped_at < took_s:
             took_s = now - self._stepped_at
@@ -133,20 +141,21 @@ class QueueWait:
         self._num_to_run += sequence.num_to_run
         self._sum_lengths += lengths[len(lengths) // 2]
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: Sequence, now: float) -> None:
         """Learn that a request ended, for any reason."""
+        self._finish_times.append(now)
         if self._lengths.pop(sequence.request.request_id, None) is not None:
             self._free_at = None
 
-    def has_room(self, num_waiting: int) -> bool:
+    def has_room(self) -> bool:
         """Return whether a new request would be accepted now."""
-        if num_waiting >= self._max_waiting:
+        if len(self._policy) >= self._max_waiting:
             return False
         return self._max_wait_s is None or self._wait_s() <= self._max_wait_s
 
-    def num_room(self, num_waiting: int) -> int:
+    def num_room(self) -> int:
         """Return how many requests with an answer of the mean length would be accepted now, one after another."""
-        num = max(0, self._max_waiting - num_waiting)
+        num = max(0, self._max_waiting - len(self._policy))
         if self._max_wait_s is None or not self._step_s:
             return num
         seats = self._played()
@@ -158,11 +167,15 @@ class QueueWait:
         mean_length = max(1, self._sum_lengths // max(1, len(self._sequences)))
         return min(num, num_starts(seats, num_steps, mean_length) // self._num_parts)
 
-    def reason(self, num_waiting: int) -> str:
-        """Return the reason of a refusal, in words."""
-        if num_waiting >= self._max_waiting or self._max_wait_s is None:
-            return f"{num_waiting} requests are waiting, the most allowed"
-        return f"The request would wait for longer than {self._max_wait_s:g} s"
+    def no_room(self, now: float) -> CapacityError:
+        """Return the error of a request that is refused now."""
+        num_waiting, num_finished = len(self._policy), len(self._finish_times)
+        # The time from the end of one request to the next end, lately; a second before two have ended.
+        every_s = (now - self._finish_times[0]) / num_finished if num_finished >= 2 else 1.0
+        reason = f"{num_waiting} requests are waiting, the most allowed"
+        if num_waiting < self._max_waiting and self._max_wait_s is not None:
+            reason = f"The request would wait for longer than {self._max_wait_s:g} s"
+        return CapacityError(reason, retry_after_s=min(60.0, every_s * num_waiting / 2), every_s=every_s)
 
     def _wait_s(self) -> float:
         """Return the predicted wait of a new request in seconds; 0 before the first step."""
@@ -182,13 +195,13 @@ class QueueWait:
             (running if sequence.status is SequenceStatus.RUNNING else waiting).append(left)
             self._num_to_run += sequence.num_to_run
             self._sum_lengths += left[len(left) // 2] + sequence.num_output_tokens
-        num_free = 0 if self._is_full() else self._num_seats - len(running)
+        num_free = 0 if self._running.is_full else self._num_seats - len(running)
         parts = self._num_parts = max(map(len, (*running, *waiting)), default=1)
         self._free_at = play(_in_parts(running, parts), _in_parts(waiting, parts), num_free * parts)
         return self._free_at
 
     def _left(self, sequence: Sequence) -> tuple[int, ...]:
-        """Return the predicted number of tokens that an answer still lacks, at least one: as of ``quantiles``."""
+        """Return the tokens that an answer is predicted to lack still: one number, or ``quantiles``; at least 1."""
         request_id, num_output = sequence.request.request_id, sequence.num_output_tokens
         lengths = self._lengths.get(request_id)
         if lengths is None or lengths[0] <= num_output:

@@ -8,24 +8,7 @@ from manylora.core.costs.rank_fit import StepFit
 from manylora.core.scheduling import QueueStatus
 from manylora.core.types import AdapterVersion, Tier
 
-__all__ = ["AdapterStatus", "ColdStartStatus", "Counters", "EngineStats"]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Events since the start, by the names of ``EngineStats``; each is counted where it happens."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    answers: int = 0
-    answer_tokens: int = 0
-    adapter_requests: int = 0
-    adapter_hits: int = 0
-    prefix_evictions: int = 0
-    preemptions: int = 0
-    squashes: int = 0
+__all__ = ["AdapterStatus", "ColdStartStatus", "EngineStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

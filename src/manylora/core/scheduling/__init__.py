@@ -6,14 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from manylora.core.plugins import find_factory, made_by, options_for
+from manylora.core.config import SchedulerConfig
+from manylora.core.plugins import find_factory, made_by, options_for, takes
 from manylora.core.scheduling.policies.adapter_aware import AdapterAwarePolicy
 from manylora.core.scheduling.policies.boost import BoostPolicy
 from manylora.core.scheduling.policies.chameleon.policy import ChameleonPolicy, StaticQueuesPolicy
 from manylora.core.scheduling.policies.fifo import FifoPolicy, StrictFifoPolicy
 from manylora.core.scheduling.policies.keyed import KeyedPolicy, PriorityPolicy, ShortestFirstPolicy
 from manylora.core.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
-from manylora.core.scheduling.prediction import PREDICTORS, LengthEstimate, LengthPredictor, make_predictor
+from manylora.core.scheduling.prediction import (
+    LengthEstimate,
+    LengthPredictor,
+    NoisyPredictor,
+    OraclePredictor,
+    QuantilePredictor,
+)
 from manylora.core.scheduling.sequence import Sequence, SequenceStatus
 from manylora.core.scheduling.step_composition import (
     ChunkedSLoraSteps,
@@ -63,6 +70,18 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "strict-fifo": StrictFifoPolicy,
 }
 
+
+@takes(NoisyPredictor.Options)
+def _make_noisy(config: SchedulerConfig, seed: int, options: NoisyPredictor.Options) -> LengthPredictor:
+    return NoisyPredictor(options.accuracy, seed)
+
+
+PREDICTORS: dict[str, Callable[..., LengthPredictor]] = {
+    "noisy": _make_noisy,
+    "oracle": lambda config, seed: OraclePredictor(),
+    "quantile": lambda config, seed: QuantilePredictor(),
+}
+
 STEP_COMPOSITIONS: dict[str, Callable[[], StepComposition]] = {
     "mixed": MixedSteps,
     "s-lora": SLoraSteps,
@@ -100,3 +119,19 @@ def make_step_composition(name: str) -> StepComposition:
     """
     factory = find_factory("step_composition", name, STEP_COMPOSITIONS)
     return made_by("step_composition", name, factory, seam=StepComposition)
+
+
+def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
+    """Make the predictor that the configuration names.
+
+    Args:
+        config: Its ``predictor``, in ``PREDICTORS`` or a plug-in (``plugins.py``), and that one's options.
+        seed: Seed of the noisy predictor.
+
+    Raises:
+        ConfigError: No predictor has that name, or an option is wrong.
+    """
+    factory = find_factory("predictor", config.predictor, PREDICTORS)
+    options = options_for("predictor", config.predictor, PREDICTORS, config.predictor_options)
+    taken = () if options is None else (options,)
+    return made_by("predictor", config.predictor, factory, config, seed, *taken, seam=LengthPredictor)

@@ -82,7 +82,7 @@ class Sequence:
     ending: FinishReason | None = field(default=None, init=False)  # it ends with the steps in flight, for this reason
     failure: str | None = field(default=None, init=False)
     is_refused: bool = field(default=False, init=False)
-    is_given_up: bool = field(default=False, init=False)  # by a step: it is sent back with the steps in flight
+    is_late: bool = field(default=False, init=False)  # a step did not wait: it is sent back with those in flight
     was_looked_at: bool = field(default=False, init=False)
     awaited_load: int = field(default=0, init=False)  # number of the last load of its adapter that it waited for
     found_resident: bool = field(init=False)
@@ -139,7 +139,7 @@ class Sequence:
         """
         return (
             self.ending is not None
-            or self.is_given_up
+            or self.is_late
             or self.status is SequenceStatus.FINISHED
             or len(self.tokens) + self.num_pending - self.num_prompt_tokens >= self.max_tokens
         )
@@ -147,7 +147,7 @@ class Sequence:
     @property
     def has_sound_kv(self) -> bool:
         """Whether the KV of completed steps is certain to be right: not if its adapter may fail yet, or did."""
-        return self.placement is not ARRIVING and self.failure is None and not self.is_given_up
+        return self.placement is not ARRIVING and self.failure is None and not self.is_late
 
     @property
     def num_tokens_to_hold(self) -> int:
@@ -256,14 +256,14 @@ class Sequence:
         return True
 
     def took_nothing(self) -> None:
-        """A step was to yield its next token, and did not: it has failed, or was given up."""
-        assert self.failure is not None or self.is_given_up
+        """A step was to yield its next token, and did not: it has failed, or was late."""
+        assert self.failure is not None or self.is_late
         self.num_in_flight -= 1
         self.num_pending -= 1
 
-    def given_up(self) -> None:
+    def was_late(self) -> None:
         """A step did not wait for its adapter any longer: it is sent back with the steps in flight."""
-        self.is_given_up = True
+        self.is_late = True
 
     def unscored(self) -> None:
         """None of its prompt's log-probabilities are there: they are computed again."""
@@ -271,7 +271,7 @@ class Sequence:
 
     def sent_back(self) -> None:
         """It waits again without its pages; its tokens are kept, and their KV is computed again."""
-        self.is_given_up = False
+        self.is_late = False
         self.num_preemptions += 1
         self.num_computed = 0
         self.status = SequenceStatus.WAITING

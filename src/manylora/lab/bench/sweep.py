@@ -24,7 +24,7 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import Clock, WallClock
 from manylora.core.config import AdapterConfig, EngineConfig
 from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord
-from manylora.core.engine.build import build_core
+from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Request, SamplingParams
@@ -126,7 +126,7 @@ def run_sweep(
         if is_warm:
             write(record)
 
-    core = build_core(parts, config, executor=LoggedExecutor(parts.executor, take))
+    core = EngineCore(replace(parts, executor=LoggedExecutor(parts.executor, take)), config)
     names = [f"adapter-{index}" for index in range(len(adapters))]
     for name, version in zip(names, adapters, strict=True):
         core.adapters.register(name, version, clock.now())

@@ -6,11 +6,14 @@ Every method runs on the loop's thread and returns at once; files were read or c
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
-from manylora.core.adapters.registry import AdapterRegistry, NamedAdapter
+from manylora.core.config import EngineConfig
 from manylora.core.engine.adapters.cache import AdapterCache
+from manylora.core.engine.adapters.loader import AdapterLoader
+from manylora.core.engine.adapters.prefetch import Prefetcher
+from manylora.core.engine.adapters.registry import AdapterRegistry, NamedAdapter
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterReplaced, CapacityError, ManyloraError, ModelNotFound
 from manylora.core.memory import num_blocks
@@ -27,35 +30,33 @@ class AdapterCatalog:
 
     Args:
         num_pages: Pages in the pool.
-        max_pages: Most pages of one adapter.
-        block_size: Tokens of KV in a page.
-        in_flight: Returns every waiting and running sequence.
-        on_unread: Called with each version that was registered without its weights.
+        sequences: Every waiting and running sequence, by request.
+        prefetcher: Reads versions that were registered without their weights.
     """
 
     def __init__(
         self,
-        *,
+        config: EngineConfig,
         registry: AdapterRegistry,
         cache: AdapterCache,
+        loader: AdapterLoader,
         num_pages: int,
-        max_pages: int,
-        block_size: int,
-        in_flight: Callable[[], list[Sequence]],
-        on_unread: Callable[[AdapterVersion], None],
+        sequences: Mapping[str, Sequence],
+        prefetcher: Prefetcher,
     ) -> None:
         self._registry = registry
         self._cache = cache
+        self._loader = loader
         self._num_pages = num_pages
-        self._max_pages = max_pages
-        self._block_size = block_size
-        self._in_flight = in_flight
-        self._on_unread = on_unread
+        self._max_pages = config.adapters.most_pages(num_pages)
+        self._block_size = config.memory.block_size
+        self._sequences = sequences
+        self._prefetcher = prefetcher
 
     def __contains__(self, name: str) -> bool:
         return name in self._registry
 
-    def resolve(self, model: str, base_name: str) -> tuple[str, AdapterVersion | None]:
+    def resolve(self, model: str) -> tuple[str, AdapterVersion | None]:
         """Return the name and version of the adapter that a request names; an empty name and ``None`` are the base.
 
         An exact name wins over ``base:adapter``.
@@ -63,6 +64,7 @@ class AdapterCatalog:
         Raises:
             ModelNotFound: No adapter has that name; there is no fallback to the base.
         """
+        base_name = self._registry.base_name
         if model in ("", base_name):
             return "", None
         base, _, adapter = model.partition(":")
@@ -71,26 +73,25 @@ class AdapterCatalog:
             return name, self._registry.get(name).version
         raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
 
-    def resolve_version(self, model: str, base_name: str, key: AdapterKey | None) -> tuple[str, AdapterVersion | None]:
+    def resolve_version(self, model: str, key: AdapterKey | None) -> tuple[str, AdapterVersion | None]:
         """Return the adapter of an answer that another engine began: the same version, under any name.
 
         A version that has lost its last name goes on under the name in the request, while other answers run on it.
 
         Args:
             model: The name in the request.
-            base_name: The base model's name.
             key: The version that began the answer, ``None`` for the base.
 
         Raises:
             AdapterReplaced: The version is not here: the name has other weights now, or is gone.
         """
         if key is None:
-            if model in ("", base_name):
+            if model in ("", self._registry.base_name):
                 return "", None
             raise AdapterReplaced(model, "this answer was begun by the base model, which has another name here")
-        if self._cache.knows(key):
+        if key in self._cache.residencies:
             names = self._registry.names_of(key)
-            return model if model in names or not names else names[0], self._cache.residency(key).version
+            return model if model in names or not names else names[0], self._cache.residencies[key].version
         state = "was replaced" if model in self._registry else "was unloaded"
         raise AdapterReplaced(model, f"it {state} while an engine that answered with it ended; please ask again")
 
@@ -116,12 +117,12 @@ class AdapterCatalog:
             raise
         self._cache.add(version, now, tier)
         if tier is Tier.DISK:
-            self._on_unread(version)
+            self._prefetcher.read_later(version)
         self._cache.refresh(version.key, now)
         if old is not None and old.key != version.key:
             self._forget_if_unnamed(old, now)
         if is_pinned:
-            self._cache.warm(version, now)
+            self._loader.warm(version, now)
         return self.status(name, now)
 
     def unregister(self, name: str, now: float) -> None:
@@ -145,7 +146,7 @@ class AdapterCatalog:
         self._registry.set_pinned(name, pinned)
         self._cache.refresh(version.key, now)
         if pinned:
-            self._cache.warm(version, now)
+            self._loader.warm(version, now)
         return self.status(name, now)
 
     def warm(self, name: str, now: float) -> AdapterStatus:
@@ -155,7 +156,7 @@ class AdapterCatalog:
             AdapterNotFound: No such name.
             CapacityError: There is no idle memory for it.
         """
-        residency = self._cache.warm(self._registry.get(name).version, now)
+        residency = self._loader.warm(self._registry.get(name).version, now)
         if residency.tier is not Tier.DEVICE and not residency.is_loading:
             raise CapacityError(f"no idle memory for adapter {name!r}", retry_after_s=1.0, status=503)
         return self.status(name, now)
@@ -167,7 +168,7 @@ class AdapterCatalog:
             AdapterNotFound: No such name.
         """
         named = self._registry.get(name)
-        residency = self._cache.residency(named.version.key)
+        residency = self._cache.residencies[named.version.key]
         used_at = residency.last_used_at
         return AdapterStatus(
             name=named.name,
@@ -193,13 +194,13 @@ class AdapterCatalog:
         """Return the status of a few: by tier, then with requests or failures, then by use; for views of thousands."""
 
         def use(named: NamedAdapter) -> tuple[int, bool, int]:
-            residency = self._cache.residency(named.version.key)
+            residency = self._cache.residencies[named.version.key]
             if residency.error is not None:
                 return _HEIGHT[Tier.HOST], True, named.num_requests
             return _HEIGHT[residency.tier], residency.is_referenced, named.num_requests
 
         # Of the others, which are idle and unused, as many as are asked for will do: those in host memory, then any.
-        in_host = self._named(islice(self._cache.recent_host(), num_adapters))
+        in_host = self._named(islice(self._cache.host.recent(), num_adapters))
         failed = self._named(islice(self._cache.failed, num_adapters))
         some = [*self._in_use(), *failed, *in_host, *self._registry.first(num_adapters)]
         candidates = {named.name: named for named in some}
@@ -212,7 +213,7 @@ class AdapterCatalog:
 
     def _in_use(self) -> list[NamedAdapter]:
         registry = self._registry
-        named = [*registry.used(), *registry.pinned(), *self._named(self._cache.in_pages())]
+        named = [*registry.used(), *registry.pinned.values(), *self._named(self._cache.in_pages)]
         return list({one.name: one for one in named}.values())
 
     def _named(self, keys: Iterable[AdapterKey]) -> list[NamedAdapter]:
@@ -221,7 +222,9 @@ class AdapterCatalog:
 
     def num_pinned_pages(self, besides: AdapterVersion | None = None) -> int:
         """Return the pages of pinned versions other than ``besides``."""
-        pinned = {named.version.key: named.version.num_pages for named in self._registry.pinned()}
+        if not self._registry.pinned:
+            return 0
+        pinned = {named.version.key: named.version.num_pages for named in self._registry.pinned.values()}
         if besides is not None:
             pinned.pop(besides.key, None)
         return sum(pinned.values())
@@ -239,7 +242,7 @@ class AdapterCatalog:
 
     def _check_can_pin(self, name: str, version: AdapterVersion) -> None:
         """Raise ``CapacityError`` unless every request in flight still fits beside the pinned adapters."""
-        for sequence in self._in_flight():
+        for sequence in self._sequences.values():
             if sequence.adapter == version.key:
                 continue
             most_tokens = sequence.num_prompt_tokens + sequence.max_tokens - 1  # the last one needs no KV

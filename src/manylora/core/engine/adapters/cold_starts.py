@@ -18,14 +18,17 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from manylora.core.adapters.residency import Residency
+from manylora.core.config import EngineConfig
 from manylora.core.costs.cold_start import AssistCosts, ColdRequest, Corrections, Expected, choose, expect
 from manylora.core.engine.adapters.cache import AdapterCache
+from manylora.core.engine.adapters.loader import LoadsInFlight
+from manylora.core.engine.adapters.residency import Residency
 from manylora.core.engine.status import ColdStartStatus
 from manylora.core.errors import ConfigError
 from manylora.core.events import ColdStartChosen, ColdStartEnded, EventSink
 from manylora.core.memory import ReloadCosts
 from manylora.core.plan import ARRIVING, IN_HOST, StepPlan
+from manylora.core.ports import CoreParts
 from manylora.core.scheduling import Sequence
 from manylora.core.types import ColdStart, Tier
 
@@ -40,14 +43,14 @@ RECENT = 8
 with the KV they read, which no line over tokens shows."""
 
 
-def possible_modes(*, reads_host: bool, waits_by_layer: bool) -> tuple[ColdStart, ...]:
-    """Return the modes that an executor with these abilities can do."""
-    able = {ColdStart.WAIT: True, ColdStart.ASSIST: reads_host, ColdStart.LAYERS: waits_by_layer}
+def possible_modes(parts: CoreParts) -> tuple[ColdStart, ...]:
+    """Return the modes that the executor of an engine can do."""
+    able = {ColdStart.WAIT: True, ColdStart.ASSIST: parts.reads_host, ColdStart.LAYERS: parts.waits_by_layer}
     return tuple(mode for mode in ColdStart if able[mode])
 
 
 @dataclass(slots=True)
-class _StartChoice:
+class StartChoice:
     """The mode of a request, the tier of its adapter at that time, and the prediction."""
 
     mode: ColdStart
@@ -72,13 +75,13 @@ class _Sums:
 class ColdStarts:
     """Chooses modes and learns from first tokens. Times are in seconds.
 
+    ``choices`` has the mode of each cold request, by ``seq_id``, until its first token.
+
     Args:
-        mode: The option: a mode's name, or ``auto``.
-        possible: Modes that the executor can do.
+        parts: Say what the executor can do, the layers of the base, and whether steps run on a device beside the CPU.
+        config: Has the mode that is asked for, if one is, and the most tokens in a step.
+        loads: Loads in flight.
         costs: Costs of loads and steps, learnt elsewhere.
-        is_accelerated: Whether steps run on a device beside the CPU.
-        num_layers: Layers of the base.
-        max_step_tokens: Most tokens in a step.
 
     Raises:
         ConfigError: The executor cannot do the mode that is asked for.
@@ -86,37 +89,31 @@ class ColdStarts:
 
     def __init__(
         self,
-        *,
-        mode: str,
-        possible: tuple[ColdStart, ...],
+        parts: CoreParts,
+        config: EngineConfig,
         cache: AdapterCache,
+        loads: LoadsInFlight,
         costs: ReloadCosts,
-        is_accelerated: bool,
-        num_layers: int,
-        max_step_tokens: int,
         emit: EventSink,
     ) -> None:
+        mode, possible = config.adapters.cold_start, possible_modes(parts)
         self._forced = None if mode == "auto" else ColdStart(mode)
         if self._forced is not None and self._forced not in possible:
             names = ", ".join(["auto", *(one.value for one in possible)])
             raise ConfigError(f"Got cold_start = {mode!r}, which this engine cannot do; expected one of {names}")
         self._possible = possible
         self._cache = cache
+        self._loads = loads
         self._costs = costs
-        self._num_layers = num_layers
-        self._max_step_tokens = max_step_tokens
+        self._num_layers = parts.base.num_layers
+        self._max_step_tokens = config.scheduler.max_num_batched_tokens
         self._emit = emit
-        self._assist = AssistCosts(is_beside=is_accelerated)
+        self._assist = AssistCosts(is_beside=parts.is_accelerated)
         self._corrections = Corrections()
-        self._choices: dict[int, _StartChoice] = {}  # by seq_id, until the first token
+        self.choices: dict[int, StartChoice] = {}
         self._sums = {one: _Sums() for one in possible}
         self._num_cold_steps = 0  # one after another, up to the last
         self._last_cold_step = -1
-
-    @property
-    def is_awaiting(self) -> bool:
-        """Whether any cold request has no token yet."""
-        return bool(self._choices)
 
     def mode(self, sequence: Sequence, residency: Residency, running: Seq[Sequence], now: float) -> ColdStart:
         """Return the mode of a waiting sequence whose adapter is not on the device.
@@ -129,7 +126,7 @@ class ColdStarts:
         """
         if len(self._possible) == 1:
             return ColdStart.WAIT
-        choice = self._choices.get(sequence.seq_id)
+        choice = self.choices.get(sequence.seq_id)
         is_late = residency.is_late and choice is not None and choice.mode is ColdStart.LAYERS
         if (
             choice is None
@@ -143,7 +140,7 @@ class ColdStarts:
 
     def begins_at(self, sequence: Sequence) -> float:
         """Return the time before which a sequence in the mode ``layers`` is not to begin."""
-        choice = self._choices[sequence.seq_id]
+        choice = self.choices[sequence.seq_id]
         return choice.chosen_at + choice.expected.begins_s
 
     def room_for(self, sequence: Sequence, room: int) -> int:
@@ -151,29 +148,29 @@ class ColdStarts:
 
         A request in the mode that was asked for takes the room there is.
         """
-        choice = self._choices.get(sequence.seq_id)
+        choice = self.choices.get(sequence.seq_id)
         if choice is None or self._forced is not None or choice.expected.chunk_tokens is None:
             return room
         return min(room, choice.expected.chunk_tokens)
 
     def held_up(self, sequence: Sequence) -> None:
         """Learn that a sequence waits for memory, or for a limit of the step."""
-        if sequence.seq_id in self._choices:
-            self._choices[sequence.seq_id].is_held_up = True
+        if sequence.seq_id in self.choices:
+            self.choices[sequence.seq_id].is_held_up = True
 
     def was_late(self, sequence: Sequence, now: float) -> None:
-        """Learn that a step has given a sequence up, which is a wrong prediction if it has no token yet."""
-        choice = self._choices.get(sequence.seq_id)
+        """Learn that a step did not wait for a sequence, which is a wrong prediction if it has no token yet."""
+        choice = self.choices.get(sequence.seq_id)
         if choice is not None:
             self._learn(choice, now - choice.chosen_at)
 
     def forget(self, sequence: Sequence) -> None:
         """Learn that a sequence ended."""
-        self._choices.pop(sequence.seq_id, None)
+        self.choices.pop(sequence.seq_id, None)
 
     def _choose(
         self, sequence: Sequence, residency: Residency, running: Seq[Sequence], now: float, *, was_held_up: bool
-    ) -> _StartChoice:
+    ) -> StartChoice:
         question = self._question(sequence, residency, running, now)
         expected = expect(question, self._assist, self._corrections, is_forced=self._forced is not None)
         allowed = self._allowed(residency)
@@ -181,8 +178,8 @@ class ColdStarts:
         if mode not in allowed and residency.is_late:
             mode = ColdStart.WAIT
         delay_s = (expected[mode].first_token_s - question.prompt_s) / self._corrections.factor(mode)
-        choice = _StartChoice(mode, residency.tier, now, question.prompt_s, expected[mode], delay_s, was_held_up)
-        self._choices[sequence.seq_id] = choice
+        choice = StartChoice(mode, residency.tier, now, question.prompt_s, expected[mode], delay_s, was_held_up)
+        self.choices[sequence.seq_id] = choice
         key = residency.version.key
         in_seconds = {one: prediction.first_token_s for one, prediction in expected.items()}
         self._emit(ColdStartChosen(now, sequence.request.request_id, key, mode, in_seconds))
@@ -206,7 +203,7 @@ class ColdStarts:
         step_s = max(1e-9, step.seconds(num_others + num_first))
         assisted = sum([other.rank for other in running if other.placement is IN_HOST])
         return ColdRequest(
-            route=self._cache.route(residency.version.key, now),
+            route=self._loads.route(residency, now),
             num_layers=self._num_layers,
             step_s=step_s,
             prompt_s=step_s * math.ceil(num_tokens / num_first),
@@ -225,11 +222,11 @@ class ColdStarts:
     def took_token(self, sequences: Iterable[Sequence], now: float) -> None:
         """Learn that these sequences got a token: for a cold one, its first."""
         for sequence in sequences:
-            choice = self._choices.pop(sequence.seq_id, None)
+            choice = self.choices.pop(sequence.seq_id, None)
             if choice is not None:
                 self._ended(sequence, choice, now)
 
-    def _ended(self, sequence: Sequence, choice: _StartChoice, now: float) -> None:
+    def _ended(self, sequence: Sequence, choice: StartChoice, now: float) -> None:
         mode, expected_s, actual_s = choice.mode, choice.expected.first_token_s, now - choice.chosen_at
         sums = self._sums[mode]
         sums.num_starts += 1
@@ -247,7 +244,7 @@ class ColdStarts:
         request_id, is_measured = sequence.request.request_id, not choice.is_held_up
         self._emit(ColdStartEnded(now, request_id, sequence.adapter, mode, expected_s, actual_s, is_measured))
 
-    def _learn(self, choice: _StartChoice, actual_s: float) -> None:
+    def _learn(self, choice: StartChoice, actual_s: float) -> None:
         self._corrections.observe(
             choice.mode, resident_s=choice.resident_s, delay_s=choice.plain_delay_s, actual_s=actual_s
         )

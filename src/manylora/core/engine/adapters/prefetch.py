@@ -15,18 +15,26 @@ Three rules keep a wrong guess harmless:
   item is not. One that is only forecast (``forecast.py``, off by default) is priced by the same rule as the items it
   would displace, and only while no request waits.
 
-Adapters that were registered without their weights are read after all others, for no request (``background.py``).
+Adapters that were registered without their weights are read in the background, while the reader has nothing else to do.
+A fault in the weights is then found before the first request, and the first request finds them in host memory. Reads
+give way to everything that was demanded: one at a time, only while no load is in flight, only into host memory that is
+spare, and while requests are in flight only a small share of the time. A read that is demanded meanwhile has another
+reader.
 
 Source: Chameleon, section 4.2, "Prefetching"; look-ahead of ten after "vLLM multi-LoRA" (spec VL-5).
 """
 
 from __future__ import annotations
 
-from manylora.core.adapters.residency import TierState
-from manylora.core.config import AdapterConfig
-from manylora.core.engine.adapters.background import BackgroundReads
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from manylora.core.config import EngineConfig
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.forecast import Forecast
+from manylora.core.engine.adapters.loader import AdapterLoader
+from manylora.core.engine.adapters.residency import TierState
+from manylora.core.engine.telemetry import Counters
 from manylora.core.memory import Depth, PageCache, num_blocks
 from manylora.core.scheduling import Policy, StepComposition
 from manylora.core.types import AdapterKey, AdapterVersion, Tier
@@ -34,47 +42,55 @@ from manylora.core.types import AdapterKey, AdapterVersion, Tier
 __all__ = ["Prefetcher"]
 
 
+BUSY_SHARE = 0.05
+"""Share of the time that background reads may take while requests are in flight: they slow steps down."""
+
+
 class Prefetcher:
     """Starts loads on idle links, for upcoming sequences or for forecast requests: one, or as the composition asks."""
 
     def __init__(
         self,
-        *,
+        config: EngineConfig,
         cache: AdapterCache,
+        loader: AdapterLoader,
         page_cache: PageCache,
         policy: Policy,
         composition: StepComposition,
-        config: AdapterConfig,
-        block_size: int,
+        counters: Counters,
     ) -> None:
         self._cache = cache
+        self._loader = loader
         self._page_cache = page_cache
         self._policy = policy
         self._composition = composition
-        self._look_ahead = config.look_ahead
-        self._block_size = block_size
-        self._forecast = Forecast() if config.forecast else None
-        self._background = BackgroundReads(cache) if config.background_reads and config.keep_host_copies else None
-        self.num_prefetches = 0
+        self._counters = counters
+        self._look_ahead = config.adapters.look_ahead
+        self._block_size = config.memory.block_size
+        self._forecast = Forecast() if config.adapters.forecast else None
+        reads_ahead = config.adapters.background_reads and config.adapters.keep_host_copies
+        self._background = BackgroundReads(cache, loader) if reads_ahead else None
 
     def asked(self, key: AdapterKey, now: float) -> None:
         """Learn that a request for an adapter arrived."""
         if self._forecast is not None:
             self._forecast.used(key, now)
 
-    def add_unread(self, version: AdapterVersion) -> None:
-        """Add a version that was registered without its weights."""
+    def read_later(self, version: AdapterVersion) -> None:
+        """Add a version that was registered without its weights, to be read in the background."""
         if self._background is not None:
-            self._background.add(version)
+            self._background.queue.append(version.key)
 
     def launch(self, now: float, *, is_busy: bool) -> None:
         """Start prefetches, and a background read; ``is_busy`` says whether requests are in flight."""
-        idle = [tier for tier in (Tier.HOST, Tier.DEVICE) if not self._cache.is_link_busy(tier)]
-        if idle and self._look_ahead and len(self._policy):
+        loads = self._loader.loads
+        tiers = Tier.HOST, Tier.DEVICE
+        idle = [tier for tier in tiers if not loads.to(tier)] if loads.in_flight else tiers
+        if idle and is_busy and self._look_ahead and len(self._policy):
             self._prefetch_upcoming(dict.fromkeys(idle, self._composition.most_prefetches()), now)
         elif idle and self._forecast is not None and not len(self._policy):
             self._prefetch_due(self._forecast, idle, now)
-        if self._background is not None and self._background.has_work:
+        if self._background is not None and self._background.queue:
             self._background.launch(now, is_busy=is_busy)
 
     def _prefetch_upcoming(self, most: dict[Tier, int], now: float) -> None:
@@ -97,13 +113,13 @@ class Prefetcher:
                     room -= version.num_pages
             room -= num_blocks(sequence.num_tokens_to_hold, self._block_size)
 
-    def _prefetch_due(self, forecast: Forecast, idle: list[Tier], now: float) -> None:
+    def _prefetch_due(self, forecast: Forecast, idle: Seq[Tier], now: float) -> None:
         """Prefetch one adapter that is due, if it is worth more until then than the items it displaces."""
         for key, until in forecast.due(now):
-            if not self._cache.knows(key):
+            if key not in self._cache.residencies:
                 forecast.forget(key)
                 continue
-            version = self._cache.residency(key).version
+            version = self._cache.residencies[key].version
             tier = self._missing_from(key)
             if tier not in idle:
                 continue
@@ -115,10 +131,45 @@ class Prefetcher:
 
     def _missing_from(self, key: AdapterKey) -> Tier | None:
         """Return the next tier to load an adapter to; ``None`` if it is on the device, or loading."""
-        residency = self._cache.residency(key)
+        residency = self._cache.residencies[key]
         if residency.device is TierState.RESIDENT or residency.is_loading:
             return None
         return Tier.DEVICE if residency.host is TierState.RESIDENT else Tier.HOST
 
     def _prefetch(self, version: AdapterVersion, now: float) -> None:
-        self.num_prefetches += self._cache.ensure(version, now, Depth.IDLE).is_loading
+        self._counters.num_prefetches += self._loader.ensure(version, now, Depth.IDLE).is_loading
+
+
+class BackgroundReads:
+    """Reads versions in order of registration. Times are in seconds.
+
+    Attributes:
+        queue: Versions that may be left to read.
+    """
+
+    def __init__(self, cache: AdapterCache, loader: AdapterLoader) -> None:
+        self.queue: deque[AdapterKey] = deque()
+        self._cache = cache
+        self._loader = loader
+        self._reading: AdapterKey | None = None
+        self._began_at = 0.0
+        self._rests_until = 0.0
+
+    def launch(self, now: float, *, is_busy: bool) -> None:
+        """Start a read if there is nothing else to load; ``is_busy`` says whether requests are in flight."""
+        if self._loader.loads.in_flight:
+            return
+        if self._reading is not None:
+            self._reading = None
+            self._rests_until = now + (now - self._began_at) * (1.0 / BUSY_SHARE - 1.0)
+        if is_busy and now < self._rests_until:
+            return
+        while self.queue:
+            key = self.queue.popleft()
+            residency = self._cache.residencies.get(key)
+            if residency is None or residency.host is not TierState.ABSENT:
+                continue
+            if self._cache.host.has_spare(residency.version):
+                self._loader.read_ahead(residency.version, now)
+                self._reading, self._began_at = key, now
+                return

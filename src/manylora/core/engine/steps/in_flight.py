@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from manylora.core.costs.online import StepLoad
 from manylora.core.costs.rank_fit import RankLoad
 from manylora.core.engine.steps.plan_ahead import plan_at
-from manylora.core.memory import ReloadCosts
+from manylora.core.memory.eviction import LinearCost
 from manylora.core.plan import StepPlan, StepResult
 from manylora.core.ports import Work
 from manylora.core.scheduling import Sequence
@@ -41,24 +41,22 @@ class Step:
 
 
 class StepsInFlight:
-    """Steps in the order of their launch, and the time at which to plan one more."""
+    """Steps ``in_flight`` in the order of their launch, and the time at which to plan one more.
 
-    def __init__(self, costs: ReloadCosts, *, plans_ahead: bool) -> None:
-        self._costs = costs
+    Args:
+        cost: Duration of a step by its tokens.
+        plans_ahead: Whether a step is planned while the step before it runs.
+    """
+
+    def __init__(self, cost: LinearCost, *, plans_ahead: bool) -> None:
+        self.in_flight: deque[Step] = deque()
+        self._cost = cost
         self._plans_ahead = plans_ahead
-        self._steps: deque[Step] = deque()
         self._plan_at = math.inf
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    def plans(self) -> list[StepPlan]:
-        """Return the plans in flight, oldest first."""
-        return [step.plan for step in self._steps]
 
     def may_plan(self, now: float) -> bool:
         """Whether the next step is to be planned now."""
-        return not self._steps or now >= self._plan_at
+        return not self.in_flight or now >= self._plan_at
 
     def planning(self) -> None:
         """Note that the next step is being planned: once per step in flight, also if it comes out empty."""
@@ -66,8 +64,8 @@ class StepsInFlight:
 
     def launched(self, step: Step, now: float) -> None:
         """Add a step, behind the one in flight if there is one."""
-        self._steps.append(step)
-        if len(self._steps) == 1:
+        self.in_flight.append(step)
+        if len(self.in_flight) == 1:
             self._begin(step, now)
 
     def take_completed(self, now: float) -> tuple[Step, StepResult] | None:
@@ -76,21 +74,21 @@ class StepsInFlight:
         Raises:
             Exception: The device failed in it; the engine is lost.
         """
-        if not self._steps or (result := self._steps[0].work.poll(now)) is None:
+        if not self.in_flight or (result := self.in_flight[0].work.poll(now)) is None:
             return None
         assert isinstance(result, StepResult)
-        return self._steps.popleft(), result
+        return self.in_flight.popleft(), result
 
     def begin_next(self, now: float) -> None:
         """Note that the step behind the completed one begins."""
-        if self._steps:
-            self._begin(self._steps[0], now)
+        if self.in_flight:
+            self._begin(self.in_flight[0], now)
 
     def next_event_at(self) -> float:
         """Return the time at which the oldest step completes or the next is to be planned; infinite if unknown."""
-        return min(self._steps[0].work.ready_at, self._plan_at) if self._steps else math.inf
+        return min(self.in_flight[0].work.ready_at, self._plan_at) if self.in_flight else math.inf
 
     def _begin(self, step: Step, now: float) -> None:
         step.began_at = now
         if self._plans_ahead:
-            self._plan_at = plan_at(now, self._costs.step.seconds(step.num_tokens))
+            self._plan_at = plan_at(now, self._cost.seconds(step.num_tokens))

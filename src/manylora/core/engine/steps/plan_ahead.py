@@ -69,7 +69,7 @@ def fill_in(
     plan: StepPlan,
     tokens: Mapping[int, SampledToken],
     failed: Container[int] = (),
-    given_up: Mapping[int, Sequence[int]] | None = None,
+    late: Mapping[int, Sequence[int]] | None = None,
 ) -> StepPlan:
     """Return the plan with the tokens that it awaits of the step before.
 
@@ -78,18 +78,18 @@ def fill_in(
         tokens: Tokens of the step before, by ``seq_id``.
         failed: Sequences that failed in the step before. They are left out, and need no token and no failure of this
             step: the core has ended them by then. No sequence may be left.
-        given_up: The pages of the sequences that the step before has given up, by ``seq_id``. They are left out
+        late: The pages of the sequences that the step before did not wait for, by ``seq_id``. They are left out
             likewise, unless they were sent back and admitted again meanwhile: their list of pages is another one then.
 
     Raises:
         KeyError: A token that the plan awaits is missing.
     """
     sequences = plan.sequences
-    if given_up:
-        sequences = tuple([part for part in sequences if given_up.get(part.seq_id) is not part.pages])
+    if late:
+        sequences = tuple([part for part in sequences if late.get(part.seq_id) is not part.pages])
     if failed:
         sequences = tuple([part for part in sequences if part.seq_id not in failed])
-    elif not given_up and not any(part.awaits_token for part in sequences):
+    elif not late and not any(part.awaits_token for part in sequences):
         return plan
     filled = tuple([_fill_in(part, tokens) if part.awaits_token else part for part in sequences])
     return StepPlan(step_id=plan.step_id, sequences=filled, released=plan.released, prompt_rows=plan.prompt_rows)

@@ -128,7 +128,7 @@ class SimulatedExecutor:
         self._speed = speed
         self._steps: list[SimulatedWork] = []  # the last two, for loads to slow down
         self._last = StepResult()
-        self._given_up: dict[int, Seq[int]] = {}  # by the last step; with the pages of each
+        self._late: dict[int, Seq[int]] = {}  # by the last step; with the pages of each
         self._scheduler_time_s = scheduler_time_s
         self._choose = choose or (lambda part: synthetic_token(part, vocab_size, avoid))
         self._links = {Tier.HOST: SimulatedLink(), Tier.DEVICE: SimulatedLink()}
@@ -136,8 +136,8 @@ class SimulatedExecutor:
 
     def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
         """Start a step."""
-        if self._given_up:
-            plan = fill_in(plan, self._last.tokens, given_up=self._given_up)
+        if self._late:
+            plan = fill_in(plan, self._last.tokens, late=self._late)
         tokens = {part.seq_id: self._choose(part) for part in plan.sequences if part.is_sampled}
         begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
         factor = 1.0 if self._speed is None else self._speed.factor(begins_at)
@@ -153,13 +153,13 @@ class SimulatedExecutor:
             ready_at = _delayed(ready_at, share, begins_at, self._links[tier].busy())
         prompt_logprobs = synthetic_prompt_logprobs(plan, self._vocab_size)
         late_parts = [part for part in plan.sequences if part.adapter in step.late] if step.late else []
-        self._given_up = {part.seq_id: part.pages for part in late_parts}
-        for seq_id in self._given_up:
+        self._late = {part.seq_id: part.pages for part in late_parts}
+        for seq_id in self._late:
             tokens.pop(seq_id, None)
             prompt_logprobs.pop(seq_id, None)
         self._last = StepResult(
             tokens=tokens,
-            late=frozenset(self._given_up),
+            late=frozenset(self._late),
             prompt_logprobs=prompt_logprobs,
             cpu_share=step.cpu_share,
         )

@@ -17,13 +17,13 @@ alone, as in a live run; the ``oracle`` and ``noisy`` predictors know the length
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import VirtualClock
-from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import RequestsByTime
 from manylora.core.engine.status import EngineStats
@@ -32,10 +32,11 @@ from manylora.core.events import EventSink
 from manylora.core.options import require
 from manylora.core.plan import AdapterLoad, PlannedSequence
 from manylora.core.plugins import options_for
+from manylora.core.ports import CoreParts
 from manylora.core.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
 from manylora.core.scaling import LoadWatch, ScalingController, ScalingDecision, WatchedDispatcher
-from manylora.core.scheduling import LengthPredictor, Sequence
-from manylora.core.scheduling.prediction import PREDICTORS, NoisyPredictor, OraclePredictor
+from manylora.core.scheduling import PREDICTORS, LengthPredictor, Sequence
+from manylora.core.scheduling.prediction import NoisyPredictor, OraclePredictor
 from manylora.core.types import Output, Request, SampledToken, SamplingParams, Tier
 from manylora.lab.costs.model import CostModel
 from manylora.lab.costs.speed import MachineSpeed
@@ -320,29 +321,37 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
     elif config.scheduler.predictor == "noisy":
         options = options_for("predictor", "noisy", PREDICTORS, config.scheduler.predictor_options)
         predictor = NoisyPredictor(options.accuracy, config.seed, truth)
+    scheduler = config.scheduler
+    if config.assist is not None and scheduler.plan_ahead is None:  # on a device, by default it would be planned ahead
+        scheduler = replace(scheduler, plan_ahead=False)
     versions = adapter_versions(workload.adapters, config.base)
     num_resident_pages = sum(version.num_pages for version in versions.values()) if config.all_resident else 0
     core = EngineCore(
-        base=config.base,
-        num_pages=config.num_pages + num_resident_pages,
-        executor=SimulatedExecutor(
-            _WithoutLoads(config.cost) if config.all_resident else config.cost,
-            vocab_size=config.base.vocab_size,
-            choose=choose,
-            scheduler_time_s=config.scheduler_time_s,
-            interference=config.interference,
-            speed=config.speed(replica) if config.speed is not None else None,
-            num_layers=config.base.num_layers,
-            assist=config.assist,
+        CoreParts(
+            base=config.base,
+            num_pages=config.num_pages + num_resident_pages,
+            executor=SimulatedExecutor(
+                _WithoutLoads(config.cost) if config.all_resident else config.cost,
+                vocab_size=config.base.vocab_size,
+                choose=choose,
+                scheduler_time_s=config.scheduler_time_s,
+                interference=config.interference,
+                speed=config.speed(replica) if config.speed is not None else None,
+                num_layers=config.base.num_layers,
+                assist=config.assist,
+            ),
+            reads_host=config.reads_host,
+            waits_by_layer=config.waits_by_layer,
+            is_accelerated=config.assist is not None,
         ),
-        scheduler=config.scheduler,
-        memory=config.memory,
-        adapters=config.adapters,
-        reads_host=config.reads_host,
-        waits_by_layer=config.waits_by_layer,
-        is_accelerated=config.assist is not None,
+        EngineConfig(
+            model=ModelConfig(model="base"),
+            scheduler=scheduler,
+            memory=config.memory,
+            adapters=config.adapters,
+            seed=config.seed,
+        ),
         served_name=BASE_NAME,
-        seed=config.seed,
         sinks=sinks,
         predictor=predictor,
     )

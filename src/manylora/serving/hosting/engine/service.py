@@ -12,13 +12,13 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib import import_module
 from typing import TypeAlias, cast
 
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.costs.step_log import LoggedExecutor, open_step_log
-from manylora.core.engine.build import build_core
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import AdapterStatus
@@ -128,11 +128,10 @@ class EngineService:
             return False
         files = contextlib.ExitStack()
         try:
-            core = build_core(
-                parts,
+            core = EngineCore(
+                replace(parts, executor=self._logged(parts, files)),
                 self._config,
                 served_name=self._engine.served_name,
-                executor=self._logged(parts, files),
                 sinks=[*([self._observer] if self._engine.is_observed else []), *self._request_log(files)],
             )
 
@@ -326,5 +325,5 @@ def _statuses(core: EngineCore, now: float, command: TakeSnapshot) -> tuple[Adap
 
 
 def _room(core: EngineCore, now: float) -> EngineRoom | None:
-    num = core.num_room()
-    return None if num > MOST_ROOM_TOLD else EngineRoom(num, Fault.of(core.no_room(now)))
+    num = core.queue_wait.num_room()
+    return None if num > MOST_ROOM_TOLD else EngineRoom(num, Fault.of(core.queue_wait.no_room(now)))

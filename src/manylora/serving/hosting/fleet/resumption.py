@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from manylora.core.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
@@ -41,17 +41,14 @@ class ResumePolicy:
 
     Args:
         max_resumes: Most engines that a request may lose and still go on; 0 ends it at the first loss.
-        max_wait_s: Longest wait for an engine when none serves, in seconds.
+        patience_s: Longest wait for an engine when none serves, in seconds.
         after_hang: Whether it goes on after an engine that hung, which it has waited for already; if not, its caller is
             asked to try again.
-        seed: Seeds the draws of requests that bring no seed: they are made before the first engine, so that an answer
-            goes on with the same draws. ``None`` leaves the draws to each engine.
     """
 
     max_resumes: int = 3
-    max_wait_s: float = 30.0
+    patience_s: float = 30.0
     after_hang: bool = True
-    seed: int | None = None
 
 
 @dataclass(slots=True)
@@ -81,20 +78,19 @@ class Resumer:
     Args:
         place: Submits requests to engines that serve; the awaited result is the errors of those that were refused, by
             id. If their engine is lost before its answer, it gives them to ``lose`` again.
-        going_on: Returns the engines that take the rest of answers, none if none does; raises ``EngineDead`` if none
-            will again.
+        is_open: Whether an engine serves; ``None`` when none will serve again.
         policy: The limits.
     """
 
     def __init__(
         self,
         place: Callable[[Sequence[InFlightRequest]], Awaitable[dict[str, ManyloraError]]],
-        going_on: Callable[[], Sized],
+        is_open: Callable[[], bool | None],
         policy: ResumePolicy,
     ) -> None:
         self.stats = ResumeStats()
         self._place = place
-        self._going_on = going_on
+        self._is_open = is_open
         self._policy = policy
         self._waiting: dict[str, InFlightRequest] = {}
         self._suspects: dict[str, InFlightRequest] = {}
@@ -104,25 +100,25 @@ class Resumer:
         self._sender: asyncio.Task[None] | None = None
         self._placing: set[asyncio.Task[None]] = set()
 
-    def lose(self, requests: Iterable[InFlightRequest], loss: EngineLoss) -> None:
+    def lose(self, flights: Iterable[InFlightRequest], loss: EngineLoss) -> None:
         """Take over the requests of an engine that is lost."""
-        for one in requests:
-            if one is self._on_probation:
+        for flight in flights:
+            if flight is self._on_probation:
                 self._on_probation = None
-            one.lost(loss)
-            error = self._verdict(one, loss)
+            flight.lost(loss)
+            error = self._verdict(flight, loss)
             if error is not None:
-                self._end(one, error)
+                self._end(flight, error)
                 continue
-            one.on_next_output = self._note_output
-            (self._suspects if one.strikes else self._waiting)[one.request_id] = one
+            flight.on_news = self._on_news
+            (self._suspects if flight.strikes else self._waiting)[flight.request_id] = flight
         self._count()
         if (self._waiting or self._suspects) and self._sender is None:
             self._sender = asyncio.create_task(self._send_on())
         self._woken.set()
 
     async def carry(
-        self, requests: Sequence[InFlightRequest], loss: EngineLoss, *, each: bool
+        self, flights: Sequence[InFlightRequest], loss: EngineLoss, *, each: bool
     ) -> dict[str, ManyloraError]:
         """Take over requests that were submitted to an engine that was lost before its answer; return as ``submit``.
 
@@ -132,15 +128,15 @@ class Resumer:
         """
         loop = asyncio.get_running_loop()
         answers = []
-        for one in requests:
-            one.lost_at = loop.time()
-            one.settled = loop.create_future()
-            answers.append(one.settled)
-        self.lose(requests, loss)
+        for flight in flights:
+            flight.lost_at = loop.time()
+            flight.settled = loop.create_future()
+            answers.append(flight.settled)
+        self.lose(flights, loss)
         refused: dict[str, ManyloraError] = {}
-        for one, result in zip(requests, await asyncio.gather(*answers, return_exceptions=True), strict=True):
+        for flight, result in zip(flights, await asyncio.gather(*answers, return_exceptions=True), strict=True):
             if isinstance(result, ManyloraError) and each and not isinstance(result, EngineDead):
-                refused[one.request_id] = result
+                refused[flight.request_id] = result
             elif result is not None:
                 raise result
         return refused
@@ -160,8 +156,8 @@ class Resumer:
 
     def close(self, error: ManyloraError) -> None:
         """End every request that waits."""
-        for one in [*self._waiting.values(), *self._suspects.values()]:
-            self._end(one, error)
+        for flight in [*self._waiting.values(), *self._suspects.values()]:
+            self._end(flight, error)
         self._count()
         for task in [self._sender, *self._placing]:
             if task is not None:
@@ -174,16 +170,14 @@ class Resumer:
         try:
             while self._waiting or self._suspects:
                 self._woken.clear()
-                try:
-                    is_open = bool(self._going_on())
-                except EngineDead:
+                is_open = self._is_open()
+                if is_open:
+                    self._closed_at = None
+                if is_open is None:
                     self._end_all("no engine is left")
-                    break
-                if not is_open:
+                elif not is_open:
                     await self._wait_for_engine()
-                    continue
-                self._closed_at = None
-                if self._waiting:
+                elif self._waiting:
                     self._send(list(self._waiting.values()))
                 elif self._on_probation is None:
                     self._on_probation = next(iter(self._suspects.values()))
@@ -193,81 +187,83 @@ class Resumer:
         finally:
             self._sender = self._closed_at = None
 
-    def _send(self, requests: list[InFlightRequest]) -> None:
+    def _send(self, flights: list[InFlightRequest]) -> None:
         """Submit requests; an engine that does not answer must not hold up the others."""
-        for one in requests:
-            self._forget(one.request_id)
-        self.stats.num_resumes += len(requests)
+        for flight in flights:
+            self._forget(flight.request_id)
+        self.stats.num_resumes += len(flights)
         self._count()
-        logger.warning("requests_resumed num=%d", len(requests))
-        task = asyncio.create_task(self._settle(requests, self._place(requests)))
+        logger.warning("requests_resumed num=%d", len(flights))
+        task = asyncio.create_task(self._settle(flights, self._place(flights)))
         self._placing.add(task)
         task.add_done_callback(self._placing.discard)
 
-    async def _settle(self, requests: list[InFlightRequest], answer: Awaitable[dict[str, ManyloraError]]) -> None:
+    async def _settle(self, flights: list[InFlightRequest], answer: Awaitable[dict[str, ManyloraError]]) -> None:
         refused = await answer
-        for one in requests:
-            error = refused.get(one.request_id)
+        for flight in flights:
+            error = refused.get(flight.request_id)
             if error is not None:
-                self._end(one, error)
+                self._end(flight, error)
 
     async def _wait_for_engine(self) -> None:
         """Wait for a change; end every request when no engine has served for too long."""
         now = asyncio.get_running_loop().time()
         if self._closed_at is None:
             self._closed_at = now
-        left_s = self._closed_at + self._policy.max_wait_s - now
+        left_s = self._closed_at + self._policy.patience_s - now
         try:
             await asyncio.wait_for(self._woken.wait(), max(0.0, left_s))
         except TimeoutError:
-            self._end_all(f"no other served within {self._policy.max_wait_s:g} s")
+            self._end_all(f"no other served within {self._policy.patience_s:g} s")
 
-    def _note_output(self, one: InFlightRequest) -> None:
+    def _on_news(self, flight: InFlightRequest) -> None:
         """A request that was sent on has an output."""
-        if not one.is_resumed:
-            one.is_resumed = True
+        if not flight.is_resumed:
+            flight.is_resumed = True
             self.stats.num_resumed += 1
-        self.stats.longest_pause_s = max(self.stats.longest_pause_s, asyncio.get_running_loop().time() - one.lost_at)
-        if one is self._on_probation:
+        self.stats.longest_pause_s = max(self.stats.longest_pause_s, asyncio.get_running_loop().time() - flight.lost_at)
+        if flight is self._on_probation:
             self._on_probation = None
             self._woken.set()
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def _verdict(self, one: InFlightRequest, loss: EngineLoss) -> ManyloraError | None:
+    def _verdict(self, flight: InFlightRequest, loss: EngineLoss) -> ManyloraError | None:
         """Return the error that ends a request whose engine was lost, or ``None``: it may go on."""
         most = self._policy.max_resumes
         if not most:
             return loss.error
         if loss.is_hang and not self._policy.after_hang:
-            return CapacityError(f"{one.request.model!r}: {loss.error}", retry_after_s=HUNG_RETRY_S, status=503)
-        if len(one.strikes) >= MAX_STRIKES:
+            return CapacityError(f"{flight.request.model!r}: {loss.error}", retry_after_s=HUNG_RETRY_S, status=503)
+        if len(flight.strikes) >= MAX_STRIKES:
             self.stats.num_poison += 1
-            for strike in one.strikes:
+            for strike in flight.strikes:
                 strike.is_explained = True
-            logger.error("poison_request id=%s model=%r", one.request_id, one.request.model)
+            logger.error("poison_request id=%s model=%r", flight.request_id, flight.request.model)
             return PoisonRequest(
                 f"{MAX_STRIKES} engines died when they began to work on this request; it is not tried again "
                 f"(last: {loss.error})"
             )
-        if one.num_resumes > most:
-            return EngineDead(f"This request lost {one.num_resumes} engines, and may lose {most} (last: {loss.error})")
+        if flight.num_resumes > most:
+            return EngineDead(
+                f"This request lost {flight.num_resumes} engines, and may lose {most} (last: {loss.error})"
+            )
         return None
 
     def _end_all(self, reason: str) -> None:
         error = EngineDead(f"The engine died while it worked on this request, and {reason}.")
-        for one in [*self._waiting.values(), *self._suspects.values()]:
-            self._end(one, error)
+        for flight in [*self._waiting.values(), *self._suspects.values()]:
+            self._end(flight, error)
         self._count()
 
-    def _end(self, one: InFlightRequest, error: ManyloraError) -> None:
+    def _end(self, flight: InFlightRequest, error: ManyloraError) -> None:
         self.stats.num_ended += 1
-        one.on_next_output = None
-        self._forget(one.request_id)
-        if one is self._on_probation:
+        flight.on_news = None
+        self._forget(flight.request_id)
+        if flight is self._on_probation:
             self._on_probation = None
             self._woken.set()
-        one.fail(error)
+        flight.fail(error)
 
     def _forget(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)

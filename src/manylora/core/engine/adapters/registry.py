@@ -37,14 +37,17 @@ class NamedAdapter:
 
 
 class AdapterRegistry:
-    """Resolves names to versions; at most ``max_registered`` names, and never ``base_name``, the base model's."""
+    """Resolves names to versions; at most ``max_registered`` names, and never ``base_name``, the base model's.
+
+    ``pinned`` has the records of pinned names.
+    """
 
     def __init__(self, base_name: str, max_registered: int) -> None:
-        self._base_name = base_name
+        self.base_name = base_name
         self._max_registered = max_registered
         self._by_name: dict[str, NamedAdapter] = {}
         self._names_of: dict[AdapterKey, dict[str, None]] = {}
-        self._pinned: dict[str, NamedAdapter] = {}
+        self.pinned: dict[str, NamedAdapter] = {}
         self._used: dict[str, NamedAdapter] = {}
 
     def __len__(self) -> int:
@@ -87,18 +90,14 @@ class AdapterRegistry:
         """Return the names that point to a version."""
         return tuple(self._names_of.get(key, ()))
 
-    def pinned(self) -> list[NamedAdapter]:
-        """Return the records of pinned names."""
-        return list(self._pinned.values())
-
     def set_pinned(self, name: str, pinned: bool) -> None:
         """Pin or unpin a name, or raise ``AdapterNotFound``; a replacement in place stays pinned."""
         named = self.get(name)
         named.is_pinned = pinned
         if pinned:
-            self._pinned[name] = named
+            self.pinned[name] = named
         else:
-            self._pinned.pop(name, None)
+            self.pinned.pop(name, None)
 
     def is_pinned(self, key: AdapterKey) -> bool:
         """Whether any name pins the version."""
@@ -111,7 +110,7 @@ class AdapterRegistry:
             AdapterExists: The name is the base model's, or taken and ``replace`` is not set.
             CapacityError: Too many names.
         """
-        if name == self._base_name:
+        if name == self.base_name:
             raise AdapterExists(name, "the base model has that name")
         if name in self._by_name:
             if not replace:
@@ -140,7 +139,7 @@ class AdapterRegistry:
         """Remove ``name`` and return its version, or raise ``AdapterNotFound``."""
         version = self.get(name).version
         del self._by_name[name]
-        self._pinned.pop(name, None)
+        self.pinned.pop(name, None)
         self._used.pop(name, None)
         self._unlink(version.key, name)
         return version

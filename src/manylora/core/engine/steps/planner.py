@@ -1,0 +1,249 @@
+"""The planner of steps: the sequences of the next step, and the tokens of each.
+
+Decoding sequences get their one token first, then prompts share the rest of the budget: tokens and, if the step has a
+target duration, seconds. The step composition cuts prompts and decides whether they share the step with decoding
+(``core/scheduling/step_composition.py``).
+
+::
+
+    |-- decoding --|------------- prompts -------------|   a step
+                   |-- chunk --|-- chunk --|  left ....|   until tokens or seconds are spent
+
+Tokens alone make steps uneven: 512 tokens on adapters of rank 128 may take twice the time of as many at rank 8. A
+target cuts prompts by time instead, so that the time between tokens is even and no step is shorter than necessary. A
+long step serves prompts at the expense of decoding, and slow decodes hold pages longer. With pages to spare this costs
+decoding speed alone; when pages run short it delays every admission. So the fuller the pool, the shorter the steps.
+
+Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Orca, both through vLLM v1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from manylora.core.config import EngineConfig
+from manylora.core.costs.online import ONE_STEP, OnlineCosts, StepLoad
+from manylora.core.engine.adapters.cold_starts import ColdStarts
+from manylora.core.engine.steps.admission import Admission
+from manylora.core.engine.steps.running import RunningSet
+from manylora.core.memory import Depth, PageCache
+from manylora.core.plan import IN_HOST
+from manylora.core.scheduling import Outcome, Policy, Sequence, SequenceStatus, StepComposition
+
+__all__ = ["StepBudget", "StepDraft", "StepPlanner", "target_s"]
+
+ROOMY = 0.25
+"""Share of claimable pages above which a step may use its whole target."""
+
+LEAST_OF_TARGET = 0.3
+"""Share of the target when no page is left: shorter steps would mostly read weights."""
+
+PROMPT_SHARE = 0.2
+"""Least share of a step for prompts, however many sequences decode: else prompts could starve on a slow device."""
+
+LEAST_TOKENS = 16
+"""Smallest chunk, in tokens."""
+
+_Planned = tuple[Sequence, int]
+"""A sequence and its tokens in the step."""
+
+
+class StepDraft(NamedTuple):
+    """A step before its launch.
+
+    Args:
+        parts: Sequences, each with its number of tokens, in the order of the batch; empty if nothing can run.
+        load: Its size, from which its cost is learned; ``None`` while no cost is asked for.
+    """
+
+    parts: list[_Planned]
+    load: StepLoad | None = None
+
+
+_NOTHING = StepDraft([])
+
+
+class StepPlanner:
+    """Decides each step: pre-empts for it, admits to it, and cuts prompts.
+
+    Args:
+        policy: The waiting sequences.
+        costs: The costs of steps.
+        cold_starts: Limits the chunks of prompts that are assisted.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        running: RunningSet,
+        admission: Admission,
+        page_cache: PageCache,
+        policy: Policy,
+        composition: StepComposition,
+        costs: OnlineCosts,
+        cold_starts: ColdStarts,
+    ) -> None:
+        self._running = running
+        self._admission = admission
+        self._page_cache = page_cache
+        self._policy = policy
+        self._composition = composition
+        self._costs = costs
+        self._cold_starts = cold_starts
+        self._most_tokens = config.scheduler.max_num_batched_tokens
+        self._target_s = config.scheduler.step_target_s
+        # A running sequence needs at least one token of every step's budget.
+        self._num_seats = min(config.scheduler.max_num_seqs, self._most_tokens)
+        self._block_size = config.memory.block_size
+
+    def plan(self, now: float, *, is_ahead: bool = False) -> StepDraft:
+        """Decide the next step.
+
+        Args:
+            now: In seconds.
+            is_ahead: Whether a step is in flight. It may be writing the pages of a sequence, which can then not be
+                pre-empted: if one must be, the plan is empty.
+        """
+        self._admission.again_at = math.inf
+        squashed = self._policy.squash(now)
+        if squashed and is_ahead:
+            return _NOTHING
+        for sequence in squashed:
+            self._running.squash(sequence, now)
+        if is_ahead and not self._running.claim_growth(now):
+            return _NOTHING
+        composition = self._composition
+        decodes, prompts, budget, is_short = self._plan_running(now)
+        if not (decodes or prompts) or (composition.may_admit() and not is_short):
+            admitted, is_loading = self._admit(budget, now)
+            prompts += admitted
+            if composition.round_ended(has_admitted=bool(admitted), is_loading=is_loading):
+                return _NOTHING
+        composition.step_planned()
+        parts = composition.beside_prompts(decodes) + prompts if prompts else decodes
+        return StepDraft(parts, self._costs.load_of(parts) if self._costs.is_asked else None)
+
+    def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned], StepBudget, bool]:
+        """Plan the tokens of running sequences, oldest first.
+
+        Returns:
+            Decoding sequences, prompt chunks, the remaining budget, and whether sequences were pre-empted: memory is
+            short, so none is to be admitted in this step.
+        """
+        decodes: list[_Planned] = []
+        prompts: list[_Planned] = []
+        unfinished = []
+        block_size, num_before = self._block_size, len(self._running.sequences)
+        for sequence in list(self._running.sequences):
+            if sequence.num_in_flight and sequence.is_ending:
+                continue
+            num_tokens = len(sequence.tokens) + sequence.num_pending
+            if num_tokens - sequence.num_computed > 1:
+                unfinished.append(sequence)
+            elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one in this loop
+                has_room = num_tokens <= len(sequence.table.pages) * block_size
+                if has_room or self._running.grow(sequence, now):
+                    decodes.append((sequence, 1))
+        budget = self._budget_after(decodes)
+        for sequence in unfinished:
+            if not budget.is_spent and sequence.status is SequenceStatus.RUNNING:
+                prompts.append((sequence, self._spend(sequence, budget)))
+        return decodes, prompts, budget, len(self._running.sequences) < num_before
+
+    def _admit(self, budget: StepBudget, now: float) -> tuple[list[_Planned], bool]:
+        """Admit waiting sequences, in the policy's order, while there are seats and room in the step.
+
+        Returns:
+            The admitted ones with their tokens, and whether another was refused because its adapter is loading.
+        """
+        planned: list[_Planned] = []
+        is_loading = lacks_room = False
+        policy, running = self._policy, self._running
+        policy.begin(now)
+        while not budget.is_spent and len(running.sequences) < self._num_seats:
+            sequence = policy.offer()
+            if sequence is None:
+                break
+            is_first = sequence is policy.first_in_line
+            outcome = self._admission.admit(sequence, now, Depth.WANTED if is_first else Depth.IDLE)
+            policy.report(sequence, outcome)
+            if outcome is Outcome.ADMITTED:
+                planned.append((sequence, self._spend(sequence, budget)))
+            is_loading |= outcome is Outcome.ADAPTER_LOADING
+            lacks_room |= outcome is not Outcome.ADMITTED and outcome is not Outcome.ADAPTER_LOADING
+        running.is_full = lacks_room
+        first = policy.first_in_line
+        running.first_in_line = first if first is not None and first.status is SequenceStatus.WAITING else None
+        return planned, is_loading
+
+    def _budget_after(self, decodes: list[_Planned]) -> StepBudget:
+        """Return the budget of the step that is left for prompts."""
+        beside = self._composition.beside_prompts(decodes)
+        num_tokens = self._most_tokens - len(beside)
+        if self._target_s is None:
+            return StepBudget(num_tokens, self._costs)
+        self._costs.is_asked = True
+        claimable_share = self._page_cache.num_claimable(Depth.IDLE) / self._page_cache.allocator.num_pages
+        step_s = target_s(self._target_s, claimable_share)
+        return StepBudget(num_tokens, self._costs, self._costs.load_of(beside), step_s)
+
+    def _spend(self, sequence: Sequence, budget: StepBudget) -> int:
+        """Return how many tokens of a prompt go into the step, and subtract them from the budget."""
+        room = budget.room_for(sequence)
+        if sequence.placement is IN_HOST:
+            room = self._cold_starts.room_for(sequence, room)
+        num_tokens = self._composition.chunk(sequence.num_to_run, room)
+        budget.spend(sequence, num_tokens)
+        return num_tokens
+
+
+def target_s(longest_s: float, claimable_share: float) -> float:
+    """Return the target duration of a step, in seconds.
+
+    Args:
+        longest_s: The target with pages to spare.
+        claimable_share: Share of all pages that an admission could claim.
+    """
+    return longest_s * max(LEAST_OF_TARGET, min(1.0, claimable_share / ROOMY))
+
+
+class StepBudget:
+    """The tokens and seconds left for prompts.
+
+    Args:
+        num_tokens: Tokens left after decoding.
+        decoding: The load of the sequences that decode in the same step.
+        step_s: Target duration of the step in seconds; ``None`` for no target.
+    """
+
+    def __init__(
+        self, num_tokens: int, costs: OnlineCosts, decoding: StepLoad = ONE_STEP, step_s: float | None = None
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._costs = costs
+        self._seconds: float | None = None
+        if step_s is not None:
+            spent_s = costs.step_s(decoding)
+            self._seconds = max(step_s - spent_s, PROMPT_SHARE * step_s, LEAST_TOKENS * costs.token_s(0))
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether less than the smallest chunk is left."""
+        if self._num_tokens <= 0:
+            return True
+        return self._seconds is not None and self._seconds < LEAST_TOKENS * self._costs.token_s(0)
+
+    def room_for(self, sequence: Sequence) -> int:
+        """Return how many of a sequence's tokens fit; at least one, unless the budget is spent."""
+        num_tokens = min(sequence.num_to_run, self._num_tokens)
+        if self._seconds is None:
+            return num_tokens
+        in_time = int(self._seconds / max(1e-9, self._costs.token_s(sequence.rank)))
+        return min(num_tokens, max(LEAST_TOKENS, in_time))
+
+    def spend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Subtract a chunk, which may exceed the room."""
+        self._num_tokens -= num_tokens
+        if self._seconds is not None:
+            self._seconds -= num_tokens * self._costs.token_s(sequence.rank)
