@@ -13,21 +13,13 @@ import statistics
 import time
 from collections.abc import Callable
 
+from functions_exact import solve_offload, solve_preload, value_of
 from publishing import arguments, publish, table
 from tqdm import tqdm
 
-from manylora.functions.decisions import (
-    Artefact,
-    ArtefactKind,
-    Held,
-    MemoryKind,
-    Place,
-    Preloader,
-    PreloadProblem,
-    choose_offload,
-    choose_preload,
-)
-from manylora.functions.decisions.exact import solve_offload, solve_preload
+from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, PreloadProblem
+from manylora.functions.decisions.offload import Held, choose_offload
+from manylora.functions.decisions.preload import Preloader, choose_preload
 
 GB = 10**9
 REPEATS = 200
@@ -131,8 +123,8 @@ def shares_of_preloading(num_instances: int) -> list[float]:
         problem = preload_instance(
             rng, rng.choice([4, 8, 12, 20]), num_nodes=rng.choice([1, 2]), num_devices=rng.choice([1, 2])
         )
-        best = problem.value(solve_preload(problem))
-        shares.append(problem.value(choose_preload(problem)) / best if best else 1.0)
+        best = value_of(problem, solve_preload(problem))
+        shares.append(value_of(problem, choose_preload(problem)) / best if best else 1.0)
     return shares
 
 

@@ -118,7 +118,7 @@ async def ask(fleet: Fleet, model: str, num_tokens: int, num_requests: int = 1) 
         Request(request_id=str(number), prompt=tuple(range(3, 3 + NUM_PROMPT)), model=model, sampling=sampling)
         for number in range(num_requests)
     ]
-    stream = await fleet.submit(requests)
+    stream = await fleet.requests.submit(requests)
     at: list[float] = []
     left = num_requests
 
@@ -154,12 +154,12 @@ async def memory(rig: Rig, backbone_pid: int, num_tokens: int) -> dict[str, Any]
                 await fleets[-1].adapters.warm(module.name)  # as a node does
                 await ask(fleets[-1], module.name, num_tokens)
             if name == "functions":
-                pids = [fleet.pids[0] for fleet in fleets]
+                pids = [fleet.engines.replicas()[0].pid for fleet in fleets]
                 # Forks are the zygote's children, and counted once.
                 zygote = pss_mib(rig.zygote.pid) - (own := sum(map(pss_mib, pids)))
                 found |= {"functions_mib": own, "zygote_mib": zygote, "backbone_mib": pss_mib(backbone_pid)}
             else:
-                found["plain_mib"] = sum(pss_mib(fleet.pids[0]) for fleet in fleets)
+                found["plain_mib"] = sum(pss_mib(fleet.engines.replicas()[0].pid) for fleet in fleets)
     return found
 
 
@@ -212,7 +212,7 @@ async def attacks(rig: Rig) -> dict[str, Any]:
                 "parent": os.getpid(),
                 "own": rig.modules[0].path,
                 "secret": secret,
-                "sibling": sibling.pids[0],
+                "sibling": sibling.engines.replicas()[0].pid,
                 "backbone": str(Path(rig.modules[0].path).parent / "socket"),
                 "server": server.getsockname()[1],
             }

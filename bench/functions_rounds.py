@@ -16,7 +16,7 @@ from typing import Any
 
 from publishing import arguments, publish, table
 
-from manylora.functions.decisions import Preloader
+from manylora.functions.decisions.preload import Preloader
 from manylora.lab.functions import FunctionsSetup, FunctionsSimulation
 from manylora.lab.functions.holding import Holding
 from manylora.lab.workloads import make_workload

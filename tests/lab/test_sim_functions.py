@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.core.errors import ConfigError
-from manylora.functions.decisions import PLATFORM
+from manylora.functions.decisions.billing import PLATFORM
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation, LoadTimes
 from manylora.lab.functions.batch import Call

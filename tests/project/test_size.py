@@ -35,35 +35,23 @@ LONG_FUNCTIONS: dict[str, int] = {
     "execution/kernels/triton/attention.py:attend": 108,
     "execution/kernels/triton/lora.py:expand": 70,
     "execution/runner.py:run": 70,
-    "functions/agent/supervise.py:supervise": 62,
-    "functions/controller/app.py:make_app": 62,
-    "functions/node/launch.py:launch": 75,
     "decision:measure_decision": 70,
     "lab/functions/simulation.py:run": 68,
     "serving/api/respond.py:submit": 80,
     "serving/api/responses.py:create_response": 72,
     "serving/api/schemas.py:sampling_params": 68,
-    "serving/hosting/fleet/fleet.py:__init__": 81,
-    "serving/metrics/scrape.py:_vllm_metrics": 65,
-    "serving/server/http_server.py:make_http_server": 71,
 }
 """Lines of the functions that are longer, until they are cut."""
 
 LONG_CLASSES: dict[str, int] = {
     "core/scheduling/policies/chameleon/policy.py:ChameleonPolicy": 308,
-    "functions/node/instance.py:FunctionInstance": 392,
-    "functions/node/node.py:FunctionNode": 395,
     "lab/functions/simulation.py:FunctionsSimulation": 315,
-    "serving/hosting/fleet/fleet.py:Fleet": 381,
-    "serving/hosting/links/client.py:EngineClient": 317,
 }
 MANY_ARGUMENTS: dict[str, int] = {
     "execution/executor.py:TorchExecutor": 10,
     "execution/runner.py:ModelRunner": 10,
     "lab/sim/run/executor.py:SimulatedExecutor": 10,
     "serving/api/answers.py:RequestAnswers": 9,
-    "serving/hosting/fleet/fleet.py:Fleet": 13,
-    "serving/hosting/fleet/keeper.py:EngineKeeper": 9,
 }
 
 

@@ -1,4 +1,4 @@
-"""The bodies between agents and the controller, as JSON.
+"""The bodies between agents and the controller, as JSON; and the set-ups of their processes, on standard input.
 
 ::
 
@@ -11,11 +11,13 @@ answered is sent again and not recorded twice, because the ledger knows where it
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from manylora.core.config import ServerConfig
 from manylora.functions.decisions.billing import Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.serving.metrics.status_report import FunctionName, FunctionState
@@ -24,12 +26,15 @@ __all__ = [
     "MAX_LOG_LINES",
     "MAX_REPORT_BYTES",
     "Account",
+    "AgentSetup",
     "BackboneState",
+    "ControllerSetup",
     "FunctionRow",
     "NodeReport",
     "NodeRow",
     "Orders",
     "Overview",
+    "TlsFiles",
 ]
 
 MAX_REPORT_BYTES = 32 << 20
@@ -150,3 +155,71 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[NodeRow]
     num_functions: int
     functions: list[FunctionRow]
+
+
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of one side of TLS, in PEM.
+
+    Args:
+        cert: Its certificate, followed by those that lead to the authority.
+        key: Its private key, without a password.
+        ca: The authority. It admits every certificate that leads to it, so it should sign for this purpose alone.
+    """
+
+    cert: str
+    key: str
+    ca: str
+
+
+class ControllerSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The set-up of a controller.
+
+    Args:
+        config: File of functions.
+        folder: Where its database is.
+        token: Token of all calls; ``None`` for none, on loopback or with TLS.
+        tls: Its certificate, and the authority of its callers; ``None`` for no TLS.
+        socket: Descriptor of its listening socket; ``None`` to bind ``host`` and ``port``.
+        lifeline: Descriptor of a pipe with whose end this process ends; ``None`` for none.
+        has_adapters: Whether the adapters are on this machine, so that one that cannot be read is refused.
+        api_keys: Keys of the HTTP servers of agents that were started without.
+        admin_key: Likewise.
+    """
+
+    config: str
+    folder: str
+    token: str | None
+    tls: TlsFiles | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    socket: int | None = None
+    lifeline: int | None = None
+    has_adapters: bool = False
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
+    log_level: int = logging.INFO
+
+
+class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The set-up of an agent.
+
+    Args:
+        node: The node's name.
+        controller: Address of the controller.
+        token: Its token; ``None`` for none.
+        tls: This node's certificate for it; ``None`` for none.
+        server: The HTTP server in front of the functions.
+        folder: Where sockets of backbones are made.
+        socket: Descriptor of its listening socket; ``None`` to bind one.
+        lifeline: Descriptor of a pipe with whose end this process and its backbones end; ``None`` for none.
+    """
+
+    node: str
+    controller: str
+    token: str | None
+    tls: TlsFiles | None = None
+    server: ServerConfig
+    folder: str
+    socket: int | None = None
+    lifeline: int | None = None
+    log_level: int = logging.INFO

@@ -31,8 +31,9 @@ from manylora.core.types import AdapterVersion, Request, SamplingParams, Tier
 from manylora.lab.sim.run.executor import SimulatedWork
 from manylora.serving.hosting.engine.service import BuildParts, EngineService
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
-from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import EngineState, RestartPolicy
+from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
 from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.links.in_flight import OutputStream
 from manylora.serving.hosting.links.link import LINKS
@@ -84,8 +85,9 @@ class Service:
             ],
             served_name="base",
             observe=lambda observed: None,
-            restarts=RestartPolicy(max_deaths=max_deaths),
-            make_router=lambda ranks: LeastLoadedRouter(),
+            policy=FleetPolicy(
+                restarts=RestartPolicy(max_deaths=max_deaths), make_router=lambda ranks: LeastLoadedRouter()
+            ),
         )
         self._num_requests = 0
 
@@ -99,17 +101,20 @@ class Service:
 
     async def answers(self, *models: str, num_tokens: int = 3) -> list[str]:
         requests = self.requests(*models, num_tokens=num_tokens)
-        return await texts(await self.fleet.submit(requests), requests)
+        return await texts(await self.fleet.requests.submit(requests), requests)
 
     async def each(self) -> list[dict[str, bool]]:
         """Return, for each engine, which adapters it has and whether they are pinned."""
-        clients = self.fleet._serving().values()
+        clients = self.fleet.engines.serving().values()
         taken = [await client.snapshot() for client in clients]
         return [{status.name: status.is_pinned for status in statuses} for _, statuses in taken]
 
+    async def snapshot(self, num_adapters: int | None = None) -> Snapshot:
+        return merge_snapshots((await self.fleet.engines.snapshots(num_adapters)).values(), num_adapters)
+
     def under_way(self) -> list[int]:
-        assert self.fleet._dispatcher is not None
-        return [view.num_requests for view in self.fleet._dispatcher.views]
+        assert self.fleet._routing is not None
+        return [view.num_requests for view in self.fleet._routing.dispatcher.views]
 
 
 def run(
@@ -135,14 +140,14 @@ def run(
 def test_requests_are_shared_out_and_their_outputs_come_on_one_stream(tokenizer: Path, lora_dir: Path) -> None:
     async def scenario(service: Service) -> None:
         requests = service.requests("m", "base", "m", "base", "m", "base")
-        stream = await service.fleet.submit(requests)
+        stream = await service.fleet.requests.submit(requests)
         assert service.under_way() == [2, 2, 2]
         assert await texts(stream, requests) == ["mno", "abc"] * 3
         assert service.under_way() == [0, 0, 0]
-        stats, (status,) = await service.fleet.snapshot()
+        stats, (status,) = await service.snapshot()
         assert (stats.num_generated_tokens, stats.num_registered, stats.num_pages) == (18, 1, 3 * 512)
         assert (status.name, status.num_requests, status.tier) == ("m", 3, Tier.DEVICE)
-        assert [one.name for one in (await service.fleet.snapshot(1))[1]] == ["m"]
+        assert [one.name for one in (await service.snapshot(1))[1]] == ["m"]
 
     run(tokenizer, scenario, modules=[LoraModule("m", str(lora_dir / "m"))])
 
@@ -150,11 +155,11 @@ def test_requests_are_shared_out_and_their_outputs_come_on_one_stream(tokenizer:
 def test_requests_are_added_all_or_none_or_each(tokenizer: Path) -> None:
     async def scenario(service: Service) -> None:
         with pytest.raises(ModelNotFound):
-            await service.fleet.submit(service.requests("base", "base", "nobody", "base"))
+            await service.fleet.requests.submit(service.requests("base", "base", "nobody", "base"))
         assert service.under_way() == [0, 0, 0]
         await until(lambda: _is_idle(service))
         requests, stream = service.requests("base", "base", "nobody", "base"), OutputStream()
-        refused = await service.fleet.submit_each(requests, stream)
+        refused = await service.fleet.requests.submit_each(requests, stream)
         assert list(refused) == [requests[2].request_id]
         assert isinstance(refused[requests[2].request_id], ModelNotFound)
         del requests[2]
@@ -165,15 +170,15 @@ def test_requests_are_added_all_or_none_or_each(tokenizer: Path) -> None:
 
 
 async def _is_idle(service: Service) -> bool:
-    stats, _ = await service.fleet.snapshot(0)
+    stats, _ = await service.snapshot(0)
     return stats.num_running + stats.num_waiting == 0
 
 
 def test_what_is_cancelled_is_cancelled_where_it_runs(tokenizer: Path) -> None:
     async def scenario(service: Service) -> None:
         requests = service.requests("base", "base", "base", num_tokens=200)
-        await service.fleet.submit(requests)
-        service.fleet.cancel([request.request_id for request in requests])
+        await service.fleet.requests.submit(requests)
+        service.fleet.requests.cancel([request.request_id for request in requests])
         assert service.under_way() == [0, 0, 0]
         await until(lambda: _is_idle(service))
 
@@ -226,17 +231,17 @@ def test_a_death_is_felt_by_the_requests_of_that_engine_alone(tokenizer: Path, l
         fleet = service.fleet
         await fleet.adapters.pin("m", True)
         others = service.requests("m", num_tokens=12)  # on the first engine
-        answers = asyncio.create_task(texts(await fleet.submit(others), others))
+        answers = asyncio.create_task(texts(await fleet.requests.submit(others), others))
         deadly = service.requests("base", prompt=DEADLY)  # on the second
         with pytest.raises(EngineDead, match="the device fell over"):
-            await texts(await fleet.submit(deadly), deadly)
+            await texts(await fleet.requests.submit(deadly), deadly)
         assert service.under_way() == [1, 0]
-        await until(lambda: fleet.num_restarts == 1)
-        assert fleet.state is EngineState.SERVING
+        await until(lambda: fleet.engines.num_restarts == 1)
+        assert fleet.engines.state is EngineState.SERVING
         # While the second is away, the first takes all; a change in this time reaches the second when it is back.
         await fleet.adapters.load("p", str(lora_dir / "p"))
         assert await answers == ["mnopqrstuvwx"]
-        await until(lambda: len(fleet._serving()) == 2)
+        await until(lambda: len(fleet.engines.serving()) == 2)
         assert await service.each() == [{"m": True, "p": False}] * 2
         assert await service.answers("p", "m", "p", "m") == ["pqr", "mno"] * 2
 
@@ -254,8 +259,8 @@ def test_an_engine_that_dies_in_its_first_start_is_tried_again_if_another_came_u
         return reciter_parts(config, clock)
 
     async def scenario(service: Service) -> None:
-        await until(lambda: len(service.fleet._serving()) == 2)
-        assert (service.fleet.num_restarts, num_built) == (1, 3)
+        await until(lambda: len(service.fleet.engines.serving()) == 2)
+        assert (service.fleet.engines.num_restarts, num_built) == (1, 3)
         assert await service.answers("base", "base") == ["abc", "abc"]
 
     run(tokenizer, scenario, [flaky_parts] * 2)
@@ -275,15 +280,15 @@ def test_an_engine_that_serves_is_restarted_while_another_still_starts(tokenizer
         fleet = service.fleet
         starting = asyncio.create_task(fleet.start())
         try:
-            await until(lambda: fleet.state is EngineState.SERVING)
+            await until(lambda: fleet.engines.state is EngineState.SERVING)
             deadly = service.requests("base", prompt=DEADLY)
             with pytest.raises(EngineDead):
-                await texts(await fleet.submit(deadly), deadly)
+                await texts(await fleet.requests.submit(deadly), deadly)
             with pytest.raises(CapacityError, match="being restarted"):
-                fleet._serving()
-            await until(lambda: fleet.state is EngineState.SERVING)
+                fleet.engines.serving()
+            await until(lambda: fleet.engines.state is EngineState.SERVING)
             assert await service.answers("base") == ["abc"]
-            assert fleet.num_restarts == 1
+            assert fleet.engines.num_restarts == 1
             assert not starting.done()
         finally:
             may_start.set()
@@ -300,17 +305,17 @@ def test_engines_that_fail_are_left_out_until_there_is_none(tokenizer: Path) -> 
         async def kill() -> None:
             deadly = service.requests("base", prompt=DEADLY)
             with pytest.raises(EngineDead):
-                await texts(await fleet.submit(deadly), deadly)
+                await texts(await fleet.requests.submit(deadly), deadly)
 
         keeping = asyncio.create_task(fleet.run())
         await kill()
-        await until(lambda: len(fleet._serving()) == 1)
+        await until(lambda: len(fleet.engines.serving()) == 1)
         assert await service.answers("base", "base") == ["abc", "abc"]
         await kill()
         with pytest.raises(EngineDead, match="died 1 times in a row"):
             await asyncio.wait_for(keeping, PATIENCE_S)
         with pytest.raises(CapacityError):
-            await fleet.submit(service.requests("base"))
+            await fleet.requests.submit(service.requests("base"))
 
     async def main() -> None:
         service = Service(tokenizer, [mortal_parts] * 2, max_deaths=1)
@@ -329,8 +334,8 @@ def test_an_adapter_that_an_engine_cannot_get_back_is_lost_for_all(tokenizer: Pa
         (own / "adapter_config.json").unlink()
         deadly = service.requests("base", prompt=DEADLY)
         with pytest.raises(EngineDead):
-            await texts(await service.fleet.submit(deadly), deadly)
-        await until(lambda: service.fleet.num_restarts == 1 and len(service.fleet._serving()) == 2)
+            await texts(await service.fleet.requests.submit(deadly), deadly)
+        await until(lambda: service.fleet.engines.num_restarts == 1 and len(service.fleet.engines.serving()) == 2)
         assert await service.each() == [{"m": False}] * 2
 
     run(tokenizer, scenario, [mortal_parts] * 2, modules=[LoraModule("m", str(lora_dir / "m"))])
@@ -355,8 +360,8 @@ def test_an_engine_without_a_reader_is_tried_again_and_loses_no_adapter(tokenize
         shortages = 2
         deadly = service.requests("base", prompt=DEADLY)
         with pytest.raises(EngineDead):
-            await texts(await service.fleet.submit(deadly), deadly)
-        await until(lambda: service.fleet.num_restarts == 3 and len(service.fleet._serving()) == 2)
+            await texts(await service.fleet.requests.submit(deadly), deadly)
+        await until(lambda: service.fleet.engines.num_restarts == 3 and len(service.fleet.engines.serving()) == 2)
         assert await service.each() == [{"m": False}] * 2
 
     run(tokenizer, scenario, [scarce_parts] * 2, modules=[LoraModule("m", str(lora_dir / "m"))])
@@ -377,15 +382,15 @@ def test_a_bad_adapter_at_the_start_is_an_error_where_it_is_required(tokenizer: 
 def test_a_fleet_drains(tokenizer: Path) -> None:
     async def scenario(service: Service) -> None:
         fleet = service.fleet
-        with fleet.in_flight():
+        with fleet.requests.in_progress.counted():
             requests = service.requests("base", "base", num_tokens=5)
-            stream = await fleet.submit(requests)
+            stream = await fleet.requests.submit(requests)
             fleet.drain()
-            assert fleet.state is EngineState.DRAINING
+            assert fleet.engines.state is EngineState.DRAINING
             with pytest.raises(CapacityError, match="shutting down"):
-                await fleet.submit(service.requests("base"))
+                await fleet.requests.submit(service.requests("base"))
             assert await texts(stream, requests) == ["abcde"] * 2
-        await asyncio.wait_for(fleet.idle(), PATIENCE_S)
+        await asyncio.wait_for(fleet.requests.in_progress.ended(), PATIENCE_S)
 
     run(tokenizer, scenario, [slow_reciter_parts] * 2)
 

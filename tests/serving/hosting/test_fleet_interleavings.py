@@ -26,7 +26,7 @@ from manylora.core.routing import LeastLoadedRouter
 from manylora.core.types import AdapterVersion, Output, Request, SampledToken, SamplingParams
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor
-from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import EngineState, RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
 from manylora.serving.hosting.links.client import EngineClient
@@ -111,9 +111,11 @@ class World:
             [partial(make, index) for index in range(2)],
             served_name="base",
             observe=lambda observed: None,
-            restarts=RestartPolicy(max_deaths=1000, first_pause_s=0.0, max_pause_s=0.0),
-            make_router=lambda ranks: LeastLoadedRouter(),
-            resumes=ResumePolicy(max_resumes=1000, patience_s=PATIENCE_S),
+            policy=FleetPolicy(
+                restarts=RestartPolicy(max_deaths=1000, first_pause_s=0.0, max_pause_s=0.0),
+                make_router=lambda ranks: LeastLoadedRouter(),
+                resumes=ResumePolicy(max_resumes=1000, max_wait_s=PATIENCE_S),
+            ),
         )
 
     async def act(self, kind: str, value: int) -> None:
@@ -130,7 +132,7 @@ class World:
             self.links[value % 2].kill()
         elif kind == "drain":
             with contextlib.suppress(RequestError, CapacityError, EngineDead):
-                await self.fleet.drain_replica(value % 2, 0.001 * value)
+                await self.fleet.engines.drain_replica(value % 2, 0.001 * value)
         else:
             await asyncio.sleep(0.002 * value)
 
@@ -143,7 +145,7 @@ class World:
 
         ways = [(None, False, None), (None, True, None), (1, False, None), (None, False, NAME)]
         with contextlib.suppress(CapacityError):
-            clients = self.fleet._serving().values()
+            clients = self.fleet.engines.serving().values()
             await asyncio.gather(*(read_one(client, *way) for client, way in itertools.product(clients, ways)))
 
     async def answer(self, model: str) -> str:
@@ -160,7 +162,7 @@ class World:
                     stream.close()
 
         try:
-            stream = await self.fleet.submit([request])
+            stream = await self.fleet.requests.submit([request])
             await stream.deliver(consume)
         except CapacityError:
             assert not got
@@ -196,7 +198,7 @@ def test_no_loop_ends_and_no_answer_is_lost_that_need_not_be(actions: list[tuple
                 assert not keeping.done()
             async with asyncio.timeout(PATIENCE_S):
                 await asyncio.gather(*world.answers)
-                while world.fleet.state is not EngineState.SERVING:
+                while world.fleet.engines.state is not EngineState.SERVING:
                     await asyncio.sleep(0.001)
                 assert await world.answer("base") == "whole"
                 await world.read()

@@ -24,7 +24,7 @@ from manylora.core.scaling import ScalingPolicy
 from manylora.core.server_config import FleetConfig
 from manylora.core.types import Request, SamplingParams
 from manylora.lab.sim.run.executor import SimulatedWork
-from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import EngineState, RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
 from manylora.serving.hosting.links.base_share import BaseShare
@@ -52,10 +52,12 @@ def make_fleet(
         [partial(LINKS["thread"], spec, BaseShare()) for _ in range(policy.max_replicas)],
         served_name="base",
         observe=lambda observed: None,
-        restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.01, max_pause_s=0.01),
-        resumes=ResumePolicy(),
-        scaling=policy,
-        drain_timeout_s=PATIENCE_S,
+        policy=FleetPolicy(
+            restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.01, max_pause_s=0.01),
+            resumes=ResumePolicy(),
+            scaling=policy,
+            drain_timeout_s=PATIENCE_S,
+        ),
     )
 
 
@@ -66,11 +68,11 @@ async def answers(fleet: Fleet, num: int, num_tokens: int) -> list[str]:
         Request(request_id=f"{index}/{num}", prompt=(1,), model=("base", "a")[index % 2], sampling=sampling)
         for index in range(num)
     ]
-    return await texts(await fleet.submit(requests), requests)
+    return await texts(await fleet.requests.submit(requests), requests)
 
 
 def num(fleet: Fleet, state: EngineState) -> int:
-    return fleet.num_by_state()[state]
+    return sum(one.state is state for one in fleet.engines.replicas())
 
 
 def test_engines_start_with_every_adapter_and_the_hottest_warm_and_drain_without_loss(
@@ -84,7 +86,7 @@ def test_engines_start_with_every_adapter_and_the_hottest_warm_and_drain_without
         running = asyncio.create_task(fleet.run())
         burst = asyncio.create_task(answers(fleet, 40, 20))
         await until(lambda: num(fleet, EngineState.SERVING) == 3)
-        for client in fleet._serving().values():
+        for client in fleet.engines.serving().values():
             stats, statuses = await client.snapshot()
             assert [status.name for status in statuses] == ["a"]
             assert stats.resident_adapters == ("a",)  # no request has come to the new ones
@@ -93,7 +95,6 @@ def test_engines_start_with_every_adapter_and_the_hottest_warm_and_drain_without
         assert {len(text) for text in both} == {20}
         await until(lambda: num(fleet, EngineState.IDLE) == 2 and num(fleet, EngineState.SERVING) == 1)
         assert fleet.scaling is not None and fleet.scaling.num_wanted == 1
-        assert len(fleet.replicas()) == 1
         again = asyncio.create_task(answers(fleet, 41, 5))  # a place is used again
         await until(lambda: num(fleet, EngineState.SERVING) == 3)
         await again
@@ -173,7 +174,7 @@ def test_the_only_engine_dies_while_scaling_starts_another(tokenizer: Path, lora
         try:
             await until(lambda: num_built == 2)
             is_deadly.set()
-            await until(lambda: fleet.num_restarts == 1)
+            await until(lambda: fleet.engines.num_restarts == 1)
             may_start.set()
             await until(lambda: num(fleet, EngineState.SERVING) == 2)
             assert {len(text) for text in await burst} == {20}

@@ -52,16 +52,13 @@ class Rig:
     def __init__(self, book: AdapterBook | None = None) -> None:
         self.links: list[Link] = []
         self.errors: list[Exception] = []  # of the next starts
-        self.is_alone = True
+        self.others_may_serve = False
         self.keeper = EngineKeeper(
             self._make_client,
             book or AdapterBook(served_name="base", epoch_s=lambda: 0.0),
             lose=lambda error: asyncio.sleep(0),
-            restarts=RestartPolicy(max_deaths=3, first_pause_s=0.0, max_pause_s=0.0),
-            hang_timeout_s=None,
-            start_timeout_s=60.0,
+            restarts=RestartPolicy(max_deaths=3, first_pause_s=0.0, max_pause_s=0.0, start_timeout_s=60.0),
             on_change=lambda: None,
-            is_alone=lambda keeper: self.is_alone,
         )
 
     def _make_client(self) -> EngineClient:
@@ -103,7 +100,7 @@ def test_deaths_by_a_signal_or_for_lack_of_room_end_no_engine() -> None:
     async def main() -> None:
         rig = Rig()
         await rig.keeper.start()
-        keeping = asyncio.create_task(rig.keeper.run())
+        keeping = asyncio.create_task(rig.keeper.run(lambda: rig.others_may_serve))
         await rig.settle()
         await rig.die(OWN, OWN, *[KILLED] * 20)
         rig.errors = [OSError("no processes left")] * 20
@@ -122,14 +119,14 @@ def test_deaths_by_a_signal_or_for_lack_of_room_end_no_engine() -> None:
 def test_an_engine_that_fails_is_given_up_only_where_no_other_serves() -> None:
     async def main() -> None:
         rig = Rig()
-        rig.is_alone = False
+        rig.others_may_serve = True
         await rig.keeper.start()
-        keeping = asyncio.create_task(rig.keeper.run())
+        keeping = asyncio.create_task(rig.keeper.run(lambda: rig.others_may_serve))
         await rig.settle()
         await rig.die(*[OWN] * 10)
         assert rig.keeper.state is EngineState.SERVING
         assert rig.keeper.is_failing
-        rig.is_alone = True
+        rig.others_may_serve = False
         await rig.die(OWN)
         with pytest.raises(EngineDead, match="died 3 times in a row"):
             await keeping
@@ -143,7 +140,7 @@ def test_a_drain_while_starts_fail_ends_the_keeping() -> None:
         rig.errors = [OSError("no processes left")] * 1000
         with pytest.raises(OSError, match="no processes"):
             await rig.keeper.start()
-        keeping = asyncio.create_task(rig.keeper.run())
+        keeping = asyncio.create_task(rig.keeper.run(lambda: rig.others_may_serve))
         await rig.settle()
         rig.keeper.drain()
         await keeping

@@ -150,8 +150,8 @@ def test_a_mixed_batch_is_answered_in_order(engine: Engine) -> None:
         assert (answer.finish_reason, answer.error, answer.logprobs) == ("stop", None, None)
         assert answer.token_ids[-1:] == engine.tokenizer.eos_token_ids
         assert engine.tokenizer.decode(answer.token_ids) == answer.text
-    (keeper,) = engine._fleet._keepers
-    assert keeper.client is not None and not keeper.client._flights, "kept for requests that are over"
+    (replica,) = engine._fleet.engines.replicas()
+    assert replica.num_in_flight == 0, "kept for requests that are over"
     assert answers[0].num_prompt_tokens == len(engine.tokenizer.encode("hello"))
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from manylora.core.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
 from manylora.core.routing import FirstFitRouter, Router
 from manylora.core.types import FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
-from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import EngineState, RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
 from manylora.serving.hosting.links.in_flight import EngineLoss
@@ -137,10 +137,11 @@ class World:
             [lambda index=index: make(index) for index in range(num_engines)],  # type: ignore[misc]
             served_name="base",
             observe=lambda observed: None,
-            restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.0, max_pause_s=0.0),
-            make_router=None if router is None else lambda ranks: router,
-            resumes=ResumePolicy(max_resumes=max_resumes, after_hang=after_hang),
-            seed=7,
+            policy=FleetPolicy(
+                restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.0, max_pause_s=0.0),
+                make_router=None if router is None else lambda ranks: router,
+                resumes=ResumePolicy(max_resumes=max_resumes, after_hang=after_hang, seed=7),
+            ),
         )
         self.clients: dict[str, asyncio.Task[list[int]]] = {}
         self.requests: dict[str, Request] = {}
@@ -161,13 +162,13 @@ class World:
         if not self.clients[request_id].done():
             self.cancelled.add(request_id)
             self.requests.pop(request_id, None)
-            self.fleet.cancel([request_id])
+            self.fleet.requests.cancel([request_id])
             self.clients[request_id].cancel()
 
     async def _client(self, request_id: str) -> list[int]:
         got = self.got[request_id]
         try:
-            stream = await self.fleet.submit([self.requests[request_id]])
+            stream = await self.fleet.requests.submit([self.requests[request_id]])
         except CapacityError:  # it came while no engine served
             self.requests.pop(request_id, None)
             return got
@@ -309,7 +310,7 @@ def test_a_poisonous_request_ends_and_every_other_is_answered(
         await world.finish()
         assert isinstance(world.check(poison), PoisonRequest)
         assert [world.check(other) for other in others] == [None] * len(others)
-        assert world.fleet.num_restarts == len(world.engines) - num_engines == 2
+        assert world.fleet.engines.num_restarts == len(world.engines) - num_engines == 2
 
     play(num_engines, 3, scenario)
 
@@ -338,14 +339,14 @@ def test_an_engine_that_answers_nothing_is_given_up() -> None:
             for _ in range(2):
                 world.present[0].turn(is_lost=False)
                 await world.settle()
-        assert world.fleet.state is EngineState.STOPPED
+        assert world.fleet.engines.state is EngineState.STOPPED
 
     play(1, 3, scenario, max_deaths=4)
 
 
 async def hang(world: World, index: int) -> None:
     """Let the watchdog end an engine."""
-    client = world.fleet._keepers[index].client
+    client = world.fleet.engines.keepers[index].client
     assert client is not None
     client.lose(EngineLoss(EngineDead("it hangs"), is_hang=True))
     world.present[index].die(Ending("it was killed", is_external=True))
@@ -449,7 +450,7 @@ def test_a_cancelled_request_does_not_come_back() -> None:
         world.present[0].turn(is_lost=False)
         world.present[0].die(Ending("killed", is_external=True))
         await asyncio.sleep(0)
-        world.fleet.cancel([request])
+        world.fleet.requests.cancel([request])
         world.clients[request].cancel()
         await world.settle()
         world.present[0].turn(is_lost=False)
@@ -462,7 +463,7 @@ def test_a_cancelled_request_does_not_come_back() -> None:
 def test_a_request_that_was_refused_with_another_does_not_come_back_when_its_engine_dies() -> None:
     async def scenario(world: World) -> None:
         asked = [Request(request_id=name, prompt=(1,), model="base") for name in ("first", "second")]
-        submission = asyncio.create_task(world.fleet.submit(asked))
+        submission = asyncio.create_task(world.fleet.requests.submit(asked))
         await world.settle()
         one, other = world.present[0], world.present[1]
         refused, waiting = one.submitted.pop(), other.submitted[0]
@@ -501,11 +502,11 @@ def test_a_full_engine_gets_no_request_while_another_has_room() -> None:
         second = world.ask(5)
         await world.settle()
         assert [one.request_id for command in world.present[1].submitted for one in command.requests] == [second]
-        world.fleet.check_room()
+        world.fleet.requests.check_room()
         world.present[1].turn(is_lost=False)
         world.present[1].deliver([Turn([], Observations(), EngineRoom(0, Fault.of(CapacityError("full"))))])
         with pytest.raises(CapacityError, match="full"):
-            world.fleet.check_room()
+            world.fleet.requests.check_room()
         third = world.ask(5)  # the engines know better: by now one may have room
         await world.settle()
         assert world.present[0].submitted

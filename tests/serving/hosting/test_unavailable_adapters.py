@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from harness import version
@@ -13,6 +14,7 @@ from manylora.serving.hosting.fleet import adapter_book
 from manylora.serving.hosting.fleet import adapters as fleet_adapters
 from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoraModule
 from manylora.serving.hosting.fleet.adapters import FleetAdapters
+from manylora.serving.hosting.fleet.engines import FleetEngines
 
 URL = "https://host.org/a"
 
@@ -57,7 +59,8 @@ def run_with(monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
         book = AdapterBook(served_name="base", epoch_s=lambda: 7.0)
         book.open([LoraModule("a", URL)])
         book.note_pin("a", True)
-        adapters = FleetAdapters(book, lambda: {0: client}, num_engines=1)  # type: ignore[dict-item]
+        engines = cast(FleetEngines, SimpleNamespace(serving=lambda: {0: client}, keepers=[None]))
+        adapters = FleetAdapters(book, engines, keeps_required=False)
         await adapters.lose(AdapterUnavailable("a", "no answer"))
         retrying = asyncio.create_task(adapters.retry())
         try:

@@ -22,7 +22,7 @@ from manylora.cli.views.terminal import note, out
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.server_config import FleetConfig
-from manylora.functions.wire import Overview
+from manylora.functions.wire import AgentSetup, ControllerSetup, Overview
 
 if TYPE_CHECKING:
     from manylora.functions.controller.client import ControllerClient
@@ -85,7 +85,7 @@ def serve_functions(
     log_to_stderr(log_level, "functions")
     from manylora.functions.agent.cluster import supervise_cluster  # imports the web framework
     from manylora.functions.agent.supervise import supervise
-    from manylora.functions.controller.tls import tls_files
+    from manylora.functions.controller.credentials import tls_files
 
     server, fleet = chosen.make(ServerConfig, fleet=FleetConfig()), chosen.make(FleetConfig)
     level = logging.getLogger().getEffectiveLevel()
@@ -118,8 +118,8 @@ def controller_command(
 ) -> None:
     """Run the controller of several nodes, each with an agent."""
     log_to_stderr(log_level, "controller")
-    from manylora.functions.controller.process import ControllerSetup, run_controller
-    from manylora.functions.controller.tls import tls_files
+    from manylora.functions.controller.credentials import tls_files
+    from manylora.functions.controller.process import run_controller
 
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     setup = ControllerSetup(
@@ -148,9 +148,8 @@ def agent_command(
 ) -> None:
     """Run the agent of this machine, which serves the functions that the controller gives it."""
     log_to_stderr(log_level, "agent")
-    from manylora.functions.agent.process import run_agent
-    from manylora.functions.agent.setup import AgentSetup
-    from manylora.functions.controller.tls import tls_files
+    from manylora.functions.agent.agent import run_agent
+    from manylora.functions.controller.credentials import tls_files
 
     state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     setup = AgentSetup(
@@ -258,7 +257,7 @@ def _client(
 ) -> ControllerClient:
     """Return the controller at an address, or else the one that runs with a folder of state."""
     from manylora.functions.controller.client import ControllerClient
-    from manylora.functions.controller.tls import tls_files
+    from manylora.functions.controller.credentials import tls_files
 
     token, tls = _token(token_file), tls_files(cert, key, ca)
     if url is None:
@@ -268,7 +267,7 @@ def _client(
 
 
 def _token(file: Path | None) -> str | None:
-    from manylora.functions.controller.tokens import read_token
+    from manylora.functions.controller.credentials import read_token
 
     return None if file is None else read_token(file)
 
@@ -277,7 +276,7 @@ def _local(folder: Path) -> tuple[str, str | None]:
     """Return the address of the controller that runs with a folder of state, and the token there, if there is one."""
     import json
 
-    from manylora.functions.controller.tokens import TOKEN, read_token
+    from manylora.functions.controller.credentials import TOKEN, read_token
 
     try:
         url = json.loads((folder / "controller.json").read_text())["url"]

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from manylora.core.errors import ConfigError
-from manylora.functions.agent.setup import AgentSetup
-from manylora.functions.controller.tokens import read_token
+from manylora.functions.controller.credentials import read_token
+from manylora.functions.wire import AgentSetup
 from manylora.serving.http.listening import BACKLOG, bind
 
 __all__ = ["AgentActor"]
@@ -58,7 +58,7 @@ class AgentActor:
         if self._is_stopped:
             return 0
         process = self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "manylora.functions.agent.process"],
+            [sys.executable, "-P", "-m", "manylora.functions.agent.agent"],
             stdin=subprocess.PIPE,
             pass_fds=(self._socket.fileno(), self._lifeline),
             start_new_session=True,

@@ -1,10 +1,12 @@
-"""The agent's life: learn the node's functions from the controller, serve them, and report once a second.
+"""The agent's process: learn the node's functions from the controller, serve them, and report once a second.
 
 The controller may come and go: functions are served meanwhile, and the account of that time is in the next report. A
 report that was not answered is sent again as it was, because the controller may have recorded it.
 
-An agent that starts begins with an empty report. The controller charges the time since the last one to the platform:
+An agent that starts begins with an empty report. The controller charges the time since the last report to the platform:
 the agent that was killed took its account with it.
+
+``python -m manylora.functions.agent.agent``, with its set-up on standard input.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,24 +23,28 @@ from pathlib import Path
 
 import msgspec
 
-from manylora.core.config import ServerConfig
-from manylora.core.errors import CapacityError, CertificateRefused, EngineDead, RequestError
-from manylora.functions.agent.http import backbone_apps, http_server
+from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, EngineDead, RequestError
+from manylora.core.logs import configure_logging
+from manylora.execution.storage.host_memory import available_bytes
+from manylora.functions.agent.app import backbone_apps, http_server
 from manylora.functions.controller.client import ControllerClient
+from manylora.functions.controller.process import exit_code_of
 from manylora.functions.decisions.meter import Taken
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.launch import Timeouts
 from manylora.functions.node.node import FunctionNode
-from manylora.functions.wire import Account, NodeReport, Orders
+from manylora.functions.wire import Account, AgentSetup, NodeReport, Orders
 from manylora.serving.hosting.protocol import Observations
-from manylora.serving.http.listening import url_of
+from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 from manylora.serving.metrics.status_report import FunctionState
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "run_agent"]
 
 REPORT_EVERY_S = 1.0
 RETRY_S = 0.5
+SHARE_OF_AVAILABLE = 0.8
+"""Share of the available memory that backbones and functions take, unless the controller's orders set it."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,29 +53,18 @@ class Agent:
     """An agent, from start to stop, on one event loop.
 
     Args:
-        node: The node's name.
+        setup: Its set-up.
         controller: The controller.
-        config: The HTTP server.
         bound: The socket of the HTTP server.
-        folder: For sockets.
-        memory_bytes: Memory for backbones and functions, unless the controller's orders set it.
-        lifeline: Descriptor of a pipe with whose end this process and its backbones end; ``None`` for none.
+
+    Raises:
+        ConfigError: The system does not tell the memory that is available.
     """
 
-    def __init__(
-        self,
-        node: str,
-        controller: ControllerClient,
-        config: ServerConfig,
-        bound: socket.socket,
-        folder: Path,
-        *,
-        memory_bytes: int,
-        lifeline: int | None,
-    ) -> None:
-        self._name = node
+    def __init__(self, setup: AgentSetup, controller: ControllerClient, bound: socket.socket) -> None:
+        self._name = setup.node
         self._controller = controller
-        self._config = config
+        self._config = setup.server
         self._socket = bound
         self.url = url_of(bound)
         self._incarnation = uuid.uuid4().hex
@@ -77,17 +73,19 @@ class Agent:
         self._stop = asyncio.Event()
         self._observers: Mapping[str, Callable[[Observations], None]] = {}
         self._fleets: list[BackboneFleet] = []
-        self._backbones: Mapping[str, BackboneSpec] | None = None  # as of the first orders
+        self._backbones: Mapping[str, BackboneSpec] | None = None  # those of the first orders
         self._is_outdated = False
+        if (memory_bytes := available_bytes()) is None:
+            raise ConfigError("Got no MemAvailable in /proc/meminfo, expected Linux: functions run there alone")
         self.node = FunctionNode(
-            folder,
-            memory_bytes=memory_bytes,
-            lifeline=lifeline,
-            timeouts=Timeouts.of(config),
+            Path(setup.folder),
+            memory_bytes=int(SHARE_OF_AVAILABLE * memory_bytes),
+            lifeline=setup.lifeline,
+            timeouts=Timeouts.of(setup.server),
             on_observed=self._observed,
         )
-        if lifeline is not None:
-            asyncio.get_running_loop().add_reader(lifeline, os._exit, 1)  # its other end has gone
+        if setup.lifeline is not None:
+            asyncio.get_running_loop().add_reader(setup.lifeline, os._exit, 1)  # its other end has gone
 
     @property
     def is_stopping(self) -> bool:
@@ -116,14 +114,8 @@ class Agent:
         tasks: list[asyncio.Task[None]] = []
         server = None
         try:
-            config = self._config
-            if not config.api_keys and config.admin_key is None:
-                config = replace(config, api_keys=orders.api_keys, admin_key=orders.admin_key)
-            apps = await asyncio.to_thread(backbone_apps, self.node, orders.backbones, config)
-            self._fleets = [one.fleet for one in apps.values()]
-            self._observers = {name: one.metrics.observe for name, one in apps.items()}
             listening = asyncio.Event()
-            server = http_server(apps, self.node, config, listening.set)
+            server = await asyncio.to_thread(self._make_server, orders, listening.set)
             tasks.append(asyncio.create_task(server.serve(sockets=[self._socket])))
             tasks += [asyncio.create_task(self.node.run()), asyncio.create_task(self._report())]
             waiting = asyncio.create_task(listening.wait())
@@ -149,11 +141,20 @@ class Agent:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _make_server(self, orders: Orders, on_listening: Callable[[], None]) -> HttpServer:
+        config = self._config
+        if not config.api_keys and config.admin_key is None:
+            config = replace(config, api_keys=orders.api_keys, admin_key=orders.admin_key)
+        apps = backbone_apps(self.node, orders.backbones, config)
+        self._fleets = [one.fleet for one in apps.values()]
+        self._observers = {name: one.metrics.observe for name, one in apps.items()}
+        return http_server(apps, self.node, config, on_listening)
+
     async def _finish_in_flight(self) -> None:
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
                 for fleet in self._fleets:
-                    await fleet.idle()
+                    await fleet.in_progress.ended()
         except TimeoutError:
             logger.warning("drain_timed_out after_s=%.1f", self._config.drain_timeout_s)
 
@@ -197,10 +198,10 @@ class Agent:
             logger.warning("controller_away error=%s", error)
             return False
         except RequestError as error:
-            good = _decodable(self._unsent)
-            if len(good.functions) == len(self._unsent.functions):
+            good = [state for state in self._unsent.functions if _is_decodable(state)]
+            if len(good) == len(self._unsent.functions):
                 raise EngineDead(f"This agent is not wanted: {error}") from error
-            self._unsent = good
+            self._unsent = msgspec.structs.replace(self._unsent, functions=good)
             return False
         self._unsent = None
         self._follow(orders)
@@ -216,7 +217,6 @@ class Agent:
             logger.warning("last_report_not_sent")
 
     def _make(self, taken: Taken, accounts: list[Account]) -> NodeReport:
-        functions, backbones = self.node.describe()
         duration_ns = taken.until_ns - taken.since_ns
         return NodeReport(
             incarnation=self._incarnation,
@@ -232,9 +232,9 @@ class Agent:
             address=self.url,
             pid=os.getpid(),
             generation=self._generation,
-            free_bytes=self.node.memory_bytes,
-            functions=functions,
-            backbones=backbones,
+            free_bytes=self.node.room.num_bytes,
+            functions=self.node.states(),
+            backbones=[host.describe() for host in self.node.hosts.values()],
             lines=self.node.take_lines(),
         )
 
@@ -251,17 +251,46 @@ class Agent:
         self.node.configure(orders.backbones, orders.functions, orders.node, orders.hold)
 
 
-def _decodable(report: NodeReport) -> NodeReport:
-    """Return a report without the states of functions that the controller cannot decode.
+def _is_decodable(state: FunctionState) -> bool:
+    """Whether the controller can decode the state of a function.
 
     States contain texts and numbers of functions. One that slips through the checks must not end the agent, and with it
     all functions of the node.
     """
-    good = []
-    for state in report.functions:
-        try:
-            msgspec.json.decode(msgspec.json.encode(state), type=FunctionState)
-            good.append(state)
-        except (msgspec.MsgspecError, UnicodeEncodeError) as error:
-            logger.error("function_state_dropped name=%s error=%s", state.name, error)
-    return msgspec.structs.replace(report, functions=good)
+    try:
+        msgspec.json.decode(msgspec.json.encode(state), type=FunctionState)
+    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        logger.error("function_state_dropped name=%s error=%s", state.name, error)
+        return False
+    return True
+
+
+def run_agent(setup: AgentSetup) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit code.
+
+    Raises:
+        ManyloraError: It cannot listen, a backbone is wrong, or the controller refuses it.
+    """
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each report
+    server = setup.server
+
+    def make() -> Agent:
+        bound = bind(server.host, server.port) if setup.socket is None else socket.socket(fileno=setup.socket)
+        return Agent(setup, ControllerClient(setup.controller, setup.token, setup.tls), bound)
+
+    def say_ready(agent: Agent) -> None:
+        num_functions, num_backbones = len(agent.node.functions), len(agent.node.hosts)
+        print(f"manylora serves {num_functions} functions on {num_backbones} backbones at {agent.url}", flush=True)
+
+    return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)
+
+
+def main() -> int:
+    """Run an agent; return the exit code."""
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=AgentSetup)
+    configure_logging(setup.log_level, "agent")
+    return exit_code_of(lambda: run_agent(setup))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

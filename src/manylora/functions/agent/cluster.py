@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -22,15 +20,12 @@ from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError, EngineDead
 from manylora.core.server_config import FleetConfig
 from manylora.functions.agent.actor import AgentActor
-from manylora.functions.agent.setup import AgentSetup
-from manylora.functions.agent.supervise import CONTROLLER, RESTARTS, Child, keep_until_stopped
-from manylora.functions.controller.process import ControllerSetup, bind_guarded
-from manylora.functions.controller.tls import TlsFiles
-from manylora.functions.controller.tokens import read_token
+from manylora.functions.agent.supervise import RESTARTS, keep_until_stopped, open_controller
+from manylora.functions.controller.credentials import read_token
 from manylora.functions.deployment import read_deployment
+from manylora.functions.wire import AgentSetup, ControllerSetup, TlsFiles
 from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources
 from manylora.serving.hosting.ray.nodes import NodeActor, RayNode, fitting_nodes, own_address
-from manylora.serving.http.listening import BACKLOG, url_of
 
 __all__ = ["supervise_cluster"]
 
@@ -61,7 +56,7 @@ def supervise_cluster(
         fleet: The cluster, with the resources that an agent takes and the labels of nodes.
         token_file: The controller's token, on this machine and on every node; ``None`` for certificates alone.
         tls: The certificate, on this machine and on every node.
-        log_level: Of all processes.
+        log_level: Level of all processes' logs.
 
     Raises:
         ConfigError: The file is wrong, there is neither token nor certificate, or no cluster at the address.
@@ -71,53 +66,35 @@ def supervise_cluster(
     if token_file is None and tls is None:
         raise ConfigError("Got ray without token_file and tls_cert, expected either: agents call from other machines")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    asyncio.run(_serve(config, folder, server, fleet, token_file, tls, log_level))
+    controller = ControllerSetup(
+        config=str(config.resolve()),
+        folder=str(folder),
+        token=None if token_file is None else read_token(token_file),
+        tls=tls,
+        api_keys=server.api_keys,
+        admin_key=server.admin_key,
+        log_level=log_level,
+    )
+    asyncio.run(_serve(controller, server, fleet, token_file))
     return 0
 
 
-async def _serve(
-    config: Path,
-    folder: Path,
-    server: ServerConfig,
-    fleet: FleetConfig,
-    token_file: Path | None,
-    tls: TlsFiles | None,
-    log_level: int,
-) -> None:
+async def _serve(setup: ControllerSetup, server: ServerConfig, fleet: FleetConfig, token_file: Path | None) -> None:
     cluster = RayCluster(fleet, engine_resources(fleet.ray_resources, "cpu"))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(cluster.close)
-        bound = stack.enter_context(bind_guarded(await own_address(cluster), 0, is_guarded=True))
-        bound.listen(BACKLOG)
-        lifeline, held = os.pipe()
-        for end in (lifeline, held):
-            stack.callback(os.close, end)
-        url = url_of(bound, is_tls=tls is not None)
-        (folder / CONTROLLER).write_text(json.dumps({"url": url}))
-        controller = ControllerSetup(
-            config=str(config.resolve()),
-            folder=str(folder),
-            token=None if token_file is None else read_token(token_file),
-            tls=tls,
-            socket=bound.fileno(),
-            lifeline=lifeline,
-            api_keys=server.api_keys,
-            admin_key=server.admin_key,
-            log_level=log_level,
-        )
+        controller, url, _ = stack.enter_context(open_controller(setup, await own_address(cluster)))
         agent = AgentSetup(
             node="",
             controller=url,
             token=None,
-            tls=tls,
+            tls=setup.tls,
             server=replace(server, api_keys=(), admin_key=None),
             folder="",
-            log_level=log_level,
+            log_level=setup.log_level,
         )
-        await keep_until_stopped(
-            Child("manylora.functions.controller.process", msgspec.json.encode(controller), (bound.fileno(), lifeline)),
-            _Agents(cluster, agent, None if token_file is None else str(token_file.resolve())),
-        )
+        agents = _Agents(cluster, agent, None if token_file is None else str(token_file.resolve()))
+        await keep_until_stopped(controller, agents)
 
 
 class _Agents:
@@ -125,8 +102,8 @@ class _Agents:
 
     Args:
         cluster: The cluster.
-        setup: Of each agent, without its node.
-        token_file: As of ``AgentActor``.
+        setup: The set-up of each agent, without its node.
+        token_file: File with the controller's token, on each node; ``None`` for no token.
     """
 
     def __init__(self, cluster: RayCluster, setup: AgentSetup, token_file: str | None) -> None:

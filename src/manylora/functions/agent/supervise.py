@@ -7,11 +7,13 @@ connections wait for it meanwhile. A pipe ends with this process, and with it al
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -19,14 +21,13 @@ import msgspec
 
 from manylora.core.config import ServerConfig
 from manylora.core.errors import EngineDead
-from manylora.functions.agent.setup import AgentSetup
-from manylora.functions.controller.process import ControllerSetup, bind_guarded
-from manylora.functions.controller.tokens import own_token, read_token
+from manylora.functions.controller.credentials import own_token, read_token
 from manylora.functions.deployment import check_folder, read_deployment
+from manylora.functions.wire import AgentSetup, ControllerSetup
 from manylora.serving.hosting.fleet.keeper import RestartPolicy
 from manylora.serving.http.listening import BACKLOG, bind, url_of
 
-__all__ = ["CONTROLLER", "RESTARTS", "Child", "keep_until_stopped", "supervise"]
+__all__ = ["RESTARTS", "Child", "keep_until_stopped", "open_controller", "supervise"]
 
 CONTROLLER = "controller.json"
 RESTARTS = RestartPolicy(max_deaths=10, first_pause_s=0.2, max_pause_s=5.0, healthy_after_s=10.0)
@@ -45,7 +46,7 @@ def supervise(
         server: The HTTP server in front of the functions.
         node: This machine's name.
         token_file: The token of the controller; ``None`` for one of its own in the folder.
-        log_level: Of all processes.
+        log_level: Level of all processes' logs.
 
     Raises:
         ConfigError: The file is wrong, an adapter cannot be read, or an address cannot be listened on.
@@ -55,56 +56,36 @@ def supervise(
         check_folder(name, function)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = own_token(folder) if token_file is None else read_token(token_file)
-    public, private = bind(server.host, server.port), bind_guarded("127.0.0.1", 0, is_guarded=True)
-    for one in (public, private):
-        one.listen(BACKLOG)
-    (folder / CONTROLLER).write_text(json.dumps({"url": url_of(private)}))
-    lifeline, held = os.pipe()
-    controller = ControllerSetup(
-        config=str(config.resolve()),
-        folder=str(folder),
-        token=token,
-        socket=private.fileno(),
-        lifeline=lifeline,
-        has_adapters=True,
-        log_level=log_level,
+    setup = ControllerSetup(
+        config=str(config.resolve()), folder=str(folder), token=token, has_adapters=True, log_level=log_level
     )
-    agent = AgentSetup(
-        node=node,
-        controller=url_of(private),
-        token=token,
-        server=server,
-        folder=str(folder),
-        socket=public.fileno(),
-        lifeline=lifeline,
-        log_level=log_level,
-    )
-    try:
-        asyncio.run(
-            keep_until_stopped(
-                Child(
-                    "manylora.functions.controller.process",
-                    msgspec.json.encode(controller),
-                    (private.fileno(), lifeline),
-                ),
-                Child("manylora.functions.agent.process", msgspec.json.encode(agent), (public.fileno(), lifeline)),
-            )
+    with bind(server.host, server.port) as public, open_controller(setup, "127.0.0.1") as (controller, url, lifeline):
+        public.listen(BACKLOG)
+        agent = AgentSetup(
+            node=node,
+            controller=url,
+            token=token,
+            server=server,
+            folder=str(folder),
+            socket=public.fileno(),
+            lifeline=lifeline,
+            log_level=log_level,
         )
-    finally:
-        os.close(held)
-        os.close(lifeline)
-        public.close()
-        private.close()
+        asyncio.run(keep_until_stopped(controller, Child("manylora.functions.agent.agent", agent)))
     return 0
 
 
 class Child:
-    """A process that is started again when it ends."""
+    """A process that is started again when it ends.
 
-    def __init__(self, module: str, setup: bytes, descriptors: tuple[int, ...]) -> None:
+    Args:
+        module: Its program.
+        setup: Its set-up, whose descriptors it inherits.
+    """
+
+    def __init__(self, module: str, setup: AgentSetup | ControllerSetup) -> None:
         self._module = module
         self._setup = setup
-        self._descriptors = descriptors
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
 
@@ -121,10 +102,10 @@ class Child:
             process = self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", self._module),
                 stdin=asyncio.subprocess.PIPE,
-                pass_fds=self._descriptors,
+                pass_fds=[one for one in (self._setup.socket, self._setup.lifeline) if one is not None],
                 start_new_session=True,  # Ctrl-C is for this process
             )
-            await process.communicate(self._setup)
+            await process.communicate(msgspec.json.encode(self._setup))
             if self._is_stopping:
                 return
             deaths = 1 if now() - since >= RESTARTS.healthy_after_s else deaths + 1
@@ -139,6 +120,25 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             await self._process.wait()
+
+
+@contextlib.contextmanager
+def open_controller(setup: ControllerSetup, host: str) -> Iterator[tuple[Child, str, int]]:
+    """Yield a controller that listens on a free port of ``host``, its address, and a pipe that ends with this process.
+
+    The address is in the folder of state, where commands find it.
+    """
+    lifeline, held = os.pipe()
+    try:
+        with bind(host, 0) as bound:
+            bound.listen(BACKLOG)
+            url = url_of(bound, is_tls=setup.tls is not None)
+            (Path(setup.folder) / CONTROLLER).write_text(json.dumps({"url": url}))
+            setup = msgspec.structs.replace(setup, socket=bound.fileno(), lifeline=lifeline)
+            yield Child("manylora.functions.controller.process", setup), url, lifeline
+    finally:
+        os.close(held)
+        os.close(lifeline)
 
 
 class Kept(Protocol):
@@ -157,7 +157,7 @@ async def keep_until_stopped(controller: Kept, agents: Kept) -> None:
     """Run both until SIGTERM or SIGINT.
 
     Raises:
-        Exception: One of them was given up, or could not be started.
+        Exception: One of them died too often, or could not be started.
     """
     stopping = asyncio.Event()
 

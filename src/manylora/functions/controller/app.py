@@ -15,11 +15,9 @@ Every call but the last needs the token. With TLS, a node belongs to the certifi
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -29,25 +27,20 @@ from starlette.routing import Route
 
 from manylora.core.errors import ManyloraError, RequestError
 from manylora.functions.controller.controller import Controller
-from manylora.functions.controller.members import MEMBER
 from manylora.functions.deployment import FunctionSpec, check_folder
 from manylora.functions.wire import MAX_REPORT_BYTES, NodeReport
+from manylora.serving.http.auth import Gate
+from manylora.serving.http.errors import HttpError
 
-__all__ = ["make_app"]
+__all__ = ["MEMBER", "make_app"]
+
+MEMBER = "manylora.member"
+"""Key of a request's scope: the names in the caller's certificate."""
 
 MAX_SPEC_BYTES = 64 << 10
 
+Act: TypeAlias = Callable[[Controller, Request], Awaitable[Any]]
 T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-
-
-class _Refusal(Exception):
-    """An answer other than 200."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def make_app(controller: Controller, token: str | None, *, has_adapters: bool = False) -> Starlette:
@@ -55,89 +48,89 @@ def make_app(controller: Controller, token: str | None, *, has_adapters: bool = 
 
     Args:
         controller: The controller.
-        token: Of all calls; without one every caller is taken, which is for loopback alone.
+        token: The token of all calls; without one every caller is taken, which is for loopback alone.
         has_adapters: Whether the adapters are on this machine, so that one that cannot be read is refused.
     """
-    expected = None if token is None else hashlib.sha256(token.encode()).digest()
+    gate = Gate(() if token is None else (token,))
 
-    def checked(act: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    def route(method: str, path: str, act: Act) -> Route:
         async def answer(request: Request) -> Response:
             try:
-                _check_token(request, expected)
-                return _json(await act(request))
-            except _Refusal as error:
-                return _json({"error": str(error)}, error.status)
+                _check_token(gate, request)
+                return _json(await act(controller, request))
             except RequestError as error:
                 return _json({"error": str(error), "param": error.param}, 409 if error.param is None else error.status)
             except ManyloraError as error:
                 return _json({"error": str(error)}, error.status)
 
-        return answer
-
-    async def report(request: Request) -> Any:
-        node = request.path_params["node"]
-        if not 1 <= len(node) <= 128 or not node.isprintable():
-            raise _Refusal(400, "Got a node's name that is empty, too long or not printable")
-        told = await _body(request, NodeReport, MAX_REPORT_BYTES)
-        return controller.report(node, told, member=request.scope.get(MEMBER))
-
-    async def overview(request: Request) -> Any:
-        return controller.overview()
-
-    async def register(request: Request) -> Any:
-        name, spec = request.path_params["name"], await _body(request, FunctionSpec, MAX_SPEC_BYTES)
-        controller.check(name, spec)
-        if has_adapters:
-            await asyncio.to_thread(check_folder, name, spec)  # a disk that hangs holds up no report
-        controller.register(name, spec)
-        return {"name": name}
-
-    async def remove(request: Request) -> Any:
-        controller.remove(request.path_params["name"])
-        return {"name": request.path_params["name"]}
-
-    async def logs(request: Request) -> Any:
-        return {"lines": controller.lines(request.path_params["name"])}
-
-    async def health(request: Request) -> Response:
-        return _json({"status": "serving"})
+        return Route(path, answer, methods=[method])
 
     return Starlette(
         routes=[
-            Route("/v1/nodes/{node}/report", checked(report), methods=["POST"]),
-            Route("/v1/functions", checked(overview), methods=["GET"]),
-            Route("/v1/functions/{name:path}/logs", checked(logs), methods=["GET"]),
-            Route("/v1/functions/{name:path}", checked(register), methods=["PUT"]),
-            Route("/v1/functions/{name:path}", checked(remove), methods=["DELETE"]),
-            Route("/health", health, methods=["GET"]),
+            route("POST", "/v1/nodes/{node}/report", _report),
+            route("GET", "/v1/functions", _overview),
+            route("GET", "/v1/functions/{name:path}/logs", _logs),
+            route("PUT", "/v1/functions/{name:path}", partial(_register, has_adapters=has_adapters)),
+            route("DELETE", "/v1/functions/{name:path}", _remove),
+            Route("/health", _health, methods=["GET"]),
         ]
     )
 
 
-def _check_token(request: Request, expected: bytes | None) -> None:
-    if expected is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    digest = hashlib.sha256(given.strip().encode()).digest()
-    if scheme.lower() != "bearer" or not hmac.compare_digest(digest, expected):
-        raise _Refusal(401, "The controller needs its token: send 'Authorization: Bearer <token>'.")
+def _check_token(gate: Gate, request: Request) -> None:
+    try:
+        gate.check_inference(request)
+    except HttpError as error:
+        message = "The controller needs its token: send 'Authorization: Bearer <token>'."
+        raise HttpError(error.status, message) from None
+
+
+async def _report(controller: Controller, request: Request) -> Any:
+    node = request.path_params["node"]
+    if not 1 <= len(node) <= 128 or not node.isprintable():
+        raise HttpError(400, f"Got a node's name of {len(node)} characters, expected 1 to 128 printable ones")
+    report = await _body(request, NodeReport, MAX_REPORT_BYTES)
+    return controller.report(node, report, member=request.scope.get(MEMBER))
+
+
+async def _overview(controller: Controller, request: Request) -> Any:
+    return controller.overview()
+
+
+async def _logs(controller: Controller, request: Request) -> Any:
+    return {"lines": controller.lines(request.path_params["name"])}
+
+
+async def _register(controller: Controller, request: Request, *, has_adapters: bool) -> Any:
+    name, spec = request.path_params["name"], await _body(request, FunctionSpec, MAX_SPEC_BYTES)
+    controller.check(name, spec)
+    if has_adapters:
+        await asyncio.to_thread(check_folder, name, spec)  # a disk that hangs holds up no report
+    controller.register(name, spec)
+    return {"name": name}
+
+
+async def _remove(controller: Controller, request: Request) -> Any:
+    controller.remove(request.path_params["name"])
+    return {"name": request.path_params["name"]}
+
+
+async def _health(request: Request) -> Response:
+    return _json({"status": "serving"})
 
 
 async def _body(request: Request, kind: type[T], max_bytes: int) -> T:
-    parts: list[bytes] = []
-    num_bytes = 0
+    body = bytearray()
     try:
         async for part in request.stream():
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
-                raise _Refusal(413, f"Got a body of more than {max_bytes} bytes")
-            parts.append(part)
+            body += part
+            if len(body) > max_bytes:
+                raise HttpError(413, f"Got a body of more than {max_bytes} bytes")
+        return msgspec.json.decode(body, type=kind)
     except ClientDisconnect:
-        raise _Refusal(400, "The body ended early") from None
-    try:
-        return msgspec.json.decode(b"".join(parts), type=kind)
+        raise HttpError(400, "The body ended early") from None
     except (msgspec.MsgspecError, RecursionError) as error:  # its message names the field
-        raise _Refusal(400, f"Got a wrong body: {error}") from None
+        raise HttpError(400, f"Got a wrong body: {error}") from None
 
 
 def _json(content: Any, status: int = 200) -> Response:

@@ -10,9 +10,9 @@ import httpx
 import msgspec
 
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, RequestError
-from manylora.functions.controller.tls import TlsFiles, client_context, find_refusal
+from manylora.functions.controller.credentials import client_context, find_refusal
 from manylora.functions.deployment import FunctionSpec
-from manylora.functions.wire import NodeReport, Orders, Overview
+from manylora.functions.wire import NodeReport, Orders, Overview, TlsFiles
 
 __all__ = ["ControllerClient"]
 

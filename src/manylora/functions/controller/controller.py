@@ -2,23 +2,22 @@
 
 Only the store outlives it. A controller that starts again knows functions, nodes of functions and the ledger; the
 states of functions come with the next reports. A function leaves a node that no longer reports for the one that is
-expected to answer first (``functions.placement``).
+expected to answer first (`placing.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 from manylora.core.errors import ConfigError, RequestError
-from manylora.functions.controller.node_view import NodeView
+from manylora.functions.controller.placing import NodeView, backbone_costs, choose_nodes, wanted
 from manylora.functions.controller.store import Store
-from manylora.functions.decisions.holding import HoldingCost, NodeRoom, Wanted, needed_by, revise_holding
-from manylora.functions.decisions.placement import choose_place
+from manylora.functions.decisions.holding import revise_holding
 from manylora.functions.deployment import MAX_FUNCTIONS, Deployment, FunctionSpec, check_function
-from manylora.functions.wire import MAX_LOG_LINES, BackboneState, FunctionRow, NodeReport, NodeRow, Orders, Overview
-from manylora.serving.metrics.status_report import FunctionStart, FunctionState
+from manylora.functions.wire import MAX_LOG_LINES, FunctionRow, NodeReport, NodeRow, Orders, Overview
+from manylora.serving.metrics.status_report import FunctionState
 
 __all__ = ["Controller"]
 
@@ -29,9 +28,6 @@ DECIDE_EVERY_S = 5.0
 """Seconds between two decisions about the artefacts to hold."""
 
 MAX_NODES = 1024
-
-UNMEASURED = HoldingCost(num_bytes=128 << 20, took_s=1.0)
-"""The size and the time of an artefact that no node has loaded yet."""
 
 
 class Controller:
@@ -126,72 +122,33 @@ class Controller:
         return {name: view for name, view in sorted(self._nodes.items()) if now - view.seen_at < LOST_AFTER_S}
 
     def _place(self, *, joined: bool = False) -> None:
-        """Choose a node for every function that has none which reports.
-
-        When a node has ``joined``, functions that have not been awake since their agent's start may move as well.
-        """
-        up = self._up()
-        if not up:
-            return
+        """Choose a node for every function that has none which reports."""
         # A controller that has just begun waits for the agents of functions that have a node.
         may_move = self._now() - self._started_at >= LOST_AFTER_S
-        placed = Counter(self._placements.values())
-        backbones = self._backbone_loads()
-        moved: dict[str, str] = {}
-        for name, spec in self._functions.items():
-            home = self._placements.get(name)
-            if home in up and (not joined or name in up[home].functions):
-                continue
-            if home is not None and home not in up and not may_move:
-                continue
-            wanted = _wanted(name, spec, None, self._starts.get(name))
-            needed = needed_by(wanted, backbones[spec.backbone])
-            alone_s = self._starts[name].first_token_s if name in self._starts else None
-            alone_s = alone_s or UNMEASURED.took_s
-            candidates = {
-                node: view.candidate(node, needed, placed[node] - (node == home)) for node, view in up.items()
-            }
-            best = choose_place(list(candidates.values()), alone_s)
-            assert best is not None
-            if home in up and candidates[home].order(alone_s) <= best.order(alone_s):
-                continue
-            placed[best.place] += 1
-            if home is not None:
-                placed[home] -= 1
-            moved[name] = best.place
+        moved = choose_nodes(
+            self._up(), self._functions, self._placements, self._starts, joined=joined, may_move=may_move
+        )
         if moved:
             self._store.place(moved)
             self._placements |= moved
             self._generation += 1
-
-    def _backbone_loads(self) -> dict[str, tuple[HoldingCost, HoldingCost]]:
-        """Return the memory and the libraries of each backbone, as last measured on any node."""
-        measured: dict[str, BackboneState] = {}
-        for view in self._up().values():
-            measured |= {one.name: one for one in view.report.backbones if one.load_s > 0.0}
-        return {
-            name: (
-                (HoldingCost(one.num_bytes, one.load_s), HoldingCost(one.zygote_bytes, one.zygote_s))
-                if (one := measured.get(name)) is not None
-                else (UNMEASURED, UNMEASURED)
-            )
-            for name in self._backbones
-        }
 
     def _decide(self) -> None:
         """Choose the artefacts to hold, from the rates, sizes and times of the last reports."""
         if not self._node.preload or self._now() - self._decided_at < DECIDE_EVERY_S:
             return
         self._decided_at = self._now()
-        backbones = self._backbone_loads()
+        up = self._up()
+        backbones = backbone_costs(up.values(), self._backbones)
         # A function's node serves it, so that its artefacts are chosen for that node alone.
-        for node, view in self._up().items():
-            wanted = [
-                _wanted(name, self._functions[name], state, state.last_start)
+        for node, view in up.items():
+            functions = [
+                wanted(name, self._functions[name], state, state.last_start)
                 for name, state in view.functions.items()
                 if self._placements.get(name) == node and name in self._functions
             ]
-            self._hold |= revise_holding(self._hold, wanted, backbones, [NodeRoom(node, view.report.free_bytes)])
+            held = self._hold.get(node, frozenset())
+            self._hold[node] = revise_holding(held, functions, backbones, view.report.free_bytes)
 
     def _functions_of(self, node: str) -> dict[str, FunctionSpec]:
         return {name: spec for name, spec in self._functions.items() if self._placements.get(name) == node}
@@ -266,16 +223,3 @@ class Controller:
             num_functions=len(rows),
             functions=rows,
         )
-
-
-def _wanted(name: str, spec: FunctionSpec, state: FunctionState | None, start: FunctionStart | None) -> Wanted:
-    """Return a function with its sizes and times, as far as they have been measured."""
-    stages = {} if start is None else start.stages_s
-    own_s = sum(stages.get(stage, 0.0) for stage in ("fork", "confine", "map", "build")) or UNMEASURED.took_s
-    return Wanted(
-        name=name,
-        backbone=spec.backbone,
-        requests_per_s=0.0 if state is None else state.requests_per_s,
-        adapter=HoldingCost(0 if state is None else state.adapter_bytes, stages.get("adapter", 0.0)),
-        process=HoldingCost(max(0 if state is None else state.own_bytes, spec.kv_bytes + spec.adapter_bytes), own_s),
-    )

@@ -9,23 +9,26 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.core.logs import configure_logging
-from manylora.functions.controller.app import make_app
+from manylora.functions.controller.app import MEMBER, make_app
 from manylora.functions.controller.controller import Controller
-from manylora.functions.controller.members import MemberProtocol
+from manylora.functions.controller.credentials import server_context
 from manylora.functions.controller.store import Store
-from manylora.functions.controller.tls import TlsFiles, server_context
 from manylora.functions.deployment import read_deployment
+from manylora.functions.wire import ControllerSetup
 from manylora.serving.http.connections import ConnectionBounds
+from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 
-__all__ = ["LEDGER", "ControllerSetup", "bind_guarded", "exit_code_of", "run_controller"]
+__all__ = ["LEDGER", "ControllerServer", "bind_guarded", "exit_code_of", "member_of", "run_controller"]
 
 LEDGER = "ledger.db"
 DRAIN_S = 5.0
@@ -35,41 +38,13 @@ MAX_CONNECTIONS = 512
 logger = logging.getLogger(__name__)
 
 
-class ControllerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The set-up of a controller.
-
-    Args:
-        config: File of functions.
-        folder: Where its database is.
-        token: Token of all calls; ``None`` for none, on loopback or with TLS.
-        tls: Its certificate, and the authority of its callers'; ``None`` for no TLS.
-        socket: Descriptor of its listening socket; ``None`` to bind ``host`` and ``port``.
-        lifeline: Descriptor of a pipe with whose end this process ends; ``None`` for none.
-        has_adapters: As of ``make_app``.
-        api_keys: As of ``Controller``, like the next.
-    """
-
-    config: str
-    folder: str
-    token: str | None
-    tls: TlsFiles | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    socket: int | None = None
-    lifeline: int | None = None
-    has_adapters: bool = False
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
-    log_level: int = logging.INFO
-
-
 class ControllerServer:
     """A controller behind HTTP, from start to stop, on one event loop."""
 
     def __init__(self, setup: ControllerSetup) -> None:
         deployment = read_deployment(Path(setup.config))
         self._store = Store(Path(setup.folder) / LEDGER)
-        self._controller = Controller(
+        controller = Controller(
             self._store, deployment, now=time.monotonic, api_keys=setup.api_keys, admin_key=setup.admin_key
         )
         self._socket = (
@@ -79,8 +54,7 @@ class ControllerServer:
         )
         self.url = url_of(self._socket, is_tls=setup.tls is not None)
         self.is_stopping = False
-        self._token = setup.token
-        self._has_adapters = setup.has_adapters
+        self._app = make_app(controller, setup.token, has_adapters=setup.has_adapters)
         self._tls = None if setup.tls is None else server_context(setup.tls)
         self._http: HttpServer | None = None
         if setup.lifeline is not None:
@@ -95,7 +69,7 @@ class ControllerServer:
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained."""
         self._http = HttpServer(
-            make_app(self._controller, self._token, has_adapters=self._has_adapters),
+            self._app,
             ConnectionBounds(max_connections=MAX_CONNECTIONS, max_per_address=MAX_CONNECTIONS // 2),
             on_ready,
             drain_s=DRAIN_S,
@@ -107,6 +81,30 @@ class ControllerServer:
             await self._http.serve(sockets=[self._socket])
         finally:
             self._store.close()
+
+
+class MemberProtocol(ChunkWritingProtocol):
+    """The server's protocol, whose requests have the names in the caller's certificate in their scope."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Note the certificate, which the handshake has checked."""
+        super().connection_made(transport)
+        app, member = self.app, member_of(transport.get_extra_info("peercert") or {})
+
+        async def named(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[MEMBER] = member
+            await app(scope, receive, send)
+
+        self.app = named
+
+
+def member_of(certificate: Mapping[str, Any]) -> str | None:
+    """Return the names in a certificate, as Python's ``ssl`` gives it; ``None`` for none.
+
+    They outlive a renewal. Those of the subject count only without names of hosts or addresses.
+    """
+    names = certificate.get("subjectAltName") or [pair for part in certificate.get("subject", ()) for pair in part]
+    return ", ".join(sorted(f"{kind}:{name}" for kind, name in names)) or None
 
 
 def bind_guarded(host: str, port: int, *, is_guarded: bool) -> socket.socket:

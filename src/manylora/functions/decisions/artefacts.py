@@ -16,7 +16,7 @@ its bytes count once. The rules of precedence hold by place: a child on a device
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -99,7 +99,6 @@ class Placed(NamedTuple):
     place: str
 
 
-@dataclass(frozen=True, slots=True)
 class PreloadProblem:
     """Artefacts, and the places that could hold them.
 
@@ -107,30 +106,15 @@ class PreloadProblem:
         ConfigError: Two have one name, or a parent is unknown.
     """
 
-    artefacts: tuple[Artefact, ...]
-    places: tuple[Place, ...]
-    by_name: Mapping[str, Artefact] = field(init=False, compare=False)
-    place_by_name: Mapping[str, Place] = field(init=False, compare=False)
-    children: Mapping[str, tuple[Artefact, ...]] = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        by_name = {one.name: one for one in self.artefacts}
-        places = {one.name: one for one in self.places}
-        if len(by_name) < len(self.artefacts) or len(places) < len(self.places):
+    def __init__(self, artefacts: Iterable[Artefact], places: Iterable[Place]) -> None:
+        self.artefacts, self.places = tuple(artefacts), tuple(places)
+        self.by_name = {one.name: one for one in self.artefacts}
+        self.place_by_name = {one.name: one for one in self.places}
+        if len(self.by_name) < len(self.artefacts) or len(self.place_by_name) < len(self.places):
             raise ConfigError("Got two artefacts or two places of one name, expected every name once")
-        children: dict[str, list[Artefact]] = {name: [] for name in by_name}
         for one in self.artefacts:
-            if one.parent is not None:
-                if one.parent not in by_name or one.parent == one.name:
-                    raise ConfigError(f"Got parent = {one.parent!r} of {one.name!r}, expected another artefact")
-                children[one.parent].append(one)
-        object.__setattr__(self, "by_name", by_name)
-        object.__setattr__(self, "place_by_name", places)
-        object.__setattr__(self, "children", {name: tuple(ones) for name, ones in children.items()})
-
-    def can_hold(self, artefact: Artefact, place: Place) -> bool:
-        """Whether an artefact may be in a place at all."""
-        return place.memory in artefact.num_bytes
+            if one.parent is not None and (one.parent not in self.by_name or one.parent == one.name):
+                raise ConfigError(f"Got parent = {one.parent!r} of {one.name!r}, expected another artefact")
 
     def parents_of(self, artefact: Artefact, place: Place) -> tuple[Placed, ...]:
         """Return the places of its parent of which one is required; empty if none is.
@@ -145,32 +129,5 @@ class PreloadProblem:
         return tuple(
             Placed(parent.name, other.name)
             for other in self.places
-            if other.node == place.node and self.can_hold(parent, other)
+            if other.node == place.node and other.memory in parent.num_bytes
         )
-
-    def value(self, chosen: Iterable[Placed]) -> float:
-        """Return the value of a choice, in seconds saved per second: of each artefact its best copy counts."""
-        best: dict[str, float] = {}
-        for name, place in chosen:
-            value = self.by_name[name].value(self.place_by_name[place].memory)
-            best[name] = max(value, best.get(name, 0.0))
-        return sum(best.values())
-
-    def violations(self, chosen: Iterable[Placed]) -> list[str]:
-        """Return the rules that a choice breaks, in words; empty if it is feasible."""
-        held = set(chosen)
-        found = []
-        used = dict.fromkeys(self.place_by_name, 0)
-        for name, where in sorted(held):
-            artefact, place = self.by_name[name], self.place_by_name[where]
-            if not self.can_hold(artefact, place):
-                found.append(f"{name} cannot be in {where}")
-                continue
-            used[where] += artefact.num_bytes[place.memory]
-            parents = self.parents_of(artefact, place)
-            if artefact.parent is not None and held.isdisjoint(parents):
-                found.append(f"{name} in {where} lacks {artefact.parent}")
-        for where, num_bytes in used.items():
-            if num_bytes > self.place_by_name[where].free_bytes:
-                found.append(f"{where} holds {num_bytes} bytes of {self.place_by_name[where].free_bytes}")
-        return found

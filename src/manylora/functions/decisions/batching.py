@@ -1,4 +1,4 @@
-"""Batches of requests for isolated functions: full or expired, the most urgent first.
+"""Batches of requests for isolated functions: full or expired, the most urgent first. Told the time.
 
 A function cannot share a step with another one, so requests wait a little to share a step with their own kind. A batch
 leaves when it is full, or when its oldest request must start to be answered in time.
@@ -14,21 +14,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from manylora.core.errors import ConfigError
 
 __all__ = [
+    "BatchTimes",
     "BatchWindow",
     "FirstTokenFit",
     "FirstTokenTime",
     "FixedWindow",
+    "RequestRate",
     "Window",
     "deadline_margin_s",
     "most_urgent",
 ]
 
 T = TypeVar("T")
+
+RATE_WINDOW_S = 60.0
+"""Seconds after which a request counts by 1/e in the rate of its function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +62,6 @@ class FirstTokenTime:
         if spare < 0.0:
             return 1
         return 1 + math.floor(spare / self.each_s) if self.each_s else 2**31
-
-
-class Window(Protocol):
-    """Says when the waiting requests of a function leave as a batch."""
-
-    @property
-    def time(self) -> FirstTokenTime:
-        """Its times."""
-        ...
-
-    @property
-    def objective_s(self) -> float:
-        """Its objective for the first token, in seconds."""
-        ...
-
-    def size_limit(self, num_batches: int = 1) -> int:
-        """Return the size at which a batch is full."""
-        ...
-
-    def leaves_at(self, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
-        """Return the time at which ``size`` waiting requests leave, the oldest of which arrived at ``oldest_at``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +108,7 @@ class FixedWindow:
         time: The function's times.
         objective_s: Its objective for the first token, in seconds.
         size: Requests of a full batch.
-        delay_s: Longest wait of the oldest one.
+        delay_s: Longest wait of the oldest request.
     """
 
     time: FirstTokenTime
@@ -142,13 +125,17 @@ class FixedWindow:
         return now if size >= self.size else max(now, oldest_at + self.delay_s)
 
 
+Window: TypeAlias = BatchWindow | FixedWindow
+"""Says when the waiting requests of a function leave as a batch."""
+
+
 def deadline_margin_s(window: Window, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:
     """Return the time that is left before a batch must start to be answered within its objective (equation 5)."""
     return window.objective_s - (now - oldest_at) - window.time.of(size, num_batches)
 
 
 def most_urgent(margins: Iterable[tuple[float, T]]) -> list[T]:
-    """Return what the margins belong to, in order of margin; of equal ones in the order given."""
+    """Return the owners of margins, the least margin first; ties stay in the order given."""
     return [one for _, one in sorted(margins, key=lambda pair: pair[0])]
 
 
@@ -177,3 +164,72 @@ class FirstTokenFit:
         if spread > 1e-6 * weight * weight:
             each_s = max(0.0, (weight * sum_xy - sum_x * sum_y) / spread)
         self.time = FirstTokenTime(max(1e-4, (sum_y - each_s * sum_x) / weight), each_s)
+
+
+FIRST_GUESS = FirstTokenTime(alone_s=0.1, each_s=0.02)
+
+
+class BatchTimes:
+    """Times the batches of a function, from their leaving to the last of their first tokens, and learns from them.
+
+    Args:
+        objective_s: The function's objective for the first token, in seconds.
+        cap: Most requests in a batch.
+    """
+
+    def __init__(self, objective_s: float, cap: int) -> None:
+        self._objective_s = objective_s
+        self._cap = cap
+        self._fit = FirstTokenFit(FIRST_GUESS)
+        self._batch: tuple[float, int, int, int] | None = None  # begun at, size, first tokens to come, batches
+        self._is_first = True
+
+    @property
+    def window(self) -> BatchWindow:
+        """The rule by which waiting requests leave."""
+        return BatchWindow(self._fit.time, self._objective_s, self._cap)
+
+    def begin(self, now: float, size: int, num_batches: int) -> None:
+        """Note that a batch leaves for an engine that works on no other request."""
+        self._batch = now, size, size, num_batches
+
+    def note(self, now: float, num_first_tokens: int) -> float | None:
+        """Note first tokens; return the time of the batch if it has them all now and is the first of a process."""
+        if self._batch is None:
+            return None
+        begun_at, size, left, num_batches = self._batch
+        if left > num_first_tokens:
+            self._batch = begun_at, size, left - num_first_tokens, num_batches
+            return None
+        self._batch = None
+        took_s = now - begun_at
+        if self._is_first:  # it reads the adapter's weights as well, and says little of the next
+            self._is_first = False
+            return took_s
+        self._fit.observe(size, took_s / num_batches)
+        return None
+
+    def restart(self) -> None:
+        """Note that the process has ended."""
+        self._batch, self._is_first = None, True
+
+
+class RequestRate:
+    """Requests per second: an average in which old requests fade."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+        self._count = 0.0
+
+    def note(self, now: float, num_requests: int = 1) -> None:
+        """Count requests."""
+        self._count = self._faded(now) + num_requests
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """Return the rate; less than a request in ten thousand windows is none."""
+        count = self._faded(now)
+        return count / RATE_WINDOW_S if count > 1e-4 else 0.0
+
+    def _faded(self, now: float) -> float:
+        return self._count * math.exp(-max(0.0, now - self._at) / RATE_WINDOW_S)

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, Placed, PreloadProblem
 from manylora.functions.decisions.preload import Preloader
 
-__all__ = ["HOLDS", "HoldingCost", "NodeRoom", "Wanted", "hold_name", "needed_by", "revise_holding"]
+__all__ = ["BackboneCost", "HoldingCost", "Wanted", "hold_name", "needed_by", "revise_holding"]
 
-HOLDS = ("backbone", "libraries", "adapter", "process")
-"""Kinds of artefacts that a node holds, in the order of loading."""
-
-_KINDS = dict(
-    zip(HOLDS, (ArtefactKind.BACKBONE, ArtefactKind.LIBRARIES, ArtefactKind.ADAPTER, ArtefactKind.KERNELS), strict=True)
-)
+_KINDS = {
+    "backbone": ArtefactKind.BACKBONE,
+    "libraries": ArtefactKind.LIBRARIES,
+    "adapter": ArtefactKind.ADAPTER,
+    "process": ArtefactKind.KERNELS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Wanted:
         backbone: Its backbone.
         requests_per_s: Rate of its requests.
         adapter: Its adapter's file.
-        process: Its process; the time without that of the adapter.
+        process: Its process; the time without the adapter's.
     """
 
     name: str
@@ -54,12 +55,8 @@ class Wanted:
     process: HoldingCost
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRoom:
-    """A node, and the bytes that artefacts may take there."""
-
-    name: str
-    free_bytes: int
+BackboneCost: TypeAlias = tuple[HoldingCost, HoldingCost]
+"""The memory of a backbone, and its libraries: a zygote."""
 
 
 def hold_name(kind: str, owner: str) -> str:
@@ -67,13 +64,8 @@ def hold_name(kind: str, owner: str) -> str:
     return f"{kind}:{owner}"
 
 
-def needed_by(function: Wanted, backbone: tuple[HoldingCost, HoldingCost]) -> dict[str, HoldingCost]:
-    """Return the artefacts without which a function does not answer, by name.
-
-    Args:
-        function: The function.
-        backbone: The memory and the libraries of its backbone.
-    """
+def needed_by(function: Wanted, backbone: BackboneCost) -> dict[str, HoldingCost]:
+    """Return the artefacts without which a function does not answer, by name."""
     memory, libraries = backbone
     return {
         hold_name("backbone", function.backbone): memory,
@@ -83,20 +75,17 @@ def needed_by(function: Wanted, backbone: tuple[HoldingCost, HoldingCost]) -> di
 
 
 def revise_holding(
-    held: Mapping[str, Iterable[str]],
-    wanted: Iterable[Wanted],
-    backbones: Mapping[str, tuple[HoldingCost, HoldingCost]],
-    nodes: Iterable[NodeRoom],
-) -> dict[str, frozenset[str]]:
-    """Return the names of the artefacts to hold from now on, by node: those held, as of ``Preloader.revise``.
+    held: Iterable[str], functions: Iterable[Wanted], backbones: Mapping[str, BackboneCost], free_bytes: int
+) -> frozenset[str]:
+    """Return the names of the artefacts that a node is to hold from now on; ``Preloader.revise`` says when they change.
 
     Args:
-        held: Those of the last decision.
-        wanted: Functions with requests.
-        backbones: Each with its memory and its libraries.
-        nodes: The nodes, in order of name.
+        held: The artefacts of the last decision.
+        functions: The node's functions.
+        backbones: The cost of each backbone.
+        free_bytes: Bytes that artefacts may take.
     """
-    functions = [one for one in wanted if one.requests_per_s > 0.0 and one.backbone in backbones]
+    functions = [one for one in functions if one.requests_per_s > 0.0 and one.backbone in backbones]
     rates: dict[str, float] = {}
     for one in functions:
         rates[one.backbone] = rates.get(one.backbone, 0.0) + one.requests_per_s
@@ -109,12 +98,10 @@ def revise_holding(
         needs = hold_name("libraries", one.backbone)
         artefacts.append(_artefact("adapter", one.name, one.adapter, one.requests_per_s, needs))
         artefacts.append(_artefact("process", one.name, _with_adapter(one), one.requests_per_s, needs))
-    places = tuple(
-        Place(name=node.name, memory=MemoryKind.HOST, node=node.name, free_bytes=node.free_bytes) for node in nodes
-    )
-    before = frozenset(Placed(name, place.name) for place in places for name in held.get(place.name, ()))
-    chosen = Preloader(PreloadProblem(tuple(artefacts), places)).revise(before, {})
-    return {place.name: frozenset(one.artefact for one in chosen if one.place == place.name) for place in places}
+    node = Place(name="node", memory=MemoryKind.HOST, node="node", free_bytes=free_bytes)
+    before = frozenset(Placed(name, node.name) for name in held)
+    chosen = Preloader(PreloadProblem(tuple(artefacts), (node,))).revise(before, {})
+    return frozenset(one.artefact for one in chosen)
 
 
 def _with_adapter(one: Wanted) -> HoldingCost:

@@ -123,9 +123,8 @@ class _NumberedItems:
                 self.children[parent].append(item)
         kinds = [problem.by_name[name].kind for name, _ in self.names]
         self.backbones = [item for item, kind in enumerate(kinds) if kind is ArtefactKind.BACKBONE]
-        self.at_first = [
-            item for item, (name, _) in enumerate(self.names) if not self.parents[item] or problem.children[name]
-        ]
+        needed = {artefact.parent for artefact in problem.artefacts}
+        self.at_first = [item for item, (name, _) in enumerate(self.names) if not self.parents[item] or name in needed]
         self.reprice({})
 
     def reprice(self, requests_per_s: Mapping[str, float]) -> None:

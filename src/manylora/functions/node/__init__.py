@@ -2,8 +2,11 @@
 
 ::
 
-    BackboneFleet   the server's view of the functions of one backbone
-    FunctionNode    all functions: memory, pre-loading, keep-alive, account
-    FunctionInstance   one function: its requests, its phases      BackboneHost   one base: memory, holder, zygote
-    launch          one process, from the zygote, as a Fleet
+    BackboneFleet    the server's view of the functions of one backbone
+    FunctionNode     all functions: orders, keep-alive, reports
+      NodeRoom           memory: what leaves it when a function wakes
+      NodeAccounts       who pays for each second
+      BackboneHost       a base, its holder and its zygote
+      FunctionInstance   one function: its phase, the queue of its requests
+        Launcher             starts its process, and keeps it as a Fleet
 """

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from manylora.functions.decisions.billing import Usage
+from manylora.functions.decisions.billing import PLATFORM, Usage
 from manylora.functions.decisions.meter import MachineState, Taken, UsageMeter
+from manylora.functions.node.backbone_host import BackboneHost
+from manylora.functions.node.instance import FunctionInstance, FunctionPhase
 from manylora.functions.node.readings import cpu_ns
 from manylora.functions.wire import Account
 
-__all__ = ["NodeAccounts", "account_name"]
-
-
-def account_name(tenant: str, function: str) -> str:
-    """Return the account of a function: ``acme:sql``; neither part has a colon."""
-    return f"{tenant}:{function}"
+__all__ = ["NodeAccounts", "keep_alive_of", "machine_state"]
 
 
 class NodeAccounts:
@@ -48,13 +45,18 @@ class NodeAccounts:
         requests, tokens = self._counts.get(account, (0, 0))
         self._counts[account] = requests + num_requests, tokens + num_tokens
 
-    def read_cpu(self, account: str, pid: int) -> None:
-        """Charge the processor time of a process since it was last read."""
-        used = cpu_ns(pid)
-        if used is not None:
-            before = self._cpu_read.get(pid, 0)
-            self._meter.use_cpu(account, used - before if used >= before else used)  # or a new process of this number
-            self._cpu_read[pid] = used
+    def read_cpu(self, instance: FunctionInstance) -> None:
+        """Charge the processor time that a function has used since the last reading.
+
+        It is the function's own, also while it is held ready. A start that no request waits for is the platform's.
+        """
+        pid = instance.pid
+        if pid is None or (used := cpu_ns(pid)) is None:
+            return
+        account = PLATFORM if instance.phase is FunctionPhase.WAKING and not instance.queue else instance.account
+        before = self._cpu_read.get(pid, 0)
+        self._meter.use_cpu(account, used - before if used >= before else used)  # or it is a new process of this number
+        self._cpu_read[pid] = used
 
     def take(self, pids: Collection[int | None]) -> tuple[Taken, list[Account]]:
         """Return the use since the last call, by account; processes other than ``pids`` have ended."""
@@ -81,3 +83,54 @@ class NodeAccounts:
 
     def _now_ns(self) -> int:
         return self._origin_ns + time.monotonic_ns()
+
+
+def machine_state(
+    present: Collection[FunctionInstance], hosts: Iterable[BackboneHost], now: float, keep_alive_s: float
+) -> MachineState:
+    """Return the payers of the machine's time and memory.
+
+    Args:
+        present: Functions that have a process, or are about to have one.
+        hosts: Backbones.
+        now: The event loop's time, in seconds.
+        keep_alive_s: Keep-alive of functions without their own, in seconds.
+    """
+    charged = {one: one.account for one in present if _pays(one, now, keep_alive_s)}
+    own: dict[str, int] = {}
+    for one in present:
+        if one.phase is not FunctionPhase.WAKING:
+            account = charged.get(one, PLATFORM)
+            own[account] = own.get(account, 0) + one.own_bytes
+    shared = [
+        (
+            host.num_bytes + host.zygote_bytes,
+            list(dict.fromkeys(account for one, account in charged.items() if one.host is host)),
+        )
+        for host in hosts
+        if host.num_bytes
+    ]
+    return MachineState(  # a function that was replaced may be there twice
+        running=list(dict.fromkeys(account for one, account in charged.items() if one.is_running)),
+        awake=list(dict.fromkeys(charged.values())),
+        host_bytes=own,
+        shared_host_bytes=shared,
+    )
+
+
+def _pays(instance: FunctionInstance, now: float, keep_alive_s: float) -> bool:
+    """Whether a function that has a process pays for its time and memory.
+
+    The platform pays for pre-loading: a start that no request waits for, and the time beyond the keep-alive.
+    """
+    if instance.queue or instance.is_running:
+        return True
+    if instance.phase is FunctionPhase.WAKING:
+        return False
+    return now - instance.last_used < keep_alive_of(instance, keep_alive_s)
+
+
+def keep_alive_of(instance: FunctionInstance, default_s: float) -> float:
+    """Return the seconds without a request after which a function's process ends."""
+    own_s = instance.spec.keep_alive_s
+    return default_s if own_s is None else own_s

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manylora.core.engine.status import AdapterStatus
@@ -23,10 +21,11 @@ from manylora.core.types import Request
 from manylora.functions.node.instance import FunctionInstance
 from manylora.functions.node.node import FunctionNode
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter, UnavailableAdapter
+from manylora.serving.hosting.fleet.engines import Replica
 from manylora.serving.hosting.fleet.keeper import EngineState
-from manylora.serving.hosting.fleet.replica import Replica
+from manylora.serving.hosting.fleet.requests import AnswersInProgress
 from manylora.serving.hosting.fleet.resumption import ResumeStats
-from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
+from manylora.serving.hosting.fleet.snapshot import Snapshot
 from manylora.serving.hosting.links.in_flight import OutputStream
 from manylora.serving.hosting.protocol import EngineInfo
 from manylora.serving.metrics.status_report import FunctionState
@@ -38,7 +37,7 @@ SNAPSHOT_S = 2.0
 
 
 class BackboneFleet:
-    """A ``ServedFleet`` of functions. For the event loop's thread alone.
+    """A ``FleetPort`` of functions, and its engines and requests as well. For the event loop's thread alone.
 
     Args:
         name: The backbone's name.
@@ -52,11 +51,19 @@ class BackboneFleet:
         self.served_name = name
         self.adapters = _Registered(name, node)
         self.info = describe_base(name, model)
-        self.num_in_flight = 0
+        self.in_progress = AnswersInProgress()
         self._node = node
         self._is_draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+
+    @property
+    def engines(self) -> BackboneFleet:
+        """The functions as engines."""
+        return self
+
+    @property
+    def requests(self) -> BackboneFleet:
+        """The requests of functions."""
+        return self
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -77,23 +84,6 @@ class BackboneFleet:
         """Cancel requests, wherever they are."""
         self._node.cancel(self.served_name, request_ids, stopped=stopped)
 
-    @contextlib.contextmanager
-    def in_flight(self) -> Iterator[None]:
-        """Count an answer as in progress while inside: to its last byte."""
-        self.num_in_flight += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
-                self._idle.set()
-
-    async def idle(self) -> None:
-        """Wait until no answer is in progress."""
-        while self.num_in_flight:
-            await self._idle.wait()
-
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self._is_draining = True
@@ -106,22 +96,20 @@ class BackboneFleet:
         return EngineState.DRAINING if self._is_draining else EngineState.SERVING
 
     @property
-    def num_replicas(self) -> int:
-        """Number of functions."""
-        return len(self._instances())
-
-    @property
-    def num_restarts(self) -> int:
-        """Processes started after the first of each function that is awake."""
-        return sum(one.awake.fleet.num_restarts for one in self._instances() if one.awake is not None)
+    def num_serving(self) -> int:
+        """Number of functions that are awake and serve."""
+        return sum(
+            one.engine is not None and one.engine.fleet.engines.state is EngineState.SERVING
+            for one in self._instances()
+        )
 
     @property
     def resumes(self) -> ResumeStats:
         """Counters of requests that outlived a process of functions that are awake."""
         total = ResumeStats()
         for one in self._instances():
-            if one.awake is not None:
-                stats = one.awake.fleet.resumes
+            if one.engine is not None:
+                stats = one.engine.fleet.resumes
                 total.num_resumes += stats.num_resumes
                 total.num_resumed += stats.num_resumed
                 total.num_ended += stats.num_ended
@@ -148,28 +136,21 @@ class BackboneFleet:
         """Return the state of every function that has been awake."""
         return self._node.states(self.served_name)
 
-    async def snapshot(
-        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
-    ) -> Snapshot:
-        """Return the counters of all functions that are awake.
-
-        Raises:
-            CapacityError: None is awake.
-        """
-        parts = await self.snapshots(num_adapters, only_in_use=only_in_use, name=name)
-        return merge_snapshots(list(parts.values()), num_adapters)
-
     async def snapshots(
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
     ) -> dict[int, Snapshot]:
-        """Return the snapshot of each function that is awake and answers, by its number; otherwise as ``snapshot``."""
-        awake = {index: one.awake for index, one in enumerate(self._instances()) if one.awake is not None}
+        """Return the snapshot of each function that is awake and answers, by its number; arguments as of an engine's.
+
+        Raises:
+            CapacityError: No function is awake.
+        """
+        awake = {index: one.engine for index, one in enumerate(self._instances()) if one.engine is not None}
         taking = [
-            asyncio.wait_for(one.fleet.snapshot(num_adapters, only_in_use=only_in_use, name=name), SNAPSHOT_S)
+            asyncio.wait_for(one.fleet.engines.snapshots(num_adapters, only_in_use=only_in_use, name=name), SNAPSHOT_S)
             for one in awake.values()
         ]
         taken = await asyncio.gather(*taking, return_exceptions=True)
-        found = {index: part for index, part in zip(awake, taken, strict=True) if not isinstance(part, BaseException)}
+        found = {index: one[0] for index, one in zip(awake, taken, strict=True) if not isinstance(one, BaseException)}
         for part in taken:  # a function that answers wrongly is left out, like one that does not answer
             if isinstance(part, BaseException) and not isinstance(part, ManyloraError | TimeoutError):
                 raise part
@@ -178,23 +159,19 @@ class BackboneFleet:
         return found
 
     def replicas(self) -> list[Replica]:
-        """Return the engines of functions that are awake."""
+        """Return the engine of every function; that of a function that sleeps is idle."""
         return [
-            Replica(
+            Replica(index=index, state=EngineState.IDLE)
+            if one.engine is None
+            else Replica(
                 index=index,
-                state=one.awake.fleet.state,
+                state=one.engine.fleet.engines.state,
                 pid=one.pid,
-                node=None,
-                num_restarts=one.awake.fleet.num_restarts,
-                num_in_flight=one.awake.num_in_flight,
+                num_restarts=one.engine.fleet.engines.num_restarts,
+                num_in_flight=one.engine.num_in_flight,
             )
             for index, one in enumerate(self._instances())
-            if one.awake is not None
         ]
-
-    def num_by_state(self) -> Counter[EngineState]:
-        """Return the number of functions in each state; one that sleeps is idle."""
-        return Counter(EngineState.IDLE if one.awake is None else one.awake.fleet.state for one in self._instances())
 
     async def drain_replica(self, index: int, timeout_s: float) -> None:
         """Refuse: functions are not drained by number."""
@@ -216,7 +193,7 @@ def _no_such(model: str) -> ModelNotFound:
 
 
 class _Registered:
-    """The functions of a backbone as ``ServedAdapters``: they are registered with the controller alone."""
+    """The functions of a backbone as ``AdaptersPort``: they are registered with the controller alone."""
 
     def __init__(self, backbone: str, node: FunctionNode) -> None:
         self._backbone = backbone

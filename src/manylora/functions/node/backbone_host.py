@@ -35,6 +35,7 @@ from manylora.functions.processes.frames import in_memory
 from manylora.functions.processes.holder import hold_command, holder_of
 from manylora.functions.processes.messages import Backbone
 from manylora.functions.processes.zygote import Zygote
+from manylora.functions.wire import BackboneState
 
 __all__ = ["BackboneHost"]
 
@@ -109,15 +110,23 @@ class BackboneHost:
         return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
 
     @property
-    def zygote_pid(self) -> int | None:
-        """The zygote's process."""
-        return None if self._zygote is None else self._zygote.pid
-
-    @property
     def backbone(self) -> Backbone:
         """The base; after ``ready``."""
         assert self._backbone is not None
         return self._backbone
+
+    def describe(self) -> BackboneState:
+        """Return its state for a report."""
+        return BackboneState(
+            name=self.name,
+            state=self.state,
+            pid=self.pid,
+            zygote_pid=None if self._zygote is None else self._zygote.pid,
+            num_bytes=self.num_bytes,
+            zygote_bytes=self.zygote_bytes,
+            load_s=self.load_s,
+            zygote_s=self.zygote_s,
+        )
 
     async def ready(self) -> Zygote:
         """Load the base and warm a zygote, unless both are there; return the zygote.
@@ -157,7 +166,8 @@ class BackboneHost:
         if self.pid is None and (self._holder is None or self._holder.returncode is not None):
             logger.warning("backbone_holder_ended name=%s", self.name)
             self._hold()
-        if self.zygote_pid is not None and (reading := memory_of(self.zygote_pid)) is not None:
+        pid = None if self._zygote is None else self._zygote.pid
+        if pid is not None and (reading := memory_of(pid)) is not None:
             self.zygote_bytes = reading.anonymous
 
     async def release(self) -> None:

@@ -1,16 +1,18 @@
-"""Start the process of a function from a zygote: its engine, its place, its adapter."""
+"""Start the processes of a function from a zygote: its engine, its place, its adapter."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from typing import Protocol
 
 from manylora.core.adapters.folder import real_roots
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig, ServerConfig
@@ -24,13 +26,12 @@ from manylora.functions.processes.link import FunctionLink
 from manylora.functions.processes.messages import FunctionPlace
 from manylora.functions.processes.zygote import Zygote
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
-from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
-from manylora.serving.hosting.links.link import EngineLink
 from manylora.serving.hosting.protocol import EngineSpec, Observations, StartReport
 
-__all__ = ["Awake", "Timeouts", "Users", "engine_config", "launch", "launch_until_up"]
+__all__ = ["AwakeFunction", "Launcher", "ProcessUsers", "Timeouts"]
 
 RESTARTS = RestartPolicy(max_deaths=4, first_pause_s=0.1, max_pause_s=5.0)
 
@@ -38,6 +39,10 @@ MAX_ZYGOTES = 3
 """Zygotes that may end during one start before its requests are refused."""
 
 RETRY_AFTER_S = 5.0
+
+FIRST_UID, NUM_UIDS, NUM_RANGES = 1_000_000_000, 2**16, 2**15
+"""Users of functions are above those of people, services and most containers, and each agent has a range of its own:
+functions of a second one on the machine, or of one that was killed a moment ago, are other users."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,20 +66,27 @@ class Timeouts:
         return cls(hang_s=config.hang_timeout_s or None, start_s=config.start_timeout_s or None)
 
 
-class Users(Protocol):
+class ProcessUsers:
     """The users of processes: each process has one of its own, until it has ended."""
 
-    def take_uid(self) -> int | None:
-        """Return a user for a new process; ``None`` without the right to change users."""
-        ...
+    def __init__(self) -> None:
+        self._unused = itertools.count(FIRST_UID + os.getpid() % NUM_RANGES * NUM_UIDS)
+        self._returned: list[int] = []
 
-    def give_uid(self, uid: int | None) -> None:
-        """Return a user that no process has any more."""
-        ...
+    def take(self) -> int | None:
+        """Return a user for a new process; ``None`` unless this process is root."""
+        if os.geteuid() != 0:
+            return None
+        return heapq.heappop(self._returned) if self._returned else next(self._unused)
+
+    def give_back(self, uid: int | None) -> None:
+        """Take back a user that no process has any more."""
+        if uid is not None:
+            heapq.heappush(self._returned, uid)
 
 
 @dataclass(slots=True, eq=False)
-class Awake:
+class AwakeFunction:
     """A function's engine.
 
     Args:
@@ -92,12 +104,12 @@ class Awake:
     @property
     def pid(self) -> int | None:
         """Its process."""
-        return self.fleet.pids[0]
+        return self.fleet.engines.replicas()[0].pid
 
     @property
     def num_in_flight(self) -> int:
         """Requests with the engine, or between two of its processes."""
-        return sum(one.num_in_flight for one in self.fleet.replicas()) + self.fleet.resumes.num_waiting
+        return sum(one.num_in_flight for one in self.fleet.engines.replicas()) + self.fleet.resumes.num_waiting
 
     @property
     def report(self) -> StartReport | None:
@@ -105,7 +117,7 @@ class Awake:
         return next((link.report for link in reversed(self.links) if link.report is not None), None)
 
     def weigh(self, has_requests: bool) -> None:
-        """Give its process a share of the processors, or without requests the time alone that no other one wants."""
+        """Give its process a share of the processors, or without requests only the time that no other process wants."""
         link = self.links[-1]
         if link is not self._weighed and link.report is not None and link.pid is not None:  # it is in its own by then
             self._weighed = link
@@ -130,49 +142,103 @@ class Awake:
             share.close()
 
 
-def engine_config(spec: FunctionSpec, host: BackboneHost) -> EngineConfig:
-    """Return the configuration of a function's engine."""
-    return EngineConfig(
-        model=host.backbone.model,
-        memory=MemoryConfig(memory_bytes=spec.kv_bytes),
-        adapters=AdapterConfig(
-            host_bytes=spec.adapter_bytes,
-            max_adapter_share=1.0,  # the pool is its own
-            keep_host_copies=False,  # there is one adapter, and its files are near
-            real_roots=real_roots([spec.adapter], []),  # the tenant writes the folder: its links lead nowhere else
-        ),
-        scheduler=SchedulerConfig(max_num_seqs=spec.max_batch, max_waiting=spec.max_waiting),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    """Starts the processes of one function.
 
-
-async def launch(
-    name: str,
-    spec: FunctionSpec,
-    host: BackboneHost,
-    zygote: Zygote,
-    *,
-    log: FunctionLog,
-    users: Users,
-    timeouts: Timeouts,
-    observe: Callable[[Observations], None],
-) -> Awake:
-    """Fork a function and load its adapter.
-
-    Raises:
-        CapacityError: It took longer than its timeout.
-        ManyloraError: Its engine or its adapter was refused, or it died.
+    Args:
+        name: The function's name.
+        spec: Its registration.
+        host: Its backbone.
+        log: Takes the lines that its processes write.
+        users: Gives each process a user.
+        timeouts: Bounds of its silence.
+        observe: Called with the observations of its engine.
     """
-    _check_own_folder(name, spec, host)
-    engine = EngineSpec(
-        config=engine_config(spec, host),
-        served_name=host.name,
-        builder="",
-        num_threads=spec.threads or len(os.sched_getaffinity(0)),
-    )
-    links: list[FunctionLink] = []
 
-    def make_link() -> EngineLink:
-        uid = users.take_uid()
+    name: str
+    spec: FunctionSpec
+    host: BackboneHost
+    log: FunctionLog
+    users: ProcessUsers
+    timeouts: Timeouts
+    observe: Callable[[Observations], None]
+
+    async def start(self, begun_from: str) -> tuple[AwakeFunction, dict[str, float]]:
+        """Start the function once its backbone is ready; again from another zygote if the zygote ends meanwhile.
+
+        Args:
+            begun_from: ``BackboneHost.begun_from`` before the start.
+
+        Returns:
+            Its engine, and the seconds of the stages ``backbone`` and ``libraries``, which another function may have
+            begun.
+
+        Raises:
+            CapacityError: Zygotes ended again and again, or the start took longer than its timeout.
+            ManyloraError: Its engine or its adapter was refused, or it died.
+        """
+        now = asyncio.get_running_loop().time
+        for attempt in range(1, MAX_ZYGOTES + 1):
+            began = now()
+            zygote = await self.host.ready()
+            waited_s = now() - began
+            libraries_s = waited_s if begun_from != "nothing" else min(waited_s, self.host.zygote_s)
+            stages = {"backbone": waited_s - libraries_s, "libraries": libraries_s}
+            pid = zygote.pid
+            try:
+                return await self.start_from(zygote), stages
+            except EngineDead as error:
+                if zygote.pid == pid:
+                    raise
+                logger.warning("function_start_lost name=%s attempt=%d error=%s", self.name, attempt, error)
+        raise CapacityError(
+            f"The process that starts functions ended {MAX_ZYGOTES} times while {self.name!r} was starting.",
+            retry_after_s=RETRY_AFTER_S,
+            status=503,
+        )
+
+    async def start_from(self, zygote: Zygote) -> AwakeFunction:
+        """Fork the function and load its adapter.
+
+        Raises:
+            CapacityError: It took longer than its timeout.
+            ManyloraError: Its engine or its adapter was refused, or it died.
+        """
+        self._check_own_folder()
+        links: list[FunctionLink] = []
+        fleet = Fleet(
+            [partial(self._make_link, zygote, self._engine(), links)],
+            served_name=self.host.name,
+            observe=self.observe,
+            policy=FleetPolicy(
+                restarts=replace(RESTARTS, hang_timeout_s=self.timeouts.hang_s, start_timeout_s=self.timeouts.start_s),
+                resumes=ResumePolicy(
+                    max_resumes=3, max_wait_s=60.0, after_hang=False, seed=SystemRandom().getrandbits(63)
+                ),
+                keeps_required=True,  # without its adapter it is of no use
+            ),
+        )
+        try:
+            async with asyncio.timeout(self.timeouts.start_s):
+                await fleet.start([LoraModule(self.name, self.spec.adapter)])
+                await fleet.adapters.warm(self.name)
+        except TimeoutError:
+            await fleet.stop()
+            raise CapacityError(
+                f"Function {self.name!r} did not start within {self.timeouts.start_s:g} s; it is started again.",
+                retry_after_s=RETRY_AFTER_S,
+                status=503,
+            ) from None
+        except BaseException:
+            with contextlib.suppress(asyncio.CancelledError):
+                await fleet.stop()
+            raise
+        return AwakeFunction(fleet, asyncio.create_task(fleet.run()), links)
+
+    def _make_link(self, zygote: Zygote, engine: EngineSpec, links: list[FunctionLink]) -> FunctionLink:
+        """Return the link to a new process; ``links`` keeps the last one, and the one before while it starts."""
+        spec, uid = self.spec, self.users.take()
         place = FunctionPlace(
             readable=[spec.adapter],
             uid=uid,
@@ -180,93 +246,32 @@ async def launch(
             cgroup_bytes=spec.cgroup_bytes,
             cgroup_cpus=spec.cgroup_cpus,
         )
-        links.append(
-            FunctionLink(
-                engine,
-                zygote,
-                place,
-                log=log,
-                on_gone=lambda: users.give_uid(uid),
-            )
+        link = FunctionLink(engine, zygote, place, log=self.log, on_gone=partial(self.users.give_back, uid))
+        links[:] = [*links[-1:], link]
+        return link
+
+    def _engine(self) -> EngineSpec:
+        spec = self.spec
+        config = EngineConfig(
+            model=self.host.backbone.model,
+            memory=MemoryConfig(memory_bytes=spec.kv_bytes),
+            adapters=AdapterConfig(
+                host_bytes=spec.adapter_bytes,
+                max_adapter_share=1.0,  # the pool is its own
+                keep_host_copies=False,  # there is one adapter, and its files are near
+                real_roots=real_roots([spec.adapter], []),  # the tenant writes the folder: its links lead nowhere else
+            ),
+            scheduler=SchedulerConfig(max_num_seqs=spec.max_batch, max_waiting=spec.max_waiting),
         )
-        del links[:-2]  # the last one, and the one before it while it starts
-        return links[-1]
+        num_threads = spec.threads or len(os.sched_getaffinity(0))
+        return EngineSpec(config=config, served_name=self.host.name, builder="", num_threads=num_threads)
 
-    fleet = Fleet(
-        [make_link],
-        served_name=host.name,
-        observe=observe,
-        restarts=RESTARTS,
-        resumes=ResumePolicy(max_resumes=3, patience_s=60.0, after_hang=False),
-        seed=SystemRandom().getrandbits(63),
-        hang_timeout_s=timeouts.hang_s,
-        start_timeout_s=timeouts.start_s,
-        keeps_required=True,  # without its adapter it is of no use
-    )
-    try:
-        async with asyncio.timeout(timeouts.start_s):
-            await fleet.start([LoraModule(name, spec.adapter)])
-            await fleet.adapters.warm(name)
-    except TimeoutError:
-        await fleet.stop()
-        raise CapacityError(
-            f"Function {name!r} did not start within {timeouts.start_s:g} s; it is started again.",
-            retry_after_s=RETRY_AFTER_S,
-            status=503,
-        ) from None
-    except BaseException:
-        with contextlib.suppress(asyncio.CancelledError):
-            await fleet.stop()
-        raise
-    return Awake(fleet, asyncio.create_task(fleet.run()), links)
-
-
-def _check_own_folder(name: str, spec: FunctionSpec, host: BackboneHost) -> None:
-    folder = Path(spec.adapter).resolve()  # by its links as well
-    if folder.is_relative_to(PACKAGE):  # an adapter of the demo
-        return
-    for shared in shared_folders(host.backbone.model):
-        if folder.is_relative_to(Path(shared).resolve()):
-            raise AdapterError(name, f"its folder is in {shared}, of the base or of Python, which every function reads")
-
-
-async def launch_until_up(
-    name: str,
-    spec: FunctionSpec,
-    host: BackboneHost,
-    stages: dict[str, float],
-    begun_from: str,
-    *,
-    log: FunctionLog,
-    users: Users,
-    timeouts: Timeouts,
-    observe: Callable[[Observations], None],
-) -> Awake:
-    """Start a function once its backbone is ready; again from another zygote if the zygote ends meanwhile.
-
-    ``stages`` gets the seconds of ``backbone`` and ``libraries``, which another function may have begun; by
-    ``begun_from``, as of ``BackboneHost`` before.
-
-    Raises:
-        CapacityError: Zygotes ended again and again, or as of ``launch``.
-        ManyloraError: As of ``launch``.
-    """
-    now = asyncio.get_running_loop().time
-    for attempt in range(1, MAX_ZYGOTES + 1):
-        began = now()
-        zygote = await host.ready()
-        waited_s = now() - began
-        libraries_s = waited_s if begun_from != "nothing" else min(waited_s, host.zygote_s)
-        stages |= {"backbone": waited_s - libraries_s, "libraries": libraries_s}
-        pid = zygote.pid
-        try:
-            return await launch(name, spec, host, zygote, log=log, users=users, timeouts=timeouts, observe=observe)
-        except EngineDead as error:
-            if zygote.pid == pid:
-                raise
-            logger.warning("function_start_lost name=%s attempt=%d error=%s", name, attempt, error)
-    raise CapacityError(
-        f"The process that starts functions ended {MAX_ZYGOTES} times while {name!r} was starting.",
-        retry_after_s=RETRY_AFTER_S,
-        status=503,
-    )
+    def _check_own_folder(self) -> None:
+        folder = Path(self.spec.adapter).resolve()  # by its links as well
+        if folder.is_relative_to(PACKAGE):  # an adapter of the demo
+            return
+        for shared in shared_folders(self.host.backbone.model):
+            if folder.is_relative_to(Path(shared).resolve()):
+                raise AdapterError(
+                    self.name, f"its folder is in {shared}, of the base or of Python, which every function reads"
+                )

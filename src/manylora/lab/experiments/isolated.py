@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.functions.decisions import PLATFORM, Usage, cost_effectiveness
+from manylora.functions.decisions.billing import PLATFORM, Usage, cost_effectiveness
 from manylora.lab.experiments.cases import Case, read_workload
 from manylora.lab.experiments.result import Curve, Result, cdf
 from manylora.lab.experiments.spec import Table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from manylora.functions.decisions import Artefact, ArtefactKind, MemoryKind, Place, PreloadProblem
+from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, PreloadProblem
 from manylora.lab.catalog.hardware import find_hardware
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.functions.setup import FunctionsSetup

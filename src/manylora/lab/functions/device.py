@@ -10,7 +10,8 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from manylora.functions.decisions import PLATFORM, Interval, Usage, Window, charge
+from manylora.functions.decisions.batching import Window
+from manylora.functions.decisions.billing import PLATFORM, Interval, Usage, charge
 from manylora.lab.functions.batch import Call, Stretch
 from manylora.lab.functions.catalog import Model, SimulatedFunction
 

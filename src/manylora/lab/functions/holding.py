@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from manylora.functions.decisions import Artefact, Held, MemoryKind, Placed, Preloader, choose_offload
+from manylora.functions.decisions.artefacts import Artefact, MemoryKind, Placed
+from manylora.functions.decisions.offload import Held, choose_offload
+from manylora.functions.decisions.preload import Preloader
 from manylora.lab.functions.catalog import LIBRARIES, SimulatedFunction, preload_problem
 from manylora.lab.functions.device import Device, FunctionEngine, Process, SimulatedNode
 from manylora.lab.functions.setup import FunctionsSetup

@@ -16,7 +16,8 @@ from typing import Literal
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
-from manylora.functions.decisions import ArtefactKind, PriceList
+from manylora.functions.decisions.artefacts import ArtefactKind
+from manylora.functions.decisions.billing import PriceList
 
 __all__ = ["PRELOADED", "FunctionsSetup", "LoadTimes"]
 

@@ -22,17 +22,16 @@ from typing import Any
 
 from manylora.core.clock import VirtualClock
 from manylora.core.errors import ConfigError, Stalled
-from manylora.functions.decisions import (
+from manylora.functions.decisions.batching import (
     BatchWindow,
-    Candidate,
     FirstTokenTime,
     FixedWindow,
-    Usage,
     Window,
-    choose_place,
     deadline_margin_s,
     most_urgent,
 )
+from manylora.functions.decisions.billing import Usage
+from manylora.functions.decisions.placement import Candidate, choose_place
 from manylora.lab.catalog.hardware import find_hardware
 from manylora.lab.functions.batch import Call, prompt_s
 from manylora.lab.functions.catalog import Model, SimulatedFunction, device_name, lay_out, node_name

@@ -28,8 +28,9 @@ from manylora.core.errors import (
 from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, context_of, hidden_from_caller, read_body
 from manylora.serving.hosting.fleet.adapter_book import UnavailableAdapter
+from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
-from manylora.serving.ports import ServedAdapters
+from manylora.serving.ports import AdaptersPort
 
 __all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "admin_routes"]
 
@@ -214,7 +215,7 @@ def _unavailable_json(name: str, one: UnavailableAdapter, *, shows_paths: bool) 
 async def list_adapters(request: Request) -> Response:
     """``GET /adapters``: all adapters by name, with tier and use."""
     context = _admin_context(request)
-    _, statuses = await context.fleet.snapshot()
+    _, statuses = merge_snapshots((await context.fleet.engines.snapshots()).values())
     hidden, shows_paths = hidden_from_caller(context, request), context.gate.is_admin(request)
     by_name = sorted((one for one in statuses if one.name not in hidden), key=lambda status: status.name)
     data = [_status_json(one, shows_paths=shows_paths) for one in by_name]
@@ -232,13 +233,13 @@ async def get_adapter(request: Request) -> Response:
         raise _unknown(name)
     if (unavailable := context.fleet.adapters.unavailable.get(name)) is not None:
         return json_response(_unavailable_json(name, unavailable, shows_paths=shows_paths))
-    _, statuses = await context.fleet.snapshot(name=name)
+    _, statuses = merge_snapshots((await context.fleet.engines.snapshots(name=name)).values())
     if not statuses:
         raise _unknown(name)
     return json_response(_status_json(statuses[0], shows_paths=shows_paths))
 
 
-def _action(verb: str, act: Callable[[ServedAdapters, str], Awaitable[AdapterStatus]]) -> Route:
+def _action(verb: str, act: Callable[[AdaptersPort, str], Awaitable[AdapterStatus]]) -> Route:
     """Return the route ``POST /adapters/{name}/verb``."""
 
     async def route(request: Request) -> Response:

@@ -23,7 +23,7 @@ from manylora.serving.hosting.links.in_flight import Flush, OutputStream
 from manylora.serving.http.errors import hide_paths
 from manylora.serving.http.room import Places
 from manylora.serving.http.turns import ClientGone
-from manylora.serving.ports import ServedFleet
+from manylora.serving.ports import RequestsPort
 from manylora.serving.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
 
 __all__ = ["RequestAnswers", "TextPiece", "WholeAnswer"]
@@ -86,7 +86,7 @@ class RequestAnswers:
     """The answers to one HTTP request.
 
     Args:
-        fleet: The engines.
+        port: Takes the requests of the engines.
         tokenizer: The base model's tokenizer.
         requests: Prompts in order, ``num_answers`` requests for each.
         sampling: Their sampling parameters, with the stop strings, which are searched here alone.
@@ -99,7 +99,7 @@ class RequestAnswers:
 
     def __init__(
         self,
-        fleet: ServedFleet,
+        port: RequestsPort,
         tokenizer: Tokenizer,
         requests: Sequence[Request],
         sampling: SamplingParams,
@@ -112,7 +112,7 @@ class RequestAnswers:
     ) -> None:
         self._count = count
         self._places = places
-        self._fleet = fleet
+        self._port = port
         self._requests = requests
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -137,7 +137,7 @@ class RequestAnswers:
             EngineDead: The engine died.
         """
         try:
-            self._stream = await self._fleet.submit(self._requests)
+            self._stream = await self._port.submit(self._requests)
         except BaseException:
             self._give_places()
             raise
@@ -179,7 +179,7 @@ class RequestAnswers:
             if self._stream is not None:
                 self._stream.fail(ClientGone("the client disconnected"))
 
-        with self._fleet.in_flight():
+        with self._port.in_progress.counted():
             watcher = asyncio.create_task(watch())
             try:
                 yield
@@ -204,7 +204,7 @@ class RequestAnswers:
         }
 
     def _cancel_unfinished(self) -> None:
-        self._fleet.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
+        self._port.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
 
     def _give_places(self) -> None:
         if self._places is not None:
@@ -269,7 +269,7 @@ class RequestAnswers:
             text, stop_reason = text + rest.text, rest.stop_reason
             finish_reason = "stop" if stop_reason is not None else output.finish.value
         elif output.finish is None:
-            self._fleet.cancel([output.request_id], stopped=True)
+            self._port.cancel([output.request_id], stopped=True)
         return TextPiece(
             index=answer.index,
             text=text,

@@ -316,7 +316,7 @@ async def create_chat_completion(request: Request) -> Response:
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=_num_logprobs(body),
         tokenizer=context.tokenizer,
-        vocab_size=context.fleet.info.vocab_size,
+        vocab_size=context.fleet.engines.info.vocab_size,
         prompt_logprobs=details.prompt_logprobs,
         defaults=settings.defaults,
     )

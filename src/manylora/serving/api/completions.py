@@ -127,7 +127,7 @@ async def _tokens(
         RequestError: A prompt does not fit, or a token id is out of range.
         ManyloraError: As of ``FairWork.run``.
     """
-    info, tokenizer = context.fleet.info, context.tokenizer
+    info, tokenizer = context.fleet.engines.info, context.tokenizer
     texts = [prompt for prompt in given if isinstance(prompt, str)]
     if not texts:
         prompts = [truncation.cut(prompt) for prompt in given if not isinstance(prompt, str)]
@@ -187,7 +187,7 @@ async def create_completion(request: Request) -> Response:
         max_tokens=1 if details.is_prompt_only else max_tokens,
         logprobs=body.logprobs,
         tokenizer=context.tokenizer,
-        vocab_size=context.fleet.info.vocab_size,
+        vocab_size=context.fleet.engines.info.vocab_size,
         prompt_logprobs=details.prompt_logprobs,
         defaults=settings.defaults,
     )

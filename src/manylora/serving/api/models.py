@@ -44,7 +44,7 @@ def _card(context: Context, name: str, adapter: LoadedAdapter | None = None, *, 
         "owned_by": "manylora",
         "root": root if shows_paths else name,
         "parent": None if adapter is None else context.fleet.served_name,
-        "max_model_len": context.fleet.info.max_model_len,
+        "max_model_len": context.fleet.engines.info.max_model_len,
     }
 
 
@@ -52,7 +52,7 @@ async def list_models(request: Request) -> Response:
     """``GET /v1/models``: the base first, then adapters in the order of loading."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    context.fleet.check_serving()
+    context.fleet.engines.check_serving()
     shows_paths = context.gate.is_admin(request)
     if hidden := context.fleet.hidden_from(tenant):
         context.turns.enter(partial(context.gate.caller_of, request))
@@ -84,7 +84,7 @@ async def get_model(request: Request) -> Response:
     """``GET /v1/models/{id}``, also of ``base:adapter``."""
     context = context_of(request)
     tenant = context.gate.check_inference(request)
-    context.fleet.check_serving()
+    context.fleet.engines.check_serving()
     hidden = context.fleet.hidden_from(tenant)
     name, served_name, loaded = request.path_params["name"], context.fleet.served_name, context.fleet.adapters.loaded
     shows_paths = context.gate.is_admin(request)
@@ -103,7 +103,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Expected exactly one of prompt and messages", param="prompt")
-    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.fleet.info.max_model_len
+    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.fleet.engines.info.max_model_len
     tokens: Sequence[int]
     if (text := body.prompt) is not None:
         tokenizer.check_chars(len(text), limit)
@@ -122,7 +122,7 @@ async def tokenize(request: Request) -> Response:
         return json_response(
             {
                 "count": len(tokens),
-                "max_model_len": context.fleet.info.max_model_len,
+                "max_model_len": context.fleet.engines.info.max_model_len,
                 "tokens": tokens,
                 "token_strs": strings,
             }
@@ -136,7 +136,7 @@ async def detokenize(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_inference(request)
     body = await read_body(request, DetokenizeBody)
-    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.fleet.info.max_model_len
+    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.fleet.engines.info.max_model_len
     if len(body.tokens) > limit:
         raise RequestError(f"Got {len(body.tokens)} tokens, expected at most {limit}", param="tokens")
     check_token_ids(body.tokens, tokenizer.vocab_size, "tokens")
@@ -148,9 +148,9 @@ async def detokenize(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """``GET /health``, ``/ping``: 200 only while requests are accepted."""
-    fleet = context_of(request).fleet
-    fleet.check_serving()
-    return json_response({"status": fleet.state.value})
+    engines = context_of(request).fleet.engines
+    engines.check_serving()
+    return json_response({"status": engines.state.value})
 
 
 async def version(request: Request) -> Response:
@@ -164,7 +164,7 @@ async def metrics(request: Request) -> Response:
 
     async def scrape() -> bytes:
         try:
-            snapshots = await context.fleet.snapshots(only_in_use=True)
+            snapshots = await context.fleet.engines.snapshots(only_in_use=True)
         except (CapacityError, EngineDead):  # no engine serves: metrics of the API process alone
             snapshots = {}
         return await context.metrics.render(context.fleet, snapshots, context.functions())

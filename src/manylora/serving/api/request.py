@@ -24,7 +24,6 @@ from manylora.core.errors import ModelNotFound
 from manylora.serving.api.form_checks import FormChecks
 from manylora.serving.api.json_body import parse
 from manylora.serving.api.model_settings import ModelSettings
-from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.bounds import (
     MAX_FORMS_WAITING,
@@ -39,7 +38,7 @@ from manylora.serving.http.turns import FairWork, LoopTurns, next_turn
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.metrics.scrape import SharedScrape
 from manylora.serving.metrics.status_report import FunctionState
-from manylora.serving.ports import ServedFleet
+from manylora.serving.ports import FleetPort
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.forms import FormProcess, FormSettings
 
@@ -79,7 +78,7 @@ class Context:
 
     engine_config: EngineConfig
     config: ServerConfig
-    fleet: ServedFleet
+    fleet: FleetPort
     tokenizer: Tokenizer
     settings: ModelSettings
     metrics: Metrics
@@ -109,7 +108,7 @@ class Context:
         turns = FairWork("new forms", self.gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
         process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
         object.__setattr__(self, "forms", FormChecks(process, turns))
-        room = CallerRoom(room_of_engine(self.engine_config.scheduler), self._num_serving)
+        room = CallerRoom(room_of_engine(self.engine_config.scheduler), lambda: self.fleet.engines.num_serving)
         object.__setattr__(self, "callers", room)
         answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
         digest = hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()
@@ -117,11 +116,8 @@ class Context:
 
     def check_room(self, tenant: str) -> None:
         """Raise ``CapacityError`` if no engine would take a request now, or none of this tenant."""
-        self.fleet.check_room()
+        self.fleet.requests.check_room()
         self.callers.check(tenant)
-
-    def _num_serving(self) -> int:
-        return self.fleet.num_by_state()[EngineState.SERVING]
 
 
 def context_of(request: Request) -> Context:
@@ -153,7 +149,7 @@ async def read_body(request: Request, body: type[Body]) -> Body:
     context = context_of(request)
     caller_of = partial(context.gate.caller_of, request)
     context.turns.enter(caller_of)
-    max_bytes = context.config.max_body_bytes or default_body_bytes(context.fleet.info.max_model_len)
+    max_bytes = context.config.max_body_bytes or default_body_bytes(context.fleet.engines.info.max_model_len)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HttpError(415, f"Got the media type {media_type[:100]!r}, expected application/json")

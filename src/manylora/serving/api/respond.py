@@ -196,7 +196,7 @@ async def submit(
             await next_turn()
     places = context.callers.take(tenant, len(requests)) if context.gate.tells_tenants else None
     answers = RequestAnswers(
-        context.fleet,
+        context.fleet.requests,
         context.tokenizer,
         requests,
         sampling,
@@ -225,7 +225,7 @@ def check_num_answers(context: Context, num_prompts: int, num_answers: int) -> N
 
 def check_lengths(context: Context, prompts: Sequence[Sequence[int]]) -> None:
     """Raise ``ContextExceeded`` for a prompt without room for an answer, before it is copied for each of ``n``."""
-    limit = context.fleet.info.max_model_len
+    limit = context.fleet.engines.info.max_model_len
     longest = max(map(len, prompts))
     if longest >= limit:
         raise ContextExceeded(
@@ -244,7 +244,7 @@ def _check_logprobs(
             raise RequestError(f"Got {num_top} log-probabilities, expected at most {most}", param=param)
     if sampling.logprobs is None:
         return
-    limit = context.fleet.info.max_model_len
+    limit = context.fleet.engines.info.max_model_len
     longest = sampling.max_tokens or settings.defaults.max_new_tokens or limit
     num_tokens = sum(min(longest, limit - len(prompt)) for prompt in prompts) * num_answers
     most = max(MAX_ANSWER_LOGPROBS, limit * (1 + MOST_LOGPROBS))  # one answer may always be as long as the context

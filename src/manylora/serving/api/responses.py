@@ -257,7 +257,7 @@ async def create_response(request: Request) -> Response:
         max_tokens=body.max_output_tokens,
         logprobs=None,
         tokenizer=context.tokenizer,
-        vocab_size=context.fleet.info.vocab_size,
+        vocab_size=context.fleet.engines.info.vocab_size,
         defaults=settings.defaults,
     )
     tools = _tools(body.tools)
@@ -278,7 +278,7 @@ async def create_response(request: Request) -> Response:
             settings,
             _messages(body),
             variables,
-            limit=context.fleet.info.max_model_len,
+            limit=context.fleet.engines.info.max_model_len,
         )
     except RequestError as error:
         raise RequestError(str(error), param="input") from None

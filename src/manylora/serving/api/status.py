@@ -23,7 +23,8 @@ from manylora.core.errors import CapacityError, EngineDead, RequestError
 from manylora.core.types import Tier
 from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, context_of, hidden_from_caller
-from manylora.serving.hosting.fleet.replica import Replica
+from manylora.serving.hosting.fleet.engines import Replica
+from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
 from manylora.serving.metrics.status_report import ReplicaRow, Resumes, StatusReport, adapter_row
@@ -42,26 +43,26 @@ async def status(request: Request) -> Response:
     hidden = hidden_from_caller(context, request)
     report = _report(context, num_adapters, hidden)
     try:
-        snapshots = await context.fleet.snapshots(None if hidden else num_adapters)
+        snapshots = await context.fleet.engines.snapshots(None if hidden else num_adapters)
     except (CapacityError, EngineDead):  # no engine serves: the report of the API process alone
         return _answer(context, request, report)
     if hidden:
         snapshots = _visible(snapshots, hidden)
     if not snapshots:
         return _answer(context, request, report)
-    stats, statuses = merge_snapshots(list(snapshots.values()), num_adapters)
+    stats, statuses = merge_snapshots(snapshots.values(), num_adapters)
     now = context.monotonic_s()
     report = msgspec.structs.replace(
         report,
         time=context.epoch_s(),
-        page_bytes=context.fleet.info.page_bytes,
+        page_bytes=context.fleet.engines.info.page_bytes,
         engine=stats,
         adapters=tuple(
             adapter_row(one, context.metrics.latency.of_adapter(one.name, now)) for one in statuses[:num_adapters]
         ),
         replicas=tuple(
             _replica_row(one, snapshots.get(one.index), num_adapters)
-            for one in context.fleet.replicas()
+            for one in _in_use(context)
             if not hidden or one.index in snapshots
         ),
     )
@@ -99,22 +100,27 @@ def _report(context: Context, num_functions: int, hidden: Collection[str]) -> St
     """Return the report of the API process, without the engines."""
     fleet, latency, now = context.fleet, context.metrics.latency, context.monotonic_s()
     return StatusReport(
-        state=fleet.state.value,
+        state=fleet.engines.state.value,
         model=fleet.served_name,
         version=metadata.version("manylora"),
         time=context.epoch_s(),
         started_at=context.started_at,
-        num_restarts=fleet.num_restarts,
-        num_in_flight=fleet.num_in_flight,
+        num_restarts=sum(one.num_restarts for one in fleet.engines.replicas()),
+        num_in_flight=fleet.requests.in_progress.num,
         window_s=latency.window_s,
         latency=latency.total(now),
         base=latency.of_adapter("", now),
-        replicas=() if hidden else tuple(_replica_row(one, None, 0) for one in fleet.replicas()),
+        replicas=() if hidden else tuple(_replica_row(one, None, 0) for one in _in_use(context)),
         resumes=Resumes(**dataclasses.asdict(fleet.resumes)),
         generation_defaults=context.settings.base.defaults.given(),
         scaling=fleet.scaling,
         functions=tuple([one for one in context.functions() if one.name not in hidden][:num_functions]),
     )
+
+
+def _in_use(context: Context) -> list[Replica]:
+    """Return the engines without those that scaling has not started."""
+    return [one for one in context.fleet.engines.replicas() if one.state is not EngineState.IDLE]
 
 
 def _replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int) -> ReplicaRow:
@@ -155,7 +161,7 @@ def _number(text: str | None, param: str, default: float) -> int:
 
 async def load(request: Request) -> Response:
     """``GET /load``: HTTP requests that are being answered, as vLLM's ``server_load``."""
-    return json_response({"server_load": context_of(request).fleet.num_in_flight})
+    return json_response({"server_load": context_of(request).fleet.requests.in_progress.num})
 
 
 async def server_info(request: Request) -> Response:
@@ -189,7 +195,7 @@ async def drain_replica(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_admin(request)
     timeout_s = _number(request.query_params.get("timeout"), "timeout", context.config.drain_timeout_s)
-    await context.fleet.drain_replica(request.path_params["index"], timeout_s)
+    await context.fleet.engines.drain_replica(request.path_params["index"], timeout_s)
     return json_response({"replica": request.path_params["index"], "state": "stopped"})
 
 

@@ -26,7 +26,7 @@ class Truncation:
     """
 
     def __init__(self, context: Context, body: SamplingFields, max_tokens: int | None) -> None:
-        longest = context.fleet.info.max_model_len
+        longest = context.fleet.engines.info.max_model_len
         asked = body.truncate_prompt_tokens
         if asked is not None and asked != -1 and not 1 <= asked < longest:
             raise RequestError(

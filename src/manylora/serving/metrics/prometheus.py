@@ -23,7 +23,7 @@ from manylora.serving.hosting.protocol import FinishedRequest, Observations
 from manylora.serving.metrics.latency import LatencyWindow
 from manylora.serving.metrics.scrape import LEVELS, by_replica, fleet_metrics, function_metrics, snapshot_metrics
 from manylora.serving.metrics.status_report import FunctionState
-from manylora.serving.ports import ServedFleet
+from manylora.serving.ports import FleetPort
 
 __all__ = ["BatchHistogram", "Metrics"]
 
@@ -184,7 +184,7 @@ class Metrics:
         self._responses.labels(method, f"{status // 100}xx", route).inc()
 
     async def render(
-        self, fleet: ServedFleet, snapshots: Mapping[int, Snapshot], functions: Sequence[FunctionState] = ()
+        self, fleet: FleetPort, snapshots: Mapping[int, Snapshot], functions: Sequence[FunctionState] = ()
     ) -> bytes:
         """Return the metrics as Prometheus text, made on a thread: ten thousand adapters take a second.
 
@@ -203,7 +203,7 @@ class Metrics:
         scraped = (
             tuple(fleet_metrics(fleet)),
             function_metrics(functions) if functions else (),
-            by_replica(families) if fleet.num_replicas > 1 else chain.from_iterable(families.values()),
+            by_replica(families) if len(fleet.engines.replicas()) > 1 else chain.from_iterable(families.values()),
             self._registry.collect(),
         )
         return await asyncio.to_thread(generate_latest, _Scraped(chain.from_iterable(scraped)))

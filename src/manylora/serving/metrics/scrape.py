@@ -18,7 +18,7 @@ from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.metrics.status_report import FunctionState
-from manylora.serving.ports import ServedFleet
+from manylora.serving.ports import FleetPort
 
 __all__ = ["LEVELS", "SharedScrape", "by_replica", "fleet_metrics", "function_metrics", "snapshot_metrics"]
 
@@ -114,10 +114,11 @@ def _by(kind: Kind, name: str, text: str, label: str, values: Mapping[str, float
     return _family(kind, name, text, [label], [([value], number) for value, number in values.items()])
 
 
-def fleet_metrics(fleet: ServedFleet) -> Iterator[Metric]:
+def fleet_metrics(fleet: FleetPort) -> Iterator[Metric]:
     """Yield the metrics that the API process knows itself."""
-    labels = ["replica"] if fleet.num_replicas > 1 else []
-    replicas = [([str(one.index)] if labels else [], one) for one in fleet.replicas()]
+    all_replicas = fleet.engines.replicas()
+    labels = ["replica"] if len(all_replicas) > 1 else []
+    replicas = [([str(one.index)] if labels else [], one) for one in all_replicas if one.state is not EngineState.IDLE]
     up = [(values, float(one.state is EngineState.SERVING)) for values, one in replicas]
     yield _family(GAUGE, "manylora_engine_up", "Whether the engine serves.", labels, up)
     yield from _rows(
@@ -128,11 +129,11 @@ def fleet_metrics(fleet: ServedFleet) -> Iterator[Metric]:
         replicas,
         *labels,
     )
-    by_state = fleet.num_by_state()
+    by_state = Counter(one.state for one in all_replicas)
     yield _by(
         GAUGE, "manylora_replicas", "Engines by state.", "state", {one.value: by_state[one] for one in EngineState}
     )
-    wanted = fleet.num_replicas if fleet.scaling is None else fleet.scaling.num_wanted
+    wanted = len(all_replicas) if fleet.scaling is None else fleet.scaling.num_wanted
     yield GAUGE("manylora_replicas_wanted", "Engines that scaling wants to serve.", value=wanted)
     yield from _rows(RESUMES, [((), fleet.resumes)])
 

@@ -29,7 +29,7 @@ class Batch:
     """
 
     def __init__(self, fleet: Fleet, jobs: Iterable[Job], *, window: int, on_ended: Callable[[int], None]) -> None:
-        self._fleet = fleet
+        self._requests = fleet.requests
         self._window = window
         self._on_ended = on_ended
         self._waiting = deque(jobs)
@@ -46,7 +46,7 @@ class Batch:
             await self._fill()
             await self._stream.deliver(self._consume)
         finally:
-            self._fleet.cancel(list(self._running))
+            self._requests.cancel(list(self._running))
 
     async def _fill(self) -> None:
         """Submit as many jobs as the window and the engine's queue have room for; at least one, if any waits."""
@@ -63,7 +63,7 @@ class Batch:
         """Submit jobs; end those that are invalid. Return whether the queue had room for the others."""
         by_id = {job.request.request_id: job for job in jobs}
         self._running |= by_id  # first, so that an exception cancels them
-        errors = await self._fleet.submit_each([job.request for job in jobs], self._stream)
+        errors = await self._requests.submit_each([job.request for job in jobs], self._stream)
         for request_id in errors:
             del self._running[request_id]
         full = [request_id for request_id, error in errors.items() if isinstance(error, CapacityError)]
@@ -90,7 +90,7 @@ class Batch:
                 if output.finish is None:
                     stopped.append(output.request_id)  # by a stop string, which the engine does not check
         if stopped:
-            self._fleet.cancel(stopped, stopped=True)
+            self._requests.cancel(stopped, stopped=True)
         if len(running) < num_before:
             self._on_ended(num_before - len(running))
             if self._waiting:

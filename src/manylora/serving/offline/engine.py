@@ -27,6 +27,7 @@ from manylora.core.types import Request, SamplingParams
 from manylora.serving.hosting.engine.service import Builder, builder_for
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.links.link import LINKS
 from manylora.serving.hosting.protocol import EngineSpec
@@ -205,12 +206,12 @@ class Engine:
 
     def adapters(self) -> tuple[AdapterStatus, ...]:
         """Return the state of every adapter, by name."""
-        _, statuses = self._call(self._fleet.snapshot())
+        _, statuses = merge_snapshots(self._call(self._fleet.engines.snapshots()).values())
         return tuple(sorted(statuses, key=lambda status: status.name))
 
     def stats(self) -> EngineStats:
         """Return the engine's gauges and counters."""
-        stats, _ = self._call(self._fleet.snapshot(0))
+        stats, _ = merge_snapshots(self._call(self._fleet.engines.snapshots(0)).values())
         return stats
 
     def close(self) -> None:

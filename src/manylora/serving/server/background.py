@@ -80,7 +80,7 @@ class BackgroundServer:
     def engine_pid(self) -> int | None:
         """Return the engine's process id; ``None`` before it has started."""
         assert self._server is not None
-        return self._server.fleet.pids[0]
+        return self._server.fleet.engines.replicas()[0].pid
 
     @property
     def has_ended(self) -> bool:

@@ -144,7 +144,7 @@ def _refusals(context: Context) -> Refusals | None:
         return None
     return Refusals(
         paths=ROOM_PATHS,
-        check_room=context.fleet.check_room,
+        check_room=context.fleet.requests.check_room,
         callers=context.callers,
         gate=context.gate,
         retries=context.retries,

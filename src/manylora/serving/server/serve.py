@@ -29,7 +29,7 @@ from manylora.demo import demo_model_path
 from manylora.serving.hosting.engine.runtime import collector_paused, freeze_start_up_heap
 from manylora.serving.hosting.engine.service import builder_for
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
-from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
 from manylora.serving.hosting.fleet.specs import engine_specs
@@ -94,16 +94,8 @@ class Server:
         self.fleet = Fleet(
             [functools.partial(self._make_link, spec) for spec in specs],
             served_name=served_name,
-            make_router=functools.partial(_make_router, engine, server.fleet, served_name),
-            restarts=restarts,
-            resumes=ResumePolicy(max_resumes=server.fleet.max_resumes, patience_s=server.fleet.resume_timeout_s),
-            seed=engine.seed,
             observe=self._metrics.observe,
-            scaling=_scaling_policy(engine, server.fleet),
-            drain_timeout_s=server.drain_timeout_s,
-            # A thread cannot be killed, and a debugger's breakpoint is not a hang.
-            hang_timeout_s=None if server.in_process else server.hang_timeout_s or None,
-            start_timeout_s=None if server.in_process else server.start_timeout_s or None,
+            policy=_fleet_policy(engine, server, served_name, restarts),
         )
         web = server.web
         if web.uds is None:
@@ -195,7 +187,7 @@ class Server:
 
     async def _finish_in_flight(self) -> None:
         try:
-            await asyncio.wait_for(self.fleet.idle(), self._drain_timeout_s)
+            await asyncio.wait_for(self.fleet.requests.in_progress.ended(), self._drain_timeout_s)
         except TimeoutError:
             if self._drain_timeout_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
@@ -203,6 +195,20 @@ class Server:
 
 def _ray_cluster(engine: EngineConfig, fleet: FleetConfig) -> RayCluster:
     return RayCluster(fleet, engine_resources(fleet.ray_resources, engine.model.device))
+
+
+def _fleet_policy(engine: EngineConfig, server: ServerConfig, served_name: str, restarts: RestartPolicy) -> FleetPolicy:
+    # A thread cannot be killed, and a debugger's breakpoint is not a hang.
+    timeouts = (None, None) if server.in_process else (server.hang_timeout_s or None, server.start_timeout_s or None)
+    return FleetPolicy(
+        restarts=replace(restarts, hang_timeout_s=timeouts[0], start_timeout_s=timeouts[1]),
+        resumes=ResumePolicy(
+            max_resumes=server.fleet.max_resumes, max_wait_s=server.fleet.resume_timeout_s, seed=engine.seed
+        ),
+        make_router=functools.partial(_make_router, engine, server.fleet, served_name),
+        scaling=_scaling_policy(engine, server.fleet),
+        drain_timeout_s=server.drain_timeout_s,
+    )
 
 
 def _make_router(engine: EngineConfig, fleet: FleetConfig, served_name: str, ranks: Mapping[str, int]) -> Router:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
@@ -95,7 +96,8 @@ class AdapterBook:
         epoch_s: Returns the time in seconds since the epoch.
     """
 
-    def __init__(self, *, served_name: str, epoch_s: Callable[[], float]) -> None:
+    def __init__(self, *, served_name: str, epoch_s: Callable[[], float] = time.time) -> None:
+        self.served_name = served_name
         self.adapters: dict[str, LoadedAdapter] = {}
         self.unavailable: dict[str, UnavailableAdapter] = {}
         """Adapters that no engine holds until their registry answers again, by name."""
@@ -104,7 +106,6 @@ class AdapterBook:
         self.ranks: dict[str, int] = {}
         """Rank of each adapter that an engine has loaded, by name; for routers."""
         self._identities: dict[str, AdapterIdentity] = {}  # as the first engine registered them
-        self._served_name = served_name
         self._epoch_s = epoch_s
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
@@ -116,7 +117,7 @@ class AdapterBook:
             AdapterNotFound: A required adapter has no directory.
         """
         for module in modules:
-            if module.name in self.adapters or module.name == self._served_name:
+            if module.name in self.adapters or module.name == self.served_name:
                 if not module.is_required:
                     logger.warning("adapter_skipped name=%a reason='another model has the name'", module.name)
                     continue
@@ -133,7 +134,7 @@ class AdapterBook:
         Raises:
             AdapterExists: The name is taken.
         """
-        if name == self._served_name:
+        if name == self.served_name:
             raise AdapterExists(name, "this is the name of the base model")
         async with self._lock(name):
             before = self.adapters.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -13,7 +13,8 @@ import msgspec
 
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError, EngineDead, ManyloraError
-from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoadedAdapter, UnavailableAdapter
+from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoadedAdapter, LoraModule, UnavailableAdapter
+from manylora.serving.hosting.fleet.engines import FleetEngines
 from manylora.serving.hosting.links.client import EngineClient
 from manylora.serving.hosting.protocol import Fault
 
@@ -32,36 +33,47 @@ class FleetAdapters:
 
     Args:
         book: The adapters that engines hold.
-        serving: Returns the engines that serve, by number; raises ``CapacityError`` if none does.
-        num_engines: Engines in the fleet, for messages.
+        engines: The engines.
+        keeps_required: Whether an adapter that the start requires is required of engines that start later as well.
     """
 
-    def __init__(self, book: AdapterBook, serving: Callable[[], dict[int, EngineClient]], *, num_engines: int) -> None:
-        self._book = book
-        self._serving = serving
-        self._num_engines = num_engines
-
-    @property
-    def loaded(self) -> Mapping[str, LoadedAdapter]:
+    def __init__(self, book: AdapterBook, engines: FleetEngines, *, keeps_required: bool) -> None:
+        self.loaded: Mapping[str, LoadedAdapter] = book.adapters
         """The adapters that are loaded, by name."""
-        return self._book.adapters
-
-    @property
-    def unavailable(self) -> Mapping[str, UnavailableAdapter]:
+        self.unavailable: Mapping[str, UnavailableAdapter] = book.unavailable
         """Adapters that are tried again since their registry did not answer, by name."""
-        return self._book.unavailable
-
-    def check_available(self, name: str) -> None:
-        """Raise ``CapacityError`` for an adapter whose registry does not answer."""
-        if (aside := self._book.unavailable.get(name)) is not None:
-            wait_s = max(1.0, aside.retry_at - asyncio.get_running_loop().time())
-            reason = f"adapter {name!r} is unavailable: {aside.reason}; next try in {wait_s:.0f} s"
-            raise CapacityError(reason, retry_after_s=wait_s, status=503)
+        self._book = book
+        self._engines = engines
+        self._keeps_required = keeps_required
+        self._required: frozenset[str] | None = None  # while starting, or for ever
+        self._is_any_unavailable = asyncio.Event()
 
     @property
     def num_changes(self) -> int:
         """Changes of the names and paths in ``loaded`` so far."""
         return self._book.num_changes
+
+    @contextlib.contextmanager
+    def opened(self, modules: Sequence[LoraModule]) -> Iterator[None]:
+        """Record the adapters given at start, for engines that start inside; those that are required end the start.
+
+        Raises:
+            ConfigError: Two models that are required have one name.
+            AdapterNotFound: A required adapter has no directory.
+        """
+        self._book.open(modules)
+        self._required = frozenset(module.name for module in modules if module.is_required)
+        yield
+        if not self._keeps_required:
+            self._required = None
+
+    def check_available(self, model: str) -> None:
+        """Raise ``CapacityError`` for a model whose adapter is unavailable: its registry does not answer."""
+        name = model.removeprefix(f"{self._book.served_name}:")
+        if (aside := self.unavailable.get(name)) is not None:
+            wait_s = max(1.0, aside.retry_at - asyncio.get_running_loop().time())
+            reason = f"adapter {name!r} is unavailable: {aside.reason}; next try in {wait_s:.0f} s"
+            raise CapacityError(reason, retry_after_s=wait_s, status=503)
 
     async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
         """Load an adapter on every engine, and on those that start later.
@@ -98,7 +110,7 @@ class FleetAdapters:
             CapacityError: No engine serves.
         """
         async with self._book.known(name):
-            if name not in self._book.unavailable:
+            if name not in self.unavailable:
                 await self._everywhere(lambda client: client.unload_adapter(name))
             self._book.forget(name)
             logger.info("adapter_unloaded name=%s", name)
@@ -132,40 +144,55 @@ class FleetAdapters:
     async def lose(self, error: AdapterError) -> None:
         """Remove an adapter that one engine could not load: every engine serves the same names.
 
-        One whose registry did not answer comes back by ``retry``.
+        An adapter whose registry did not answer comes back by ``retry``.
+
+        Raises:
+            AdapterError: ``error``, if the start requires the adapter.
         """
         name = error.adapter
+        if self._required is not None and name in self._required:
+            raise error
+        event = "adapter_lost" if self._required is None else "adapter_left_out"
+        logger.error("%s name=%s reason=%s", event, name, error.reason)
         if isinstance(error, AdapterUnavailable):
-            self._book.set_aside(name, error.reason, asyncio.get_running_loop().time())
+            self._set_aside(name, error.reason)
         else:
             self._book.forget(name)
         with contextlib.suppress(CapacityError, EngineDead):
-            unloads = [client.unload_adapter(name) for client in self._serving().values()]
+            unloads = [client.unload_adapter(name) for client in self._engines.serving().values()]
             await asyncio.gather(*unloads, return_exceptions=True)
 
     async def retry(self) -> None:
-        """Load adapters again whose registry did not answer; runs until it is cancelled."""
+        """Load unavailable adapters again, each at its time; runs until it is cancelled."""
+        now = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(RETRY_CHECK_S)
-            now = asyncio.get_running_loop().time()
-            due = [name for name, aside in self._book.unavailable.items() if aside.retry_at <= now]
+            await self._is_any_unavailable.wait()
+            due = [name for name, aside in self.unavailable.items() if aside.retry_at <= now()]
             await asyncio.gather(*map(self._retry, due[:RETRIED_TOGETHER]))
+            if self.unavailable:
+                await asyncio.sleep(RETRY_CHECK_S)
+            else:
+                self._is_any_unavailable.clear()
+
+    def _set_aside(self, name: str, reason: str) -> None:
+        self._book.set_aside(name, reason, asyncio.get_running_loop().time())
+        self._is_any_unavailable.set()
 
     async def _retry(self, name: str) -> None:
-        aside = self._book.unavailable.get(name)
+        aside = self.unavailable.get(name)
         if aside is None:
             return
         try:
             await self.load(name, aside.entry.path)
         except ManyloraError as error:
-            if self._book.unavailable.get(name) is not aside:  # it was loaded or unloaded meanwhile
+            if self.unavailable.get(name) is not aside:  # it was loaded or unloaded meanwhile
                 return
             if isinstance(error, AdapterError) and not isinstance(error, AdapterUnavailable):
                 self._book.forget(name)
                 logger.error("adapter_lost name=%s reason=%s", name, error.reason)
                 return
             reason = error.reason if isinstance(error, AdapterError) else str(error)
-            self._book.set_aside(name, reason, asyncio.get_running_loop().time())
+            self._set_aside(name, reason)
             logger.warning("adapter_unavailable name=%s tries=%d reason=%s", name, aside.num_tries + 1, reason)
 
     async def _everywhere(
@@ -190,13 +217,13 @@ class FleetAdapters:
         """
         results: dict[int, T | BaseException] = {}
         clients: dict[int, EngineClient] = {}
-        serving = self._serving()
+        serving = self._engines.serving()
         while pending := {index: one for index, one in serving.items() if clients.get(index) is not one}:
             clients |= pending
             done = await asyncio.gather(*map(act, pending.values()), return_exceptions=True)
             results |= dict(zip(pending, done, strict=True))
             with contextlib.suppress(CapacityError, EngineDead):
-                serving = self._serving()
+                serving = self._engines.serving()
         failed = {
             index: result
             for index, result in results.items()
@@ -211,9 +238,10 @@ class FleetAdapters:
 
     def _named(self, error: BaseException, engines: Sequence[int]) -> BaseException:
         """Return an error that names its engines, if the fleet has several."""
-        if self._num_engines == 1 or not isinstance(error, ManyloraError):
+        num_engines = len(self._engines.keepers)
+        if num_engines == 1 or not isinstance(error, ManyloraError):
             return error
-        where = f"{'engine' if len(engines) == 1 else 'engines'} {', '.join(map(str, engines))} of {self._num_engines}"
+        where = f"{'engine' if len(engines) == 1 else 'engines'} {', '.join(map(str, engines))} of {num_engines}"
         fault = Fault.of(error)
         return msgspec.structs.replace(
             fault, message=f"{where}: {fault.message}", reason=f"{where}: {fault.reason}"

@@ -12,31 +12,201 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from manylora.core.errors import CapacityError, EngineDead
+from manylora.core.errors import CapacityError, EngineDead, ManyloraError, RequestError, SnapshotFailed
 from manylora.serving.hosting.fleet.keeper import SCARCITY, EngineKeeper, EngineState
+from manylora.serving.hosting.fleet.snapshot import Snapshot
+from manylora.serving.hosting.links.client import EngineClient
+from manylora.serving.hosting.protocol import EngineInfo
 
-__all__ = ["ENDED", "FleetEngines"]
+__all__ = ["FleetEngines", "Replica"]
 
 logger = logging.getLogger(__name__)
+
+UNAVAILABLE = {
+    EngineState.STARTING: ("The server is starting; please try again.", 5),
+    EngineState.RESTARTING: ("The engine died and is being restarted; please try again.", 5),
+    EngineState.DRAINING: ("The server is shutting down and takes no new requests.", 10),
+    EngineState.STOPPED: ("The server is shutting down and takes no new requests.", 10),
+    EngineState.IDLE: ("The server is starting; please try again.", 5),
+}
+"""The reason why no engine serves, and ``Retry-After`` in seconds."""
+
+BEST_FIRST = (
+    EngineState.SERVING,
+    EngineState.RESTARTING,
+    EngineState.STARTING,
+    EngineState.DRAINING,
+    EngineState.STOPPED,
+    EngineState.IDLE,
+)
 
 ENDED = (EngineState.STOPPED, EngineState.IDLE)
 """States of engines that will not serve by themselves."""
 
+SNAPSHOT_S = 5.0
+"""Longest wait for the snapshot of one of several engines."""
 
-class FleetEngines:
-    """Starts and watches the engines of one fleet. For the event loop's thread alone.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One engine of a fleet, as the API process knows it.
 
     Args:
-        keepers: The engines, in use or idle.
+        index: Its number, from 0.
+        state: Its state; idle for an engine that scaling has not started.
+        pid: Its process; ``None`` before it has started.
+        node: The node of a cluster that it runs on; ``None`` for this machine.
+        num_restarts: Engines started in its place after the first.
+        num_in_flight: Requests that it works on.
     """
 
-    def __init__(self, keepers: Sequence[EngineKeeper]) -> None:
-        self._keepers = keepers
+    index: int
+    state: EngineState
+    pid: int | None = None
+    node: str | None = None
+    num_restarts: int = 0
+    num_in_flight: int = 0
+
+
+class FleetEngines:
+    """Starts, watches and ends the engines of one fleet, and finds those that serve.
+
+    It is made before its engines, which report to the parts of the fleet that look for engines here: each is added once
+    it is made. For the event loop's thread alone.
+    """
+
+    def __init__(self) -> None:
+        self.keepers: list[EngineKeeper] = []
         self._watching: dict[int, asyncio.Task[None]] = {}  # by the engine's number; of drained ones the last
         self._has_news = asyncio.Event()  # a task has ended
+
+    def add(self, keeper: EngineKeeper) -> None:
+        """Add an engine, under the next number."""
+        self.keepers.append(keeper)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """The state of the fleet: that of its best engine."""
+        states = [keeper.state for keeper in self.keepers]
+        return next(state for state in BEST_FIRST if state in states)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Limits and sizes of an engine; the same for every engine of one configuration.
+
+        Raises:
+            CapacityError: No engine has started yet.
+        """
+        for keeper in self.keepers:
+            if keeper.info is not None:
+                return keeper.info
+        raise _unavailable(EngineState.STARTING)
+
+    @property
+    def num_serving(self) -> int:
+        """Number of engines that serve."""
+        return sum(keeper.state is EngineState.SERVING for keeper in self.keepers)
+
+    @property
+    def num_restarts(self) -> int:
+        """Restarts of all engines."""
+        return sum(keeper.num_restarts for keeper in self.keepers)
+
+    def replicas(self) -> list[Replica]:
+        """Return every engine, as the API process knows it."""
+        return [
+            Replica(index=index, state=keeper.state, num_restarts=keeper.num_restarts)
+            if (client := keeper.client) is None
+            else Replica(
+                index=index,
+                state=keeper.state,
+                pid=client.pid,
+                node=client.node,
+                num_restarts=keeper.num_restarts,
+                num_in_flight=client.num_requests,
+            )
+            for index, keeper in enumerate(self.keepers)
+        ]
+
+    def clients(self) -> list[EngineClient]:
+        """Return every engine that may hold requests."""
+        return [keeper.client for keeper in self.keepers if keeper.client is not None]
+
+    def serving(self) -> dict[int, EngineClient]:
+        """Return the engines that serve, by number.
+
+        Raises:
+            CapacityError: No engine serves.
+            EngineDead: All are dead, and are not watched and restarted.
+        """
+        clients = {
+            index: keeper.client
+            for index, keeper in enumerate(self.keepers)
+            if keeper.state is EngineState.SERVING and keeper.client is not None
+        }
+        if not clients:
+            raise _unavailable(self.state)
+        alive = {index: client for index, client in clients.items() if client.loss is None}
+        for index, client in clients.items():
+            if not alive and client.loss is not None:
+                raise _unavailable(EngineState.RESTARTING) if index in self._watching else client.loss.error
+        return alive
+
+    def going_on(self) -> dict[int, EngineClient]:
+        """Return the engines that take the rest of answers, by number; ``EngineDead`` if none will again."""
+        if all(keeper.state in ENDED for keeper in self.keepers):
+            raise EngineDead("Every engine has stopped.")
+        return {
+            index: keeper.client
+            for index, keeper in enumerate(self.keepers)
+            if keeper.is_up and keeper.client is not None and keeper.client.loss is None
+        }
+
+    def check_serving(self) -> None:
+        """Raise ``CapacityError``, with the reason and ``Retry-After``, unless requests are accepted."""
+        if self.state is not EngineState.SERVING:
+            raise _unavailable(self.state)
+
+    async def snapshots(
+        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
+    ) -> dict[int, Snapshot]:
+        """Return the snapshot of each engine that serves and answers, by number; arguments as of ``TakeSnapshot``.
+
+        Of several engines each reports all adapters, because their counters are summed.
+
+        Raises:
+            CapacityError: No engine serves.
+            EngineDead: The engines died before they had answered.
+            SnapshotFailed: The state of no engine could be read.
+        """
+        clients = self.serving()
+        limit = num_adapters if len(clients) == 1 or num_adapters == 0 else None
+        if len(clients) == 1:
+            return {
+                index: await client.snapshot(limit, only_in_use=only_in_use, name=name)
+                for index, client in clients.items()
+            }
+        # An engine that hangs must not hide the others.
+        taking = [
+            asyncio.wait_for(client.snapshot(limit, only_in_use=only_in_use, name=name), SNAPSHOT_S)
+            for client in clients.values()
+        ]
+        taken = dict(zip(clients, await asyncio.gather(*taking, return_exceptions=True), strict=True))
+        parts = {index: part for index, part in taken.items() if not isinstance(part, BaseException)}
+        for part in taken.values():
+            is_of_one = isinstance(part, EngineDead | SnapshotFailed | TimeoutError)
+            if isinstance(part, BaseException) and not (parts and is_of_one):
+                raise part
+        return parts
+
+    # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the first engines.
@@ -47,15 +217,15 @@ class FleetEngines:
         Raises:
             ManyloraError: An engine refused its configuration, or a required adapter. Or no engine came up: the error
                 of the first.
-            OSError: As well if no engine came up, for lack of room.
+            OSError: No engine came up, for lack of room.
         """
-        starting = [engine for engine, keeper in enumerate(self._keepers) if keeper.state is EngineState.STARTING]
+        starting = [engine for engine, keeper in enumerate(self.keepers) if keeper.state is EngineState.STARTING]
         errors = await asyncio.gather(*map(self._start, starting))
         for engine, error in zip(starting, errors, strict=True):
             if error is not None and all(errors):
                 raise error
-            if error is not None and self._keepers[engine].state is EngineState.STARTING:
-                self._keepers[engine].state = EngineState.RESTARTING  # by ``run``
+            if error is not None and self.keepers[engine].state is EngineState.STARTING:
+                self.keepers[engine].state = EngineState.RESTARTING  # by ``run``
 
     async def run(self, beside: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Watch the engines and restart those that die, until all are drained or stopped.
@@ -66,7 +236,7 @@ class FleetEngines:
         Raises:
             EngineDead: An engine died too often, and no other serves or may soon.
         """
-        for engine, keeper in enumerate(self._keepers):
+        for engine, keeper in enumerate(self.keepers):
             if keeper.state is not EngineState.IDLE and engine not in self._watching:
                 self.watch(engine)
         others = [self._task(one) for one in beside]
@@ -76,7 +246,7 @@ class FleetEngines:
                 for task in [*others, *self._watching.values()]:
                     if task.done():
                         task.result()
-                if all(keeper.state in ENDED for keeper in self._keepers):
+                if all(keeper.state in ENDED for keeper in self.keepers):
                     return
                 await self._has_news.wait()
         finally:
@@ -85,11 +255,23 @@ class FleetEngines:
 
     def watch(self, engine: int) -> None:
         """Watch an engine and restart it, until it is drained."""
-        self._watching[engine] = self._task(self._keepers[engine].run())
+        keeper = self.keepers[engine]
+        self._watching[engine] = self._task(keeper.run(partial(self._others_may_serve, keeper)))
 
-    def is_watched(self, engine: int) -> bool:
-        """Whether an engine that dies is restarted."""
-        return engine in self._watching
+    async def drain_replica(self, index: int, timeout_s: float) -> None:
+        """End one engine for good: its requests may finish for ``timeout_s`` seconds, then they go on elsewhere.
+
+        Raises:
+            RequestError: There is no such engine, or no other serves.
+        """
+        if not 0 <= index < len(self.keepers):
+            raise RequestError(f"Got replica {index}, expected 0 to {len(self.keepers) - 1}", param="replica")
+        if self.keepers[index].state is not EngineState.SERVING:
+            raise RequestError(f"Got replica {index}, which does not serve", param="replica")
+        if len(self.serving()) == 1:
+            raise RequestError(f"Got replica {index}, the only one that serves", param="replica")
+        await self.keepers[index].retire(timeout_s)
+        logger.warning("replica_drained replica=%d", index)
 
     async def give_back(self, engine: int, timeout_s: float) -> None:
         """End an engine whose place may be filled again: its requests may finish for a time, then they go on elsewhere.
@@ -98,25 +280,33 @@ class FleetEngines:
             engine: Its number; it is watched.
             timeout_s: The time, in seconds.
         """
-        await self._keepers[engine].retire(timeout_s)
+        await self.keepers[engine].retire(timeout_s)
         await self._watching[engine]
 
-    def is_alone(self, keeper: EngineKeeper) -> bool:
-        """Whether no other engine serves, or may soon."""
-        return not any(one.may_serve for one in self._keepers if one is not keeper)
+    async def stop(self, error: ManyloraError) -> None:
+        """End every engine; requests and calls in flight fail with ``error``."""
+        await asyncio.gather(*(keeper.stop(error) for keeper in self.keepers))
 
     async def _start(self, engine: int) -> Exception | None:
         """Start an engine; return the error of one that may be tried again."""
         try:
-            await self._keepers[engine].start()
+            await self.keepers[engine].start()
         except (EngineDead, CapacityError, *SCARCITY) as error:
             logger.error("engine_start_failed engine=%d error=%r", engine, error)
             return error
-        if len(self._keepers) > 1:
+        if len(self.keepers) > 1:
             self.watch(engine)
         return None
+
+    def _others_may_serve(self, keeper: EngineKeeper) -> bool:
+        return any(one.may_serve for one in self.keepers if one is not keeper)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         task.add_done_callback(lambda task: self._has_news.set())
         return task
+
+
+def _unavailable(state: EngineState) -> CapacityError:
+    reason, retry_after_s = UNAVAILABLE[state]
+    return CapacityError(reason, retry_after_s=retry_after_s, status=503)

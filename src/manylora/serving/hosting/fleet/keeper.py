@@ -33,7 +33,7 @@ SCARCITY = (OSError, zmq.ZMQError, MemoryError, NoPlace)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When to restart a dead engine, and when to give it up.
+    """When an engine counts as dead, when to restart it, and when to give it up.
 
     Args:
         max_deaths: Deaths in a row by its own fault after which an engine is failing. Not its fault are a signal from
@@ -42,12 +42,16 @@ class RestartPolicy:
         first_pause_s: Pause before the second restart in a row, in seconds; the first is immediate, later ones double.
         max_pause_s: Longest pause, in seconds.
         healthy_after_s: Seconds of service that end a row of deaths.
+        hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
+        start_timeout_s: Seconds for an engine to start and to load every adapter; ``None`` for any time.
     """
 
     max_deaths: int = 6
     first_pause_s: float = 0.5
     max_pause_s: float = 15.0
     healthy_after_s: float = 60.0
+    hang_timeout_s: float | None = None
+    start_timeout_s: float | None = None
 
     def pause_s(self, deaths: int) -> float:
         """Return the pause after the ``deaths``-th death in a row, in seconds."""
@@ -73,10 +77,7 @@ class EngineKeeper:
         book: The adapters that the engine must hold.
         lose: Called with the error of an adapter that a new engine cannot load; removes it from the book.
         restarts: When to restart and when to give up.
-        hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
-        start_timeout_s: Seconds for an engine to start and to load every adapter; ``None`` for any time.
         on_change: Called when the engine begins to serve, and when it will not serve again.
-        is_alone: Returns whether no other engine of the fleet serves or may soon, given this one.
         state: ``STARTING``, or ``IDLE`` until an order sets that.
     """
 
@@ -87,10 +88,7 @@ class EngineKeeper:
         *,
         lose: Callable[[AdapterError], Awaitable[None]],
         restarts: RestartPolicy,
-        hang_timeout_s: float | None,
-        start_timeout_s: float | None,
         on_change: Callable[[], None],
-        is_alone: Callable[[EngineKeeper], bool],
         state: EngineState = EngineState.STARTING,
     ) -> None:
         self.state = state
@@ -103,10 +101,7 @@ class EngineKeeper:
         self._book = book
         self._lose = lose
         self._restarts = restarts
-        self._hang_timeout_s = hang_timeout_s
-        self._start_timeout_s = start_timeout_s
         self._on_change = on_change
-        self._is_alone = is_alone
         self._num_deaths = 0  # in a row, for the pauses
         self._faults: list[EngineLoss] = []  # those of them that may be the engine's own
         self._last_death = ""
@@ -147,11 +142,14 @@ class EngineKeeper:
             self.state = EngineState.SERVING
         self._on_change()
 
-    async def run(self) -> None:
+    async def run(self, others_may_serve: Callable[[], bool]) -> None:
         """Watch the engine and restart it, until drained or stopped; one whose start failed is started first.
 
+        Args:
+            others_may_serve: Returns whether another engine of the fleet serves, or may soon.
+
         Raises:
-            EngineDead: The engine is failing, and is alone.
+            EngineDead: The engine is failing, and no other may serve.
         """
         now = asyncio.get_running_loop().time
         while True:
@@ -170,6 +168,13 @@ class EngineKeeper:
                 self._on_change()
                 return
             self.state = EngineState.RESTARTING
+            if self.client is not None:
+                await self.client.stop()
+            if self.is_failing and not others_may_serve():
+                self.state = EngineState.STOPPED
+                self._on_change()
+                how_often = f"{len(self._faults)} times in a row (last: {self._last_death})"
+                raise EngineDead(f"The engine died {how_often}; giving up.")
             await self._restart()
 
     def drain(self) -> None:
@@ -208,10 +213,10 @@ class EngineKeeper:
         """
         try:
             # Not ``wait_for``, which wraps a task before Python 3.12: the loop would turn before the caller goes on.
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(self._restarts.start_timeout_s):
                 return await self._start_and_load(prepare)
         except TimeoutError:
-            raise EngineDead(f"The engine did not start within {self._start_timeout_s:g} s") from None
+            raise EngineDead(f"The engine did not start within {self._restarts.start_timeout_s:g} s") from None
 
     async def _start_and_load(self, prepare: Callable[[EngineClient], Awaitable[None]] | None) -> EngineClient:
         client = self.client = self._make_client()
@@ -232,10 +237,10 @@ class EngineKeeper:
 
     async def _end_of(self, client: EngineClient) -> str:
         """Wait until an engine has ended or hangs and all in flight has failed; return the reason, in words."""
-        if self._hang_timeout_s is None:
+        if self._restarts.hang_timeout_s is None:
             return await client.closed()
         closed = asyncio.create_task(client.closed())
-        hung = asyncio.create_task(wait_until_hung(client, self._hang_timeout_s))
+        hung = asyncio.create_task(wait_until_hung(client, self._restarts.hang_timeout_s))
         try:
             await asyncio.wait({closed, hung}, return_when=asyncio.FIRST_COMPLETED)
             if closed.done() or hung.exception() is not None:
@@ -252,13 +257,6 @@ class EngineKeeper:
 
     async def _restart(self) -> None:
         """Start the next engine after a pause; it is up afterwards, unless the start failed."""
-        if self.client is not None:
-            await self.client.stop()
-        if self.is_failing and self._is_alone(self):
-            self.state = EngineState.STOPPED
-            self._on_change()
-            num_faults = len(self._faults)
-            raise EngineDead(f"The engine died {num_faults} times in a row (last: {self._last_death}); giving up.")
         logger.error(
             "engine_died how=%r deaths_in_a_row=%d restart_in_s=%.1f", self._last_death, self._num_deaths, self.pause_s
         )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 
 from manylora.core.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
@@ -41,14 +41,17 @@ class ResumePolicy:
 
     Args:
         max_resumes: Most engines that a request may lose and still go on; 0 ends it at the first loss.
-        patience_s: Longest wait for an engine when none serves, in seconds.
+        max_wait_s: Longest wait for an engine when none serves, in seconds.
         after_hang: Whether it goes on after an engine that hung, which it has waited for already; if not, its caller is
             asked to try again.
+        seed: Seeds the draws of requests that bring no seed: they are made before the first engine, so that an answer
+            goes on with the same draws. ``None`` leaves the draws to each engine.
     """
 
     max_resumes: int = 3
-    patience_s: float = 30.0
+    max_wait_s: float = 30.0
     after_hang: bool = True
+    seed: int | None = None
 
 
 @dataclass(slots=True)
@@ -78,19 +81,20 @@ class Resumer:
     Args:
         place: Submits requests to engines that serve; the awaited result is the errors of those that were refused, by
             id. If their engine is lost before its answer, it gives them to ``lose`` again.
-        is_open: Whether an engine serves; ``None`` when none will serve again.
+        going_on: Returns the engines that take the rest of answers, none if none does; raises ``EngineDead`` if none
+            will again.
         policy: The limits.
     """
 
     def __init__(
         self,
         place: Callable[[Sequence[InFlightRequest]], Awaitable[dict[str, ManyloraError]]],
-        is_open: Callable[[], bool | None],
+        going_on: Callable[[], Sized],
         policy: ResumePolicy,
     ) -> None:
         self.stats = ResumeStats()
         self._place = place
-        self._is_open = is_open
+        self._going_on = going_on
         self._policy = policy
         self._waiting: dict[str, InFlightRequest] = {}
         self._suspects: dict[str, InFlightRequest] = {}
@@ -100,25 +104,25 @@ class Resumer:
         self._sender: asyncio.Task[None] | None = None
         self._placing: set[asyncio.Task[None]] = set()
 
-    def lose(self, flights: Iterable[InFlightRequest], loss: EngineLoss) -> None:
+    def lose(self, requests: Iterable[InFlightRequest], loss: EngineLoss) -> None:
         """Take over the requests of an engine that is lost."""
-        for flight in flights:
-            if flight is self._on_probation:
+        for one in requests:
+            if one is self._on_probation:
                 self._on_probation = None
-            flight.lost(loss)
-            error = self._verdict(flight, loss)
+            one.lost(loss)
+            error = self._verdict(one, loss)
             if error is not None:
-                self._end(flight, error)
+                self._end(one, error)
                 continue
-            flight.on_news = self._on_news
-            (self._suspects if flight.strikes else self._waiting)[flight.request_id] = flight
+            one.on_next_output = self._note_output
+            (self._suspects if one.strikes else self._waiting)[one.request_id] = one
         self._count()
         if (self._waiting or self._suspects) and self._sender is None:
             self._sender = asyncio.create_task(self._send_on())
         self._woken.set()
 
     async def carry(
-        self, flights: Sequence[InFlightRequest], loss: EngineLoss, *, each: bool
+        self, requests: Sequence[InFlightRequest], loss: EngineLoss, *, each: bool
     ) -> dict[str, ManyloraError]:
         """Take over requests that were submitted to an engine that was lost before its answer; return as ``submit``.
 
@@ -128,15 +132,15 @@ class Resumer:
         """
         loop = asyncio.get_running_loop()
         answers = []
-        for flight in flights:
-            flight.lost_at = loop.time()
-            flight.settled = loop.create_future()
-            answers.append(flight.settled)
-        self.lose(flights, loss)
+        for one in requests:
+            one.lost_at = loop.time()
+            one.settled = loop.create_future()
+            answers.append(one.settled)
+        self.lose(requests, loss)
         refused: dict[str, ManyloraError] = {}
-        for flight, result in zip(flights, await asyncio.gather(*answers, return_exceptions=True), strict=True):
+        for one, result in zip(requests, await asyncio.gather(*answers, return_exceptions=True), strict=True):
             if isinstance(result, ManyloraError) and each and not isinstance(result, EngineDead):
-                refused[flight.request_id] = result
+                refused[one.request_id] = result
             elif result is not None:
                 raise result
         return refused
@@ -156,8 +160,8 @@ class Resumer:
 
     def close(self, error: ManyloraError) -> None:
         """End every request that waits."""
-        for flight in [*self._waiting.values(), *self._suspects.values()]:
-            self._end(flight, error)
+        for one in [*self._waiting.values(), *self._suspects.values()]:
+            self._end(one, error)
         self._count()
         for task in [self._sender, *self._placing]:
             if task is not None:
@@ -170,14 +174,16 @@ class Resumer:
         try:
             while self._waiting or self._suspects:
                 self._woken.clear()
-                is_open = self._is_open()
-                if is_open:
-                    self._closed_at = None
-                if is_open is None:
+                try:
+                    is_open = bool(self._going_on())
+                except EngineDead:
                     self._end_all("no engine is left")
-                elif not is_open:
+                    break
+                if not is_open:
                     await self._wait_for_engine()
-                elif self._waiting:
+                    continue
+                self._closed_at = None
+                if self._waiting:
                     self._send(list(self._waiting.values()))
                 elif self._on_probation is None:
                     self._on_probation = next(iter(self._suspects.values()))
@@ -187,83 +193,81 @@ class Resumer:
         finally:
             self._sender = self._closed_at = None
 
-    def _send(self, flights: list[InFlightRequest]) -> None:
+    def _send(self, requests: list[InFlightRequest]) -> None:
         """Submit requests; an engine that does not answer must not hold up the others."""
-        for flight in flights:
-            self._forget(flight.request_id)
-        self.stats.num_resumes += len(flights)
+        for one in requests:
+            self._forget(one.request_id)
+        self.stats.num_resumes += len(requests)
         self._count()
-        logger.warning("requests_resumed num=%d", len(flights))
-        task = asyncio.create_task(self._settle(flights, self._place(flights)))
+        logger.warning("requests_resumed num=%d", len(requests))
+        task = asyncio.create_task(self._settle(requests, self._place(requests)))
         self._placing.add(task)
         task.add_done_callback(self._placing.discard)
 
-    async def _settle(self, flights: list[InFlightRequest], answer: Awaitable[dict[str, ManyloraError]]) -> None:
+    async def _settle(self, requests: list[InFlightRequest], answer: Awaitable[dict[str, ManyloraError]]) -> None:
         refused = await answer
-        for flight in flights:
-            error = refused.get(flight.request_id)
+        for one in requests:
+            error = refused.get(one.request_id)
             if error is not None:
-                self._end(flight, error)
+                self._end(one, error)
 
     async def _wait_for_engine(self) -> None:
         """Wait for a change; end every request when no engine has served for too long."""
         now = asyncio.get_running_loop().time()
         if self._closed_at is None:
             self._closed_at = now
-        left_s = self._closed_at + self._policy.patience_s - now
+        left_s = self._closed_at + self._policy.max_wait_s - now
         try:
             await asyncio.wait_for(self._woken.wait(), max(0.0, left_s))
         except TimeoutError:
-            self._end_all(f"no other served within {self._policy.patience_s:g} s")
+            self._end_all(f"no other served within {self._policy.max_wait_s:g} s")
 
-    def _on_news(self, flight: InFlightRequest) -> None:
+    def _note_output(self, one: InFlightRequest) -> None:
         """A request that was sent on has an output."""
-        if not flight.is_resumed:
-            flight.is_resumed = True
+        if not one.is_resumed:
+            one.is_resumed = True
             self.stats.num_resumed += 1
-        self.stats.longest_pause_s = max(self.stats.longest_pause_s, asyncio.get_running_loop().time() - flight.lost_at)
-        if flight is self._on_probation:
+        self.stats.longest_pause_s = max(self.stats.longest_pause_s, asyncio.get_running_loop().time() - one.lost_at)
+        if one is self._on_probation:
             self._on_probation = None
             self._woken.set()
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
-    def _verdict(self, flight: InFlightRequest, loss: EngineLoss) -> ManyloraError | None:
+    def _verdict(self, one: InFlightRequest, loss: EngineLoss) -> ManyloraError | None:
         """Return the error that ends a request whose engine was lost, or ``None``: it may go on."""
         most = self._policy.max_resumes
         if not most:
             return loss.error
         if loss.is_hang and not self._policy.after_hang:
-            return CapacityError(f"{flight.request.model!r}: {loss.error}", retry_after_s=HUNG_RETRY_S, status=503)
-        if len(flight.strikes) >= MAX_STRIKES:
+            return CapacityError(f"{one.request.model!r}: {loss.error}", retry_after_s=HUNG_RETRY_S, status=503)
+        if len(one.strikes) >= MAX_STRIKES:
             self.stats.num_poison += 1
-            for strike in flight.strikes:
+            for strike in one.strikes:
                 strike.is_explained = True
-            logger.error("poison_request id=%s model=%r", flight.request_id, flight.request.model)
+            logger.error("poison_request id=%s model=%r", one.request_id, one.request.model)
             return PoisonRequest(
                 f"{MAX_STRIKES} engines died when they began to work on this request; it is not tried again "
                 f"(last: {loss.error})"
             )
-        if flight.num_resumes > most:
-            return EngineDead(
-                f"This request lost {flight.num_resumes} engines, and may lose {most} (last: {loss.error})"
-            )
+        if one.num_resumes > most:
+            return EngineDead(f"This request lost {one.num_resumes} engines, and may lose {most} (last: {loss.error})")
         return None
 
     def _end_all(self, reason: str) -> None:
         error = EngineDead(f"The engine died while it worked on this request, and {reason}.")
-        for flight in [*self._waiting.values(), *self._suspects.values()]:
-            self._end(flight, error)
+        for one in [*self._waiting.values(), *self._suspects.values()]:
+            self._end(one, error)
         self._count()
 
-    def _end(self, flight: InFlightRequest, error: ManyloraError) -> None:
+    def _end(self, one: InFlightRequest, error: ManyloraError) -> None:
         self.stats.num_ended += 1
-        flight.on_news = None
-        self._forget(flight.request_id)
-        if flight is self._on_probation:
+        one.on_next_output = None
+        self._forget(one.request_id)
+        if one is self._on_probation:
             self._on_probation = None
             self._woken.set()
-        flight.fail(error)
+        one.fail(error)
 
     def _forget(self, request_id: str) -> None:
         self._waiting.pop(request_id, None)

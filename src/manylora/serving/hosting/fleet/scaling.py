@@ -14,12 +14,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
 
 from manylora.core.errors import AdapterError, CapacityError, ManyloraError
 from manylora.core.scaling import ReplicaPhase, ScalingController
-from manylora.serving.hosting.fleet.keeper import SCARCITY, EngineKeeper, EngineState
+from manylora.serving.hosting.fleet.engines import FleetEngines
+from manylora.serving.hosting.fleet.keeper import SCARCITY, EngineState
 from manylora.serving.hosting.links.client import EngineClient
 
 __all__ = ["FleetScaling"]
@@ -45,23 +44,14 @@ class FleetScaling:
 
     Args:
         controller: Decides.
-        keepers: The engines, in use or idle.
-        watch: Called with the number of an engine that serves from now on; watches and restarts it.
-        drain: Drains an engine that serves, and returns once its watch has ended.
+        engines: The engines, in use or idle.
+        drain_timeout_s: Seconds that requests of an engine have to end when it is drained, before they move on.
     """
 
-    def __init__(
-        self,
-        controller: ScalingController,
-        keepers: Sequence[EngineKeeper],
-        *,
-        watch: Callable[[int], None],
-        drain: Callable[[int], Coroutine[Any, Any, None]],
-    ) -> None:
+    def __init__(self, controller: ScalingController, engines: FleetEngines, *, drain_timeout_s: float) -> None:
         self.controller = controller
-        self._keepers = keepers
-        self._watch = watch
-        self._drain = drain
+        self._engines = engines
+        self._drain_timeout_s = drain_timeout_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -71,7 +61,7 @@ class FleetScaling:
 
     async def run(self) -> None:
         """Look at the load and act on it, until closed."""
-        now = asyncio.get_running_loop().time
+        now, keepers = asyncio.get_running_loop().time, self._engines.keepers
         try:
             while True:
                 await asyncio.sleep(self.controller.policy.look_every_s)
@@ -80,12 +70,12 @@ class FleetScaling:
                 for task in [task for task in self._tasks if task.done()]:
                     self._tasks.discard(task)
                     task.result()
-                order = self.controller.look(now(), [PHASES[keeper.state] for keeper in self._keepers])
+                order = self.controller.look(now(), [PHASES[keeper.state] for keeper in keepers])
                 for index in order.start:
-                    self._keepers[index].state = EngineState.STARTING
+                    keepers[index].state = EngineState.STARTING
                     self._tasks.add(asyncio.create_task(self._start(index)))
                 for index in order.drain:
-                    self._keepers[index].drain()
+                    keepers[index].drain()
                     self._tasks.add(asyncio.create_task(self._end(index)))
                 if order.start or order.drain:
                     decision = order.decision
@@ -100,7 +90,7 @@ class FleetScaling:
 
     async def _start(self, index: int) -> None:
         """Start an engine; after a failure leave it for a while, which counts as a start that takes long."""
-        keeper, now = self._keepers[index], asyncio.get_running_loop().time
+        keeper, now = self._engines.keepers[index], asyncio.get_running_loop().time
         began_at = now()
         try:
             await keeper.start(self._warm)
@@ -112,7 +102,7 @@ class FleetScaling:
             return
         self.controller.started(now() - began_at)
         logger.info("engine_started engine=%d took_s=%.2f", index, now() - began_at)
-        self._watch(index)
+        self._engines.watch(index)
 
     async def _warm(self, client: EngineClient) -> None:
         """Bring the hottest adapters to the device of a new engine, as far as they fit, and wait for them."""
@@ -134,6 +124,6 @@ class FleetScaling:
                         await asyncio.sleep(WARM_POLL_S)
 
     async def _end(self, index: int) -> None:
-        await self._drain(index)
+        await self._engines.give_back(index, self._drain_timeout_s)
         logger.info("engine_drained engine=%d", index)
-        self._keepers[index].state = EngineState.IDLE
+        self._engines.keepers[index].state = EngineState.IDLE

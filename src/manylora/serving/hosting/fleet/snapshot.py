@@ -20,8 +20,9 @@ STATES = ("idle", "evicting", "failed", "loading", "active")
 """States of an adapter; over several engines the latest in this order is reported."""
 
 
-def merge_snapshots(parts: Sequence[Snapshot], num_adapters: int | None = None) -> Snapshot:
+def merge_snapshots(snapshots: Iterable[Snapshot], num_adapters: int | None = None) -> Snapshot:
     """Return the snapshot of a fleet, with every adapter or the busiest ``num_adapters``."""
+    parts = list(snapshots)
     if len(parts) == 1:
         return parts[0]
     statuses = _merge_statuses([statuses for _, statuses in parts])

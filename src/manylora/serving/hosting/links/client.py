@@ -1,7 +1,7 @@
 """The client of one engine: requests become streams of outputs, admin calls become awaitable answers.
 
 A client has one link. When the engine ends, it gives its requests up at once (``on_lost``), every call in flight raises
-``EngineDead``, and ``engine_keeper`` creates a new client.
+``EngineDead``, and the engine's keeper creates a new client.
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ class EngineClient:
         self._on_ended = on_ended
         self._unstarted: set[str] = set()  # empty without ``on_started``
         self._on_lost = on_lost
-        self._flights: dict[str, InFlightRequest] = {}
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._submitted: dict[int, Sequence[InFlightRequest]] = {}  # by call, before the engine's answer
         self._idle: asyncio.Future[None] | None = None
         self._heard_at = 0.0  # time of its last message
-        self._calls: dict[int, asyncio.Future[Reply]] = {}
-        self._call_numbers = itertools.count(1)
+        self._calls = _Calls()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[str] | None = None
         self._loss: EngineLoss | None = None
@@ -92,13 +91,13 @@ class EngineClient:
         A full engine has requests, so the next turn, which may say otherwise, is a step away.
         """
         room = self._room
-        is_full = room is not None and self._num_since >= room.num and self._flights
+        is_full = room is not None and self._num_since >= room.num and self._in_flight
         return room.beyond.to_error() if room is not None and is_full else None
 
     @property
-    def num_flights(self) -> int:
+    def num_requests(self) -> int:
         """Requests that the engine works on."""
-        return len(self._flights)
+        return len(self._in_flight)
 
     @property
     def pid(self) -> int | None:
@@ -151,37 +150,34 @@ class EngineClient:
         """
         loss.has_answered = self._has_answered
         self._loss = self._loss or loss
-        flights = [flight for flight in self._flights.values() if flight.is_accepted]
-        self._forget(list(self._flights))
+        requests = [one for one in self._in_flight.values() if one.is_accepted]
+        self._forget(list(self._in_flight))
         self._submitted.clear()
-        for flight in flights:
-            if flight.on_news is None:  # else its pause began earlier
-                flight.lost_at = self._heard_at
+        for one in requests:
+            if one.on_next_output is None:  # else its pause began earlier
+                one.lost_at = self._heard_at
         if self._on_lost is not None and not is_final:
-            if flights:
-                self._on_lost(flights, loss)
+            if requests:
+                self._on_lost(requests, loss)
         else:
-            for flight in flights:
-                flight.fail(loss.error)
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(loss.error)
-        self._calls.clear()
+            for one in requests:
+                one.fail(loss.error)
+        self._calls.fail(loss.error)
 
     async def idle(self) -> None:
         """Wait until the engine works on no request."""
-        while self._flights:
+        while self._in_flight:
             if self._idle is None:
                 self._idle = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._idle)
 
-    def submit(self, flights: Sequence[InFlightRequest], *, each: bool = False) -> Awaitable[dict[str, ManyloraError]]:
+    def submit(self, requests: Sequence[InFlightRequest], *, each: bool = False) -> Awaitable[dict[str, ManyloraError]]:
         """Submit requests; await the result for the engine's answer.
 
         The requests can be cancelled from the call on.
 
         Args:
-            flights: The requests.
+            requests: The requests.
             each: Whether valid requests are added although others fail, whose errors are returned by request id;
                 otherwise all are added or none.
 
@@ -190,16 +186,16 @@ class EngineClient:
             CapacityError: The queue is full.
             EngineDead: The engine was lost before it had answered.
         """
-        for flight in flights:
-            flight.is_accepted = False
-            self._flights[flight.request_id] = flight
+        for one in requests:
+            one.is_accepted = False
+            self._in_flight[one.request_id] = one
         if self._on_started is not None:
-            self._unstarted.update(flight.request_id for flight in flights)
-        requests = [flight.next_request() for flight in flights]
-        call, answer = self._send(lambda call: AddRequests(call, requests, each))
-        self._submitted[call] = flights
-        self._num_since += len(flights)
-        return self._consent(call, answer, [flight.request_id for flight in flights])
+            self._unstarted.update(one.request_id for one in requests)
+        added = [one.next_request() for one in requests]
+        call, answer = self._begin(lambda call: AddRequests(call, added, each))
+        self._submitted[call] = requests
+        self._num_since += len(requests)
+        return self._consent(call, answer, [one.request_id for one in requests])
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Cancel requests; no output of them arrives any more.
@@ -208,7 +204,7 @@ class EngineClient:
             request_ids: Requests; those that have ended, or belong to other engines, are ignored.
             stopped: Whether their text reached a stop string, which counts as a normal end.
         """
-        in_flight = [request_id for request_id in request_ids if request_id in self._flights]
+        in_flight = [request_id for request_id in request_ids if request_id in self._in_flight]
         if in_flight:
             self._forget(in_flight)
             self._link.send(Cancel(in_flight, stopped))
@@ -256,7 +252,7 @@ class EngineClient:
         self, call: int, answer: asyncio.Future[Reply], request_ids: Sequence[str]
     ) -> dict[str, ManyloraError]:
         try:
-            reply = await self._answer(call, answer)
+            reply = await self._calls.result(call, answer)
         except asyncio.CancelledError:
             self.cancel(request_ids)
             raise
@@ -267,26 +263,15 @@ class EngineClient:
         return {request_id: fault.to_error() for request_id, fault in reply.refused.items()}
 
     async def _call(self, make: Callable[[int], Command]) -> Reply:
-        return await self._answer(*self._send(make))
+        return await self._calls.result(*self._begin(make))
 
-    def _send(self, make: Callable[[int], Command]) -> tuple[int, asyncio.Future[Reply]]:
-        """Send the command that ``make`` returns for a call number; return the number and the future answer."""
+    def _begin(self, make: Callable[[int], Command]) -> tuple[int, asyncio.Future[Reply]]:
+        """Send the command that ``make`` returns for a call number; return the number and the future reply."""
         if self._loss is not None:
             raise self._loss.error
-        call = next(self._call_numbers)
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._calls[call] = answer
+        call, answer = self._calls.begin()
         self._link.send(make(call))
         return call, answer
-
-    async def _answer(self, call: int, answer: asyncio.Future[Reply]) -> Reply:
-        try:
-            reply = await answer
-        finally:
-            self._calls.pop(call, None)
-        if reply.fault is not None:
-            raise reply.fault.to_error()
-        return reply
 
     async def _watch(self) -> str:
         how = await self._link.closed()
@@ -296,7 +281,7 @@ class EngineClient:
 
     def _deliver(self, messages: Sequence[Message]) -> None:
         self._heard_at = asyncio.get_running_loop().time()
-        flights = self._flights
+        in_flight = self._in_flight
         news: dict[OutputStream, None] = {}  # in order
         observed: list[Observations] = []
         for message in messages:
@@ -307,26 +292,24 @@ class EngineClient:
                     if self._unstarted:
                         self._note_started(outputs)
                     for output in outputs:
-                        flight = flights.get(output.request_id)
-                        if flight is not None:
+                        one = in_flight.get(output.request_id)
+                        if one is not None:
                             if output.finish is not None:
                                 self._forget((output.request_id,))
                             for token in output.tokens:
-                                flight.answered.append(token.token_id)
-                            flight.last = output
-                            stream = flight.stream
+                                one.answered.append(token.token_id)
+                            one.last = output
+                            stream = one.stream
                             stream.push(output)
                             news[stream] = None
-                            if flight.on_news is not None:
-                                flight.has_news()
+                            if one.on_next_output is not None:
+                                one.note_output()
                     observed.append(observations)
                 case Reply():
-                    for flight in self._submitted.pop(message.call, ()):
-                        flight.is_accepted = message.fault is None and flight.request_id not in message.refused
-                        self._num_since -= not flight.is_accepted
-                    answer = self._calls.get(message.call)
-                    if answer is not None and not answer.done():
-                        answer.set_result(message)
+                    for one in self._submitted.pop(message.call, ()):
+                        one.is_accepted = message.fault is None and one.request_id not in message.refused
+                        self._num_since -= not one.is_accepted
+                    self._calls.reply(message)
                     if message.observations is not None:
                         observed.append(message.observations)
                 case Ready(info):
@@ -352,8 +335,45 @@ class EngineClient:
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._unstarted.discard(request_id)
-            if self._flights.pop(request_id, None) is not None and self._on_ended is not None:
+            if self._in_flight.pop(request_id, None) is not None and self._on_ended is not None:
                 self._on_ended(request_id)
-        if self._idle is not None and not self._flights:
+        if self._idle is not None and not self._in_flight:
             self._idle.set_result(None)
             self._idle = None
+
+
+class _Calls:
+    """The calls of an engine that it has not replied to: each has a number, which its reply repeats."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+
+    def begin(self) -> tuple[int, asyncio.Future[Reply]]:
+        """Return the number of a new call, and its future reply."""
+        call = next(self._numbers)
+        reply = self._replies[call] = asyncio.get_running_loop().create_future()
+        return call, reply
+
+    async def result(self, call: int, reply: asyncio.Future[Reply]) -> Reply:
+        """Wait for a reply; raise its error, if it has one."""
+        try:
+            made = await reply
+        finally:
+            self._replies.pop(call, None)
+        if made.fault is not None:
+            raise made.fault.to_error()
+        return made
+
+    def reply(self, reply: Reply) -> None:
+        """Give a reply to its call, if that still waits."""
+        waiting = self._replies.get(reply.call)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def fail(self, error: ManyloraError) -> None:
+        """End every call with an error."""
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+        self._replies.clear()

@@ -1,9 +1,5 @@
 """A request in flight and the stream of its outputs: both outlive the engine that works on it.
 
-The outputs of requests, delivered to their consumer in the callback that received them.
-
-A request in flight: its answer so far outlives the engine that works on it.
-
 ::
 
     submitted --accepted--> tokens ... --finish--> ended
@@ -11,7 +7,7 @@ A request in flight: its answer so far outlives the engine that works on it.
         +--- sent on, with ---+--- its engine is lost
              the tokens so far
 
-The bookkeeping of a token is one append. An engine that is lost gives its flights up in one callback, so a token is
+The bookkeeping of a token is one append. An engine that is lost gives its requests up in one callback, so a token is
 either recorded here and passed to the stream, or neither: what arrives later is dropped and computed again.
 """
 
@@ -160,7 +156,7 @@ class InFlightRequest:
         "last",
         "lost_at",
         "num_resumes",
-        "on_news",
+        "on_next_output",
         "request",
         "settled",
         "stream",
@@ -177,7 +173,7 @@ class InFlightRequest:
         self.num_resumes = 0
         self.strikes: tuple[EngineLoss, ...] = ()  # suspicious losses in a row, of engines that had given it no token
         self.lost_at = 0.0  # time of the last token before its engine was lost, in seconds
-        self.on_news: Callable[[InFlightRequest], None] | None = None  # called once, at its next output
+        self.on_next_output: Callable[[InFlightRequest], None] | None = None  # called once, at its next output
         self.settled: asyncio.Future[None] | None = None  # awaited by a submission whose engine was lost
         self._is_sent = False
         self.answered = array("i")  # tokens of its answer so far, appended by the client of its engine
@@ -193,11 +189,11 @@ class InFlightRequest:
         """Return the tokens of its answer so far; ``None`` before it was sent to an engine."""
         return len(self.answered) if self._is_sent else None
 
-    def has_news(self) -> None:
+    def note_output(self) -> None:
         """Report the first output after it was sent on."""
-        on_news, self.on_news = self.on_news, None
-        if on_news is not None:
-            on_news(self)
+        on_next_output, self.on_next_output = self.on_next_output, None
+        if on_next_output is not None:
+            on_next_output(self)
 
     def lost(self, loss: EngineLoss) -> None:
         """Count the loss of its engine.

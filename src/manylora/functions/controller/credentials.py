@@ -1,32 +1,56 @@
-"""TLS between the controller and its callers, where both sides show a certificate of one authority."""
+"""The credentials of the controller and its callers: a token in a file, or certificates of one authority with TLS."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import ssl
-
-import msgspec
+from pathlib import Path
 
 from manylora.core.errors import CertificateRefused, ConfigError
+from manylora.functions.wire import TlsFiles
 
-__all__ = ["TlsFiles", "client_context", "find_refusal", "server_context", "tls_files"]
+__all__ = ["TOKEN", "client_context", "find_refusal", "own_token", "read_token", "server_context", "tls_files"]
+
+TOKEN = "token"
+"""Name of the file in a folder of state."""
 
 CLOSE_S = 2.0
 """Time in which a controller closes a connection that it refuses."""
 
 
-class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of one side, in PEM.
+def read_token(path: Path) -> str:
+    """Return the token in a file.
 
-    Args:
-        cert: Its certificate, followed by those that lead to the authority.
-        key: Its private key, without a password.
-        ca: The authority. It admits every certificate that leads to it, so it should sign for this purpose alone.
+    Raises:
+        ConfigError: The file cannot be read, or is empty: every caller knows an empty token.
     """
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ConfigError(f"Got token_file = {str(path)!r}, which cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"Got token_file = {str(path)!r}, which is not ASCII") from None
+    if not token:
+        raise ConfigError(f"Got token_file = {str(path)!r}, which is empty, expected a token")
+    return token
 
-    cert: str
-    key: str
-    ca: str
+
+def own_token(folder: Path) -> str:
+    """Return the token in a folder of state; a new one if there is none.
+
+    The file is whole or not there: a kill between its creation and its contents would leave an empty token.
+    """
+    path = folder / TOKEN
+    if path.exists() and path.stat().st_size:
+        return read_token(path)
+    fresh = folder / f"{TOKEN}.new"
+    fresh.unlink(missing_ok=True)
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32) + "\n")
+    fresh.replace(path)
+    return read_token(path)
 
 
 def tls_files(cert: str | None, key: str | None, ca: str | None) -> TlsFiles | None:
@@ -52,7 +76,11 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the settings of a caller: it checks the controller's certificate, with its host name; errors likewise."""
+    """Return the settings of a caller: it checks the controller's certificate, with its host name.
+
+    Raises:
+        ConfigError: A file cannot be used.
+    """
     return _context(ssl.PROTOCOL_TLS_CLIENT, files)
 
 
@@ -63,9 +91,9 @@ async def find_refusal(error: Exception, host: str, port: int, context: ssl.SSLC
     connection is made that sends no request: a controller that takes it waits, and one that refuses it closes it.
 
     Args:
-        error: The call's.
-        host: The controller's.
-        port: Likewise.
+        error: The error of the call.
+        host: The controller's host.
+        port: The controller's port.
         context: The settings of the call.
     """
     if (found := _refusal_in(error)) is not None:

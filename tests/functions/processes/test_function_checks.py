@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from msgspec import structs
 
-from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
-from manylora.core.errors import EngineDead, RequestError
+from manylora.core.config import EngineConfig, ModelConfig
+from manylora.core.errors import EngineDead
 from manylora.core.isolation import Measure
 from manylora.core.types import Output, PromptLogprobs, Request, SampledToken, SamplingParams
-from manylora.functions.agent import agent as agent_module
-from manylora.functions.agent.agent import Agent
 from manylora.functions.processes.checks import MAX_ENTRIES, MAX_NOTE_CHARS, NUM_EMPTY, MessageCheck
 from manylora.functions.processes.frames import FrameError
 from manylora.functions.processes.link import FunctionLink
 from manylora.functions.processes.messages import FunctionPlace
 from manylora.functions.processes.zygote import ForkedFunction, Zygote
-from manylora.functions.wire import NodeReport, Orders
 from manylora.serving.hosting.links.client import EngineClient
 from manylora.serving.hosting.protocol import (
     EngineInfo,
@@ -35,7 +31,6 @@ from manylora.serving.hosting.protocol import (
     StartReport,
     Turn,
 )
-from manylora.serving.metrics.status_report import FunctionState, MeasureNote
 
 NAN = float("nan")
 INFO = EngineInfo(
@@ -165,50 +160,3 @@ def test_a_snapshot_without_counters_is_an_error_of_the_engine() -> None:
         await asyncio.sleep(0)
 
     asyncio.run(scenario())
-
-
-def test_a_state_that_the_controller_refuses_does_not_end_the_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The controller refuses a whole report for one state; the agent sends the rest of it."""
-    sent: list[NodeReport] = []
-
-    class Controller:
-        error = "wrong"
-
-        async def report(self, node: str, report: NodeReport) -> Orders:
-            sent.append(report)
-            if any(len(note.name) > 4096 for state in report.functions for note in state.missing) or self.error == "":
-                raise RequestError("The controller refused it")
-            return Orders(recorded_until_ns=0, generation=1, node=agent.node._spec, backbones={})
-
-    async def scenario() -> None:
-        good, bad = FunctionState(name="good", state="awake"), FunctionState(name="bad", state="awake")
-        bad = structs.replace(bad, missing=(MeasureNote("m" * 5000, ""),))
-        monkeypatch.setattr(agent.node, "describe", lambda: ([good, bad], []))
-        assert not await agent._send()
-        assert await agent._send()
-        assert [one.name for one in sent[-1].functions] == ["good"]
-        controller.error = ""
-        with pytest.raises(EngineDead, match="not wanted"):
-            await agent._send()
-            await agent._send()
-
-    controller = Controller()
-    monkeypatch.setattr(agent_module, "url_of", lambda bound: "http://here")
-
-    async def run() -> None:
-        nonlocal agent
-        agent = Agent(
-            "here",
-            cast(Any, controller),
-            ServerConfig(),
-            cast(Any, None),
-            tmp_path,
-            memory_bytes=1 << 30,
-            lifeline=None,
-        )
-        await scenario()
-
-    agent: Agent
-    asyncio.run(run())

@@ -28,7 +28,7 @@ from manylora.execution.model.base_weights import share_weights
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import load_model
 from manylora.functions.deployment import FunctionSpec
-from manylora.functions.node.launch import Awake, Timeouts, launch
+from manylora.functions.node.launch import AwakeFunction, Launcher, Timeouts
 from manylora.functions.processes.backbone import fetch_backbone
 from manylora.functions.processes.frames import FrameBuffer, FrameError, frame
 from manylora.functions.processes.function_log import FunctionLog
@@ -98,7 +98,9 @@ async def running(make_link: object, module: LoraModule) -> AsyncIterator[Fleet]
 
 async def answer(fleet: Fleet, name: str, prompt: Sequence[int] = (5, 9, 40), request_id: str = "r") -> list[int]:
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-    stream = await fleet.submit([Request(request_id=request_id, prompt=tuple(prompt), model=name, sampling=sampling)])
+    stream = await fleet.requests.submit(
+        [Request(request_id=request_id, prompt=tuple(prompt), model=name, sampling=sampling)]
+    )
     tokens: list[int] = []
 
     def consume(outputs: list[Output]) -> None:
@@ -158,7 +160,7 @@ def test_functions_answer_as_plain_engines_and_come_back(model: ModelConfig, bac
                     assert private_bytes_of_base(pid) == 0
                 os.kill(pid, signal.SIGKILL)
                 async with asyncio.timeout(PATIENCE_S):
-                    while fleets[0].num_restarts == 0 or fleets[0].state is not EngineState.SERVING:
+                    while fleets[0].engines.num_restarts == 0 or fleets[0].engines.state is not EngineState.SERVING:
                         await asyncio.sleep(0.01)
                 assert await answer(fleets[0], modules[0].name, request_id="again") == expected[0]
                 assert await answer(fleets[1], modules[1].name, request_id="again") == expected[1]
@@ -181,19 +183,19 @@ def test_a_function_that_is_stopped_ends_its_own_requests_alone(
         zygote = Zygote(backbone)
         spec = FunctionSpec(backbone="base", adapter=modules[0].path)
         host = SimpleNamespace(name="base", backbone=backbone)
-        users = SimpleNamespace(take_uid=lambda: place(modules[0]).uid, give_uid=lambda uid: None)
+        users = SimpleNamespace(take=lambda: place(modules[0]).uid, give_back=lambda uid: None)
 
-        async def start(module: LoraModule) -> Awake:
-            return await launch(
-                module.name,
-                structs.replace(spec, adapter=module.path, threads=1),
-                cast(Any, host),
-                zygote,
+        async def start(module: LoraModule) -> AwakeFunction:
+            launcher = Launcher(
+                name=module.name,
+                spec=structs.replace(spec, adapter=module.path, threads=1),
+                host=cast(Any, host),
                 log=FunctionLog(module.name),
                 users=cast(Any, users),
                 timeouts=Timeouts(hang_s=2.0, start_s=PATIENCE_S),
                 observe=lambda observed: None,
             )
+            return await launcher.start_from(zygote)
 
         awake = [await start(one) for one in modules]
         try:
@@ -206,7 +208,7 @@ def test_a_function_that_is_stopped_ends_its_own_requests_alone(
                 await held
             assert found.value.status == 503
             async with asyncio.timeout(PATIENCE_S):
-                while awake[0].fleet.state is not EngineState.SERVING:
+                while awake[0].fleet.engines.state is not EngineState.SERVING:
                     await asyncio.sleep(0.01)
             assert await answer(awake[0].fleet, modules[0].name, request_id="again") == expected[0]
 
@@ -243,7 +245,7 @@ def test_a_compromised_function_reaches_nothing(
     if as_root and os.geteuid() != 0:
         pytest.skip("needs root")
     secret = adapter(model, 1).path + "/adapter_model.safetensors"
-    attacks = Path(__file__).parents[1] / "support"
+    attacks = Path(__file__).parents[2] / "support"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(attacks), *filter(None, sys.path)]))
     monkeypatch.setenv("MANYLORA_API_KEY", "secret")
     told = {"parent": os.getpid(), "sealed": backbone.base.file, "secret": secret, "own": adapter(model, 0).path}

@@ -12,11 +12,9 @@ import trustme
 
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, RequestError
 from manylora.functions.controller.client import ControllerClient
-from manylora.functions.controller.members import member_of
-from manylora.functions.controller.process import ControllerServer, ControllerSetup
-from manylora.functions.controller.tls import TlsFiles, tls_files
-from manylora.functions.controller.tokens import TOKEN, own_token, read_token
-from manylora.functions.wire import NodeReport
+from manylora.functions.controller.credentials import TOKEN, own_token, read_token, tls_files
+from manylora.functions.controller.process import ControllerServer, member_of
+from manylora.functions.wire import ControllerSetup, NodeReport, TlsFiles
 
 FILE = '[backbones.base]\nmodel = "base"\n[functions.one]\nbackbone = "base"\nadapter = "one"\n'
 

@@ -1,8 +1,11 @@
-"""Exact solutions of the two choices by integer programming, to measure the greedy ones against. Takes seconds."""
+"""Exact solutions of the two choices about artefacts by integer programming, to measure the greedy ones against.
+
+A choice is a set of artefacts in places; a solution takes seconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +15,39 @@ from scipy.sparse import lil_matrix
 from manylora.functions.decisions.artefacts import MemoryKind, Placed, PreloadProblem
 from manylora.functions.decisions.offload import Held, values_lost
 
-__all__ = ["solve_offload", "solve_preload"]
+__all__ = ["solve_offload", "solve_preload", "value_of", "violations"]
 
 _Row = tuple[dict[int, float], float]
 """A constraint: coefficients by variable, and the upper bound of their sum."""
+
+
+def value_of(problem: PreloadProblem, chosen: Iterable[Placed]) -> float:
+    """Return the value of a choice, in seconds saved per second: of each artefact its best copy counts."""
+    best: dict[str, float] = {}
+    for name, place in chosen:
+        value = problem.by_name[name].value(problem.place_by_name[place].memory)
+        best[name] = max(value, best.get(name, 0.0))
+    return sum(best.values())
+
+
+def violations(problem: PreloadProblem, chosen: Iterable[Placed]) -> list[str]:
+    """Return the rules that a choice breaks, in words; empty if it is feasible."""
+    held = set(chosen)
+    found = []
+    used = dict.fromkeys(problem.place_by_name, 0)
+    for name, where in sorted(held):
+        artefact, place = problem.by_name[name], problem.place_by_name[where]
+        if place.memory not in artefact.num_bytes:
+            found.append(f"{name} cannot be in {where}")
+            continue
+        used[where] += artefact.num_bytes[place.memory]
+        parents = problem.parents_of(artefact, place)
+        if artefact.parent is not None and held.isdisjoint(parents):
+            found.append(f"{name} in {where} lacks {artefact.parent}")
+    for where, num_bytes in used.items():
+        if num_bytes > problem.place_by_name[where].free_bytes:
+            found.append(f"{where} holds {num_bytes} bytes of {problem.place_by_name[where].free_bytes}")
+    return found
 
 
 def solve_preload(problem: PreloadProblem, *, time_limit_s: float = 60.0) -> frozenset[Placed]:
@@ -31,14 +63,16 @@ def solve_preload(problem: PreloadProblem, *, time_limit_s: float = 60.0) -> fro
         Placed(artefact.name, place.name)
         for artefact in problem.artefacts
         for place in problem.places
-        if problem.can_hold(artefact, place)
+        if place.memory in artefact.num_bytes
     ]
     index = {item: number for number, item in enumerate(items)}
     counted = [(one, memory) for one in problem.artefacts for memory in MemoryKind if memory in one.num_bytes]
     first = len(items)
     rows: list[_Row] = []
     for place in problem.places:
-        held = [(index[Placed(one.name, place.name)], one) for one in problem.artefacts if problem.can_hold(one, place)]
+        held = [
+            (index[Placed(one.name, place.name)], one) for one in problem.artefacts if place.memory in one.num_bytes
+        ]
         rows.append(({i: one.num_bytes[place.memory] / max(1, place.free_bytes) for i, one in held}, 1.0))
     for item in items:
         artefact, place = problem.by_name[item.artefact], problem.place_by_name[item.place]

@@ -25,15 +25,19 @@ from manylora.functions.node import accounts as accounts_module
 from manylora.functions.node import instance as instance_module
 from manylora.functions.node import launch as launch_module
 from manylora.functions.node import node as node_module
+from manylora.functions.node import room as room_module
 from manylora.functions.node.backbone_fleet import BackboneFleet
+from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.instance import FunctionInstance, FunctionPhase
-from manylora.functions.node.launch import Timeouts, launch
+from manylora.functions.node.launch import Launcher, Timeouts
 from manylora.functions.node.node import FunctionNode
+from manylora.functions.node.room import NodeRoom
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.protocol import FinishedRequest, Observations, StartReport
+from manylora.serving.metrics.status_report import FunctionState
 
 NO_TIMEOUTS = Timeouts(hang_s=None, start_s=None)
-PROCESS_BYTES = node_module.LEAST_BYTES
+PROCESS_BYTES = room_module.LEAST_BYTES
 
 
 class Engine:
@@ -50,7 +54,10 @@ class Engine:
         self.may_stop = asyncio.Event()
         self.may_stop.set()
         self.keeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.fleet = SimpleNamespace(state=EngineState.SERVING, num_restarts=0, submit=self.submit)
+        self.fleet = SimpleNamespace(
+            engines=SimpleNamespace(state=EngineState.SERVING, num_restarts=0),
+            requests=SimpleNamespace(submit=self.submit),
+        )
 
     def weigh(self, has_requests: bool) -> None:
         self.has_share = has_requests
@@ -88,7 +95,8 @@ class Rig:
         self.may_start = asyncio.Event()
         self.may_start.set()
 
-        async def launch(name: str, *_: object, **__: object) -> Engine:
+        async def start_from(launcher: Launcher, zygote: object) -> Engine:
+            name = launcher.name
             self.num_launches += 1
             await asyncio.sleep(0)
             await self.may_start.wait()
@@ -108,8 +116,8 @@ class Rig:
         async def ready(host: object) -> SimpleNamespace:
             return self.zygote
 
-        monkeypatch.setattr(launch_module, "launch", launch)
-        monkeypatch.setattr(node_module.BackboneHost, "ready", ready)
+        monkeypatch.setattr(Launcher, "start_from", start_from)
+        monkeypatch.setattr(BackboneHost, "ready", ready)
         self.node = FunctionNode(
             tmp_path,
             memory_bytes=4 * PROCESS_BYTES,
@@ -185,18 +193,18 @@ def test_a_function_that_wakes_takes_the_memory_of_idle_ones_alone(
         assert {name for name, one in functions.items() if one.phase is FunctionPhase.AWAKE} == {"a", "b", "c", "e"}
         assert rig.engines["d"].is_stopped
 
-        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 3600.0)
+        monkeypatch.setattr(room_module, "MAX_WAIT_S", 3600.0)
         await rig.ask("b", "busy")
         waits = rig.ask("d", "d")
         await settle()
         assert not waits.done()  # all others run
         rig.finish("c")
         assert await waits == "stream"
-        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 0.0)
+        monkeypatch.setattr(room_module, "MAX_WAIT_S", 0.0)
         with pytest.raises(CapacityError, match="memory is in use: function 'c'"):
             await rig.ask("c", "c")
         rig.finish("a")
-        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 3600.0)
+        monkeypatch.setattr(room_module, "MAX_WAIT_S", 3600.0)
         assert await rig.ask("c", "c") == "stream"
 
     run(scenario)
@@ -438,12 +446,12 @@ def test_memory_is_reserved_for_a_full_pool(tmp_path: Path, monkeypatch: pytest.
     async def scenario() -> None:
         rig = Rig(tmp_path, monkeypatch)
         function = rig.node.functions["a"]
-        assert function.reserved_bytes == PROCESS_BYTES
+        assert rig.node.room.bytes_of(function) == PROCESS_BYTES
         function.spec = structs.replace(function.spec, kv_bytes=3 * PROCESS_BYTES)
         function.own_bytes = 1  # its pool is empty
-        assert function.reserved_bytes == 3 * PROCESS_BYTES + 1
+        assert rig.node.room.bytes_of(function) == 3 * PROCESS_BYTES + 1
         function.own_bytes = 5 * PROCESS_BYTES
-        assert function.reserved_bytes == 5 * PROCESS_BYTES
+        assert rig.node.room.bytes_of(function) == 5 * PROCESS_BYTES
 
     run(scenario)
 
@@ -483,7 +491,7 @@ def test_a_function_that_is_replaced_is_its_tenants_until_its_process_has_ended(
         assert await rig.ask("a", "2") == "stream"  # of the new one, while the other ends
         assert isinstance(engine.error, CapacityError)
         assert engine.error.status == 503
-        assert rig.node.used_bytes == 2 * PROCESS_BYTES
+        assert rig.node.room.used_bytes == 2 * PROCESS_BYTES
         taken, accounts = rig.node.take()
         found = {(one.tenant, one.name): one for one in accounts if one.usage.active_device_ns or one.num_requests}
         assert {who: (one.num_requests, one.num_tokens) for who, one in found.items()} == {
@@ -500,7 +508,7 @@ def test_a_function_that_is_replaced_is_its_tenants_until_its_process_has_ended(
         await settle()
         _, accounts = rig.node.take()
         assert "acme" not in {one.tenant for one in accounts}
-        assert rig.node.used_bytes == PROCESS_BYTES
+        assert rig.node.room.used_bytes == PROCESS_BYTES
 
     run(scenario)
 
@@ -508,7 +516,7 @@ def test_a_function_that_is_replaced_is_its_tenants_until_its_process_has_ended(
 def test_memory_of_a_function_that_ends_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         rig = Rig(tmp_path, monkeypatch)
-        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 3600.0)
+        monkeypatch.setattr(room_module, "MAX_WAIT_S", 3600.0)
         for name in ("a", "b", "c", "d"):
             await rig.ask(name, name)
             rig.finish(name)
@@ -532,23 +540,38 @@ def test_a_second_costs_nothing_for_functions_that_have_not_been_awake(
         rig = Rig(tmp_path, monkeypatch)
         await rig.ask("b", "1")
         visited: list[str] = []
-        for method in ("describe", "rate", "read_memory"):
-            real = getattr(FunctionInstance, method)
+        describe, read_memory = FunctionInstance.describe, NodeRoom.read_memory
 
-            def visit(one: FunctionInstance, *arguments: object, real: Callable[..., object] = real) -> object:
-                visited.append(one.name)
-                return real(one, *arguments)
+        def visit_described(one: FunctionInstance, now: float) -> FunctionState:
+            visited.append(one.name)
+            return describe(one, now)
 
-            monkeypatch.setattr(FunctionInstance, method, visit)
+        def visit_read(room: NodeRoom, one: FunctionInstance) -> None:
+            visited.append(one.name)
+            read_memory(room, one)
+
+        monkeypatch.setattr(FunctionInstance, "describe", visit_described)
+        monkeypatch.setattr(NodeRoom, "read_memory", visit_read)
         monkeypatch.setattr(node_module, "TICK_S", 0.0)
         living = asyncio.create_task(rig.node.run())
         await settle()
-        states, _ = rig.node.describe()
-        assert [one.name for one in states] == ["b"]
+        assert [one.name for one in rig.node.states()] == ["b"]
         assert set(visited) == {"b"}
         living.cancel()
 
     run(scenario)
+
+
+def launcher(model: ModelConfig, adapter: Path, timeouts: Timeouts) -> Launcher:
+    return Launcher(
+        name="f",
+        spec=FunctionSpec(backbone="base", adapter=str(adapter)),
+        host=cast(Any, SimpleNamespace(name="base", backbone=SimpleNamespace(model=model))),
+        log=cast(Any, None),
+        users=cast(Any, None),
+        timeouts=timeouts,
+        observe=print,
+    )
 
 
 @pytest.mark.parametrize("shared", ["base", "tokenizer", "python"])
@@ -559,21 +582,8 @@ def test_an_adapter_in_a_folder_that_all_functions_read_is_refused(
     (tmp_path / "mine").symlink_to(tmp_path / shared / "mine")
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "python"))
     model = ModelConfig(model=str(tmp_path / "base"), tokenizer=str(tmp_path / "tokenizer"))
-    host = SimpleNamespace(backbone=SimpleNamespace(model=model))
-    spec = FunctionSpec(backbone="base", adapter=str(tmp_path / "mine"))
     with pytest.raises(AdapterError, match="every function reads"):
-        asyncio.run(
-            launch(
-                "f",
-                spec,
-                cast(Any, host),
-                cast(Any, None),
-                log=cast(Any, None),
-                users=cast(Any, None),
-                timeouts=NO_TIMEOUTS,
-                observe=print,
-            )
-        )
+        asyncio.run(launcher(model, tmp_path / "mine", NO_TIMEOUTS).start_from(cast(Any, None)))
 
 
 def test_a_request_waits_no_longer_for_a_process_than_it_may_be_silent(
@@ -587,7 +597,7 @@ def test_a_request_waits_no_longer_for_a_process_than_it_may_be_silent(
             await rig.ask("a", "1")
         rig.may_start.set()
         assert await rig.ask("a", "2") == "stream"
-        rig.engines["a"].fleet.state = EngineState.RESTARTING
+        rig.engines["a"].fleet.engines.state = EngineState.RESTARTING
         with pytest.raises(CapacityError, match="it is restarting") as restarting:
             await rig.ask("a", "3")
         assert [one.value.status for one in (waking, restarting)] == [503, 503]
@@ -614,34 +624,25 @@ def test_a_start_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             stopped.append(True)
 
     monkeypatch.setattr(launch_module, "Fleet", Stuck)
-    host = SimpleNamespace(name="base", backbone=SimpleNamespace(model=ModelConfig(model=str(tmp_path / "base"))))
-    spec = FunctionSpec(backbone="base", adapter=str(tmp_path / "mine"))
     timeouts = Timeouts.of(ServerConfig(hang_timeout_s=0.0, start_timeout_s=0.01))
+    starting = launcher(ModelConfig(model=str(tmp_path / "base")), tmp_path / "mine", timeouts)
 
     async def scenario() -> None:
         with pytest.raises(CapacityError, match=r"'f' did not start within 0\.01 s") as found:
-            await launch(
-                "f",
-                spec,
-                cast(Any, host),
-                cast(Any, None),
-                log=cast(Any, None),
-                users=cast(Any, None),
-                timeouts=timeouts,
-                observe=print,
-            )
+            await starting.start_from(cast(Any, None))
         assert found.value.status == 503
 
     run(scenario)
     assert stopped
-    assert (given["hang_timeout_s"], given["start_timeout_s"]) == (None, 0.01)
+    restarts = given["policy"].restarts
+    assert (restarts.hang_timeout_s, restarts.start_timeout_s) == (None, 0.01)
 
 
 def test_a_function_that_never_fits_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         rig = Rig(tmp_path, monkeypatch)
         rig.node.functions["a"].spec = structs.replace(rig.spec, kv_bytes=100 * PROCESS_BYTES)
-        monkeypatch.setattr(node_module, "ROOM_PATIENCE_S", 3600.0)
+        monkeypatch.setattr(room_module, "MAX_WAIT_S", 3600.0)
         large, small = rig.ask("a", "1"), rig.ask("b", "2")
         assert await small == "stream"
         with pytest.raises(CapacityError, match=f"of the node's {4 * PROCESS_BYTES}"):

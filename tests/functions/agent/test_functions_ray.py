@@ -21,9 +21,8 @@ from manylora.functions.controller.bill import make_bill
 from manylora.functions.controller.client import ControllerClient
 from manylora.functions.controller.process import LEDGER
 from manylora.functions.controller.store import read_ledger
-from manylora.functions.controller.tls import TlsFiles
 from manylora.functions.decisions.billing import PriceList
-from manylora.functions.wire import Overview
+from manylora.functions.wire import Overview, TlsFiles
 
 cluster_utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
 

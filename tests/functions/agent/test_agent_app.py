@@ -1,0 +1,96 @@
+"""One address for the applications of several backbones."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from manylora.functions.agent.app import Dispatch
+from manylora.serving.http.auth import Gate
+from manylora.serving.http.room import BodyRoom
+
+
+def test_one_address_serves_several_backbones() -> None:
+    def app(name: str) -> Starlette:
+        async def answer(request: Request) -> JSONResponse:
+            return JSONResponse({"by": name, "num_bytes": len(await request.body())})
+
+        async def models(request: Request) -> JSONResponse:
+            return JSONResponse({"data": [{"id": name}]})
+
+        return Starlette(
+            routes=[
+                Route("/v1/models", models),
+                Route("/v1/models/{name}", answer),
+                Route("/v1/completions", answer, methods=["POST"]),
+                Route("/status", answer),
+            ]
+        )
+
+    dispatch = Dispatch({"a": app("a"), "b": app("b")}, {"one": "a", "two": "b"}.get, gate=Gate(), max_body_bytes=1000)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(dispatch), base_url="http://agent") as client:
+            for model, backbone in (("one", "a"), ("two", "b"), ("none", "a")):
+                answer = (await client.post("/v1/completions", json={"model": model, "prompt": "x"})).json()
+                assert (answer["by"], answer["num_bytes"]) == (backbone, len(f'{{"model":"{model}","prompt":"x"}}'))
+                assert (await client.get(f"/v1/models/{model}")).json()["by"] == backbone
+            broken = (await client.post("/v1/completions", content=b'{"model": "two"' + b" " * 5000)).json()
+            assert broken == {"by": "a", "num_bytes": 5015}
+            assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["a", "b"]
+            assert (await client.get("/status?backbone=b")).json()["by"] == "b"
+
+    asyncio.run(ask())
+
+
+def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BodyRoom.__init__, "__defaults__", (100_000,))
+    statuses: list[int] = []
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def note(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    async def main() -> None:
+        dispatch = Dispatch({"a": answer, "b": answer}, {}.get, gate=Gate(), max_body_bytes=1_000_000)
+        may_end = asyncio.Event()
+        parts = iter([b" " * 80_000, b"{}"])
+
+        async def stalled() -> Message:
+            part = next(parts)
+            if part == b"{}":
+                await may_end.wait()
+            return {"type": "http.request", "body": part, "more_body": part != b"{}"}
+
+        async def whole() -> Message:
+            return {"type": "http.request", "body": b" " * 80_000, "more_body": False}
+
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+        first = asyncio.create_task(dispatch(scope, stalled, note))
+        await asyncio.sleep(0)
+        await dispatch(scope, whole, note)
+        may_end.set()
+        await first
+        await dispatch(scope, whole, note)
+
+        async def unread() -> Message:
+            raise AssertionError("the body of a request without a key is read")
+
+        guarded = Dispatch({"a": answer, "b": answer}, {}.get, gate=Gate(["secret"]), max_body_bytes=1_000_000)
+        await guarded(scope, unread, note)  # the application refuses it
+        with pytest.raises(AssertionError):
+            await guarded(scope | {"headers": [(b"authorization", b"Bearer secret")]}, unread, note)
+
+    asyncio.run(main())
+    assert statuses == [429, 200, 200, 200]

@@ -1,0 +1,113 @@
+"""An agent without functions, and the controller that it follows."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from msgspec import structs
+
+from manylora.core.config import ServerConfig
+from manylora.core.errors import EngineDead, RequestError
+from manylora.demo import demo_model_path
+from manylora.execution.storage import host_memory
+from manylora.functions.agent import agent as agent_module
+from manylora.functions.agent.agent import Agent
+from manylora.functions.deployment import BackboneSpec, NodeSpec
+from manylora.functions.node.launch import Timeouts
+from manylora.functions.wire import AgentSetup, NodeReport, Orders
+from manylora.serving.http.listening import bind
+from manylora.serving.metrics.status_report import FunctionState, MeasureNote
+
+
+def test_an_agent_whose_backbones_change_ends_so_that_the_next_one_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "REPORT_EVERY_S", 0.0)
+    reports: list[NodeReport] = []
+
+    class Controller:
+        async def report(self, node: str, report: NodeReport) -> Orders:
+            reports.append(report)
+            model = "demo" if len(reports) < 5 else str(demo_model_path())
+            return Orders(
+                recorded_until_ns=report.until_ns,
+                generation=len(reports),
+                node=NodeSpec(),
+                backbones={"base": BackboneSpec(model=model)},
+                functions={},
+            )
+
+    async def scenario() -> None:
+        controller = cast(Any, Controller())
+        config = ServerConfig(hang_timeout_s=7.0, start_timeout_s=8.0)
+        bound = bind("127.0.0.1", 0)
+        setup = AgentSetup(node="n", controller="", token=None, server=config, folder=str(tmp_path))
+        agent = Agent(setup, controller, bound)
+        with pytest.raises(EngineDead, match="other backbones"):
+            await asyncio.wait_for(agent.serve(lambda: None), 60.0)
+        assert agent.node.timeouts == Timeouts(hang_s=7.0, start_s=8.0)
+        assert agent.node.hosts["base"].spec.model == "demo"
+
+    asyncio.run(scenario())
+    assert max(one.generation for one in reports) == 4  # later orders are not followed
+
+
+def test_a_node_has_a_share_of_the_memory_that_its_container_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the machine's: a container whose functions take more is killed."""
+    monkeypatch.setattr(host_memory, "groups_around", lambda root, controller: [tmp_path])
+    (tmp_path / "memory.max").write_text(str(100 << 20))
+    (tmp_path / "memory.current").write_text(str(50 << 20))
+
+    async def scenario() -> None:
+        setup = AgentSetup(node="n", controller="", token=None, server=ServerConfig(), folder=str(tmp_path))
+        bound = bind("127.0.0.1", 0)
+        agent = Agent(setup, cast(Any, None), bound)
+        bound.close()
+        assert agent.node.room.num_bytes == 40 << 20
+
+    asyncio.run(scenario())
+
+
+def test_a_state_that_the_controller_refuses_does_not_end_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controller refuses a whole report for one state; the agent sends the rest of it."""
+    sent: list[NodeReport] = []
+
+    class Controller:
+        error = "wrong"
+
+        async def report(self, node: str, report: NodeReport) -> Orders:
+            sent.append(report)
+            if any(len(note.name) > 4096 for state in report.functions for note in state.missing) or self.error == "":
+                raise RequestError("The controller refused it")
+            return Orders(recorded_until_ns=0, generation=1, node=NodeSpec(), backbones={})
+
+    async def scenario() -> None:
+        good, bad = FunctionState(name="good", state="awake"), FunctionState(name="bad", state="awake")
+        bad = structs.replace(bad, missing=(MeasureNote("m" * 5000, ""),))
+        monkeypatch.setattr(agent.node, "states", lambda: [good, bad])
+        assert not await agent._send()
+        assert await agent._send()
+        assert [one.name for one in sent[-1].functions] == ["good"]
+        controller.error = ""
+        with pytest.raises(EngineDead, match="not wanted"):
+            await agent._send()
+            await agent._send()
+
+    controller = Controller()
+    monkeypatch.setattr(agent_module, "url_of", lambda bound: "http://here")
+
+    async def run() -> None:
+        nonlocal agent
+        setup = AgentSetup(node="here", controller="", token=None, server=ServerConfig(), folder=str(tmp_path))
+        agent = Agent(setup, cast(Any, controller), cast(Any, None))
+        await scenario()
+
+    agent: Agent
+    asyncio.run(run())
