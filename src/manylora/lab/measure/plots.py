@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.lab.measure.records import RequestRecord
+from manylora.lab.measure.records import RequestRecord, Timeline
 from manylora.lab.measure.summary import gaps_of
-from manylora.lab.measure.timeline import Timeline
 
 __all__ = ["can_plot", "plot_latencies", "plot_memory", "plot_queues", "plot_rates"]
 

@@ -23,7 +23,6 @@ from manylora.core.engine.status import EngineStats
 from manylora.core.errors import ManyloraError
 from manylora.core.events import (
     AdapterAwaited,
-    AdapterEvicted,
     AdapterLoaded,
     AdapterLoadStarted,
     Event,
@@ -36,8 +35,7 @@ from manylora.core.events import (
     TokensEmitted,
 )
 from manylora.core.types import AdapterKey, FinishReason, Request, Tier
-from manylora.lab.measure.records import RequestRecord
-from manylora.lab.measure.timeline import Timeline
+from manylora.lab.measure.records import RequestRecord, Timeline
 
 __all__ = ["Recorder"]
 
@@ -96,7 +94,6 @@ class Recorder:
             AdapterAwaited: self._on_wait,
             AdapterLoadStarted: self._on_load_start,
             AdapterLoaded: self._on_load,
-            AdapterEvicted: self._on_eviction,
         }
 
     def watch(self, stats: Callable[[], EngineStats]) -> None:
@@ -178,15 +175,20 @@ class Recorder:
 
     def _on_launch(self, event: StepLaunched) -> None:
         if event.at >= self._next_sample_at and self._stats is not None:
-            self.timeline.sample(self._stats(), event.at)
+            self._sample(self._stats(), event.at)
             self._next_sample_at = event.at + self._sample_every_s
+
+    def _sample(self, stats: EngineStats, now: float) -> None:
+        timeline = self.timeline
+        timeline.at.append(now)
+        for name, column in timeline.gauges.items():
+            column.append(getattr(stats, name))
+        timeline.queues.append(tuple(queue.num_waiting for queue in stats.queues))
 
     def _on_step(self, event: StepFinished) -> None:
         steps = self.timeline.steps
-        steps.at.append(event.at)
         steps.took_s.append(event.took_s)
         steps.num_sequences.append(event.num_sequences)
-        steps.num_tokens.append(event.num_tokens)
 
     # -- loads -------------------------------------------------------------------------------------------------------
 
@@ -210,9 +212,6 @@ class Recorder:
             loads.at.append(now)
             loads.busy_s.append(now - started_at)
             loads.num_bytes.append(num_bytes)
-
-    def _on_eviction(self, event: AdapterEvicted) -> None:
-        self.timeline.loads[event.tier].num_evictions += 1
 
 
 def _end_wait(request: _OpenRequest, now: float) -> None:

@@ -1,11 +1,29 @@
-"""The record of one request: live, simulated and remote runs are all reported from it."""
+"""The records of a run: each request, and each replica over time.
+
+Live, simulated and remote runs are all reported from the records of their requests.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["RequestRecord"]
+from manylora.core.types import Tier
+
+__all__ = ["GAUGES", "Loads", "RequestRecord", "Steps", "Timeline"]
+
+GAUGES = (
+    "num_running",
+    "num_waiting",
+    "num_free_pages",
+    "num_kv_pages",
+    "num_prefix_pages",
+    "num_adapter_pages",
+    "num_resident",
+    "num_active",
+)
+"""The gauges of ``EngineStats`` that are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +85,53 @@ class RequestRecord:
         if self.first_token_at is None or self.num_output_tokens < 2:
             return None
         return (self.finished_at - self.first_token_at) / (self.num_output_tokens - 1)
+
+
+def _column() -> array[float]:
+    return array("d")
+
+
+@dataclass(slots=True)
+class Steps:
+    """Every step; the columns are equally long.
+
+    Args:
+        took_s: Seconds from its launch to its results.
+        num_sequences: Sequences in it.
+    """
+
+    took_s: array[float] = field(default_factory=_column)
+    num_sequences: array[float] = field(default_factory=_column)
+
+
+@dataclass(slots=True)
+class Loads:
+    """Every load into one tier that succeeded; the columns are equally long.
+
+    Args:
+        at: Time of its end, in seconds.
+        busy_s: Seconds that the link worked on it, without the time in the link's queue (first in, first out).
+        num_bytes: Bytes that were moved.
+    """
+
+    at: array[float] = field(default_factory=_column)
+    busy_s: array[float] = field(default_factory=_column)
+    num_bytes: array[float] = field(default_factory=_column)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One replica over time, as columns that are small enough to keep for hours.
+
+    Args:
+        at: Time of each sample of the gauges, in seconds.
+        gauges: A column for each of ``GAUGES``.
+        queues: Requests waiting in each of the policy's queues, a row for each sample; the number of queues may change.
+        loads: By target tier.
+    """
+
+    at: array[float] = field(default_factory=_column)
+    gauges: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in GAUGES})
+    queues: list[tuple[int, ...]] = field(default_factory=list)
+    steps: Steps = field(default_factory=Steps)
+    loads: dict[Tier, Loads] = field(default_factory=lambda: {Tier.HOST: Loads(), Tier.DEVICE: Loads()})

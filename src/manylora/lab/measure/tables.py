@@ -11,8 +11,7 @@ from rich import box
 from rich.table import Table as RichTable
 
 from manylora.lab.measure.records import RequestRecord
-from manylora.lab.measure.statistics import PercentileSummary
-from manylora.lab.measure.summary import Slo, Summary
+from manylora.lab.measure.summary import PercentileSummary, Slo, Summary
 
 __all__ = ["FigureTable", "compare", "failures", "figures", "groups", "latencies", "milliseconds"]
 

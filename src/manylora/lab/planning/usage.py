@@ -86,7 +86,7 @@ def usage_of(load_test: LoadTest) -> LoadTestUsage:
     counted = [record for one in load_test.runs for record in one.counted]
     seconds = sum(_counted_s(one) for one in load_test.runs)
     good = [record for record in counted if record.error is None]
-    num_steps = sum(len(timeline.steps.at) for timeline in timelines)
+    num_steps = sum(len(timeline.steps.took_s) for timeline in timelines)
     looked_at = [record.was_resident for record in counted if record.was_resident is not None]
     return LoadTestUsage(
         memory=_memory(load_test),
