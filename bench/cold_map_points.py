@@ -17,6 +17,7 @@ from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
 from manylora.lab.costs.workers import AssistCost, CpuWorkers
+from manylora.lab.sim.run.cold_steps import ColdSteps
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.executor import SimulatedExecutor
 from manylora.lab.workloads import AdapterSpec
@@ -98,7 +99,7 @@ class Rig:
         def first_token_s(placement: Placement, *, takes_over: bool = False) -> float:
             workers = CpuWorkers(cores=cores, memory_bytes_per_s=memory, takes_over=takes_over)
             assist, num_layers = AssistCost(self.cost, workers), self.cost.dims.num_layers
-            executor = SimulatedExecutor(self.cost, vocab_size=2, num_layers=num_layers, assist=assist)
+            executor = SimulatedExecutor(self.cost, vocab_size=2, cold_steps=ColdSteps(self.cost, num_layers, assist))
             arrives_at = max(executor.load_adapter(load, 0.0).ready_at for load in loads)
             begins_at = self._next_step_s(arrives_at) if placement is ON_DEVICE else 0.0
             step = executor.launch(self._plan(prompt, placement), begins_at)

@@ -58,7 +58,8 @@ from manylora.lab.costs.profile import CostProfile
 from manylora.lab.measure import Recorder, Summary, summarise
 from manylora.lab.measure.plots import can_plot, plot_latencies
 from manylora.lab.measure.records import RequestRecord
-from manylora.lab.sim.run.executor import SimulatedExecutor, synthetic_token
+from manylora.lab.sim.run.contents import synthetic_token
+from manylora.lab.sim.run.executor import SimulatedExecutor
 
 RANKS = (8, 16, 32, 64)
 NUM_ADAPTERS = 50

@@ -20,9 +20,8 @@ from manylora.core.costs.step_log import LoadRecord, LogHeader, LogLine, StepRec
 from manylora.core.plan import AdapterLoad, PlannedSequence, StepPlan
 from manylora.core.types import SampledToken
 from manylora.lab.costs.calibrate import fit_profile, predict_times, regime_of
-from manylora.lab.costs.fitted import FittedCost
+from manylora.lab.costs.fitted import FittedCost, MachineSpeed
 from manylora.lab.costs.profile import CostProfile
-from manylora.lab.costs.speed import MachineSpeed
 from manylora.lab.sim.run.executor import SimulatedExecutor, SimulatedWork
 
 WINDOW_S = 2.0

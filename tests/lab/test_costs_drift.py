@@ -15,9 +15,8 @@ from sim_profiles import make_profile, sweep
 from manylora.core.costs.step_log import StepRecord
 from manylora.lab.costs.calibrate import fit_profile
 from manylora.lab.costs.drift import Array, estimate_drift, noise_within, speed_between
-from manylora.lab.costs.fitted import FittedCost
+from manylora.lab.costs.fitted import DriftingSpeed, FittedCost
 from manylora.lab.costs.profile import CostProfile, DriftComponent, Noise, SpeedDrift, StepCost, read_profile
-from manylora.lab.costs.speed import DriftingSpeed
 
 OWN = {kind: Noise(mean=1.0, quantiles=(0.9, 0.95, 1.0, 1.05, 1.1)) for kind in ("decode", "prompt")}
 

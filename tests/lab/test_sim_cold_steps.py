@@ -25,9 +25,9 @@ from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
 from manylora.lab.costs.workers import AssistCost, CpuWorkers
 from manylora.lab.sim.idle_engine import prompt_step
+from manylora.lab.sim.run.cold_steps import ColdSteps
 from manylora.lab.sim.run.contents import adapter_versions
-from manylora.lab.sim.run.executor import SimulatedExecutor, SimulatedWork
-from manylora.lab.sim.run.link import SimulatedLink
+from manylora.lab.sim.run.executor import SimulatedExecutor, SimulatedLink, SimulatedWork
 from manylora.lab.workloads import AdapterSpec
 
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -43,7 +43,7 @@ READ_S = COST.load_time_s(AdapterLoad(version=A, tier=Tier.HOST))
 
 def executor(workers: CpuWorkers | None = None) -> SimulatedExecutor:
     assist = AssistCost(COST, workers) if workers is not None else None
-    return SimulatedExecutor(COST, vocab_size=100, num_layers=LAYERS, assist=assist)
+    return SimulatedExecutor(COST, vocab_size=100, cold_steps=ColdSteps(COST, LAYERS, assist))
 
 
 def step(*parts: tuple[AdapterVersion, Placement | None, int], start: int = 0) -> StepPlan:
@@ -166,7 +166,7 @@ def test_the_device_takes_over_the_layers_that_have_arrived() -> None:
 
 
 def test_a_cpu_reads_the_host_image_at_no_cost_of_its_own() -> None:
-    target = SimulatedExecutor(FixedCost(), vocab_size=100, num_layers=LAYERS)
+    target = SimulatedExecutor(FixedCost(), vocab_size=100, cold_steps=ColdSteps(FixedCost(), LAYERS))
     copied(target, [A])
     at = target.launch(step((A, IN_HOST, 7)), 0.0).ready_at
     assert at == SimulatedExecutor(FixedCost(), vocab_size=100).launch(step((A, None, 7)), 0.0).ready_at
@@ -176,7 +176,7 @@ def test_a_layer_that_has_not_arrived_is_left_to_the_workers_again() -> None:
     """The link is so slow that the device overtakes the copy: the workers then compute every second layer or so."""
     cost = RooflineCost("llama-2-7b", dataclasses.replace(COST.hardware, link_bytes_per_s=3e9), targets=QKV)
     assist = AssistCost(cost, CpuWorkers(cores=2, takes_over=True))
-    target = SimulatedExecutor(cost, vocab_size=100, num_layers=LAYERS, assist=assist)
+    target = SimulatedExecutor(cost, vocab_size=100, cold_steps=ColdSteps(cost, LAYERS, assist))
     copied(target, [A])
     plan = step((A, IN_HOST, 64))
     copy_s = cost.load_time_s(AdapterLoad(version=A, tier=Tier.DEVICE)) / LAYERS
@@ -193,11 +193,11 @@ def test_a_layer_that_has_not_arrived_is_left_to_the_workers_again() -> None:
     assert isinstance(work.result, StepResult) and work.result.cpu_share == pytest.approx(num_on_cpu / LAYERS)
 
 
-# -- patience ----------------------------------------------------------------------------------------------------------
+# -- late adapters -----------------------------------------------------------------------------------------------------
 
 
-def impatient(patience_s: float) -> SimulatedExecutor:
-    return SimulatedExecutor(COST, vocab_size=100, num_layers=LAYERS, patience_s=patience_s)
+def bounded(max_wait_s: float) -> SimulatedExecutor:
+    return SimulatedExecutor(COST, vocab_size=100, cold_steps=ColdSteps(COST, LAYERS, max_wait_s=max_wait_s))
 
 
 def result_of(work: SimulatedWork) -> StepResult:
@@ -208,15 +208,15 @@ def result_of(work: SimulatedWork) -> StepResult:
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_a_step_goes_on_without_the_sequences_of_an_adapter_that_is_late(has_begun: bool) -> None:
     """Before its copy has begun, its rows are not in the step; afterwards they are, for nothing."""
-    patience_s = COPY_S / LAYERS / 2
-    target = impatient(patience_s)
+    max_wait_s = COPY_S / LAYERS / 2
+    target = bounded(max_wait_s)
     copied(target, [B] * (1 - has_begun))
     copied(target, [A])
     plan = step((A, ARRIVING, 16), (B, None, 1))
     work = target.launch(plan, 0.0)
     assert result_of(work).late == {0} and set(result_of(work).tokens) == {1}
     rest = plan if has_begun else step((B, None, 1))
-    assert work.ready_at == pytest.approx(patience_s + COST.step_time_s(rest))
+    assert work.ready_at == pytest.approx(max_wait_s + COST.step_time_s(rest))
     # The step that was planned ahead has the sequence, and leaves it out.
     ahead = target.launch(plan, 0.0)
     assert not result_of(ahead).late and set(result_of(ahead).tokens) == {1}
@@ -229,13 +229,13 @@ def test_waits_for_all_adapters_add_up_and_one_that_keeps_up_goes_on() -> None:
     loads = [AdapterLoad(version=version, tier=Tier.DEVICE) for version in (A, B)]
     plan = step((A, ARRIVING, 16), (B, ARRIVING, 16))
     for num_copies, late in ((1.1, set()), (1.01, {1}), (0.5, {1}), (0.5 / LAYERS, {0, 1})):
-        patience_s = num_copies * COPY_S
-        target = impatient(patience_s)
+        max_wait_s = num_copies * COPY_S
+        target = bounded(max_wait_s)
         for load in loads:
             target.load_adapter(load, 0.0)
         work = target.launch(plan, 0.0)
         assert result_of(work).late == late
-        assert work.ready_at <= patience_s + COST.step_time_s(plan) + 1e-9
+        assert work.ready_at <= max_wait_s + COST.step_time_s(plan) + 1e-9
 
 
 def test_an_engine_in_virtual_time_gives_a_late_request_up_and_answers_it_later() -> None:
@@ -247,7 +247,7 @@ def test_an_engine_in_virtual_time_gives_a_late_request_up_and_answers_it_later(
         CoreParts(
             base=base,
             num_pages=400,
-            executor=SimulatedExecutor(cost, vocab_size=base.vocab_size, num_layers=LAYERS),
+            executor=SimulatedExecutor(cost, vocab_size=base.vocab_size, cold_steps=ColdSteps(cost, LAYERS)),
             waits_by_layer=True,
         ),
         EngineConfig(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manylora.lab.sim.run.link import SimulatedLink
+from manylora.lab.sim.run.executor import SimulatedLink
 
 LAYERS = 4
 DURATIONS = st.floats(0.01, 2.0)

@@ -13,8 +13,7 @@ from manylora.core.errors import ConfigError
 from manylora.demo import demo_model_path
 from manylora.lab.costs.fitted import FittedCost
 from manylora.lab.costs.roofline import RooflineCost
-from manylora.lab.sim.build import build_simulated_parts
-from manylora.lab.sim.target import find_target
+from manylora.lab.sim.build import build_simulated_parts, find_target
 
 
 def config(**memory: int) -> EngineConfig:
@@ -24,17 +23,17 @@ def config(**memory: int) -> EngineConfig:
 def test_a_profile_brings_the_pool_of_the_engine_that_was_measured(tmp_path: Path):
     path = tmp_path / "profile.json"
     make_profile().write(path)
-    stand_in = find_target(str(path), config())
+    stand_in, machine = find_target(str(path), config())
     assert isinstance(stand_in.cost, FittedCost)
-    assert (stand_in.num_pages, stand_in.machine) == (600, "a machine")
+    assert (stand_in.num_pages, machine) == (600, "a machine")
     # Other pages, as many bytes; or as many as asked for.
-    assert find_target(str(path), config(block_size=32)).num_pages == 300
-    assert find_target(str(path), config(memory_bytes=GIB)).num_pages == GIB // stand_in.base.page.num_bytes
-    assert find_target(str(path), config(num_pages=7)).num_pages == 7
+    assert find_target(str(path), config(block_size=32))[0].num_pages == 300
+    assert find_target(str(path), config(memory_bytes=GIB))[0].num_pages == GIB // stand_in.base.page.num_bytes
+    assert find_target(str(path), config(num_pages=7))[0].num_pages == 7
 
 
 def test_named_hardware_has_the_pool_that_its_memory_leaves():
-    stand_in = find_target("a40:llama-7b", config())
+    stand_in, _ = find_target("a40:llama-7b", config())
     assert isinstance(stand_in.cost, RooflineCost)
     # 48 GB, nine tenths of it, less 13.5 GB of weights and what activations take.
     assert 24e9 < stand_in.num_pages * stand_in.base.page.num_bytes < 30e9
@@ -43,7 +42,7 @@ def test_named_hardware_has_the_pool_that_its_memory_leaves():
 def test_a_model_s_folder_and_a_data_sheet_are_names_too(tmp_path: Path):
     sheet = tmp_path / "ours.toml"
     sheet.write_text('name = "ours"\nlike = "a40"\nmemory_bytes = 8e9\n')
-    stand_in = find_target(f"{sheet}:{demo_model_path()}", config())
+    stand_in, _ = find_target(f"{sheet}:{demo_model_path()}", config())
     assert stand_in.base.hidden_size == 192
     assert stand_in.num_pages * stand_in.base.page.num_bytes < 8e9
 

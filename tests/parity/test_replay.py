@@ -31,7 +31,7 @@ from manylora.core.ports import EngineParts, Executor
 from manylora.core.types import AdapterVersion, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.build import build_parts
 from manylora.lab.bench.sweep import write_synthetic_adapter
-from manylora.lab.sim.run.executor import synthetic_token
+from manylora.lab.sim.run.contents import synthetic_token
 
 VOCAB_SIZE = 256
 NUM_ADAPTERS = 12

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from manylora.core.engine.steps.plan_ahead import fill_in
 from manylora.core.plan import ARRIVING, AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, SampledToken, Tier
-from manylora.lab.sim.run.executor import synthetic_prompt_logprobs, synthetic_token
+from manylora.lab.sim.run.contents import synthetic_prompt_logprobs, synthetic_token
 
 __all__ = ["FakeExecutor", "FakeWork"]
 

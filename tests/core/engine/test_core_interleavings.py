@@ -27,7 +27,7 @@ from manylora.core.plan import ARRIVING, IN_HOST, Placement, PlannedSequence
 from manylora.core.scheduling import POLICIES, ChameleonPolicy
 from manylora.core.scheduling.policies.chameleon import queue_plan
 from manylora.core.types import Continuation, FinishReason, Request
-from manylora.lab.sim.run.executor import synthetic_token
+from manylora.lab.sim.run.contents import synthetic_token
 
 PREFETCHES = [(0, False, True), (3, False, False), (10, True, True), (10, False, False)]
 """Look-ahead, whether gaps are forecast, and whether adapters stay in host memory."""

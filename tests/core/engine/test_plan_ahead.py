@@ -17,7 +17,8 @@ from manylora.core.ports import CoreParts, EngineParts
 from manylora.core.scheduling import Sequence
 from manylora.core.types import Output, Request, SampledToken, SamplingParams, Tier
 from manylora.lab.costs.model import FixedCost
-from manylora.lab.sim.run.executor import SimulatedExecutor, synthetic_token
+from manylora.lab.sim.run.contents import synthetic_token
+from manylora.lab.sim.run.executor import SimulatedExecutor
 
 
 def ahead(**options: object) -> Rig:

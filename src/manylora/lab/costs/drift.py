@@ -1,7 +1,7 @@
 """Estimation of a machine's speed drift from step times: sizes and time constants of its components.
 
 Neighbouring steps are slow together. The autocovariance of measured over predicted time is a function of their
-distance in time; a sum of falling exponentials is fitted to it, one for every component of ``lab/costs/speed.py``.
+distance in time; a sum of falling exponentials is fitted to it, one for every component of ``lab/costs/fitted.py``.
 Steps are weighted by their duration, and durations are not replaced by their logarithms: a queue grows by the excess
 work of a slow machine, and under load its waits depend on the integral of exactly this curve.
 

@@ -131,7 +131,7 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriftComponent(msgspec.Struct, frozen=True, kw_only=True):
-    """Drift of the machine's speed on one time scale; see ``lab/costs/speed.py``.
+    """Drift of the machine's speed on one time scale; see ``lab/costs/fitted.py``.
 
     Args:
         size: Standard deviation of the logarithm of step times: 0.2 is a fifth slower or faster.

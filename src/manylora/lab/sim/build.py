@@ -1,29 +1,44 @@
-"""The parts of a simulated engine; no model is loaded."""
+"""The parts of a simulated engine; no model is loaded.
+
+It imitates a machine that was measured, or one given by its data sheet. Its vocabulary is that of the checkpoint
+folder, like the tokenizer; costs do not depend on it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 from manylora.core.adapters.layout import lay_out, make_version
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import is_url
 from manylora.core.clock import Clock
-from manylora.core.config import EngineConfig
-from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound
+from manylora.core.config import EngineConfig, MemoryConfig
+from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
+from manylora.core.plan import PlannedSequence
 from manylora.core.ports import EngineParts, check_each
-from manylora.core.types import AdapterVersion
+from manylora.core.types import AdapterVersion, SampledToken
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.fitted import FittedCost
 from manylora.lab.costs.model import CostModel, FixedCost
+from manylora.lab.costs.profile import read_profile
+from manylora.lab.sim.run.cold_steps import ColdSteps
+from manylora.lab.sim.run.contents import synthetic_token
 from manylora.lab.sim.run.executor import SimulatedExecutor
-from manylora.lab.sim.target import SimulatedTarget, find_target, make_token_source
+from manylora.lab.sim.run.simulation import SimulationConfig
+from manylora.lab.sim.setup import Setup, make_config
 
-__all__ = ["SimulatedReader", "build_simulated_parts"]
+__all__ = ["SimulatedReader", "build_simulated_parts", "find_target"]
 
 DEFAULT_POOL_BYTES = 1 << 30
+
+MEAN_ANSWER_TOKENS = 200
+"""Mean length of synthetic answers without a cap."""
 
 
 class SimulatedReader:
@@ -88,20 +103,19 @@ def build_simulated_parts(
         ConfigError: ``simulate`` names no target.
     """
     if config.simulate is not None and cost is None and shape is None:
-        target = find_target(config.simulate, config)
+        target, machine = find_target(config.simulate, config)
     else:
         base = shape or base_shape("llama-3-8b", block_size=config.memory.block_size)
         pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
-        num_pages = config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes)
-        interference, speed = (cost.interference, cost.speed()) if isinstance(cost, FittedCost) else ({}, None)
-        target = SimulatedTarget(
+        target = SimulationConfig(
             base=base,
-            num_pages=num_pages,
             cost=cost or FixedCost(),
-            machine="synthetic",
-            interference=interference,
-            speed=speed,
+            num_pages=config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes),
+            memory=MemoryConfig(block_size=base.page.block_size),
+            interference=cost.interference if isinstance(cost, FittedCost) else {},
+            speed=cost.speed if isinstance(cost, FittedCost) else None,
         )
+        machine = "synthetic"
     base = target.base
     return EngineParts(
         base=base,
@@ -109,14 +123,86 @@ def build_simulated_parts(
         executor=SimulatedExecutor(
             target.cost,
             vocab_size=base.vocab_size,
-            choose=make_token_source(base),
+            choose=_make_token_source(base),
             interference=target.interference,
-            speed=target.speed,
-            num_layers=base.num_layers,
+            speed=target.speed(0) if target.speed is not None else None,
+            cold_steps=ColdSteps(target.cost, base.num_layers),
         ),
         reader=SimulatedReader(base),
         close=lambda: None,
-        machine=f"simulated: {target.machine}",
+        machine=f"simulated: {machine}",
         reads_host=target.reads_host,
         waits_by_layer=target.waits_by_layer,
     )
+
+
+def find_target(name: str, config: EngineConfig) -> tuple[SimulationConfig, str]:
+    """Return the engine that ``--simulate NAME`` imitates, and the name of its machine.
+
+    Args:
+        name: The file of a cost profile, or ``hardware:model``, each a known name or a file (``a40:llama-7b``).
+        config: Gives the sizes of memory and the model's folder.
+
+    Raises:
+        ConfigError: The name is neither.
+    """
+    memory = config.memory
+    hardware, colon, model = name.rpartition(":")
+    if Path(name).is_file():
+        setup, machine = Setup(profile=name), read_profile(name).machine
+    elif colon:
+        setup, machine = Setup(hardware=hardware, model=model), hardware
+    else:
+        raise ConfigError(
+            f"Got simulate = {name!r}, expected the file of a profile that `manylora calibrate` wrote, "
+            "or hardware:model, such as a40:llama-7b"
+        )
+    setup = replace(setup, utilization=memory.gpu_memory_utilization, scheduler=config.scheduler)
+    made = make_config(setup, seed=config.seed)
+    base = replace(made.base, page=replace(made.base.page, block_size=memory.block_size))
+    num_bytes = memory.memory_bytes or made.num_pages * made.base.page.num_bytes
+    target = replace(
+        made,
+        base=_with_vocabulary(base, config),
+        num_pages=memory.num_pages or max(2, num_bytes // base.page.num_bytes),
+        memory=replace(made.memory, block_size=memory.block_size),
+    )
+    return target, machine
+
+
+def _with_vocabulary(base: BaseShape, config: EngineConfig) -> BaseShape:
+    """Return the base with the vocabulary of the configured model folder, and the configured context."""
+    path = Path(config.model.model) / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = settings.get("text_config", settings)
+        vocab_size, eos = settings["vocab_size"], settings.get("eos_token_id")
+    except (OSError, ValueError, KeyError):
+        return base  # no folder, or one with only a tokenizer
+    limit = config.model.max_model_len
+    return replace(
+        base,
+        vocab_size=int(vocab_size),
+        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        max_model_len=base.max_model_len if limit is None else min(limit, base.max_model_len),
+    )
+
+
+def _make_token_source(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
+    """Return the token source of answers for clients.
+
+    An answer runs to its ``max_tokens``. Without one it ends after a length drawn by its seed from an exponential
+    distribution, so that a chat without a cap does not run to the end of the context.
+    """
+    avoid = base.eos_token_ids
+
+    def next_token(part: PlannedSequence) -> SampledToken:
+        sampling = part.sampling
+        if sampling.max_tokens is None and not sampling.ignore_eos and avoid:
+            share = (crc32(f"{part.seed}/{part.num_prompt_tokens}".encode()) + 1) / 2**32
+            length = max(1 + sampling.min_tokens, round(-MEAN_ANSWER_TOKENS * math.log(share)))
+            if part.start + part.num_tokens - part.num_prompt_tokens >= length - 1:
+                return SampledToken(token_id=avoid[0])
+        return synthetic_token(part, base.vocab_size, avoid)
+
+    return next_token

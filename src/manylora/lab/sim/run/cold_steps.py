@@ -2,7 +2,7 @@
 
 ::
 
-    copy                  | 0 |     | 1 |     | 2 | ...        ``link.py``
+    copy                  | 0 |     | 1 |     | 2 | ...        ``SimulatedLink``
     step                  | layer 0 | waits | layer 1 | ...    of a sequence that is placed ARRIVING
 
 A step is cut into as many equal parts as the model has layers, and so are the weights of an adapter. It waits as long
@@ -12,22 +12,39 @@ as a live one: the limit is the same code (``core/costs/arriving.py``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from manylora.core.costs.arriving import MAX_WAIT_S, WaitBudget, left_to_workers
-from manylora.core.plan import ON_DEVICE, PlannedSequence, StepPlan
+from manylora.core.plan import PlannedSequence, StepPlan
 from manylora.core.types import AdapterKey, Tier
 from manylora.lab.costs.model import CostModel
 from manylora.lab.costs.workers import AssistCost
-from manylora.lab.sim.run.link import LoadTimeline
 
-__all__ = ["ColdStep", "ColdSteps", "cold_sequences"]
+__all__ = ["ColdStep", "ColdSteps", "LoadTimeline"]
 
 
-def cold_sequences(plan: StepPlan) -> list[PlannedSequence]:
-    """Return the sequences of a step whose adapter is not on the device."""
-    return [part for part in plan.sequences if part.placement is not ON_DEVICE and part.placement != ON_DEVICE]
+@dataclass(slots=True, eq=False)
+class LoadTimeline:
+    """A load that brings the layers of an adapter in their order; times in seconds.
+
+    Loads that begin later may put off those of its pieces that wait for the tier below.
+
+    Args:
+        arrivals: Time at which each layer has arrived.
+        begins_at: Time of its turn on the link, from which on its layout is known.
+        uses: Intervals in which it was to use the link when it began.
+    """
+
+    arrivals: list[float]
+    begins_at: float = 0.0
+    uses: Seq[tuple[float, float]] = ()
+
+    @property
+    def ends_at(self) -> float:
+        """Time at which all layers have arrived."""
+        return self.arrivals[-1]
 
 
 class ColdStep(NamedTuple):
@@ -51,21 +68,21 @@ class ColdSteps:
         cost: Durations of steps.
         num_layers: Layers of the model.
         assist: Prices CPU workers beside an accelerator; ``None`` where steps read the host image in place, on a CPU.
-        patience_s: Longest wait of a step for the layers of its adapters, in seconds.
+        max_wait_s: Longest wait of a step for the layers of its adapters, in seconds.
     """
 
     def __init__(
-        self, cost: CostModel, num_layers: int, assist: AssistCost | None, patience_s: float = MAX_WAIT_S
+        self, cost: CostModel, num_layers: int = 1, assist: AssistCost | None = None, max_wait_s: float = MAX_WAIT_S
     ) -> None:
+        self.num_layers = num_layers
         self._cost = cost
-        self._num_layers = num_layers
         self._assist = assist
-        self._patience_s = patience_s
+        self._max_wait_s = max_wait_s
 
     def end(
         self,
         plan: StepPlan,
-        cold: list[PlannedSequence],
+        cold: Seq[PlannedSequence],
         copies: Mapping[AdapterKey, LoadTimeline],
         begins_at: float,
         factor: float,
@@ -94,7 +111,7 @@ class ColdSteps:
                 begins_at = max(begins_at, copies[part.adapter].ends_at)
         if not arriving and not assisted:
             return ColdStep(begins_at + self._cost.step_time_s(plan) * factor)
-        waits = _Waits(begins_at, self._patience_s)
+        waits = _Waits(begins_at, self._max_wait_s)
         for key, copy in arriving.items():
             waits.wait_for(key, copy.begins_at)
         if waits.late:  # an adapter whose layout is not known has no rows in the step
@@ -105,7 +122,7 @@ class ColdSteps:
         adapters = on_cpu = tuple(dict.fromkeys([part.adapter for part in assisted if part.adapter]))
         layers_s = {on_cpu: self._layer_s(plan, assisted, factor)}
         num_on_cpu = 0
-        for layer in range(self._num_layers):
+        for layer in range(self.num_layers):
             for key, copy in arriving.items():
                 waits.wait_for(key, copy.arrivals[layer])
             if takes_over:
@@ -115,30 +132,30 @@ class ColdSteps:
                     layers_s[on_cpu] = self._layer_s(plan, [p for p in assisted if p.adapter in on_cpu], factor)
             num_on_cpu += len(on_cpu)
             waits.at += layers_s[on_cpu]
-        cpu_share = num_on_cpu / (self._num_layers * len(adapters)) if adapters else 1.0
+        cpu_share = num_on_cpu / (self.num_layers * len(adapters)) if adapters else 1.0
         return ColdStep(waits.at, cpu_share, frozenset(waits.late))
 
     def _layer_s(self, plan: StepPlan, on_cpu: list[PlannedSequence], factor: float) -> float:
         """Return the time of a layer in which workers compute the adapters of some sequences."""
         if on_cpu and self._assist is not None:
-            return factor * self._assist.step_time_s(plan, on_cpu) / self._num_layers
-        return factor * self._cost.step_time_s(plan) / self._num_layers
+            return factor * self._assist.step_time_s(plan, on_cpu) / self.num_layers
+        return factor * self._cost.step_time_s(plan) / self.num_layers
 
 
 class _Waits:
-    """How far a step is, ``at``, and the adapters that it has ceased to wait for."""
+    """The time that a step has reached, ``at``, and the adapters that it has ceased to wait for."""
 
-    def __init__(self, begins_at: float, patience_s: float) -> None:
+    def __init__(self, begins_at: float, max_wait_s: float) -> None:
         self.at = begins_at
         self.late: dict[AdapterKey, None] = {}
-        self._patience = WaitBudget(patience_s)
+        self._budget = WaitBudget(max_wait_s)
 
     def wait_for(self, key: AdapterKey, arrives_at: float) -> None:
-        """Wait until a part of an adapter has arrived, or as long as patience lasts."""
+        """Wait until a part of an adapter has arrived, or until the budget is spent."""
         if arrives_at <= self.at or key in self.late:
             return
-        if not self._patience.outlasts(arrives_at - self.at):
+        if not self._budget.outlasts(arrives_at - self.at):
             self.late[key] = None
-            arrives_at = self.at + self._patience.left_s
-        self._patience.spend(arrives_at - self.at)
+            arrives_at = self.at + self._budget.left_s
+        self._budget.spend(arrives_at - self.at)
         self.at = arrives_at

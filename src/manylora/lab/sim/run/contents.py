@@ -1,7 +1,7 @@
-"""Synthetic prompts: equal exactly where the workload shares prefixes.
+"""Synthetic contents: tokens, adapter versions, and prompts that are equal exactly where the workload shares prefixes.
 
-Only the prefix cache reads them. It hashes blocks in a chain, so a block that differs in its first tokens changes all
-that follow. So a prompt is filler, which costs one copy, behind a few tokens that identify the block or request::
+Only the prefix cache reads prompts. It hashes blocks in a chain, so a block that differs in its first tokens changes
+all that follow. So a prompt is filler, which costs one copy, behind a few tokens that identify the block or request::
 
     | name of block 7 | filler ........ | name of block 9 | filler ........ | own name | filler ....... |
       prefix_block_tokens                 prefix_block_tokens                 the rest
@@ -12,16 +12,19 @@ Adapter versions for a workload: sized by their real layout, without weights.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable
 from dataclasses import replace
+from zlib import crc32
 
 from manylora.core.adapters.layout import AdapterLayout, lay_out, make_version
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.errors import AdapterError
-from manylora.core.types import AdapterKey, AdapterVersion
+from manylora.core.plan import PlannedSequence, StepPlan
+from manylora.core.types import AdapterKey, AdapterVersion, PromptLogprobs, SampledToken
 from manylora.lab.workloads import AdapterSpec, RequestSpec
 
-__all__ = ["PromptMaker", "adapter_versions"]
+__all__ = ["PromptMaker", "adapter_versions", "synthetic_prompt_logprobs", "synthetic_token"]
 
 FILLER = 0
 SHARED, OWN = 1, 2
@@ -56,6 +59,40 @@ class PromptMaker:
             number, digit = divmod(number, self._base)
             name.append(digit)
         return tuple(name[:num_tokens]) + self._filler[: max(0, num_tokens - len(name))]
+
+
+def synthetic_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ...] = ()) -> SampledToken:
+    """Return a token that depends only on adapter, seed and position, so that it can be computed again."""
+    position = part.start + part.num_tokens
+    draw = crc32(f"{part.adapter}/{part.seed if part.sampling.temperature else 0}/{position}".encode())
+    token_id = draw % vocab_size
+    while token_id in avoid:
+        token_id = (token_id + 1) % vocab_size
+    if part.sampling.logprobs is None:
+        return SampledToken(token_id=token_id)
+    others = [(token_id + step) % vocab_size for step in range(part.sampling.logprobs)]
+    top = tuple((other, -0.1 - rank) for rank, other in enumerate(others))
+    return SampledToken(token_id=token_id, logprob=-0.1, top=top)
+
+
+def synthetic_prompt_logprobs(plan: StepPlan, vocab_size: int) -> dict[int, PromptLogprobs]:
+    """Return rows that depend only on the tokens of the prompts, which are their own most likely ones."""
+    found: dict[int, PromptLogprobs] = {}
+    parts = {part.seq_id: part for part in plan.sequences} if plan.prompt_rows else {}
+    for rows in plan.prompt_rows:
+        if (part := parts.get(rows.seq_id)) is None:
+            continue  # it failed in the step before
+        assert part.start <= rows.start < rows.stop <= part.start + part.num_tokens, "reported but not run"
+        targets = part.tokens[rows.start + 1 : rows.stop + 1]
+        numbers = [(token + step) % vocab_size for token in targets for step in (0, *range(rows.num_top))]
+        logprobs = [-0.1 - step for step in (0, *range(rows.num_top))] * len(targets)
+        found[rows.seq_id] = PromptLogprobs(
+            num_top=rows.num_top,
+            token_ids=array("i", numbers).tobytes(),
+            logprobs=array("f", logprobs).tobytes(),
+            ranks=array("i", [1] * len(targets)).tobytes(),
+        )
+    return found
 
 
 def adapter_versions(adapters: Iterable[AdapterSpec], base: BaseShape) -> dict[str, AdapterVersion]:

@@ -1,29 +1,35 @@
 """The simulated executor: work completes by a cost model, and tokens are synthetic.
 
 On the virtual clock it makes the engine a simulator; on the wall clock, a server without a model. Loads share one link
-per tier (``link.py``) and run beside steps, which they may slow down. A step with cold sequences takes longer, for all
-its sequences, or goes on without them (``cold_steps.py``).
+per tier and run beside steps, which they may slow down. A step with cold sequences takes longer, for all its sequences,
+or goes on without them (``cold_steps.py``).
+
+The link of a tier is one thread that copies pieces in the order in which they are there::
+
+    read A    | layer 0 | layer 1 | layer 2 |            a file, in the order of the layers
+    copy A              | 0 |     | 1 |       | 2 |      chained: a piece for each layer, once that has been read
+    copy B                  | all layers......|          an image that is there: one piece
+
+So a copy that follows its read leaves the link to others while it waits, and is delayed by those that begin meanwhile.
+That is how the live link serves loads (``execution/storage/device_load.py``).
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from zlib import crc32
 
-from manylora.core.costs.arriving import MAX_WAIT_S
 from manylora.core.engine.steps.plan_ahead import fill_in
-from manylora.core.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
-from manylora.core.types import AdapterKey, PromptLogprobs, SampledToken, Tier
+from manylora.core.plan import ON_DEVICE, AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
+from manylora.core.types import AdapterKey, SampledToken, Tier
+from manylora.lab.costs.fitted import MachineSpeed
 from manylora.lab.costs.model import CostModel
-from manylora.lab.costs.speed import MachineSpeed
-from manylora.lab.costs.workers import AssistCost
-from manylora.lab.sim.run.cold_steps import ColdStep, ColdSteps, cold_sequences
-from manylora.lab.sim.run.link import LoadTimeline, SimulatedLink
+from manylora.lab.sim.run.cold_steps import ColdStep, ColdSteps, LoadTimeline
+from manylora.lab.sim.run.contents import synthetic_prompt_logprobs, synthetic_token
 
-__all__ = ["SimulatedExecutor", "SimulatedLoad", "SimulatedWork", "synthetic_prompt_logprobs", "synthetic_token"]
+__all__ = ["SimulatedExecutor", "SimulatedLink", "SimulatedWork"]
 
 
 @dataclass(slots=True)
@@ -40,7 +46,7 @@ class SimulatedWork:
 
 
 @dataclass(frozen=True, slots=True)
-class SimulatedLoad:
+class _LoadInFlight:
     """A load in flight, which loads that begin later may put off."""
 
     timeline: LoadTimeline
@@ -55,55 +61,95 @@ class SimulatedLoad:
         return LoadResult() if now >= self.ready_at else None
 
 
-def synthetic_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ...] = ()) -> SampledToken:
-    """Return a token that depends only on adapter, seed and position, so that it can be computed again."""
-    position = part.start + part.num_tokens
-    draw = crc32(f"{part.adapter}/{part.seed if part.sampling.temperature else 0}/{position}".encode())
-    token_id = draw % vocab_size
-    while token_id in avoid:
-        token_id = (token_id + 1) % vocab_size
-    if part.sampling.logprobs is None:
-        return SampledToken(token_id=token_id)
-    others = [(token_id + step) % vocab_size for step in range(part.sampling.logprobs)]
-    top = tuple((other, -0.1 - rank) for rank, other in enumerate(others))
-    return SampledToken(token_id=token_id, logprob=-0.1, top=top)
+@dataclass(slots=True, eq=False)
+class _LayerCopy:
+    """Layers of a load that are copied together from ``ready_at`` on; none for the table of a chained copy."""
+
+    load: LoadTimeline
+    layers: range
+    ready_at: float
+    seconds: float
+    is_first: bool = True
+    begins_at: float = 0.0
+    ends_at: float = 0.0
+
+    def begin(self, free_at: float) -> None:
+        """Plan it behind the piece before it."""
+        self.begins_at = at = max(free_at, self.ready_at)
+        self.ends_at = at + self.seconds
+        if self.is_first:
+            self.load.begins_at = at
+        num_layers = len(self.layers)
+        for number, layer in enumerate(self.layers, 1):
+            self.load.arrivals[layer] = at + self.seconds * (number / num_layers)
 
 
-def synthetic_prompt_logprobs(plan: StepPlan, vocab_size: int) -> dict[int, PromptLogprobs]:
-    """Return rows that depend only on the tokens of the prompts, which are their own most likely ones."""
-    found: dict[int, PromptLogprobs] = {}
-    parts = {part.seq_id: part for part in plan.sequences} if plan.prompt_rows else {}
-    for rows in plan.prompt_rows:
-        if (part := parts.get(rows.seq_id)) is None:
-            continue  # it failed in the step before
-        assert part.start <= rows.start < rows.stop <= part.start + part.num_tokens, "reported but not run"
-        targets = part.tokens[rows.start + 1 : rows.stop + 1]
-        numbers = [(token + step) % vocab_size for token in targets for step in (0, *range(rows.num_top))]
-        logprobs = [-0.1 - step for step in (0, *range(rows.num_top))] * len(targets)
-        found[rows.seq_id] = PromptLogprobs(
-            num_top=rows.num_top,
-            token_ids=array("i", numbers).tobytes(),
-            logprobs=array("f", logprobs).tobytes(),
-            ranks=array("i", [1] * len(targets)).tobytes(),
-        )
-    return found
+class SimulatedLink:
+    """One link, first in, first out."""
+
+    def __init__(self) -> None:
+        self._pieces: list[_LayerCopy] = []  # that had not ended by the last load, in order
+
+    @property
+    def free_at(self) -> float:
+        """Time at which the last piece ends; 0 if there is none."""
+        return self._pieces[-1].ends_at if self._pieces else 0.0
+
+    def busy(self) -> Iterator[tuple[float, float]]:
+        """Yield the intervals in which it is in use, in order: all that had not ended by the last load."""
+        if not self._pieces:
+            return
+        begins_at, ends_at = self._pieces[0].begins_at, self._pieces[0].ends_at
+        for piece in self._pieces:
+            if piece.begins_at > ends_at:
+                yield begins_at, ends_at
+                begins_at = piece.begins_at
+            ends_at = piece.ends_at
+        yield begins_at, ends_at
+
+    def load(self, now: float, load_s: float, num_layers: int, below: LoadTimeline | None = None) -> LoadTimeline:
+        """Start a load.
+
+        Args:
+            now: The time, in seconds.
+            load_s: Its duration on an idle link.
+            num_layers: Layers of the model, each an equal part of the load.
+            below: The load into the tier below, if that is in flight: a layer is copied once it has arrived there.
+        """
+        del self._pieces[: bisect_right(self._pieces, now, key=lambda piece: piece.ends_at)]
+        load = LoadTimeline([0.0] * num_layers)
+        if below is None:
+            pieces = [_LayerCopy(load, range(num_layers), now, load_s)]
+        else:
+            pieces = [_LayerCopy(load, range(0), max(now, below.begins_at), 0.0)]
+            for layer, arrives_at in enumerate(below.arrivals):
+                ready_at, seconds = max(now, arrives_at), load_s / num_layers
+                pieces.append(_LayerCopy(load, range(layer, layer + 1), ready_at, seconds, is_first=False))
+        first = bisect_right(self._pieces, pieces[0].ready_at, key=lambda piece: piece.ready_at)
+        free_at = self._pieces[first - 1].ends_at if first else 0.0
+        for piece in pieces:
+            insort(self._pieces, piece, key=lambda one: one.ready_at)
+        for piece in self._pieces[first:]:
+            piece.begin(free_at)
+            free_at = piece.ends_at
+        load.uses = [(piece.begins_at, piece.ends_at) for piece in pieces if piece.seconds]
+        return load
 
 
 class SimulatedExecutor:
     """Reports steps and loads as completed at the modelled time.
 
     Args:
+        cost: Durations of steps and loads.
         vocab_size: Bound of token ids.
-        avoid: Tokens never chosen (those that would end a sequence early).
         choose: Makes the token of a sequence; by default ``synthetic_token``.
         scheduler_time_s: Time to decide a step: a constant, so that a run does not depend on the machine that simulates
             it. It overlaps with a step in flight.
         interference: Slow-down of a step by a load beside it, by the load's tier: seconds of delay per second of the
             load, below 1; none for missing tiers.
         speed: Speed of the machine over time; constant when ``None``.
-        num_layers: Layers of the model, in whose order adapters arrive.
-        assist: Prices the CPU workers that compute adapters from host memory; ``None`` where steps read it in place.
-        patience_s: Longest wait of a step for the layers of its adapters, in seconds.
+        cold_steps: Computes steps with sequences whose adapter is not on the device; by default of a model with one
+            layer, whose steps read adapters from host memory in place.
     """
 
     def __init__(
@@ -111,26 +157,22 @@ class SimulatedExecutor:
         cost: CostModel,
         *,
         vocab_size: int,
-        avoid: tuple[int, ...] = (),
         choose: Callable[[PlannedSequence], SampledToken] | None = None,
         scheduler_time_s: float = 0.0,
         interference: Mapping[Tier, float] | None = None,
         speed: MachineSpeed | None = None,
-        num_layers: int = 1,
-        assist: AssistCost | None = None,
-        patience_s: float = MAX_WAIT_S,
+        cold_steps: ColdSteps | None = None,
     ) -> None:
         self._cost = cost
         self._vocab_size = vocab_size
-        self._num_layers = num_layers
-        self._cold_steps = ColdSteps(cost, num_layers, assist, patience_s)
-        self._interference = {tier: one for tier, one in (interference or {}).items() if one}
+        self._cold_steps = cold_steps or ColdSteps(cost)
+        self._interference = {tier: share for tier, share in (interference or {}).items() if share}
         self._speed = speed
         self._steps: list[SimulatedWork] = []  # the last two, for loads to slow down
         self._last = StepResult()
-        self._late: dict[int, Seq[int]] = {}  # by the last step; with the pages of each
+        self._late: dict[int, Seq[int]] = {}  # sequences that the last step went on without, with their pages
         self._scheduler_time_s = scheduler_time_s
-        self._choose = choose or (lambda part: synthetic_token(part, vocab_size, avoid))
+        self._choose = choose or (lambda part: synthetic_token(part, vocab_size))
         self._links = {Tier.HOST: SimulatedLink(), Tier.DEVICE: SimulatedLink()}
         self._timelines: dict[Tier, dict[AdapterKey, LoadTimeline]] = {Tier.HOST: {}, Tier.DEVICE: {}}
 
@@ -142,8 +184,8 @@ class SimulatedExecutor:
         begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
         factor = 1.0 if self._speed is None else self._speed.factor(begins_at)
         # A sequence is cold only while its adapter is on its way to the device.
-        is_copying = now < self._links[Tier.DEVICE].free_at
-        if is_copying and (cold := cold_sequences(plan)):
+        cold = _cold_sequences(plan) if now < self._links[Tier.DEVICE].free_at else ()
+        if cold:
             step = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
         else:
             step_s = self._cost.step_time_s(plan) if plan.sequences else 0.0
@@ -166,7 +208,7 @@ class SimulatedExecutor:
         self._steps = [*self._steps[-1:], SimulatedWork(ready_at, self._last, begins_at)]
         return self._steps[-1]
 
-    def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedLoad:
+    def load_adapter(self, load: AdapterLoad, now: float) -> _LoadInFlight:
         """Start a load on its link. A copy follows the read of its adapter if that is in flight.
 
         Steps in flight keep the arrivals that they were launched with.
@@ -175,11 +217,11 @@ class SimulatedExecutor:
         below = self._timelines[Tier.HOST].get(key) if tier is Tier.DEVICE else None
         if below is not None and below.ends_at <= now:
             below = None
-        timeline = self._links[tier].load(now, self._cost.load_time_s(load), self._num_layers, below)
+        timeline = self._links[tier].load(now, self._cost.load_time_s(load), self._cold_steps.num_layers, below)
         self._timelines[tier][key] = timeline
         if tier in self._interference:
             self._delay_steps(tier, timeline)
-        return SimulatedLoad(timeline)
+        return _LoadInFlight(timeline)
 
     def _delay_steps(self, tier: Tier, load: LoadTimeline) -> None:
         """Delay the steps in flight beside a load, and the second also by the delay of the first."""
@@ -193,6 +235,11 @@ class SimulatedExecutor:
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget the times at which its layers arrived in ``tier``."""
         self._timelines[tier].pop(key, None)
+
+
+def _cold_sequences(plan: StepPlan) -> list[PlannedSequence]:
+    """Return the sequences of a step whose adapter is not on the device."""
+    return [part for part in plan.sequences if part.placement is not ON_DEVICE and part.placement != ON_DEVICE]
 
 
 def _delayed(ends_at: float, interference: float, begins_at: float, uses: Iterable[tuple[float, float]]) -> float:

@@ -38,10 +38,11 @@ from manylora.core.scaling import LoadWatch, ScalingController, ScalingDecision,
 from manylora.core.scheduling import PREDICTORS, LengthPredictor, Sequence
 from manylora.core.scheduling.prediction import NoisyPredictor, OraclePredictor
 from manylora.core.types import Output, Request, SampledToken, SamplingParams, Tier
+from manylora.lab.costs.fitted import MachineSpeed
 from manylora.lab.costs.model import CostModel
-from manylora.lab.costs.speed import MachineSpeed
 from manylora.lab.costs.workers import AssistCost
 from manylora.lab.measure import Recorder, RequestRecord, Slo, Summary, Timeline, summarise
+from manylora.lab.sim.run.cold_steps import ColdSteps
 from manylora.lab.sim.run.contents import PromptMaker, adapter_versions
 from manylora.lab.sim.run.driver import drive
 from manylora.lab.sim.run.executor import SimulatedExecutor
@@ -326,19 +327,19 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
         scheduler = replace(scheduler, plan_ahead=False)
     versions = adapter_versions(workload.adapters, config.base)
     num_resident_pages = sum(version.num_pages for version in versions.values()) if config.all_resident else 0
+    cost = _WithoutLoads(config.cost) if config.all_resident else config.cost
     core = EngineCore(
         CoreParts(
             base=config.base,
             num_pages=config.num_pages + num_resident_pages,
             executor=SimulatedExecutor(
-                _WithoutLoads(config.cost) if config.all_resident else config.cost,
+                cost,
                 vocab_size=config.base.vocab_size,
                 choose=choose,
                 scheduler_time_s=config.scheduler_time_s,
                 interference=config.interference,
                 speed=config.speed(replica) if config.speed is not None else None,
-                num_layers=config.base.num_layers,
-                assist=config.assist,
+                cold_steps=ColdSteps(cost, config.base.num_layers, config.assist),
             ),
             reads_host=config.reads_host,
             waits_by_layer=config.waits_by_layer,
