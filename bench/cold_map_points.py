@@ -14,8 +14,8 @@ from manylora.core.plan import ARRIVING, IN_HOST, ON_DEVICE, AdapterLoad, Placem
 from manylora.core.types import AdapterVersion, Tier
 from manylora.lab.catalog.hardware import HARDWARE
 from manylora.lab.catalog.models import base_shape
+from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.costs.roofline import RooflineCost
-from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
 from manylora.lab.costs.workers import AssistCost, CpuWorkers
 from manylora.lab.sim.run.cold_steps import ColdSteps
 from manylora.lab.sim.run.contents import adapter_versions

@@ -13,7 +13,7 @@ from manylora.core.types import AdapterKey, AdapterVersion
 from manylora.lab.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.lab.catalog.hardware import HARDWARE, Hardware, find_hardware
 from manylora.lab.catalog.models import MODELS, base_shape, dims_from_config, find_dims
-from manylora.lab.costs.copies import COPY_PATHS, copy_time_s, find_copy_path
+from manylora.lab.costs.adapters import COPY_PATHS, copy_time_s, find_copy_path
 from manylora.lab.costs.roofline import RooflineCost, memory_for_pool
 
 QWEN_2_5_7B = {

@@ -10,7 +10,7 @@ from manylora.core.costs.features import step_features
 from manylora.core.plan import AdapterLoad, PlannedSequence, StepPlan
 from manylora.core.types import AdapterKey, AdapterVersion, SamplingParams, Tier
 from manylora.lab.catalog.models import find_dims
-from manylora.lab.costs.lora import LORA_KERNELS
+from manylora.lab.costs.adapters import LORA_KERNELS
 from manylora.lab.costs.roofline import RooflineCost, StepParts
 
 FAMILIES = sorted(LORA_KERNELS.keys() - {"none"})

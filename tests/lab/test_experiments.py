@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from manylora.cli.app import app
 from manylora.core.errors import ConfigError
+from manylora.lab.costs.alone import requests_alone
 from manylora.lab.experiments import (
     Findings,
     Result,
@@ -32,7 +33,6 @@ from manylora.lab.experiments.clairvoyant import is_clairvoyant
 from manylora.lab.experiments.findings import compare
 from manylora.lab.experiments.isolated import is_isolated, read_functions, run_isolated
 from manylora.lab.experiments.report import Picture
-from manylora.lab.experiments.request_alone import request_alone
 from manylora.lab.experiments.spec import Claim, Experiment, Point, merge, setup_table
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import simulate
@@ -356,8 +356,7 @@ def test_alone_is_what_a_run_with_nobody_else_shows(catalog):
     adapters = make_workload(spec, 0).adapters
     request = RequestSpec(arrival_s=1.0, num_prompt_tokens=300, num_output_tokens=41, adapter=adapters[0].name)
     run = simulate(Workload(name="alone", requests=(request,), adapters=adapters), config)
-    version = adapter_versions(adapters, config.base)[adapters[0].name]
-    alone = request_alone(request, version, config.cost)
+    (alone,) = requests_alone([request], adapter_versions(adapters, config.base), config.cost)
     assert run.records[0].ttft_s == pytest.approx(alone.ttft_s, rel=1e-9)
     assert run.records[0].e2e_s == pytest.approx(alone.e2e_s, rel=1e-6)
     assert alone.load_s > 0

@@ -20,11 +20,10 @@ from manylora.core.plan import ARRIVING, IN_HOST, AdapterLoad, Placement, StepPl
 from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion, Request, SamplingParams, Tier
 from manylora.lab.catalog.models import base_shape
-from manylora.lab.costs.model import FixedCost
+from manylora.lab.costs.alone import prompt_step
+from manylora.lab.costs.model import FixedCost, SyntheticSequence, synthetic_plan
 from manylora.lab.costs.roofline import RooflineCost
-from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
 from manylora.lab.costs.workers import AssistCost, CpuWorkers
-from manylora.lab.sim.idle_engine import prompt_step
 from manylora.lab.sim.run.cold_steps import ColdSteps
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.executor import SimulatedExecutor, SimulatedLink, SimulatedWork

@@ -1,4 +1,4 @@
-"""The interface of cost models, and the simplest one, of constants.
+"""The interface of cost models, the simplest one, of constants, and synthetic steps to ask a model about.
 
 `lab/costs/roofline.py` derives one from a model's dimensions and a device's data sheet; `lab/costs/fitted.py` has
 measured prices.
@@ -6,13 +6,14 @@ measured prices.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from manylora.core.plan import AdapterLoad, StepPlan
-from manylora.core.types import Tier
+from manylora.core.plan import AdapterLoad, PlannedSequence, StepPlan
+from manylora.core.types import AdapterKey, SamplingParams, Tier
 
-__all__ = ["CostModel", "FixedCost"]
+__all__ = ["CostModel", "FixedCost", "SyntheticSequence", "synthetic_plan"]
 
 
 class CostModel(Protocol):
@@ -45,3 +46,36 @@ class FixedCost:
         if load.tier is Tier.HOST:
             return load.version.disk_bytes / self.disk_bytes_per_s
         return load.version.host_bytes / self.copy_bytes_per_s
+
+
+class SyntheticSequence(NamedTuple):
+    """A sequence of a synthetic step: ``num_tokens`` tokens behind ``start`` tokens of KV."""
+
+    start: int
+    num_tokens: int
+    adapter: AdapterKey | None = None
+    rank: int = 0
+
+
+def synthetic_plan(parts: Iterable[SyntheticSequence]) -> StepPlan:
+    """Return a step of these sequences, each of which yields a token. It has no pages, so it cannot be executed."""
+    sampling = SamplingParams()
+    return StepPlan(
+        step_id=0,
+        sequences=tuple(
+            PlannedSequence(
+                seq_id=index,
+                tokens=range(part.start + part.num_tokens),
+                num_prompt_tokens=part.start + part.num_tokens,
+                start=part.start,
+                num_tokens=part.num_tokens,
+                pages=(),
+                adapter=part.adapter,
+                rank=part.rank,
+                sampling=sampling,
+                is_sampled=True,
+                seed=0,
+            )
+            for index, part in enumerate(parts)
+        ),
+    )

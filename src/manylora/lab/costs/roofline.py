@@ -4,7 +4,7 @@ Prompts and decodes go through the layers in one flat batch, so a step is the su
 
     layers     max(tokens x operations, weights read once)        a mixture reads the experts it touches
     attention  max(scores x operations, KV read)
-    adapters   by kernel family, see `lab/costs/lora.py`
+    adapters   by kernel family, see `lab/costs/adapters.py`
     head       max(sampled x operations, weights read once), and reads of the logits by the sampler
     network    two all-reduces per layer between the devices of a replica
     launches   idle time of the device between the kernels of a layer
@@ -26,8 +26,14 @@ from manylora.core.types import Tier
 from manylora.lab.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.lab.catalog.hardware import Hardware, find_hardware
 from manylora.lab.catalog.models import find_dims
-from manylora.lab.costs.copies import CopyPath, copy_time_s, find_copy_path
-from manylora.lab.costs.lora import LORA_KERNELS, DeviceRates, adapter_targets
+from manylora.lab.costs.adapters import (
+    LORA_KERNELS,
+    CopyPath,
+    DeviceRates,
+    adapter_targets,
+    copy_time_s,
+    find_copy_path,
+)
 
 __all__ = ["RooflineCost", "StepParts", "memory_for_pool"]
 

@@ -23,7 +23,7 @@ import msgspec
 from manylora.core.costs.features import step_features
 from manylora.core.options import check_options, option
 from manylora.core.plan import PlannedSequence, StepPlan
-from manylora.lab.costs.lora import GROUPS
+from manylora.lab.costs.adapters import GROUPS
 from manylora.lab.costs.roofline import RooflineCost
 
 __all__ = ["AssistCost", "CpuWorkers"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from manylora.core.types import AdapterVersion
-from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
+from manylora.lab.costs.alone import requests_alone
+from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.experiments.cases import Case, read_setup, read_workload
-from manylora.lab.experiments.request_alone import request_alone
 from manylora.lab.experiments.result import Result, cdf
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import SimulationConfig
@@ -28,7 +28,7 @@ def _priced(case: Case) -> tuple[Workload, dict[str, AdapterVersion], Simulation
 def alone(case: Case) -> Result:
     """Time every request of a workload as if it were alone, and say what takes its time."""
     workload, versions, config = _priced(case)
-    times = [request_alone(one, versions.get(one.adapter or ""), config.cost) for one in workload.requests]
+    times = requests_alone(workload.requests, versions, config.cost)
     count = len(times)
     ttft = sum(one.ttft_s for one in times) / count
     figures = {

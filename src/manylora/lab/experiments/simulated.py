@@ -12,9 +12,9 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.scheduling.policies.chameleon.clustering import cluster, cut_offs
 from manylora.core.scheduling.policies.request_size import Demand, RequestSizer
 from manylora.core.types import AdapterVersion, Tier
+from manylora.lab.costs.alone import RequestAlone, requests_alone
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.experiments.cases import Case, read_setup, read_workload
-from manylora.lab.experiments.request_alone import RequestAlone, request_alone
 from manylora.lab.experiments.result import Curve, Result, cdf
 from manylora.lab.measure import RequestRecord, Slo
 from manylora.lab.sim.run.contents import adapter_versions
@@ -41,7 +41,7 @@ def run_case(case: Case) -> Result:
     config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
     run = simulate(workload, config)
     versions = adapter_versions(workload.adapters, config.base)
-    alone = [request_alone(one, versions.get(one.adapter or ""), config.cost) for one in workload.requests]
+    alone = requests_alone(workload.requests, versions, config.cost)
     counted = [one for one in run.records if one.arrived_at >= case.warm_up_s]
     good = [one for one in counted if one.error is None]
     figures = {

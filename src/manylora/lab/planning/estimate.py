@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from manylora.core.plan import AdapterLoad
 from manylora.core.types import Tier
-from manylora.lab.costs.synthetic_plan import SyntheticSequence, synthetic_plan
+from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.workloads import RequestSpec, Workload

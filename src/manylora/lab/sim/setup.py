@@ -34,7 +34,7 @@ from manylora.core.routing import DEFAULT_ROUTER
 from manylora.lab.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.lab.catalog.hardware import HARDWARE
 from manylora.lab.catalog.models import MODELS, base_shape, dims_from_config, find_dims
-from manylora.lab.costs.copies import CopyPath, find_copy_path
+from manylora.lab.costs.adapters import CopyPath, find_copy_path
 from manylora.lab.costs.fitted import FittedCost
 from manylora.lab.costs.model import CostModel
 from manylora.lab.costs.profile import CostProfile, read_profile

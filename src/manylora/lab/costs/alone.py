@@ -1,0 +1,116 @@
+"""The time of a request by itself on an idle replica, by part: the reference for slowdowns and SLOs.
+
+Chameleon and many others set the SLO to five times the mean duration of a request by itself. By itself a prompt is one
+step, and every token after the first is another, with one more token of context each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from manylora.core.costs.features import StepFeatures, step_features
+from manylora.core.errors import ConfigError
+from manylora.core.plan import AdapterLoad
+from manylora.core.types import AdapterKey, AdapterVersion, Tier
+from manylora.lab.costs.model import CostModel, SyntheticSequence, synthetic_plan
+from manylora.lab.costs.roofline import RooflineCost
+from manylora.lab.workloads import RequestSpec
+
+__all__ = ["RequestAlone", "decode_step", "prompt_step", "request_alone", "requests_alone"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAlone:
+    """A request by itself on an idle replica, its adapter on the host; times in seconds.
+
+    Args:
+        load_s: Bringing its adapter to the device.
+        base_s: The step of its prompt, without the adapter's part.
+        adapter_s: The adapter's part of that step.
+        decode_s: All further steps.
+    """
+
+    load_s: float
+    base_s: float
+    adapter_s: float
+    decode_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to its first token."""
+        return self.load_s + self.base_s + self.adapter_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Time to its last token."""
+        return self.ttft_s + self.decode_s
+
+
+def request_alone(
+    cost: RooflineCost, num_prompt_tokens: int, num_output_tokens: int, *, rank: int = 0, load_s: float = 0.0
+) -> RequestAlone:
+    """Return the time of a request alone, with its prompt in one step and at least one output token.
+
+    ``rank`` is 0 for the base; ``load_s`` is the time to load its adapter before the prompt runs.
+    """
+    base_s = sum(cost.price(prompt_step(num_prompt_tokens)))
+    num_steps = num_output_tokens - 1
+    # A decode step's time is linear in its context, so the mean of the first and the last is the mean of all.
+    first, last = (sum(cost.price(decode_step(num_prompt_tokens + done, rank))) for done in (1, max(1, num_steps)))
+    return RequestAlone(
+        load_s=load_s,
+        base_s=base_s,
+        adapter_s=sum(cost.price(prompt_step(num_prompt_tokens, rank))) - base_s,
+        decode_s=num_steps * (first + last) / 2,
+    )
+
+
+def requests_alone(
+    requests: Sequence[RequestSpec], versions: Mapping[str, AdapterVersion], cost: CostModel
+) -> list[RequestAlone]:
+    """Return the time of every request of a workload alone, its adapter in host memory.
+
+    Raises:
+        ConfigError: The prices are measured ones, which say nothing of a step's parts.
+    """
+    if not isinstance(cost, RooflineCost):
+        raise ConfigError("Experiments need a model and hardware by name: the time of a request alone is computed")
+    ranks = {name: version.rank for name, version in versions.items()}
+    loads_s = {name: cost.load_time_s(AdapterLoad(version=one, tier=Tier.DEVICE)) for name, one in versions.items()}
+    return [
+        request_alone(
+            cost,
+            one.num_prompt_tokens,
+            one.num_output_tokens,
+            rank=ranks.get(one.adapter or "", 0),
+            load_s=loads_s.get(one.adapter or "", 0.0),
+        )
+        for one in requests
+    ]
+
+
+def prompt_step(num_tokens: int, rank: int = 0) -> StepFeatures:
+    """Return a step of one whole prompt of more than one token; rank 0 is the base."""
+    return step_features(synthetic_plan([SyntheticSequence(0, num_tokens, _adapter(0, rank), rank)]))
+
+
+def decode_step(context_tokens: int, rank: int = 0, *, num_sequences: int = 1, num_adapters: int = 1) -> StepFeatures:
+    """Return a step of sequences that decode with adapters of one rank.
+
+    Args:
+        context_tokens: Tokens of KV that each sequence reads, its new one included.
+        rank: Rank of the adapters; 0 for the base.
+        num_sequences: Number of sequences.
+        num_adapters: Number of adapters that they share, if they have any.
+    """
+    return step_features(
+        synthetic_plan(
+            SyntheticSequence(context_tokens - 1, 1, _adapter(index % num_adapters, rank), rank)
+            for index in range(num_sequences)
+        )
+    )
+
+
+def _adapter(index: int, rank: int) -> AdapterKey | None:
+    return AdapterKey(str(index)) if rank else None
