@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 
 from manylora.cli.app import app
 from manylora.core.errors import AdapterError, ConfigError
-from manylora.lab.planning.settings import read_plan_settings
-from manylora.lab.planning.variants import Axis, adapters_in, read_axis, variants
+from manylora.lab.planning.settings import Axis, adapters_in, read_axis, read_plan_settings, variants
 
 SCENARIO = """
 [workload]

@@ -24,8 +24,15 @@ from manylora.core.scheduling import POLICIES
 from manylora.lab.catalog.hardware import HARDWARE
 from manylora.lab.planning import Objective, Plan, expected_load_tests, make_plan
 from manylora.lab.planning.report import as_json, comparison_table, plan_tables
-from manylora.lab.planning.settings import PlanSettings, read_plan_settings
-from manylora.lab.planning.variants import SHORT, Variant, adapters_in, read_axis, variants
+from manylora.lab.planning.settings import (
+    SHORT,
+    PlanSettings,
+    Variant,
+    adapters_in,
+    read_axis,
+    read_plan_settings,
+    variants,
+)
 from manylora.lab.sim.scenario import read_scenario, with_setting
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads.traces import read_requests

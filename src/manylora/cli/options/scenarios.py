@@ -9,8 +9,9 @@ from typing import Any
 import typer
 
 from manylora.core.config import AdapterConfig, SchedulerConfig
-from manylora.lab.sim.scenario import Scenario, read_setting, read_table, with_setting
+from manylora.lab.sim.scenario import Scenario, read_setting, with_setting
 from manylora.lab.sim.setup import Setup
+from manylora.lab.workloads.tables import read_table
 
 __all__ = ["PLACES", "SETS", "SYNTHETIC", "TRACES", "change", "folders_of", "scenario_table"]
 

@@ -34,12 +34,18 @@ from manylora.lab.costs.adapters import (
     copy_time_s,
     find_copy_path,
 )
+from manylora.lab.costs.model import CostModel
 
-__all__ = ["RooflineCost", "StepParts", "memory_for_pool"]
+__all__ = ["PARTS", "PriceMeter", "RooflineCost", "StepParts", "memory_for_pool"]
 
 DENSE_LAUNCHES = 10  # two norms, qkv, rotation, KV write, attention, o, gate/up, activation, down
 MIXTURE_LAUNCHES = 14  # and: router, sorting of tokens, their gather, the weighted sum
 SAMPLER_PASSES = 4  # over float32 logits: scale, filter, normalise, draw
+
+
+PARTS = ("compute", "bandwidth", "adapters", "network", "host")
+"""Parts of the time of steps: arithmetic of the base, reading its weights and the KV, adapters' arithmetic, all-reduces
+between devices, and the host (launches and the gap between two steps)."""
 
 
 class StepParts(NamedTuple):
@@ -151,6 +157,45 @@ class RooflineCost:
         if load.tier is Tier.HOST:
             return load.version.disk_bytes / self.hardware.disk_bytes_per_s
         return copy_time_s(load.version, self._copies, self.hardware, self.tensor_parallel)
+
+
+class PriceMeter:
+    """Returns the prices of another cost model, and adds up the time of all steps by part.
+
+    Layers and attention take the longer of computing and reading, so their time is attributed to one of the two. A
+    fitted model knows only the sum, and its parts stay 0.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self.parts_s = dict.fromkeys(PARTS, 0.0)
+
+    def step_time_s(self, plan: StepPlan) -> float:
+        """Return the duration of a step, in seconds."""
+        if isinstance(self.cost, RooflineCost):
+            return self._split(self.cost, step_features(plan))
+        return self.cost.step_time_s(plan)
+
+    def load_time_s(self, load: AdapterLoad) -> float:
+        """Return the duration of a load on an idle link, in seconds."""
+        return self.cost.load_time_s(load)
+
+    def _split(self, cost: RooflineCost, step: StepFeatures) -> float:
+        priced = cost.price(step)
+        dims, rates = cost.dims, cost.rates
+        scores = step.context_tokens + step.prompt_pairs
+        computing_s = (
+            (priced.layers_s, 2 * dims.active_weights * step.num_tokens / rates.flops_per_s),
+            (priced.attention_s, 4 * dims.num_layers * dims.q_size * scores / rates.flops_per_s),
+            (priced.head_s, 2 * dims.head_weights * step.num_sampled / rates.flops_per_s),
+        )
+        parts = self.parts_s
+        for seconds, least_s in computing_s:
+            parts["compute" if least_s > 0.9 * seconds else "bandwidth"] += seconds
+        parts["adapters"] += priced.adapters_s
+        parts["network"] += priced.network_s
+        parts["host"] += priced.launches_s + priced.host_s
+        return sum(priced)
 
 
 def memory_for_pool(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 from manylora.core.errors import ConfigError
 from manylora.core.plugins import with_files_found
-from manylora.lab.experiments.spec import Claim, Experiment, Plot, Point, Table, merge, setup_table
-from manylora.lab.workloads.tables import TableReader, nearest
+from manylora.lab.experiments.spec import Experiment, Point, Table, merge, setup_table
+from manylora.lab.workloads.tables import TableReader, nearest, read_table
 
 __all__ = ["CATALOG", "find_experiments", "read_experiment"]
 
@@ -65,12 +65,7 @@ def read_experiment(name: str, folder: Path = CATALOG) -> Experiment:
 
 
 def _read(path: Path, known: tuple[str, ...]) -> Table:
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path.name}: cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path.name}: not TOML: {error}") from None
+    table = read_table(path)
     for key in table:
         if key not in known:
             raise ConfigError(f"{path.name}: got {key!r}, which nothing reads: {nearest(key, known)}")
@@ -78,34 +73,19 @@ def _read(path: Path, known: tuple[str, ...]) -> Table:
 
 
 def _make(name: str, suite: Table, own: Table) -> Experiment:
-    reader = TableReader({})
     setups = merge(_table(suite, "setups"), _table(own, "setups"))
     every = {key: setup for key, setup in setups.items() if isinstance(setup, dict)}
     used = _texts(own, "use") or list(_table(own, "setups"))
-    get = {**suite, **own}.get
-    claims = tuple(reader.read(Claim, one, "claims") for one in _tables(own, "claims"))
-    plots = tuple(reader.read(Plot, one, "plots") for one in _tables(own, "plots"))
-    return Experiment(
-        name=name,
-        title=str(own["title"]) if "title" in own else name,
-        source=str(own.get("source", "")),
-        calculation=str(own["calculation"]) if "calculation" in own else None,
-        setups={one: setup_table(every, one) for one in used},
-        workload=merge(_table(suite, "workload"), _table(own, "workload")),
-        points=_points(own),
-        num_seeds=_whole(get("num_seeds", 3), "num_seeds"),
-        first_seed=_whole(get("first_seed", 0), "first_seed", least=0),
-        slo_s=_number(get("slo_s", 5.0), "slo_s"),
-        slo_tpot_s=_number(get("slo_tpot_s"), "slo_tpot_s") if "slo_tpot_s" in own else None,
-        warm_up_s=_number(get("warm_up_s", 0.0), "warm_up_s"),
-        plots=plots,
-        claims=claims,
-        shown=tuple(_texts(own, "shown")) or ("ttft_p50", "ttft_p99"),
-        versus=str(own["versus"]) if "versus" in own else None,
-        why=str(own.get("why", "")).strip(),
-        notes=str(own.get("notes", "")).strip(),
-        is_ablation=own.get("ablation", False) is True,
-    )
+    settings = {key: value for key, value in {**suite, **own}.items() if key not in ("suite", "use", "sweep", "points")}
+    if "ablation" in settings:
+        settings["is_ablation"] = settings.pop("ablation")
+    made = {
+        "name": name,
+        "title": own.get("title", name),
+        "setups": {one: setup_table(every, one) for one in used},
+        "workload": merge(_table(suite, "workload"), _table(own, "workload")),
+    }
+    return replace(TableReader({}).read(Experiment, settings | made, "experiment"), points=_points(own))
 
 
 def _points(own: Table) -> tuple[Point, ...]:
@@ -166,15 +146,3 @@ def _texts(table: Table, key: str) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise ConfigError(f"Got {key} = {values!r}, expected texts")
     return values
-
-
-def _number(value: object, key: str) -> float:
-    if not isinstance(value, int | float) or value < 0:
-        raise ConfigError(f"Got {key} = {value!r}, expected a number of at least 0")
-    return float(value)
-
-
-def _whole(value: object, key: str, least: int = 1) -> int:
-    if not isinstance(value, int) or value < least:
-        raise ConfigError(f"Got {key} = {value!r}, expected a whole number of at least {least}")
-    return value

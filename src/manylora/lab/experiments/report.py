@@ -143,11 +143,11 @@ def _section(findings: Findings) -> list[str]:
         else f"`manylora experiment run {experiment.name}` (a calculation: nothing is drawn)"
     ]
     if experiment.notes:
-        lines += ["", experiment.notes]
+        lines += ["", experiment.notes.strip()]
     if comparisons:
         lines += ["", "| | published | ours | |", "|---|---:|---:|---|", *map(_row, comparisons)]
     if experiment.why:
-        lines += ["", f"**Why.** {experiment.why}"]
+        lines += ["", f"**Why.** {experiment.why.strip()}"]
     return [*lines, "", *_figures(findings), *_changes(findings)]
 
 
@@ -203,7 +203,7 @@ def as_json(findings: Findings) -> dict[str, object]:
         "title": experiment.title,
         "source": experiment.source,
         "verdict": _verdict(findings),
-        "why": experiment.why,
+        "why": experiment.why.strip(),
         "seeds": findings.num_seeds,
         "setups": dict(experiment.setups),
         "workload": experiment.workload,

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from manylora.core.errors import ConfigError
+from manylora.core.options import require
 
 __all__ = ["Claim", "Experiment", "Plot", "Point", "Table", "merge", "setup_table"]
 
@@ -154,23 +155,30 @@ class Experiment:
 
     name: str
     title: str
-    source: str
-    calculation: str | None
+    source: str = ""
+    calculation: str | None = None
     setups: Mapping[str, Table]
-    workload: Table
-    points: tuple[Point, ...]
-    num_seeds: int
-    slo_s: float
-    warm_up_s: float
-    plots: tuple[Plot, ...]
-    claims: tuple[Claim, ...]
-    shown: tuple[str, ...]
-    why: str
-    notes: str
+    workload: Mapping[str, object]
+    points: tuple[Point, ...] = ()
+    num_seeds: int = 3
+    slo_s: float = 5.0
+    warm_up_s: float = 0.0
+    plots: tuple[Plot, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    shown: tuple[str, ...] = ("ttft_p50", "ttft_p99")
+    why: str = ""
+    notes: str = ""
     is_ablation: bool = False
     first_seed: int = 0
     slo_tpot_s: float | None = None
     versus: str | None = None
+
+    def __post_init__(self) -> None:
+        require(self.num_seeds >= 1, "num_seeds", self.num_seeds, "at least 1")
+        require(self.first_seed >= 0, "first_seed", self.first_seed, "at least 0")
+        for name in ("slo_s", "slo_tpot_s", "warm_up_s"):
+            value = getattr(self, name)
+            require(value is None or value >= 0, name, value, "at least 0 seconds")
 
 
 def merge(table: Mapping[str, object], changes: Mapping[str, object]) -> Table:

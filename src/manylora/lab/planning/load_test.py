@@ -1,4 +1,4 @@
-"""A load test: the workload at one rate, simulated by the engine's own code, and checked against the SLO.
+"""A load test: the workload at one rate, simulated by the engine's own code, and checked against the objective.
 
 With the same seeds and number of requests, two rates see the same requests with all gaps scaled by one factor. A load
 test stops early once it can no longer meet the SLO, so rates that are far too high cost little.
@@ -7,23 +7,86 @@ test stops early once it can no longer meet the SLO, so rates that are far too h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from manylora.core.errors import ConfigError
 from manylora.core.events import Event, RequestFinished
 from manylora.core.options import require
 from manylora.lab.costs.model import CostModel
-from manylora.lab.measure import RequestRecord
-from manylora.lab.planning.meter import PriceMeter
-from manylora.lab.planning.slo import Objective
+from manylora.lab.costs.roofline import PriceMeter
+from manylora.lab.measure import RequestRecord, Slo, gaps_of
 from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.arrivals import ArrivalProcess
 from manylora.lab.workloads.modulated import StepArrivals
 
-__all__ = ["LoadTest", "LoadTestRun", "LoadTests", "SearchBudget", "at_rate"]
+__all__ = ["LoadTest", "LoadTestRun", "LoadTests", "Objective", "SearchBudget", "at_rate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Limits that a share of all requests (of all gaps, for the time between tokens) must keep.
+
+    Args:
+        slo: The limits; at least one is set.
+        percentile: Percentage that must keep them.
+    """
+
+    slo: Slo = field(default_factory=Slo)
+    percentile: float = 99.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.percentile < 100, "percentile", self.percentile, "a number between 0 and 100")
+        if not dict(self.limits()):
+            raise ConfigError("No objective to plan for: give a limit on ttft_s, tbt_s, tpot_s or e2e_s")
+
+    def limits(self) -> Iterator[tuple[str, float]]:
+        """Yield each metric that has a limit (``ttft``, ``tbt``, ``tpot``, ``e2e``), and the limit in seconds."""
+        for name in ("ttft", "tbt", "tpot", "e2e"):
+            limit = getattr(self.slo, f"{name}_s")
+            if limit is not None:
+                yield name, limit
+
+    @property
+    def longest_s(self) -> float:
+        """The longest of the limits, in seconds."""
+        return max(limit for _, limit in self.limits())
+
+    def measure(self, records: Sequence[RequestRecord]) -> dict[str, float]:
+        """Return the percentile of every limited metric, in seconds; infinite where too many requests failed."""
+        return {name: _percentile(_pooled(name, records), self.percentile) for name, _ in self.limits()}
+
+    def is_kept(self, measured: dict[str, float]) -> bool:
+        """Whether measured percentiles are within their limits."""
+        return all(measured[name] <= limit for name, limit in self.limits())
+
+    def tightest(self, measured: dict[str, float]) -> str:
+        """Return the name of the metric that is nearest to its limit, or furthest beyond it."""
+        return max(self.limits(), key=lambda limit: measured[limit[0]] / limit[1])[0]
+
+
+def _pooled(name: str, records: Sequence[RequestRecord]) -> NDArray[np.float64]:
+    """Return a metric over requests (over gaps, for ``tbt``) in seconds; a failed request counts as infinite."""
+    failed = sum(record.error is not None for record in records)
+    good = [record for record in records if record.error is None]
+    if name == "tbt":
+        values = gaps_of(good)
+    else:
+        times = (getattr(record, f"{name}_s") for record in good)
+        values = np.fromiter((time for time in times if time is not None), dtype=np.float64)
+    return np.concatenate([values, np.full(failed, math.inf)])
+
+
+def _percentile(values: NDArray[np.float64], percentile: float) -> float:
+    if not len(values):
+        return 0.0
+    # The value itself, not an interpolation: between a number and infinity there is none.
+    return float(np.quantile(values, percentile / 100, method="higher"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

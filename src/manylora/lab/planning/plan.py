@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from manylora.core.errors import ConfigError
 from manylora.core.options import require
 from manylora.lab.costs.model import CostModel
-from manylora.lab.planning.capacity import Capacity, find_capacity
-from manylora.lab.planning.estimate import first_guess, most_requests_per_s
-from manylora.lab.planning.load_test import LoadTest, LoadTests, SearchBudget
-from manylora.lab.planning.slo import Objective
+from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget
+from manylora.lab.planning.search import Capacity, find_capacity, first_guess, most_requests_per_s
 from manylora.lab.planning.usage import LoadTestUsage, bottleneck_of, usage_of
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.scenario import Scenario
@@ -79,12 +77,12 @@ class Plan:
     demand: TrafficDemand
     most_per_s: float
     capacity: Capacity
-    binds: str | None
-    usage: LoadTestUsage | None
-    num_replicas: int | None
-    is_simulated: bool
-    served: LoadTest | None
-    cost: Cost | None
+    binds: str | None = None
+    usage: LoadTestUsage | None = None
+    num_replicas: int | None = None
+    is_simulated: bool = True
+    served: LoadTest | None = None
+    cost: Cost | None = None
 
 
 def make_plan(
@@ -113,18 +111,7 @@ def make_plan(
     most_per_s = most_requests_per_s(workload.requests, config)
     capacity = find_capacity(load_tests.at, start=first_guess(workload, config), tolerance=demand.tolerance)
     if capacity.kept is None:
-        return Plan(
-            objective=objective,
-            demand=demand,
-            most_per_s=most_per_s,
-            capacity=capacity,
-            binds=None,
-            usage=None,
-            num_replicas=None,
-            is_simulated=True,
-            served=None,
-            cost=None,
-        )
+        return Plan(objective=objective, demand=demand, most_per_s=most_per_s, capacity=capacity)
     full = usage_of(capacity.kept)
     served, num_replicas, is_simulated = _fit(load_tests, capacity, demand)
     usage = full if served is capacity.kept else usage_of(served)

@@ -1,4 +1,4 @@
-"""The settings of a plan: `[plan]` of a scenario's file.
+"""The settings of a plan, `[plan]` of a scenario's file, and the variants of a scenario that are compared.
 
 ::
 
@@ -14,16 +14,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
 
+from manylora.core.adapters.folder import CONFIG_FILE, read_config
+from manylora.core.adapters.lora.settings import parse_lora
+from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import ConfigError
 from manylora.lab.planning.load_test import SearchBudget
 from manylora.lab.planning.plan import TrafficDemand
-from manylora.lab.planning.variants import Axis, make_axis
+from manylora.lab.sim.scenario import read_setting, with_setting
 from manylora.lab.workloads.tables import TableReader
 
-__all__ = ["PlanSettings", "read_plan_settings"]
+__all__ = [
+    "SHORT",
+    "Axis",
+    "PlanSettings",
+    "Variant",
+    "adapters_in",
+    "read_axis",
+    "read_plan_settings",
+    "variants",
+]
+
+SHORT = {
+    "adapters": "workload.adapters.count",
+    "eviction": "setup.adapters.eviction",
+    "gpu": "setup.hardware",
+    "hardware": "setup.hardware",
+    "kernel": "setup.lora_kernel",
+    "model": "setup.model",
+    "policy": "setup.scheduler.policy",
+    "tp": "setup.tensor_parallel",
+}
+"""Short names of settings that are often compared."""
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One setting and the values it takes.
+
+    Args:
+        label: The name in the command.
+        key: The dotted name of the setting.
+    """
+
+    label: str
+    key: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One combination: its values by label, and the scenario's table with these values."""
+
+    settings: dict[str, str]
+    table: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,5 +134,75 @@ def read_plan_settings(table: object) -> PlanSettings:
     return replace(
         TableReader({}).read(PlanSettings, rest, "plan"),
         prices={name: float(value) for name, value in by_hand["prices"].items()},
-        compare=tuple(make_axis(name, values) for name, values in by_hand["compare"].items()),
+        compare=tuple(_make_axis(name, values) for name, values in by_hand["compare"].items()),
     )
+
+
+def read_axis(text: str) -> Axis:
+    """Read `gpu=a40,l40s`, or any setting of a scenario by its dotted name.
+
+    Raises:
+        ConfigError: There is no `=`, no value, or the name is no setting.
+    """
+    label, equals, values = text.partition("=")
+    words = [word.strip() for word in values.split(",")]
+    if not equals or not label.strip():
+        raise ConfigError(f"Got --compare {text!r}, expected something like gpu=a40,l40s")
+    return _make_axis(label.strip(), [read_setting(f"value={word}")[1] for word in words])
+
+
+def _make_axis(label: str, values: object) -> Axis:
+    """Return an axis.
+
+    Args:
+        label: A short name, or the dotted name of a setting.
+        values: A list of values.
+
+    Raises:
+        ConfigError: The name is no setting, or a value is missing.
+    """
+    if label not in SHORT and "." not in label:
+        raise ConfigError(f"Got {label!r} to compare, expected one of {', '.join(SHORT)}, or a setting's dotted name")
+    if not isinstance(values, list) or not values or "" in values:
+        raise ConfigError(f"Got {label} = {values!r} to compare, expected at least one value")
+    return Axis(label, SHORT.get(label, label), tuple(values))
+
+
+def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
+    """Return every combination of the axes' values; the scenario as it is where there is no axis.
+
+    Raises:
+        ConfigError: A setting cannot be changed.
+    """
+    made = []
+    for values in product(*(axis.values for axis in axes)):
+        changed = dict(table)
+        for axis, value in zip(axes, values, strict=True):
+            changed = with_setting(changed, axis.key, value)
+        labels = {axis.label: str(value) for axis, value in zip(axes, values, strict=True)}
+        made.append(Variant(labels, changed))
+    return made
+
+
+def adapters_in(folder: Path) -> dict[str, Any]:
+    """Return the adapters in a folder as a table `workload.adapters`: their number, ranks and modules.
+
+    An adapter with several ranks counts with its largest.
+
+    Raises:
+        ConfigError: There is none, or the modules of one are given by an expression.
+        AdapterError: One cannot be read.
+    """
+    homes = sorted(config.parent for config in folder.glob(f"*/{CONFIG_FILE}"))
+    if not homes:
+        raise ConfigError(f"No adapter in {folder}: expected folders with an {CONFIG_FILE}")
+    ranks: list[int] = []
+    targets: dict[str, None] = {}  # in order of appearance
+    for home in homes:
+        settings = parse_lora(home.name, read_config(open_folder(home.name, home)))
+        ranks.append(max([settings.r, *(rank for _, rank in settings.rank_pattern)]))
+        modules = ALL_LINEAR if settings.target_modules == "all-linear" else settings.target_modules
+        if isinstance(modules, str):
+            raise ConfigError(f"{home}: its modules are given by an expression ({modules}), expected names")
+        targets.update(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+    return {"count": len(ranks), "ranks": ranks, "targets": list(targets)}

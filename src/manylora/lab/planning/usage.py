@@ -19,11 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.core.types import Tier
-from manylora.lab.costs.roofline import RooflineCost
+from manylora.lab.costs.roofline import PARTS, RooflineCost
 from manylora.lab.measure import Timeline, summarise
-from manylora.lab.planning.load_test import LoadTest, LoadTestRun
-from manylora.lab.planning.meter import PARTS
-from manylora.lab.planning.slo import Objective
+from manylora.lab.planning.load_test import LoadTest, LoadTestRun, Objective
 
 __all__ = ["OWNERS", "LoadTestUsage", "MemoryUse", "bottleneck_of", "usage_of"]
 

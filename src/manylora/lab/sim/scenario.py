@@ -28,7 +28,7 @@ from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.spec import KINDS
 from manylora.lab.workloads.tables import TableReader
 
-__all__ = ["Scenario", "read_scenario", "read_setting", "read_table", "with_setting"]
+__all__ = ["Scenario", "read_scenario", "read_setting", "with_setting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +63,6 @@ class Scenario:
             ConfigError: A name is unknown, a file is not usable, or the model does not fit.
         """
         return make_config(self.setup, targets=self.workload.adapters.targets, seed=self.seed)
-
-
-def read_table(file: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: It cannot be read, or is not TOML.
-    """
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from None
 
 
 def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -> Scenario:

@@ -25,7 +25,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +68,7 @@ from manylora.lab.workloads.popularity import (
     UniformShares,
     ZipfShares,
 )
-from manylora.lab.workloads.tables import TableReader, nearest
+from manylora.lab.workloads.tables import TableReader, nearest, read_table
 from manylora.lab.workloads.workload import ATTENTION, AdapterSpec, FloatArray, IntArray, RequestSpec, Streams, Workload
 
 __all__ = ["KINDS", "AdapterSet", "WorkloadSpec", "make_workload", "read_workload_spec"]
@@ -235,12 +234,7 @@ def read_workload_spec(file: Path, *, traces: Path | None = None) -> WorkloadSpe
     Raises:
         ConfigError: It cannot be read, is no TOML, or a key or value in it is wrong.
     """
-    try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from None
+    table = read_table(file)
     for key in table:
         if key != "workload":
             raise ConfigError(f"{file}: got {key!r}, which nothing reads: {nearest(key, ['workload'])}")

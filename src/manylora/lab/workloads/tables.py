@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import tomllib
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from manylora.core.errors import ConfigError
 
-__all__ = ["TableReader", "nearest"]
+__all__ = ["TableReader", "nearest", "read_table"]
 
 T = typing.TypeVar("T")
 
@@ -25,6 +26,20 @@ def nearest(word: str, known: Collection[str]) -> str:
     """Return the nearest known word, as the end of an error message."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
+
+
+def read_table(file: Path) -> dict[str, typing.Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: It cannot be read, or is not TOML.
+    """
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from None
 
 
 class TableReader:
