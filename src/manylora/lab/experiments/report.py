@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from base64 import b64encode
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite
+
+from markdown_it import MarkdownIt
 
 from manylora.lab.experiments.findings import Comparison, Findings, Verdict, overall
 from manylora.lab.experiments.spec import Claim
@@ -251,51 +252,16 @@ def as_html(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
         pages: Findings and pictures of each experiment.
         command: The command that makes the report.
     """
-    body = ["<h1>Experiments</h1>", f"<p>Made by <code>{html.escape(command)}</code>. "]
-    body += [f"{html.escape(_about(pages))}</p>", _html_of(_overview(pages))]
-    for findings, pictures in pages:
-        heading, *rest = _section(findings)
-        title = heading.removeprefix("## ")
-        body += [f'<h2 id="{_anchor(title)}">{html.escape(title)}</h2>', _html_of(rest)]
-        body += [
-            f'<img alt="{html.escape(picture.name)}" src="data:image/png;base64,{b64encode(picture.png).decode()}">'
-            for picture in pictures
-        ]
+    images = {f"{picture.name}.png": b64encode(picture.png).decode() for _, pictures in pages for picture in pictures}
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = reader.parse(as_markdown(pages, command))
+    for token, content in pairwise(tokens):
+        if token.type == "heading_open":
+            token.attrSet("id", _anchor(content.content))
+        for inner in token.children or ():
+            if inner.type == "image":
+                inner.attrSet("src", f"data:image/png;base64,{images[str(inner.attrGet('src'))]}")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Experiments</title>'
-        f"<style>{STYLE}</style></head><body>\n{chr(10).join(body)}\n</body></html>\n"
+        f"<style>{STYLE}</style></head><body>\n{reader.renderer.render(tokens, reader.options, {})}</body></html>\n"
     )
-
-
-def _html_of(lines: Seq[str]) -> str:
-    """Return our own Markdown as HTML: paragraphs, tables, code, bold and links are all it has."""
-    parts: list[str] = []
-    rows: list[str] = []
-    for line in [*lines, ""]:
-        if line.startswith("|"):
-            if set(line) - set("|-: "):
-                tag = "td" if rows else "th"
-                cells = [f"<{tag}>{_inline(cell.strip())}</{tag}>" for cell in line.strip("|").split("|")]
-                rows.append(f"<tr>{''.join(cells)}</tr>")
-            continue
-        if rows:
-            parts.append(f"<table>{''.join(rows)}</table>")
-            rows = []
-        if line:
-            parts.append(f"<p>{_inline(line)}</p>")
-    return "\n".join(parts)
-
-
-def _inline(text: str) -> str:
-    text = html.escape(text)
-    marks: tuple[tuple[str, Callable[[str], str]], ...] = (
-        ("`", lambda inner: f"<code>{inner}</code>"),
-        ("**", lambda inner: f"<strong>{inner}</strong>"),
-    )
-    for mark, wrap in marks:
-        parts = text.split(mark)
-        text = "".join(wrap(part) if place % 2 else part for place, part in enumerate(parts))
-    if text.startswith("[") and "](" in text:
-        label, _, target = text[1:].partition("](")
-        text = f'<a href="{target.rstrip(")")}">{label}</a>'
-    return text
