@@ -57,7 +57,7 @@ bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (eight hours,
 
 .PHONY: docs
 docs: $(FOR_TEST) ## write docs/options.md anew, and check that links, commands and claims about the tree hold
-	@$(BIN)/python -m manylora.cli.options.table docs/options.md
+	@$(BIN)/python docs/options_page.py
 	@$(BIN)/python -m pytest tests/project/test_project.py $(ARGS)
 
 .PHONY: setup

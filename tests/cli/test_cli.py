@@ -24,7 +24,7 @@ import manylora
 import manylora.cli
 import manylora.serving.server
 from manylora.cli.app import app, main
-from manylora.cli.views.demo_report import Answer, print_answers
+from manylora.cli.commands.demo import Answer, print_answers
 from manylora.core.config import AdapterConfig, EngineConfig, ServerConfig
 from manylora.core.server_config import FleetConfig
 from manylora.core.types import SamplingParams
@@ -446,7 +446,7 @@ def test_inspect_refuses_what_is_no_adapter(
 
 def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
-    monkeypatch.setattr("manylora.cli.views.demo_report.out", Console(file=written, width=120))
+    monkeypatch.setattr("manylora.cli.commands.demo.out", Console(file=written, width=120))
     prompt = "tiny llama"
     good, bad = list(TASKS)[:2]
     answers = [

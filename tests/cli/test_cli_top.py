@@ -21,11 +21,8 @@ from rich.console import Console
 
 from manylora.cli.app import main
 from manylora.cli.commands import top as command
-from manylora.cli.views import keys
-from manylora.cli.views.status_source import Away, StatusSource
-from manylora.cli.views.top_narrow import NARROW_LINES_ABOVE
-from manylora.cli.views.top_rates import Rates, rates_between
-from manylora.cli.views.top_view import frame
+from manylora.cli.views.status_source import Away, Rates, StatusSource, rates_between
+from manylora.cli.views.top_view import NARROW_LINES_ABOVE, frame
 from manylora.core.engine.status import ColdStartStatus, EngineStats
 from manylora.core.errors import ConfigError
 from manylora.core.scheduling import QueueStatus
@@ -323,7 +320,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, *turns: StatusReport | Exception) -> 
     monkeypatch.setattr(command, "out", screen)
     monkeypatch.setattr(command, "StatusSource", lambda url, key: Script(*turns))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(keys.time, "sleep", lambda _: None)
+    monkeypatch.setattr(command.time, "sleep", lambda _: None)
     command.top(URL, 1.0, once=False, key=None)
     assert isinstance(screen.file, io.StringIO)
     return screen.file.getvalue()

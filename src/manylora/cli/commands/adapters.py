@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manylora.cli.options.shared import resolve_model
+from manylora.cli.options.values import resolve_model
 from manylora.cli.views.terminal import note, out
 from manylora.core.adapters.report import AdapterReport, inspect_adapter
 from manylora.core.adapters.request_files import is_same_base, names_of_base

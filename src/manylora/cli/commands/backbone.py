@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from manylora.cli.options.shared import LogLevel, ModelArgument, log_to_stderr, resolve_model
+from manylora.cli.options.values import LogLevel, ModelArgument, log_to_stderr, resolve_model
 from manylora.core.config import ModelConfig
 
 __all__ = ["backbone"]

@@ -13,7 +13,7 @@ import typer
 from manylora.cli.commands.bench_serve import BenchServeCommand, bench_serve
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, resolve_model
+from manylora.cli.options.values import LoraDirs, LoraModules, ModelArgument, resolve_model
 from manylora.cli.views.terminal import note, out
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import EngineDead

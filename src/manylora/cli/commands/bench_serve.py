@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer.core import TyperCommand
 
-from manylora.cli.options.shared import panel
-from manylora.cli.options.values import parse_address, repeat_option
+from manylora.cli.options.values import panel, parse_address, repeat_option
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.errors import ConfigError
 from manylora.lab.measure import Slo

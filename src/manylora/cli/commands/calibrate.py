@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import panel, resolve_model
+from manylora.cli.options.values import panel, resolve_model
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LogLine, StepRecord, read_step_log, write_step_log

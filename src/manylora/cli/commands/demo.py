@@ -6,25 +6,38 @@ import json
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import product
 from time import perf_counter
 from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
 
-from manylora.cli.options.shared import DEMO
-from manylora.cli.views.demo_report import Answer, print_adapters, print_answers, print_how_to
+from manylora.cli.options.values import DEMO
 from manylora.cli.views.terminal import fail, is_interactive, note, out, progress_bar
 from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
-from manylora.demo import EXAMPLE_PROMPTS, demo_adapters, demo_model_path
+from manylora.demo import EXAMPLE_PROMPTS, TASKS, check, demo_adapters, demo_model_path
 
-__all__ = ["ask_all", "demo"]
+__all__ = ["Answer", "ask_all", "demo", "print_answers"]
 
 PROMPTS = tuple(prompt for prompt in EXAMPLE_PROMPTS if len(prompt) <= 12)
 """Prompts that were not trained on, short enough for a table."""
 
 MAX_TOKENS = 64
 TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of an adapter, or of the base, to a prompt."""
+
+    model: str
+    prompt: str
+    text: str
+    num_tokens: int
 
 
 def demo(
@@ -59,14 +72,14 @@ def demo(
             f"{len(answers)} requests in flight at once over {len(adapters)} adapters and the base: "
             f"{num_tokens} tokens in {took_s:.2f} s, {num_tokens / took_s:,.0f} tokens/s"
         )
-        print_adapters(_get(f"{server.url}/adapters")["data"])
+        _print_adapters(_get(f"{server.url}/adapters")["data"])
         if wrong:
             fail(f"{wrong} answers of adapters are wrong", code=1)
         if once or not is_interactive():
             if not once:
                 note("no terminal here, so the demo ends; `manylora serve demo` keeps serving")
             return
-        print_how_to(server.url, adapter=next(iter(adapters)), prompt=PROMPTS[0])
+        _print_how_to(server.url, adapter=next(iter(adapters)), prompt=PROMPTS[0])
         try:
             server.wait()
         except KeyboardInterrupt:
@@ -107,3 +120,75 @@ def _get(url: str, body: Mapping[str, object] | None = None) -> Any:
         request.data = json.dumps(body).encode()
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
         return json.load(reply)
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def print_answers(answers: Sequence[Answer], *, base: str, prompts: Sequence[str]) -> int:
+    """Print a table of adapters by prompts with right or wrong answers; return the number of wrong ones.
+
+    Answers of the base are not checked.
+    """
+    texts = {(answer.model, answer.prompt): answer.text for answer in answers}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("adapter", style="cyan", no_wrap=True)
+    for prompt in prompts:
+        table.add_column(f'"{prompt}"', overflow="fold")
+    wrong = 0
+    for model in dict.fromkeys(answer.model for answer in answers):
+        cells = []
+        for prompt in prompts:
+            text = texts[model, prompt]
+            if model == base:
+                cells.append(Text(f"  {text}", style="dim"))
+            elif check(model, prompt, text):
+                cells.append(Text.assemble(("✓ ", "green"), text))
+            else:
+                wrong += 1
+                cells.append(Text.assemble(("✗ ", "bold red"), text, (f" (not {TASKS[model].apply(prompt)})", "dim")))
+        table.add_row(Text("(base alone)", style="dim") if model == base else model, *cells)
+    out.print(table)
+    return wrong
+
+
+def _print_adapters(adapters: Sequence[Mapping[str, Any]]) -> None:
+    """Print tier and size of every adapter, from `GET /adapters`."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("adapter", style="cyan", no_wrap=True)
+    table.add_column("tier")
+    for title in ("rank", "modules", "KiB", "pages", "requests"):
+        table.add_column(title, justify="right")
+    table.add_column("task", style="dim")
+    for adapter in sorted(adapters, key=lambda adapter: str(adapter["name"])):
+        task = TASKS.get(adapter["name"])
+        table.add_row(
+            adapter["name"],
+            adapter["tier"],
+            str(adapter["rank"]),
+            str(adapter["num_modules"]),
+            f"{adapter['weight_bytes'] / 1024:.0f}",
+            str(adapter["num_pages"]),
+            str(adapter["num_requests"]),
+            task.description if task else "",
+        )
+    out.print(table)
+
+
+def _print_how_to(url: str, *, adapter: str, prompt: str) -> None:
+    """Print commands that call the running server."""
+    body = f'{{"model": "{adapter}", "messages": [{{"role": "user", "content": "{prompt}"}}], "temperature": 0}}'
+    lines = [
+        "The server is still running. Call it:",
+        "",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\",
+        f"    -d '{body}'",
+        "",
+        "  from openai import OpenAI  # pip install openai",
+        f'  client = OpenAI(base_url="{url}/v1", api_key="none")',
+        f'  client.chat.completions.create(model="{adapter}", temperature=0,',
+        f'      messages=[{{"role": "user", "content": "{prompt}"}}]).choices[0].message.content',
+        "",
+        f"Adapters: {url}/adapters   Metrics: {url}/metrics   Ctrl-C ends it.",
+    ]
+    out.print(Text("\n".join(lines)), soft_wrap=True)

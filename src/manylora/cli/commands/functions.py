@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LogLevel, log_to_stderr
-from manylora.cli.options.values import parse_address
+from manylora.cli.options.values import LogLevel, log_to_stderr, parse_address
 from manylora.cli.views.functions_view import bill_table, functions_table, starts_table
 from manylora.cli.views.terminal import note, out
 from manylora.core.config import ServerConfig

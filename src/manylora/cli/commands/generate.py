@@ -11,8 +11,7 @@ from rich.text import Text
 
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LoraDirs, LoraModules, ModelArgument, panel, resolve_model
-from manylora.cli.options.values import parse_cache_dir
+from manylora.cli.options.values import LoraDirs, LoraModules, ModelArgument, panel, parse_cache_dir, resolve_model
 from manylora.cli.views.terminal import fail, note, out
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import AdapterNotFound

@@ -13,7 +13,7 @@ import typer
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
-from manylora.cli.options.shared import panel
+from manylora.cli.options.values import panel
 from manylora.cli.views.plan_progress import PlanProgress
 from manylora.cli.views.terminal import note, notes, out
 from manylora.core.config import AdapterConfig, SchedulerConfig

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LogLevel, log_to_stderr
+from manylora.cli.options.values import LogLevel, log_to_stderr
 from manylora.core.plugins import options_of
 from manylora.core.routing import ROUTERS
 from manylora.route.config import ProxyConfig

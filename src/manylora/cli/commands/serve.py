@@ -15,10 +15,18 @@ from typer.core import TyperCommand
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.config_file import config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.shared import LogLevel, LoraModules, ModelArgument, log_to_stderr, panel, resolve_model
-from manylora.cli.options.values import parse_adapter, parse_cache_dir, read_template
-from manylora.cli.options.vllm_environment import exposure_warning, with_vllm_environment
-from manylora.cli.options.vllm_flags import near_names, spread_lists, take_out
+from manylora.cli.options.values import (
+    LogLevel,
+    LoraModules,
+    ModelArgument,
+    log_to_stderr,
+    panel,
+    parse_adapter,
+    parse_cache_dir,
+    read_template,
+    resolve_model,
+)
+from manylora.cli.options.vllm import exposure_warning, near_names, spread_lists, take_out, with_vllm_environment
 from manylora.cli.views.terminal import note
 from manylora.core.adapters.folder import CONFIG_FILE
 from manylora.core.config import (

@@ -10,7 +10,7 @@ import typer
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
-from manylora.cli.options.shared import panel
+from manylora.cli.options.values import panel
 from manylora.cli.views.simulate_report import SimulationReport, print_report, write_report
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.config import AdapterConfig, SchedulerConfig

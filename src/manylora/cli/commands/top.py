@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import sys
+import termios
 import time
+import tty
 from collections import deque
-from typing import Annotated
+from types import TracebackType
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.live import Live
 
-from manylora.cli.views.keys import Keys
-from manylora.cli.views.status_source import Away, StatusSource
+from manylora.cli.views.status_source import Away, Rates, StatusSource, rates_between
 from manylora.cli.views.terminal import out
-from manylora.cli.views.top_narrow import NARROW_LINES_ABOVE
-from manylora.cli.views.top_rates import Rates, rates_between
-from manylora.cli.views.top_view import frame
+from manylora.cli.views.top_view import NARROW_LINES_ABOVE, frame
 from manylora.core.config import ServerConfig
 from manylora.serving.metrics.status_report import StatusReport
 
@@ -94,3 +97,42 @@ def _rates(recent: deque[StatusReport]) -> Rates | None:
     newest = recent[-1]
     found = (rates_between(older, newest) for older in recent)
     return next((rates for rates in found if rates is not None), None)
+
+
+class Keys:
+    """Reads the keys that are pressed at a terminal, one at a time and not shown; no keys of another input.
+
+    Args:
+        source: Standard input.
+    """
+
+    def __init__(self, source: TextIO) -> None:
+        self._file = source.fileno() if source.isatty() else None
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> Keys:
+        """Switch the terminal to single keys; Ctrl-C stays an interrupt."""
+        if self._file is not None:
+            self._before = termios.tcgetattr(self._file)
+            tty.setcbreak(self._file, termios.TCSADRAIN)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the mode of the terminal."""
+        if self._file is not None and self._before is not None:
+            with contextlib.suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
+    def pressed(self, timeout_s: float) -> str | None:
+        """Return the next key, or ``None`` after a time in seconds without one."""
+        if self._file is None:
+            time.sleep(timeout_s)
+            return None
+        if not select.select([self._file], [], [], timeout_s)[0]:
+            return None
+        key = os.read(self._file, 1)
+        if not key:  # the terminal is gone
+            time.sleep(timeout_s)
+        return key.decode("latin-1") or None

@@ -212,32 +212,16 @@ _SAME = """
 SAME_NAMES = tuple(_SAME.split())
 """Flags that mean the same here (``--config`` reads TOML)."""
 
-SAME_AS: Mapping[str, str] = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-dcp": "--decode-context-parallel-size",
-    "-pcp": "--prefill-context-parallel-size",
-    "-asc": "--api-server-count",
-    "-q": "--quantization",
-    "-O": "--optimization-level",
-    "-cc": "--compilation-config",
-    "-ep": "--enable-expert-parallel",
-    "-n": "--nnodes",
-    "-r": "--node-rank",
-    "-dpn": "--data-parallel-rank",
-    "-dpr": "--data-parallel-start-rank",
-    "-dpl": "--data-parallel-size-local",
-    "-dpa": "--data-parallel-address",
-    "-dpp": "--data-parallel-rpc-port",
-    "-dpb": "--data-parallel-backend",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-dpe": "--data-parallel-external-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-    "-sc": "--speculative-config",
-    "-dc": "--diffusion-config",
-    "-ac": "--attention-config",
-}
+_SHORT = """
+    -tp --tensor-parallel-size  -pp --pipeline-parallel-size  -dp --data-parallel-size
+    -dcp --decode-context-parallel-size  -pcp --prefill-context-parallel-size  -asc --api-server-count
+    -q --quantization  -O --optimization-level  -cc --compilation-config  -ep --enable-expert-parallel  -n --nnodes
+    -r --node-rank  -dpn --data-parallel-rank  -dpr --data-parallel-start-rank  -dpl --data-parallel-size-local
+    -dpa --data-parallel-address  -dpp --data-parallel-rpc-port  -dpb --data-parallel-backend
+    -dph --data-parallel-hybrid-lb  -dpe --data-parallel-external-lb  -dpm --data-parallel-multi-port-external-lb
+    -sc --speculative-config  -dc --diffusion-config  -ac --attention-config
+"""
+SAME_AS: Mapping[str, str] = dict(zip(_SHORT.split()[::2], _SHORT.split()[1::2], strict=True))
 """vLLM's short flags."""
 
 TRANSLATED: Mapping[str, Mapping[str, str]] = {

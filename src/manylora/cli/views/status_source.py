@@ -1,4 +1,4 @@
-"""Fetch the status of a server, with messages for the cases without an answer."""
+"""Reports of a server's status, with messages for the cases without an answer, and rates between two reports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 
 import msgspec
 
@@ -14,7 +15,7 @@ from manylora.cli.options.values import parse_address
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.serving.metrics.status_report import StatusReport
 
-__all__ = ["Away", "StatusSource"]
+__all__ = ["Away", "Rates", "StatusSource", "rates_between"]
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 64 * 2**20
@@ -97,3 +98,39 @@ def _message(body: bytes) -> str:
     except (msgspec.MsgspecError, LookupError, TypeError):
         return ""
     return "".join(character if character.isprintable() else " " for character in message[:MAX_MESSAGE])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Rates per second between two reports."""
+
+    tokens: float
+    steps: float
+    loads: float
+    evictions: float
+    preemptions: float
+
+
+def rates_between(older: StatusReport, newer: StatusReport) -> Rates | None:
+    """Return the rates between two reports; ``None`` without an engine, or unless the same engines answered both."""
+    before, after, elapsed_s = older.engine, newer.engine, newer.time - older.time
+
+    def engines(report: StatusReport) -> tuple[float, int, list[int]]:
+        answered = [row.index for row in report.replicas if row.num_running is not None]
+        return report.started_at, report.num_restarts, answered
+
+    is_same = engines(older) == engines(newer)
+    if before is None or after is None or not is_same or elapsed_s <= 0:
+        return None
+
+    def rate(name: str) -> float:
+        change: int = getattr(after, name) - getattr(before, name)
+        return change / elapsed_s
+
+    return Rates(
+        tokens=rate("num_generated_tokens"),
+        steps=rate("num_steps"),
+        loads=rate("num_loads"),
+        evictions=rate("num_evictions"),
+        preemptions=rate("num_preemptions"),
+    )

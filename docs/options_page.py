@@ -1,14 +1,14 @@
-"""Generate ``docs/options.md``: `python -m manylora.cli.options.table docs/options.md`."""
+"""Write ``options.md``, from the fields of the configuration and the table of vLLM's flags: run by `make docs`."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
-from manylora.cli.options.vllm_page import vllm_section
+from manylora.cli.options.vllm_flag_table import SAME_NAMES, TRANSLATED, VLLM_FLAGS
 from manylora.core.config import (
     AdapterConfig,
     EngineConfig,
@@ -25,7 +25,7 @@ from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
 from manylora.route.config import ProxyConfig
 
-__all__ = ["options_page"]
+__all__ = ["options_page", "vllm_section"]
 
 _HEAD = """# Options
 
@@ -33,6 +33,16 @@ Made from the fields of the configuration by `make docs`; do not edit. A field w
 scenario. A file for `manylora serve --config` takes the names of flags (`step-target = 0.1`) and of fields
 (`step_target_s = 0.1`), and `KEY=VALUE` as a table. `manylora.Engine` takes the fields of the first four sections
 and `seed` as keywords.
+"""
+
+_VLLM_HEAD = """## Flags of `vllm serve`
+
+`manylora serve` takes a command line of vLLM: a flag works, or is ignored with a remark because it is not needed, or
+stops the start with one line of why. Underscores count as hyphens. Several values may follow `--lora-modules`, and
+`--served-model-name` and `--api-key` where the model comes before them.
+
+| flag | here | why |
+|---|---|---|
 """
 
 _SECTIONS: tuple[tuple[str, type, str], ...] = (
@@ -102,5 +112,27 @@ def _default(field: dataclasses.Field[Any]) -> str:
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
+def vllm_section() -> str:
+    """Return the section about the flags of `vllm serve`, a row for each flag in alphabetical order."""
+    rows = "".join(f"| `{flag}` | {here} | {why} |\n" for flag, here, why in sorted(_vllm_rows()))
+    return _VLLM_HEAD + rows
+
+
+def _vllm_rows() -> Iterator[tuple[str, str, str]]:
+    yield "--model", "works", "as the argument MODEL"
+    for flag in SAME_NAMES:
+        yield flag, "works", ""
+    for flag, by_value in TRANSLATED.items():
+        ours = ", ".join(f"`{one}`" for one in dict.fromkeys(by_value.values()))
+        yield flag, "works", f"as {ours}"
+    for flag, known in VLLM_FLAGS.items():
+        if known.fine is None:
+            yield flag, "ignored", known.why
+        elif known.fine:
+            yield flag, f"{' or '.join(known.fine)} only", known.why
+        else:
+            yield flag, "refused", known.why
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(options_page(), encoding="utf-8")
+    Path(__file__).with_name("options.md").write_text(options_page(), encoding="utf-8")
