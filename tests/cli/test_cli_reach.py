@@ -1,7 +1,7 @@
 """Every option of a command is read by code that the command reaches: none is accepted and ignored.
 
-The code that a command reaches is that of the modules which its function imports or names, and of those which these
-import or name. An attribute of a field's name that is read there counts.
+The code that a command reaches is that of the functions and classes of its module which its function names, of the
+modules which these import or name, and so on. An attribute of a field's name that is read there counts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 import manylora
 from manylora.cli.options.fields import Flag
+from manylora.cli.options.scenarios import PLACES
 
 ROOT = Path(manylora.__file__).parent
 
@@ -71,6 +72,20 @@ def read_from(trees: Iterable[ast.AST]) -> set[str]:
     return read
 
 
+def used_by(tree: ast.Module, name: str) -> list[ast.AST]:
+    """Return a function of a module, and the functions and classes of the module that it names, and these name."""
+    parts = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+    reached = [name]
+    for one in reached:  # it grows meanwhile
+        found = {node.id for node in ast.walk(parts[one]) if isinstance(node, ast.Name)}
+        reached += [other for other in parts if other in found and other not in reached]
+    for part in reached:
+        for method in parts[part].body:
+            if isinstance(method, ast.FunctionDef) and method.name == "__post_init__":  # it checks options
+                method.body = []
+    return [parts[one] for one in reached]
+
+
 def commands() -> Iterator[tuple[str, str]]:
     """Return the functions of commands with options of configurations, with their modules."""
     for file in sorted((ROOT / "cli" / "commands").glob("*.py")):
@@ -81,16 +96,22 @@ def commands() -> Iterator[tuple[str, str]]:
                 yield f"manylora.cli.commands.{file.stem}", node.name
 
 
+def field_of(flag: Flag) -> str:
+    """Return the name of the field that a flag sets: its own, or that of a scenario."""
+    keys = PLACES.get(flag.owner)
+    return flag.field.name if keys is None or isinstance(keys, str) else keys[flag.field.name].rpartition(".")[2]
+
+
 @pytest.mark.parametrize(("module", "name"), list(commands()))
 def test_no_option_is_accepted_and_ignored(module: str, name: str) -> None:
     command = getattr(importlib.import_module(module), name)
     flags: tuple[Flag, ...] = command.flags
     tree = tree_of(module)
     assert tree is not None
-    function = next(one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name)
-    own = {one.attr for one in ast.walk(function) if isinstance(one, ast.Attribute)}
-    read = own | read_from([function, *(one for one in tree.body if isinstance(one, ast.ImportFrom))])
+    reached = used_by(tree, name)
+    own = {one.attr for part in reached for one in ast.walk(part) if isinstance(one, ast.Attribute)}
+    read = own | read_from([*reached, *(one for one in tree.body if isinstance(one, ast.ImportFrom))])
     assert flags
     assert not [
-        f"{flag.spelled} ({flag.owner.__name__}.{flag.field.name})" for flag in flags if flag.field.name not in read
+        f"{flag.spelled} ({flag.owner.__name__}.{flag.field.name})" for flag in flags if field_of(flag) not in read
     ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from manylora.cli.views.plan_progress import PlanProgress
+from manylora.cli.commands.plan import PlanProgress
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import ConfigError
 from manylora.lab.costs.model import FixedCost

@@ -25,11 +25,6 @@ LONGEST_CLASS = 300
 MOST_ARGUMENTS = 8
 
 LONG_FUNCTIONS: dict[str, int] = {
-    "cli/commands/bench_serve.py:bench_serve": 129,
-    "cli/commands/generate.py:generate": 68,
-    "cli/commands/plan.py:plan_command": 95,
-    "cli/commands/serve.py:serve": 61,
-    "cli/commands/simulate.py:simulate_command": 63,
     "demo/train.py:train_base": 83,
     "execution/build.py:_build": 107,
     "execution/kernels/triton/attention.py:attend": 108,

@@ -33,6 +33,7 @@ _PANELS = {
     },
     "Plan": {
         "simulate": "simulate:simulate_command",
+        "compare": "simulate:compare_command",
         "plan": "plan:plan_command",
         "calibrate": "calibrate:calibrate",
     },
@@ -42,7 +43,7 @@ _PANELS = {
     },
     "Isolated functions": {
         "functions": "functions:functions_app",
-        "backbone": "backbone:backbone",
+        "backbone": "functions:backbone",
     },
 }
 """Commands by panel of the help and by name: a module below ``commands``, and in it a function or a tree."""

@@ -68,7 +68,7 @@ def bench_offline(
     from manylora.serving.offline import Engine
 
     checkpoint, _, adapters = resolve_model(model, None, collect_adapters(lora_modules or (), lora_dir or ()))
-    settings = chosen.all()
+    settings = chosen.all(ModelConfig, EngineConfig, MemoryConfig)
     rng = np.random.default_rng(settings.pop("seed"))
     sampling = SamplingParams(temperature=0.0, max_tokens=random_output_len, ignore_eos=True)
     # Without a prefix cache: a second round would find its prompts in it.

@@ -7,16 +7,23 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 from typer.core import TyperCommand
 
-from manylora.cli.options.values import panel, parse_address, repeat_option
+from manylora.cli.options.fields import Chosen, flags_of, with_flags
+from manylora.cli.options.values import parse_address, repeat_option
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.errors import ConfigError
+from manylora.core.options import check_options, option
+from manylora.lab.bench.ask import LoadRequest
+from manylora.lab.bench.load import LoadRun, Progress, run_load
+from manylora.lab.bench.report import LoadReport, make_report
+from manylora.lab.bench.target import ModelNames, Target, TextPrompts, TokenPrompts, discover_models
 from manylora.lab.measure import Slo
 from manylora.lab.measure.plots import can_plot, plot_latencies, plot_rates
 from manylora.lab.measure.tables import FigureTable, compare
@@ -25,15 +32,9 @@ from manylora.lab.workloads.arrivals import ArrivalProcess, GammaArrivals, Poiss
 from manylora.lab.workloads.lengths import Distribution, FixedTokens, ParametricLengths, UniformTokens
 from manylora.lab.workloads.popularity import GeometricShares, Popularity, TurnTaking, UniformShares, ZipfShares
 
-if TYPE_CHECKING:
-    from manylora.lab.bench.ask import LoadRequest
-    from manylora.lab.bench.load import LoadRun
-    from manylora.lab.bench.report import LoadReport
-    from manylora.lab.bench.target import ModelNames, Target
+__all__ = ["BenchServeCommand", "LoadOptions", "bench_serve"]
 
-__all__ = ["BenchServeCommand", "bench_serve", "parse_goodput"]
-
-POPULARITIES: dict[str, Popularity] = {
+POPULARITIES: Mapping[str, Popularity] = {
     "geometric": GeometricShares(),
     "random": UniformShares(),
     "round-robin": TurnTaking(),
@@ -49,6 +50,159 @@ NUM_SEEN = 8
 ALL_AT_ONCE = 1e9
 """Requests per second that stand for an infinite rate."""
 
+_server, _load, _prompts, _figures = (partial(option, panel=name) for name in ("Server", "Load", "Prompts", "Figures"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """The options of `manylora bench serve`; those of the load are named as in `vllm bench serve`."""
+
+    url: str = _server("http://127.0.0.1:8000", help="Address of the server.")
+    models: tuple[str, ...] = _server(
+        (), help="Adapters to request, several in a row; by default all that /v1/models lists."
+    )
+    base_model: str | None = _server(None, help="The base's name; by default the first model listed.")
+    chat: bool = _server(False, help="Send chat completions.")
+    api_key: str | None = _server(None, envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+    ignore_eos: bool = _server(
+        True, help="", without="Do not send ignore_eos, for servers without it: answers may end early."
+    )
+    extra_body: str | None = _server(None, help="JSON object of more fields for every request.")
+
+    num_prompts: int = _load(1000, at_least=1, help="Requests to send.")
+    duration_s: float | None = _load(None, help="Stop sending after this many seconds.")
+    request_rate: float = _load(4.0, help="Requests per second; inf sends all at once.")
+    burstiness: float = _load(
+        1.0, above=0, help="Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier."
+    )
+    random_input_len: int = _load(256, at_least=1, help="Tokens of a prompt.")
+    random_output_len: int = _load(64, at_least=1, help="Tokens of an answer.")
+    random_range_ratio: float = _load(
+        0.0, at_least=0, at_most=0.99, help="Lengths vary by up to this share, up and down."
+    )
+    popularity: str = _load("random", choices=tuple(POPULARITIES), help="Distribution of requests over adapters.")
+    base_share: float = _load(0.0, at_least=0, at_most=1, help="Share of requests for the base.")
+    workload: str | None = _load(
+        None,
+        metavar="FILE",
+        help="A workload in TOML, in place of the options above: traces, arrivals, locality.",
+    )
+    traces: str | None = _load(None, metavar="DIR", help="Folder of the traces that it names.")
+    seed: int = _load(0, at_least=0, help="Seed of all random draws.")
+
+    tokenizer: str | None = _prompts(
+        None, help="Tokenizer of the model, for prompts as text; by default text is short words."
+    )
+    text: bool = _prompts(False, help="Send prompts as text, for servers without token ids; chats always are text.")
+    vocab_size: int = _prompts(100, at_least=16, help="Token ids are below this.")
+
+    goodput: tuple[str, ...] = _figures(
+        (), help="SLOs in milliseconds, several in a row: ttft:500 tpot:50 tbt:100 e2el:9000."
+    )
+    base_run: bool = _figures(False, help="Repeat the load on the base, to measure the cost of adapters.")
+    num_warmups: int = _figures(1, at_least=0, help="Requests before the run, not measured.")
+    warm_up_s: float = _figures(0.0, at_least=0, help="Seconds at the start that are not measured.")
+    retries: int = _figures(0, at_least=0, help="Times that a refused request (429, 503) is sent again.")
+    timeout_s: float = _figures(600.0, help="Seconds without data after which a request fails.")
+    save: str | None = _figures(
+        None, metavar="DIR", help="Write results.json, requests.jsonl, table.md and plots to this folder."
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def slo(self) -> Slo:
+        """Return the SLO of ``goodput``.
+
+        Raises:
+            ConfigError: An objective has an unknown name or no number.
+        """
+        limits: dict[str, float] = {}
+        for objective in self.goodput:
+            name, _, number = objective.partition(":")
+            try:
+                limits[OBJECTIVES[name]] = float(number) / 1e3
+            except (KeyError, ValueError):
+                raise ConfigError(
+                    f"Got the SLO {objective!r}, expected {'|'.join(OBJECTIVES)} and milliseconds, as ttft:500"
+                ) from None
+        return Slo(**limits)
+
+    def target(self) -> Target:
+        """Return the server under load; ``ConfigError`` for a wrong address or body."""
+        try:
+            extra = None if self.extra_body is None else json.loads(self.extra_body)
+        except ValueError as error:
+            raise ConfigError(f"Got extra_body = {self.extra_body!r}, which is not JSON: {error}") from None
+        if extra is not None and not isinstance(extra, dict):
+            raise ConfigError(f"Got extra_body = {self.extra_body!r}, expected a JSON object")
+        return Target(
+            url=parse_address(self.url),
+            is_chat=self.chat,
+            api_key=self.api_key,
+            ignore_eos=self.ignore_eos,
+            extra=extra,
+        )
+
+    def names(self, target: Target) -> ModelNames:
+        """Return the models that requests name; those that are not given are asked for."""
+        found = asyncio.run(discover_models(target)) if self.base_model is None or not self.models else None
+        return ModelNames(
+            base=self.base_model or (found.base if found else ""),
+            adapters=self.models or (found.adapters if found else ()),
+        )
+
+    def workload_spec(self, num_adapters: int) -> WorkloadSpec:
+        """Return the workload over a number of adapters.
+
+        Raises:
+            ConfigError: The file of the workload is wrong, or asks for more adapters.
+        """
+        if self.workload is not None:
+            spec = read_workload_spec(Path(self.workload), traces=None if self.traces is None else Path(self.traces))
+            if spec.adapters.count > num_adapters:
+                raise ConfigError(
+                    f"{self.workload} asks for {spec.adapters.count} adapters and the server has {num_adapters}: set "
+                    "count in [workload.adapters]"
+                )
+            return spec
+        return WorkloadSpec(
+            name=f"{num_adapters} adapters at {self.request_rate:g}/s",
+            arrivals=self._arrivals(),
+            lengths=ParametricLengths(
+                prompt=self._lengths(self.random_input_len), output=self._lengths(self.random_output_len)
+            ),
+            num_requests=self.num_prompts,
+            duration_s=self.duration_s,
+            adapters=AdapterSet(count=num_adapters, base_share=self.base_share),
+            popularity=POPULARITIES[self.popularity] if num_adapters else None,
+        )
+
+    def prompts(self) -> TokenPrompts | TextPrompts:
+        """Return the source of prompts; it loads the tokenizer, if there is one."""
+        vocab_size, decode = self.vocab_size, None
+        if self.tokenizer is not None:
+            from manylora.demo import demo_model_path
+            from manylora.serving.text import Tokenizer
+
+            loaded = Tokenizer.load(str(demo_model_path()) if self.tokenizer == "demo" else self.tokenizer)
+            vocab_size, decode = loaded.vocab_size, loaded.decode
+        tokens = TokenPrompts(vocab_size, self.seed)
+        if not (self.text or self.chat):
+            return tokens
+        return TextPrompts(tokens, decode)
+
+    def _arrivals(self) -> ArrivalProcess:
+        rate = min(self.request_rate, ALL_AT_ONCE)
+        if self.burstiness == 1.0:
+            return PoissonArrivals(rate=rate)
+        return GammaArrivals(rate=rate, cov=1 / math.sqrt(self.burstiness))
+
+    def _lengths(self, tokens: int) -> Distribution:
+        low = max(1, round(tokens * (1 - self.random_range_ratio)))
+        high = round(tokens * (1 + self.random_range_ratio))
+        return FixedTokens(tokens=tokens) if low >= high else UniformTokens(low=low, high=high + 1)
+
 
 class BenchServeCommand(TyperCommand):
     """A command whose options accept several values, as in `vllm bench serve`."""
@@ -58,80 +212,8 @@ class BenchServeCommand(TyperCommand):
         return super().parse_args(ctx, repeat_option(args, ("--goodput", "--models")))
 
 
-def parse_goodput(objectives: Sequence[str]) -> Slo:
-    """Return the SLO of texts like `ttft:500 tpot:50`, in milliseconds; ``ConfigError`` for a wrong one."""
-    limits: dict[str, float] = {}
-    for objective in objectives:
-        name, _, number = objective.partition(":")
-        try:
-            limits[OBJECTIVES[name]] = float(number) / 1e3
-        except (KeyError, ValueError):
-            raise ConfigError(
-                f"Got the SLO {objective!r}, expected {'|'.join(OBJECTIVES)} and milliseconds, as ttft:500"
-            ) from None
-    return Slo(**limits)
-
-
-def bench_serve(
-    url: Annotated[str, panel("Server", "Address of the server.")] = "http://127.0.0.1:8000",
-    models: Annotated[
-        list[str] | None,
-        panel("Server", "Adapters to request, several in a row; by default all that /v1/models lists."),
-    ] = None,
-    base_model: Annotated[str | None, panel("Server", "The base's name; by default the first model listed.")] = None,
-    chat: Annotated[bool, panel("Server", "Send chat completions.", "--chat")] = False,
-    api_key: Annotated[str | None, panel("Server", "Sent as a bearer token.", envvar="OPENAI_API_KEY")] = None,
-    no_ignore_eos: Annotated[
-        bool,
-        panel("Server", "Do not send ignore_eos, for servers without it: answers may end early.", "--no-ignore-eos"),
-    ] = False,
-    extra_body: Annotated[str | None, panel("Server", "JSON object of more fields for every request.")] = None,
-    num_prompts: Annotated[int, panel("Load", "Requests to send.", min=1)] = 1000,
-    duration: Annotated[float | None, panel("Load", "Stop sending after this many seconds.")] = None,
-    request_rate: Annotated[float, panel("Load", "Requests per second; inf sends all at once.")] = 4.0,
-    burstiness: Annotated[
-        float, panel("Load", "Shape of the gamma distribution of gaps: 1 is Poisson, less is burstier.")
-    ] = 1.0,
-    random_input_len: Annotated[int, panel("Load", "Tokens of a prompt.", min=1)] = 256,
-    random_output_len: Annotated[int, panel("Load", "Tokens of an answer.", min=1)] = 64,
-    random_range_ratio: Annotated[
-        float, panel("Load", "Lengths vary by up to this share, up and down.", min=0.0, max=0.99)
-    ] = 0.0,
-    popularity: Annotated[
-        str, panel("Load", "Distribution of requests over adapters.", metavar="|".join(POPULARITIES))
-    ] = "random",
-    base_share: Annotated[float, panel("Load", "Share of requests for the base.", min=0.0, max=1.0)] = 0.0,
-    workload: Annotated[
-        Path | None,
-        panel("Load", "A workload in TOML, in place of the options above: traces, arrivals, locality.", metavar="FILE"),
-    ] = None,
-    traces: Annotated[Path | None, panel("Load", "Folder of the traces that it names.", metavar="DIR")] = None,
-    seed: Annotated[int, panel("Load", "Seed of all random draws.", min=0)] = 0,
-    tokenizer: Annotated[
-        str | None, panel("Prompts", "Tokenizer of the model, for prompts as text; by default text is short words.")
-    ] = None,
-    text: Annotated[
-        bool,
-        panel("Prompts", "Send prompts as text, for servers without token ids; chats always are text.", "--text"),
-    ] = False,
-    vocab_size: Annotated[int, panel("Prompts", "Token ids are below this.", min=16)] = 100,
-    goodput: Annotated[
-        list[str] | None,
-        panel("Figures", "SLOs in milliseconds, several in a row: ttft:500 tpot:50 tbt:100 e2el:9000."),
-    ] = None,
-    base_run: Annotated[
-        bool,
-        panel("Figures", "Repeat the load on the base, to measure the cost of adapters.", "--base-run"),
-    ] = False,
-    num_warmups: Annotated[int, panel("Figures", "Requests before the run, not measured.", min=0)] = 1,
-    warm_up: Annotated[float, panel("Figures", "Seconds at the start that are not measured.", min=0.0)] = 0.0,
-    retries: Annotated[int, panel("Figures", "Times that a refused request (429, 503) is sent again.", min=0)] = 0,
-    timeout: Annotated[float, panel("Figures", "Seconds without data after which a request fails.")] = 600.0,
-    save: Annotated[
-        Path | None,
-        panel("Figures", "Write results.json, requests.jsonl, table.md and plots to this folder.", metavar="DIR"),
-    ] = None,
-) -> None:
+@with_flags(flags_of(LoadOptions))
+def bench_serve(chosen: Chosen) -> None:
     """Send load to a server with OpenAI's API, and report the latency that its clients see.
 
     For manylora, vLLM, SGLang and others. Requests are sent when they are due, also if earlier ones have not finished.
@@ -139,151 +221,77 @@ def bench_serve(
 
     [bold]manylora bench serve --request-rate 8 --num-prompts 500 --popularity zipf --goodput ttft:500 tpot:50[/bold]
     """
-    from manylora.lab.bench.report import make_report
-    from manylora.lab.bench.target import ModelNames, Target, discover_models
-
-    slo = parse_goodput(goodput or ())
-    if popularity not in POPULARITIES:
-        raise ConfigError(f"Got popularity = {popularity!r}, expected one of {', '.join(POPULARITIES)}")
-    target = Target(
-        url=parse_address(url),
-        is_chat=chat,
-        api_key=api_key,
-        ignore_eos=not no_ignore_eos,
-        extra=_parse_extra(extra_body),
-    )
-    found = asyncio.run(discover_models(target)) if base_model is None or not models else None
-    names = ModelNames(
-        base=base_model or (found.base if found else ""),
-        adapters=tuple(models or (found.adapters if found else ())),
-    )
-    if workload is not None:
-        spec = read_workload_spec(workload, traces=traces)
-        if spec.adapters.count > len(names.adapters):
-            raise ConfigError(
-                f"{workload} asks for {spec.adapters.count} adapters and the server has {len(names.adapters)}: set "
-                "count in [workload.adapters]"
-            )
-    else:
-        spec = WorkloadSpec(
-            name=f"{len(names.adapters)} adapters at {request_rate:g}/s",
-            arrivals=_arrivals(request_rate, burstiness),
-            lengths=ParametricLengths(
-                prompt=_lengths(random_input_len, random_range_ratio),
-                output=_lengths(random_output_len, random_range_ratio),
-            ),
-            num_requests=num_prompts,
-            duration_s=duration,
-            adapters=AdapterSet(count=len(names.adapters), base_share=base_share),
-            popularity=POPULARITIES[popularity] if names.adapters else None,
-        )
-    load = make_workload(spec, seed)
-    prompts = _prompts(tokenizer, vocab_size=vocab_size, seed=seed, as_text=text or chat)
+    options = chosen.make(LoadOptions)
+    slo, target = options.slo(), options.target()
+    names = options.names(target)
+    load = make_workload(options.workload_spec(len(names.adapters)), options.seed)
+    prompts = options.prompts()
     questions = _questions(load, names, target, prompts)
     if not questions:
         raise ConfigError("The workload has no request")
-    rate = "all at once" if math.isinf(request_rate) and workload is None else f"at {load.rate:.3g}/s"
+    is_at_once = math.isinf(options.request_rate) and options.workload is None
+    rate = "all at once" if is_at_once else f"at {load.rate:.3g}/s"
     note(f"{len(questions):,} requests {rate} over {len(load.adapters)} adapters of {names.base}")
 
     def run(label: str, asked: Sequence[LoadRequest]) -> LoadReport:
-        first = [replace(asked[0], request_id=f"warm-up-{index}") for index in range(num_warmups)]
-        done = _run(target, asked, first, retries=retries, timeout_s=timeout, label=label)
-        return make_report(done, slo=slo, offered_per_s=load.rate, warm_up_s=warm_up)
+        done = _run(options, target, asked, label)
+        return make_report(done, slo=slo, offered_per_s=load.rate, warm_up_s=options.warm_up_s)
 
     reports = {"adapters" if names.adapters else "base": run("sent", questions)}
-    if base_run and not any(report.num_unsent or report.num_unfinished for report in reports.values()):
+    if options.base_run and not any(report.num_unsent or report.num_unfinished for report in reports.values()):
         of_base = replace(load, requests=tuple(replace(request, adapter=None) for request in load.requests))
         # New prompts: those of the first run may be in the prefix cache.
         again = _questions(of_base, names, target, prompts, first_prompt=len(questions))
         reports["base alone"] = run("sent to the base", again)
     _show(reports)
-    if save is not None:
-        _save(save, reports, load, url)
+    if options.save is not None:
+        _save(Path(options.save), reports, load, options.url)
     if all(report.summary.num_requests == report.summary.num_errors for report in reports.values()):
         sys.exit(1)
 
 
-def _parse_extra(text: str | None) -> dict[str, Any] | None:
-    if text is None:
-        return None
-    try:
-        extra = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"Got extra_body = {text!r}, which is not JSON: {error}") from None
-    if not isinstance(extra, dict):
-        raise ConfigError(f"Got extra_body = {text!r}, expected a JSON object")
-    return extra
-
-
-def _arrivals(rate: float, burstiness: float) -> ArrivalProcess:
-    rate = min(rate, ALL_AT_ONCE)
-    if burstiness == 1.0:
-        return PoissonArrivals(rate=rate)
-    if not burstiness > 0:
-        raise ConfigError(f"Got burstiness = {burstiness!r}, expected above 0")
-    return GammaArrivals(rate=rate, cov=1 / math.sqrt(burstiness))
-
-
-def _lengths(tokens: int, ratio: float) -> Distribution:
-    low, high = max(1, round(tokens * (1 - ratio))), round(tokens * (1 + ratio))
-    return FixedTokens(tokens=tokens) if low >= high else UniformTokens(low=low, high=high + 1)
-
-
-def _prompts(tokenizer: str | None, *, vocab_size: int, seed: int, as_text: bool) -> Any:
-    from manylora.lab.bench.target import TextPrompts, TokenPrompts
-
-    if tokenizer is None:
-        tokens = TokenPrompts(vocab_size, seed)
-        return TextPrompts(tokens) if as_text else tokens
-    from manylora.demo import demo_model_path
-    from manylora.serving.text import Tokenizer
-
-    loaded = Tokenizer.load(str(demo_model_path()) if tokenizer == "demo" else tokenizer)
-    tokens = TokenPrompts(loaded.vocab_size, seed)
-    return TextPrompts(tokens, loaded.decode) if as_text else tokens
-
-
 def _questions(
-    load: Workload, names: ModelNames, target: Target, prompts: Any, *, first_prompt: int = 0
-) -> list[LoadRequest]:
-    from manylora.lab.bench.ask import LoadRequest
-
-    served = dict(zip((adapter.name for adapter in load.adapters), names.adapters, strict=False))
-    return [
-        LoadRequest(
-            request_id=str(index),
-            at_s=request.arrival_s,
-            adapter="" if request.adapter is None else served[request.adapter],
-            num_prompt_tokens=request.num_prompt_tokens,
-            body=target.body(
-                names.base if request.adapter is None else served[request.adapter],
-                request,
-                prompts.make(first_prompt + index, request),
-            ),
-        )
-        for index, request in enumerate(load.requests)
-    ]
-
-
-def _run(
+    load: Workload,
+    names: ModelNames,
     target: Target,
-    questions: Sequence[LoadRequest],
-    first: Sequence[LoadRequest],
+    prompts: TokenPrompts | TextPrompts,
     *,
-    retries: int,
-    timeout_s: float,
-    label: str,
-) -> LoadRun:
-    from manylora.lab.bench import load
+    first_prompt: int = 0,
+) -> list[LoadRequest]:
+    served = dict(zip((adapter.name for adapter in load.adapters), names.adapters, strict=False))
+    questions = []
+    for index, request in enumerate(load.requests):
+        adapter = "" if request.adapter is None else served[request.adapter]
+        body = target.body(adapter or names.base, request, prompts.make(first_prompt + index, request))
+        questions.append(
+            LoadRequest(
+                request_id=str(index),
+                at_s=request.arrival_s,
+                adapter=adapter,
+                num_prompt_tokens=request.num_prompt_tokens,
+                body=body,
+            )
+        )
+    return questions
 
+
+def _run(options: LoadOptions, target: Target, questions: Sequence[LoadRequest], label: str) -> LoadRun:
+    first = [replace(questions[0], request_id=f"warm-up-{index}") for index in range(options.num_warmups)]
     with progress_bar(label, len(questions)) as update:
 
-        def show(progress: load.Progress) -> None:
+        def show(progress: Progress) -> None:
             failed = f", {progress.num_failed} failed" if progress.num_failed else ""
             update(completed=progress.num_done, description=f"{label} {progress.num_sent}{failed}, ended")
 
         return asyncio.run(
-            load.run_load(target, questions, warm_up=first, retries=retries, timeout_s=timeout_s, on_progress=show)
+            run_load(
+                target,
+                questions,
+                warm_up=first,
+                retries=options.retries,
+                timeout_s=options.timeout_s,
+                on_progress=show,
+            )
         )
 
 

@@ -1,78 +1,112 @@
-"""`manylora functions`: isolated functions of one base each, on one machine or on many."""
+"""`manylora functions`: isolated functions, on one machine or on many; `manylora backbone`: the base of some."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.values import LogLevel, log_to_stderr, parse_address
+from manylora.cli.options.values import LogLevel, ModelArgument, log_to_stderr, parse_address, resolve_model
 from manylora.cli.views.functions_view import bill_table, functions_table, starts_table
 from manylora.cli.views.terminal import note, out
-from manylora.core.config import ServerConfig
+from manylora.core.config import ModelConfig, ServerConfig
 from manylora.core.errors import ConfigError
+from manylora.core.options import option
 from manylora.core.server_config import FleetConfig
-from manylora.functions.wire import AgentSetup, ControllerSetup, Overview
+from manylora.functions.controller.credentials import TOKEN, read_token, tls_files
+from manylora.functions.wire import AgentSetup, ControllerSetup, Overview, TlsFiles
 
 if TYPE_CHECKING:
     from manylora.functions.controller.client import ControllerClient
 
-__all__ = ["functions_app"]
-
-_FLAGS = tuple(flag for flag in flags_of(ServerConfig) if flag.known.panel == "HTTP")
-_RAY_FLAGS = flags_of(FleetConfig, only=("ray", "ray_resources", "ray_labels"), panel="Ray")
-_PANELS = ("HTTP", "Ray")
+__all__ = ["ControllerOptions", "backbone", "functions_app"]
 
 functions_app = typer.Typer(help="Serve adapters as isolated functions over shared bases.", no_args_is_help=True)
 
+_option = partial(option, panel="Options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerOptions:
+    """The state of a controller, and how to reach it.
+
+    Raises:
+        ConfigError: Of the files of TLS some are missing.
+    """
+
+    state_dir: str = _option("functions-state", metavar="DIR", help="Folder of the ledger, the token and the sockets.")
+    controller: str | None = _option(
+        None, metavar="URL", help="Address of the controller; by default that of the state folder."
+    )
+    token_file: str | None = _option(
+        None, metavar="FILE", envvar="MANYLORA_TOKEN_FILE", help="File with the controller's token."
+    )
+    tls_cert: str | None = _option(
+        None, metavar="FILE", help="Certificate of this side, for TLS between controller and agents."
+    )
+    tls_key: str | None = _option(None, metavar="FILE", help="Private key of --tls-cert.")
+    tls_ca: str | None = _option(None, metavar="FILE", help="Authority of the other side's certificate.")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of state."""
+        return Path(self.state_dir).resolve()
+
+    def make_folder(self) -> str:
+        """Make the folder of state, for this user alone, and return it."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return str(self.folder)
+
+    def token(self) -> str | None:
+        """Return the token of ``token_file``."""
+        return None if self.token_file is None else read_token(Path(self.token_file))
+
+    def tls(self) -> TlsFiles | None:
+        """Return the files of TLS, if there are any."""
+        return tls_files(self.tls_cert, self.tls_key, self.tls_ca)
+
+    def client(self) -> ControllerClient:
+        """Return the controller at an address, or else the one that runs with the folder of state."""
+        from manylora.functions.controller.client import ControllerClient
+
+        if self.controller is not None:
+            return ControllerClient(parse_address(self.controller), self.token(), self.tls())
+        try:
+            url = json.loads((self.folder / "controller.json").read_text())["url"]
+            token = self.folder / TOKEN
+            own = read_token(token) if token.exists() else None
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"Got state_dir = {self.state_dir!r}, where no functions are served: {error}") from None
+        return ControllerClient(str(url), self.token() or own, self.tls())
+
+
+_HTTP = tuple(flag for flag in flags_of(ServerConfig) if flag.known.panel == "HTTP")
+_RAY = flags_of(FleetConfig, only=("ray", "ray_resources", "ray_labels"), panel="Ray")
+_CONTROLLER = flags_of(ControllerOptions)
+_SIDE = tuple(flag for flag in _CONTROLLER if flag.field.name != "controller")
+"""Options of a controller, and of an agent, which must be told its controller."""
+_PANELS = ("HTTP", "Ray")
+
 ConfigFile = Annotated[Path, typer.Option("--config", metavar="FILE", help="TOML with backbones, functions, prices.")]
-StateFolder = Annotated[
-    Path, typer.Option("--state-dir", metavar="DIR", help="Folder of the ledger, the token and the sockets.")
-]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--token-file", metavar="FILE", envvar="MANYLORA_TOKEN_FILE", help="File with the controller's token."
-    ),
-]
-ControllerUrl = Annotated[
-    str | None,
-    typer.Option("--controller", metavar="URL", help="Address of the controller; by default that of the state folder."),
-]
-TlsCert = Annotated[
-    str | None,
-    typer.Option("--tls-cert", metavar="FILE", help="Certificate of this side, for TLS between controller and agents."),
-]
-TlsKey = Annotated[str | None, typer.Option("--tls-key", metavar="FILE", help="Private key of --tls-cert.")]
-TlsCa = Annotated[
-    str | None,
-    typer.Option("--tls-ca", metavar="FILE", help="Authority of the other side's certificate."),
-]
-STATE = Path("functions-state")
+NodeName = Annotated[str | None, typer.Option(help="This machine's name; by default its host name.")]
 
 
 @functions_app.command(name="serve")
-@with_flags((*_FLAGS, *_RAY_FLAGS), panels=_PANELS)
-def serve_functions(
-    config: ConfigFile,
-    chosen: Chosen,
-    state_dir: StateFolder = STATE,
-    node: Annotated[str | None, typer.Option(help="This machine's name; by default its host name.")] = None,
-    token_file: TokenFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    log_level: LogLevel = "info",
-) -> None:
+@with_flags((*_HTTP, *_RAY, *_SIDE), panels=_PANELS)
+def serve_functions(config: ConfigFile, chosen: Chosen, node: NodeName = None, log_level: LogLevel = "info") -> None:
     """Run controller, agent, backbones and functions on this machine, with OpenAI's API in front.
 
     A function is a model name. It sleeps until a request comes, and costs nothing meanwhile.
@@ -84,99 +118,78 @@ def serve_functions(
     log_to_stderr(log_level, "functions")
     from manylora.functions.agent.cluster import supervise_cluster  # imports the web framework
     from manylora.functions.agent.supervise import supervise
-    from manylora.functions.controller.credentials import tls_files
 
-    server, fleet = chosen.make(ServerConfig, fleet=FleetConfig()), chosen.make(FleetConfig)
-    level = logging.getLogger().getEffectiveLevel()
-    tls, folder = tls_files(tls_cert, tls_key, tls_ca), state_dir.resolve()
+    own, server = chosen.make(ControllerOptions), chosen.make(ServerConfig, fleet=FleetConfig())
+    fleet, tls = chosen.make(FleetConfig), own.tls()
     if fleet.ray is None and tls is not None:
         raise ConfigError("Got tls_cert without ray, where controller and agent share a machine")
     if fleet.ray is not None and node is not None:
         raise ConfigError(f"Got node = {node!r} with ray, where each node has the name that the cluster gives it")
     note(f"starting functions of {config}; the address follows when they are served")
+    shared: dict[str, Any] = {
+        "token_file": None if own.token_file is None else Path(own.token_file),
+        "log_level": logging.getLogger().getEffectiveLevel(),
+    }
     if fleet.ray is None:
-        sys.exit(
-            supervise(config, folder, server, node=node or socket.gethostname(), token_file=token_file, log_level=level)
-        )
-    sys.exit(supervise_cluster(config, folder, server, fleet, token_file=token_file, tls=tls, log_level=level))
+        sys.exit(supervise(config, own.folder, server, node=node or socket.gethostname(), **shared))
+    sys.exit(supervise_cluster(config, own.folder, server, fleet, tls=tls, **shared))
 
 
 @functions_app.command(name="controller")
+@with_flags(_SIDE)
 def controller_command(
     config: ConfigFile,
-    state_dir: StateFolder = STATE,
+    chosen: Chosen,
     host: Annotated[
         str, typer.Option(help="Address to listen on; one that is not loopback needs a token or certificates.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8100,
-    token_file: TokenFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the controller of several nodes, each with an agent."""
     log_to_stderr(log_level, "controller")
-    from manylora.functions.controller.credentials import tls_files
     from manylora.functions.controller.process import run_controller
 
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    setup = ControllerSetup(
-        config=str(config),
-        folder=str(state_dir.resolve()),
-        token=_token(token_file),
-        tls=tls_files(tls_cert, tls_key, tls_ca),
-        host=host,
-        port=port,
+    own = chosen.make(ControllerOptions)
+    folder, token, tls = own.make_folder(), own.token(), own.tls()
+    sys.exit(
+        run_controller(ControllerSetup(config=str(config), folder=folder, token=token, tls=tls, host=host, port=port))
     )
-    sys.exit(run_controller(setup))
 
 
 @functions_app.command(name="agent")
-@with_flags(_FLAGS, panels=_PANELS)
+@with_flags((*_HTTP, *_SIDE), panels=_PANELS)
 def agent_command(
     controller: Annotated[str, typer.Option(metavar="URL", help="Address of the controller.")],
     chosen: Chosen,
-    state_dir: StateFolder = STATE,
-    node: Annotated[str | None, typer.Option(help="This machine's name; by default its host name.")] = None,
-    token_file: TokenFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
+    node: NodeName = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Run the agent of this machine, which serves the functions that the controller gives it."""
     log_to_stderr(log_level, "agent")
     from manylora.functions.agent.agent import run_agent
-    from manylora.functions.controller.credentials import tls_files
 
-    state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    own = chosen.make(ControllerOptions)
     setup = AgentSetup(
         node=node or socket.gethostname(),
         controller=parse_address(controller),
-        token=_token(token_file),
-        tls=tls_files(tls_cert, tls_key, tls_ca),
+        folder=own.make_folder(),
+        token=own.token(),
+        tls=own.tls(),
         server=chosen.make(ServerConfig, fleet=FleetConfig()),
-        folder=str(state_dir.resolve()),
     )
     sys.exit(run_agent(setup))
 
 
 @functions_app.command(name="ps")
+@with_flags(_CONTROLLER)
 def list_functions(
-    state_dir: StateFolder = STATE,
-    controller: ControllerUrl = None,
-    token_file: TokenFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
+    chosen: Chosen,
     all_functions: Annotated[bool, typer.Option("--all", help="Also those that have never been awake.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the controller's answer.")] = False,
 ) -> None:
     """Show functions: state, memory, and the last cold start by its parts."""
-    import msgspec
-
-    client = _client(state_dir, controller, token_file, tls_cert, tls_key, tls_ca)
+    client = chosen.make(ControllerOptions).client()
 
     async def ask() -> Overview:
         async with client:
@@ -191,17 +204,10 @@ def list_functions(
 
 
 @functions_app.command(name="logs")
-def show_lines(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The function.")],
-    state_dir: StateFolder = STATE,
-    controller: ControllerUrl = None,
-    token_file: TokenFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-) -> None:
+@with_flags(_CONTROLLER)
+def show_lines(name: Annotated[str, typer.Argument(metavar="NAME", help="The function.")], chosen: Chosen) -> None:
     """Show the last lines that a function has written, errors of its engine and its libraries among them."""
-    client = _client(state_dir, controller, token_file, tls_cert, tls_key, tls_ca)
+    client = chosen.make(ControllerOptions).client()
 
     async def ask() -> list[str]:
         async with client:
@@ -212,8 +218,9 @@ def show_lines(
 
 
 @functions_app.command(name="bill")
+@with_flags(flags_of(ControllerOptions, only=("state_dir",)))
 def bill_command(
-    state_dir: StateFolder = STATE,
+    chosen: Chosen,
     by: Annotated[str, typer.Option(metavar="tenant|function", help="The lines of the bill.")] = "tenant",
     since: Annotated[
         str | None, typer.Option("--from", metavar="TIME", help="Begin, as 2026-01-31 or 2026-01-31T12:00; local time.")
@@ -237,7 +244,7 @@ def bill_command(
     from manylora.functions.controller.store import read_ledger, read_prices
     from manylora.functions.deployment import read_prices_file
 
-    ledger = state_dir.resolve() / LEDGER
+    ledger = chosen.make(ControllerOptions).folder / LEDGER
     rows = read_ledger(ledger, _nanoseconds(since, 0), _nanoseconds(until, 2**62))
     bill = make_bill(
         *rows, read_prices(ledger) if prices is None else read_prices_file(prices), by_tenant=by == "tenant"
@@ -251,40 +258,6 @@ def bill_command(
         raise typer.Exit(1)
 
 
-def _client(
-    folder: Path, url: str | None, token_file: Path | None, cert: str | None, key: str | None, ca: str | None
-) -> ControllerClient:
-    """Return the controller at an address, or else the one that runs with a folder of state."""
-    from manylora.functions.controller.client import ControllerClient
-    from manylora.functions.controller.credentials import tls_files
-
-    token, tls = _token(token_file), tls_files(cert, key, ca)
-    if url is None:
-        address, own = _local(folder)
-        return ControllerClient(address, token or own, tls)
-    return ControllerClient(parse_address(url), token, tls)
-
-
-def _token(file: Path | None) -> str | None:
-    from manylora.functions.controller.credentials import read_token
-
-    return None if file is None else read_token(file)
-
-
-def _local(folder: Path) -> tuple[str, str | None]:
-    """Return the address of the controller that runs with a folder of state, and the token there, if there is one."""
-    import json
-
-    from manylora.functions.controller.credentials import TOKEN, read_token
-
-    try:
-        url = json.loads((folder / "controller.json").read_text())["url"]
-        token = folder / TOKEN
-        return str(url), read_token(token) if token.exists() else None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"Got state_dir = {str(folder)!r}, where no functions are served: {error}") from None
-
-
 def _nanoseconds(text: str | None, default: int) -> int:
     if text is None:
         return default
@@ -294,3 +267,41 @@ def _nanoseconds(text: str | None, default: int) -> int:
         return int(datetime.fromisoformat(text).timestamp() * 1e9)
     except ValueError:
         raise typer.BadParameter(f"Got {text!r}, expected a date and time as 2026-01-31T12:00") from None
+
+
+def backbone(
+    model: ModelArgument,
+    socket: Annotated[Path, typer.Option(help="Unix socket to make, for this user alone.", show_default=False)],
+    dtype: Annotated[str, typer.Option(metavar="auto|float32", help="Type of the weights.")] = "auto",
+    log_level: LogLevel = "info",
+) -> None:
+    """Load a base once on the CPU, seal it in memory, and hand it out over a socket until SIGTERM or Ctrl-C.
+
+    The memory cannot be written by any process, this one included. It lives until its last reader ends. Once it is
+    sealed, the process gives up the libraries that loaded it.
+    """
+    log_to_stderr(log_level, "backbone")
+    from manylora.execution.model.base_weights import share_weights
+    from manylora.execution.model.freeze import load_weights
+    from manylora.execution.model.load import load_model
+    from manylora.functions.processes.holder import BackboneSocket, become_holder
+    from manylora.functions.processes.messages import Backbone
+
+    folder, served_name, _ = resolve_model(model, None, {})
+    config = ModelConfig(model=_local_folder(folder), served_model_name=served_name, dtype=dtype, device="cpu")
+
+    with BackboneSocket(socket):  # callers wait, and another backbone is refused before the base is loaded
+        _, weights = load_weights(config, load_model)
+        shared = share_weights(weights)
+        assert shared is not None, "weights on a CPU are in memory that can be shared"
+    encoded = msgspec.msgpack.encode(Backbone(model=config, base=shared))
+    become_holder(socket, encoded, shared.file, f"serving {shared.num_bytes} bytes of {folder} on {socket}")
+
+
+def _local_folder(folder: str) -> str:
+    """Return a model's folder; that of a hub's name in its cache, since functions have no network."""
+    if Path(folder).is_dir():
+        return str(Path(folder).resolve())
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(folder, allow_patterns=["*.json", "*.safetensors", "*.model"]))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,20 +13,47 @@ from rich.text import Text
 
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.values import LoraDirs, LoraModules, ModelArgument, panel, parse_cache_dir, resolve_model
+from manylora.cli.options.values import LoraDirs, LoraModules, ModelArgument, panel, resolve_model
 from manylora.cli.views.terminal import fail, note, out
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import AdapterNotFound
+from manylora.core.options import option
 from manylora.core.types import Constraint, SamplingParams
 
 if TYPE_CHECKING:
     from manylora import Generation
 
-__all__ = ["generate"]
+__all__ = ["AnswerOptions", "generate"]
 
 BASE = "base"
 
-_FLAGS = flags_of(
+_option = partial(option, panel="Options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """The sampling of answers."""
+
+    max_tokens: int = _option(128, help="Most tokens in an answer.")
+    temperature: float = _option(0.0, help="0 is greedy.")
+    top_p: float = _option(1.0, help="Sample from the likeliest tokens with this total probability.")
+    top_k: int = _option(0, help="Sample from this many of the likeliest tokens; 0 is all.")
+    stop: tuple[str, ...] = _option((), help="End the answer at this text. Repeatable.")
+    json_schema: str | None = _option(None, help="JSON schema that answers must match.")
+
+    def sampling(self) -> SamplingParams:
+        """Return the parameters of a request."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop,
+            constraint=None if self.json_schema is None else Constraint("json", self.json_schema),
+        )
+
+
+_ENGINE = flags_of(
     *(ModelConfig, EngineConfig, AdapterConfig, MemoryConfig),
     only=(
         *("tokenizer", "revision", "dtype", "device", "max_model_len", "lora_kernel", "trust_remote_code"),
@@ -33,7 +62,7 @@ _FLAGS = flags_of(
 )
 
 
-@with_flags(_FLAGS)
+@with_flags((*flags_of(AnswerOptions), *_ENGINE))
 def generate(
     model: ModelArgument,
     chosen: Chosen,
@@ -51,12 +80,6 @@ def generate(
         bool, typer.Option("--chat", help="Apply the chat template, with each prompt as a user message.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message; implies --chat.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many of the likeliest tokens; 0 is all.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="End the answer at this text. Repeatable.")] = None,
-    json_schema: Annotated[str | None, typer.Option(help="JSON schema that answers must match.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per answer.")] = False,
 ) -> None:
     """Answer prompts and exit.
@@ -66,31 +89,18 @@ def generate(
     [bold]manylora generate demo "hello world" --chat --adapter all[/bold]
     """
     prompts = prompts or _prompts_from_stdin()
-    options = chosen.all()
-    typed = collect_adapters(lora_modules or (), lora_dir or (), registries=options.get("registries") or ())
+    settings = chosen.all(ModelConfig, EngineConfig, AdapterConfig, MemoryConfig)
+    typed = collect_adapters(lora_modules or (), lora_dir or (), registries=settings["registries"])
     checkpoint, served_name, adapters = resolve_model(model, None, typed)
     names = _answerers(adapter or [BASE], adapters)
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=tuple(stop or ()),
-        constraint=None if json_schema is None else Constraint("json", json_schema),
-    )
+    sampling = chosen.make(AnswerOptions).sampling()
     note(f"loading {model}")
     from manylora import Engine  # imports torch
 
-    if options.get("cache_dir") is not None:
-        options["cache_dir"] = parse_cache_dir(options["cache_dir"])
     jobs = [(prompt, name) for prompt in prompts for name in names]
-    with Engine(
-        checkpoint,
-        adapters={name: adapters[name] for name in names if name is not None},
-        served_model_name=served_name,
-        **options,
-    ) as engine:
-        named = [name for _, name in jobs]
+    named = [name for _, name in jobs]
+    paths = {name: adapters[name] for name in names if name is not None}
+    with Engine(checkpoint, adapters=paths, served_model_name=served_name, **settings) as engine:
         if chat or system is not None:
             first = [] if system is None else [{"role": "system", "content": system}]
             turns = [[*first, {"role": "user", "content": prompt}] for prompt, _ in jobs]

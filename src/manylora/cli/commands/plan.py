@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -12,13 +12,20 @@ from typing import Annotated, Any
 import typer
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.scenarios import PLACES, SETS, TRACES, change, folders_of, scenario_table
-from manylora.cli.options.values import panel
-from manylora.cli.views.plan_progress import PlanProgress
+from manylora.cli.options.scenarios import (
+    PLACES,
+    Sets,
+    Traces,
+    WorkloadOptions,
+    change,
+    folders_of,
+    scenario_table,
+)
 from manylora.cli.views.terminal import note, notes, out
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.memory import EVICTION_POLICIES
+from manylora.core.options import option
 from manylora.core.plugins import options_for
 from manylora.core.scheduling import POLICIES
 from manylora.lab.catalog.hardware import HARDWARE
@@ -33,35 +40,108 @@ from manylora.lab.planning.settings import (
     read_plan_settings,
     variants,
 )
-from manylora.lab.sim.scenario import read_scenario, with_setting
+from manylora.lab.sim.scenario import read_scenario
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads.traces import read_requests
 
-__all__ = ["plan_command"]
+__all__ = ["PlanProgress", "ServiceOptions", "plan_command"]
 
-_WORKLOAD, _SERVICE, _OBJECTIVE, _SEARCH = "Workload", "Service", "Objective and cost", "Search"
+SILENCE_S = 10.0
+"""Time between two lines about the progress where there is no terminal."""
 
-_FLAGS = flags_of(
-    *(Setup, SchedulerConfig, AdapterConfig),
-    only=(
-        *("model", "hardware", "profile", "tensor_parallel"),
-        *("policy", "policy_options", "eviction", "eviction_options"),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """Options of a plan that stand for settings which are computed from them."""
+
+    trace: str | None = option(
+        None,
+        panel="Workload",
+        metavar="PATH",
+        help="Replay the times and lengths of this trace; --rate defaults to its rate.",
+    )
+    adapters: str | None = option(
+        None, panel="Workload", metavar="N or DIR", help="Number of adapters, or a folder of PEFT adapters."
+    )
+    price: tuple[str, ...] = option(
+        (),
+        panel="Objective and cost",
+        metavar="PRICE",
+        help="Price of a device per hour, as a number, or by kind as in a40=0.8. Repeatable.",
+    )
+
+    def replay(self) -> dict[str, Any]:
+        """Return the settings of a scenario that replay the times and lengths of the trace."""
+        if self.trace is None:
+            return {}
+        replay = {"kind": "replay", "file": str(Path(self.trace).resolve())}
+        return {"workload.arrivals": replay, "workload.lengths": replay}
+
+    def rate(self) -> dict[str, float]:
+        """Return the rate of the trace, if there is one; ``ConfigError`` if it has no times."""
+        if self.trace is None:
+            return {}
+        times = read_requests(Path(self.trace)).arrival_s
+        if times is None or len(times) < 2 or times[-1] <= 0:
+            raise ConfigError(f"Got --trace {self.trace!r}, which has no times: set lengths in the scenario instead")
+        return {"rate": float((len(times) - 1) / times[-1])}
+
+    def adapter_settings(self) -> dict[str, Any]:
+        """Return the settings of a scenario for the number of adapters, or for those of a folder."""
+        if self.adapters is None:
+            return {}
+        if self.adapters.isdigit():
+            return {"workload.adapters.count": int(self.adapters)}
+        folder = Path(self.adapters).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"Got --adapters {self.adapters!r}, expected a number or a folder")
+        return {"workload.adapters": adapters_in(folder)}
+
+    def prices(self) -> dict[str, Any]:
+        """Return ``price``, ``prices`` by hardware, both or neither; ``ConfigError`` if one is no number."""
+        prices: dict[str, float] = {}
+        found: dict[str, Any] = {}
+        for text in self.price:
+            name, equals, number = text.rpartition("=")
+            try:
+                value = float(number)
+            except ValueError:
+                raise ConfigError(f"Got --price {text!r}, expected a number, or something like a40=0.8") from None
+            if equals:
+                prices[name] = value
+            else:
+                found["price"] = value
+        return found | ({"prices": prices} if prices else {})
+
+
+_PANELS = ("Workload", "Service", "Objective and cost", "Search")
+
+_FLAGS = (
+    *flags_of(
+        *(Setup, SchedulerConfig, AdapterConfig),
+        only=(
+            *("model", "hardware", "profile", "tensor_parallel"),
+            *("policy", "policy_options", "eviction", "eviction_options"),
+        ),
+        spelled={"hardware": "--gpu"},
+        panel="Service",
+        may_be_unset=True,
     ),
-    spelled={"hardware": "--gpu"},
-    panel=_SERVICE,
-    may_be_unset=True,
+    *flags_of(WorkloadOptions, only=("slo_ttft", "slo_tbt"), panel="Objective and cost", may_be_unset=True),
+    *flags_of(PlanSettings, may_be_unset=True),
+    *flags_of(ServiceOptions),
 )
 
 
-@with_flags(_FLAGS, panels=(_WORKLOAD, _SERVICE, _OBJECTIVE, _SEARCH))
+@with_flags(_FLAGS, panels=_PANELS)
 def plan_command(
     chosen: Chosen,
     file: Annotated[
         Path | None,
         typer.Argument(metavar="FILE", help="A scenario in TOML, as for simulate; by default a synthetic service."),
     ] = None,
-    traces: Annotated[Path | None, TRACES] = None,
-    sets: Annotated[list[str] | None, SETS] = None,
+    traces: Traces = None,
+    sets: Sets = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,32 +153,6 @@ def plan_command(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the plan with every load test to this file.")
     ] = None,
-    rate: Annotated[
-        float | None, panel(_WORKLOAD, "Traffic in requests per second, to find the number of replicas.")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        panel(_WORKLOAD, "Replay the times and lengths of this trace; --rate defaults to its rate."),
-    ] = None,
-    adapters: Annotated[
-        str | None, panel(_WORKLOAD, "Number of adapters, or a folder of PEFT adapters.", metavar="N or DIR")
-    ] = None,
-    slo_ttft: Annotated[float | None, panel(_OBJECTIVE, "Longest time to first token, in seconds.")] = None,
-    slo_tbt: Annotated[float | None, panel(_OBJECTIVE, "Longest time between two tokens, in seconds.")] = None,
-    percentile: Annotated[
-        float | None, panel(_OBJECTIVE, "Percentage of requests that must meet the SLO; 99 by default.")
-    ] = None,
-    price: Annotated[
-        list[str] | None,
-        panel(
-            _OBJECTIVE,
-            "Price of a device per hour, as a number, or by kind as in a40=0.8. Repeatable.",
-            metavar="PRICE",
-        ),
-    ] = None,
-    requests: Annotated[int | None, panel(_SEARCH, "Fewest requests of a run; 2000 by default.")] = None,
-    seeds: Annotated[int | None, panel(_SEARCH, "Runs of each load test; 2 by default.")] = None,
-    tolerance: Annotated[float | None, panel(_SEARCH, "Relative error of the capacity found; 0.02 by default.")] = None,
 ) -> None:
     """Report the hardware that a service needs to meet its SLO: capacity, replicas, memory, cost, and the bottleneck.
 
@@ -110,36 +164,17 @@ def plan_command(
     [bold]manylora plan --compare gpu=a40,l40s,h100 --compare policy=fifo,chameleon --slo-ttft 1[/bold]
     """
     table = scenario_table(file)
-    settings = read_plan_settings(table.pop("plan", {}))
-    if trace is not None:
-        replay = {"kind": "replay", "file": str(trace.resolve())}
-        table = with_setting(with_setting(table, "workload.arrivals", replay), "workload.lengths", replay)
-        rate = rate if rate is not None else _rate_of(trace)
-    asked: dict[str, Any] = {
-        "rate": rate,
-        "percentile": percentile,
-        "requests": requests,
-        "seeds": seeds,
-        "tolerance": tolerance,
-        "compare": tuple(read_axis(text) for text in compare) if compare else None,
-    }
-    asked |= _read_prices(price or [])
-    settings = replace(settings, **{name: value for name, value in asked.items() if value is not None})
-    if (slo_ttft is not None or slo_tbt is not None) and file is None:
+    service = chosen.make(ServiceOptions)
+    given = service.rate() | chosen.given(PlanSettings) | service.prices()
+    given |= {"compare": tuple(map(read_axis, compare))} if compare else {}
+    settings = replace(read_plan_settings(table.pop("plan", {})), **given)
+    if chosen.given(WorkloadOptions) and file is None:
         table.pop("slo", None)  # the SLO given replaces the synthetic one
-    given = {"slo.ttft_s": slo_ttft, "slo.tbt_s": slo_tbt} | chosen.settings(PLACES) | _adapters(adapters)
-    table = change(table, given, sets)
+    table = change(table, service.replay() | chosen.settings(PLACES) | service.adapter_settings(), sets)
     folders = folders_of(file, traces)
-
-    def plan(variant: Variant, on_run: Callable[[str], None]) -> Plan:
-        scenario = read_scenario(variant.table, folders=folders)
-        objective = Objective(slo=scenario.slo, percentile=settings.percentile)
-        return make_plan(scenario, objective, settings.demand(scenario.setup.hardware), on_run=on_run)
-
     wanted = variants(table, settings.compare)
     _check(wanted, settings, folders, json_file)
-    tests_each = expected_load_tests(settings.tolerance) + (settings.rate is not None)
-    plans = _make(wanted, plan, num_runs=len(wanted) * tests_each * settings.seeds)
+    plans = _make(wanted, settings, folders)
     if len(plans) == 1:
         for shown in plan_tables(plans[0][1]):
             out.print(shown.rich())
@@ -167,14 +202,17 @@ def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, .
         raise ConfigError(f"Got --json {str(json_file)!r}, and there is no folder {json_file.parent}")
 
 
-def _make(
-    wanted: list[Variant], plan: Callable[[Variant, Callable[[str], None]], Plan], *, num_runs: int
-) -> list[tuple[Variant, Plan]]:
+def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ...]) -> list[tuple[Variant, Plan]]:
     """Make all plans, and show the progress."""
     plans = []
+    tests_each = expected_load_tests(settings.tolerance) + (settings.rate is not None)
     with notes.status("planning") as status:
-        write = status.update if notes.is_terminal else note
-        progress = PlanProgress(num_runs, write, is_live=notes.is_terminal, now=perf_counter)
+        progress = PlanProgress(
+            len(wanted) * tests_each * settings.seeds,
+            status.update if notes.is_terminal else note,
+            is_live=notes.is_terminal,
+            now=perf_counter,
+        )
         for number, variant in enumerate(wanted, 1):
             which = "".join(f"{name} {value}, " for name, value in variant.settings.items())
             prefix = f"{number}/{len(wanted)} {which}" if len(wanted) > 1 else ""
@@ -182,40 +220,48 @@ def _make(
             def on_run(text: str, prefix: str = prefix) -> None:
                 progress.begin_run(f"{prefix}{text}")
 
-            plans.append((variant, plan(variant, on_run)))
+            scenario = read_scenario(variant.table, folders=folders)
+            objective = Objective(slo=scenario.slo, percentile=settings.percentile)
+            demand = settings.demand(scenario.setup.hardware)
+            plans.append((variant, make_plan(scenario, objective, demand, on_run=on_run)))
     return plans
 
 
-def _adapters(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    if text.isdigit():
-        return {"workload.adapters.count": int(text)}
-    folder = Path(text).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"Got --adapters {text!r}, expected a number or a folder")
-    return {"workload.adapters": adapters_in(folder)}
+class PlanProgress:
+    """Describes the runs of plans, one after another: a status line on a terminal, a line now and then elsewhere.
+
+    The number of runs is an estimate: a search that begins far from the capacity takes more of them. Late runs are near
+    the capacity and therefore longer than the first, so the time left is estimated from the mean of the runs so far.
+
+    Args:
+        num_runs: Estimated runs of all plans together.
+        write: Shows a line, in place of the one before it on a terminal.
+        is_live: Whether lines replace each other.
+        now: Returns a time in seconds that never steps back.
+    """
+
+    def __init__(self, num_runs: int, write: Callable[[str], None], *, is_live: bool, now: Callable[[], float]) -> None:
+        self._num_runs = num_runs
+        self._write = write
+        self._is_live = is_live
+        self._now = now
+        self._began_at = self._written_at = now()
+        self._num_begun = 0
+        write(f"about {num_runs} runs of the simulator; the first ones tell how long they take")
+
+    def begin_run(self, text: str) -> None:
+        """Begin a run, with its description."""
+        now = self._now()
+        num_done, self._num_begun = self._num_begun, self._num_begun + 1
+        if not self._is_live and now - self._written_at < SILENCE_S:
+            return
+        self._written_at = now
+        left = ""
+        if num_done:
+            num_left = max(1, self._num_runs - num_done)
+            left = f", about {_span(num_left * (now - self._began_at) / num_done)} left"
+        self._write(f"run {self._num_begun} of about {max(self._num_runs, self._num_begun)}{left}: {text}")
 
 
-def _rate_of(trace: Path) -> float:
-    times = read_requests(trace).arrival_s
-    if times is None or len(times) < 2 or times[-1] <= 0:
-        raise ConfigError(f"Got --trace {str(trace)!r}, which has no times: set lengths in the scenario instead")
-    return float((len(times) - 1) / times[-1])
-
-
-def _read_prices(texts: list[str]) -> dict[str, Any]:
-    """Return ``price``, ``prices`` by hardware, both or neither."""
-    prices: dict[str, float] = {}
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, number = text.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            raise ConfigError(f"Got --price {text!r}, expected a number, or something like a40=0.8") from None
-        if equals:
-            prices[name] = value
-        else:
-            found["price"] = value
-    return found | ({"prices": prices} if prices else {})
+def _span(seconds: float) -> str:
+    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} min"

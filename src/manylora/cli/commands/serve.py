@@ -100,22 +100,15 @@ def serve(
 
     [bold]manylora serve /models/llama --lora-dir /adapters --port 8000[/bold]
     """
-    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig), web=chosen.make(WebConfig))
     if download_dir is not None:  # before that library is imported, here and in the engines
         os.environ["HF_HUB_CACHE"] = str(Path(download_dir).expanduser())
-    server = replace(
-        server,
-        web=replace(server.web, chat_template=read_template(server.web.chat_template)),
-        lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),
-        allowed_lora_paths=tuple(str(Path(folder).expanduser()) for folder in server.allowed_lora_paths),
-    )
     cache = chosen.make(AdapterConfig)
-    server = with_vllm_environment(server, os.environ, cache.registries)
+    server = _server_config(chosen, cache)
     if warning := exposure_warning(server):
         note(warning)
-    base = chosen.of(ModelConfig)
     roots = [os.path.realpath(folder) for folder in (*server.lora_dirs, *server.allowed_lora_paths)]
     typed = collect_adapters(lora_modules or (), server.lora_dirs, roots, cache.registries)
+    base = chosen.of(ModelConfig)
     checkpoint, base["served_model_name"], adapters = resolve_model(model, base["served_model_name"], typed)
     engine = chosen.make(
         EngineConfig,
@@ -123,8 +116,8 @@ def serve(
         memory=chosen.make(MemoryConfig),
         scheduler=chosen.make(SchedulerConfig),
         adapters=cache,
+        cache_dir=parse_cache_dir(chosen.of(EngineConfig)["cache_dir"]),
     )
-    engine = replace(engine, cache_dir=parse_cache_dir(engine.cache_dir))
     log_to_stderr(log_level, "api")
     named = dict(map(parse_adapter, lora_modules or ()))
     _check_early(engine, server, named)
@@ -139,6 +132,19 @@ def serve(
 
 
 serve.command_class = ServeCommand  # type: ignore[attr-defined]
+
+
+def _server_config(chosen: Chosen, cache: AdapterConfig) -> ServerConfig:
+    """Return the server's configuration, with folders of this user and what vLLM's environment asks for."""
+    web = chosen.make(WebConfig)
+    web = replace(web, chat_template=read_template(web.chat_template))
+    server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig), web=web)
+    server = replace(
+        server,
+        lora_dirs=tuple(str(Path(folder).expanduser()) for folder in server.lora_dirs),
+        allowed_lora_paths=tuple(str(Path(folder).expanduser()) for folder in server.allowed_lora_paths),
+    )
+    return with_vllm_environment(server, os.environ, cache.registries)
 
 
 def _check_early(engine: EngineConfig, server: ServerConfig, named: Mapping[str, str]) -> None:

@@ -190,27 +190,30 @@ class Chosen:
                 values[name] = {**self._flags_of_plugins(kind), **values[name]}
         return values
 
-    def all(self) -> dict[str, Any]:
-        """Return every field, by name; no two dataclasses of the configuration share one."""
-        return {
-            name: value
-            for owner in {flag.owner: None for flag in self._values}
-            for name, value in self.of(owner).items()
-        }
+    def all(self, *owners: type) -> dict[str, Any]:
+        """Return the fields of several dataclasses, by name; no two dataclasses of the configuration share one."""
+        return {name: value for owner in owners for name, value in self.of(owner).items()}
 
     def make(self, owner: type[T], **more: Any) -> T:
         """Return a dataclass of the values, with ``more`` fields; ``ConfigError`` for a wrong value."""
         return owner(**{**self.of(owner), **more})
 
-    def settings(self, places: Mapping[type, str]) -> dict[str, Any]:
+    def given(self, owner: type) -> dict[str, Any]:
+        """Return the fields of a dataclass that were given; for flags that may be unset."""
+        return {name: value for name, value in self.of(owner).items() if value is not None}
+
+    def settings(self, places: Mapping[type, str | Mapping[str, str]]) -> dict[str, Any]:
         """Return the values that were given, by dotted key in a scenario.
 
         Args:
-            places: Prefix of each dataclass in a scenario, as ``setup.scheduler.``.
+            places: For each dataclass its prefix in a scenario, as ``setup.scheduler.``, or the key of each field.
         """
         given: dict[str, Any] = {}
         for flag, value in self._values.items():
-            key = f"{places[flag.owner]}{flag.field.name}"
+            place = places.get(flag.owner)
+            if place is None:
+                continue
+            key = f"{place}{flag.field.name}" if isinstance(place, str) else place[flag.field.name]
             if flag.is_table:
                 given |= {f"{key}.{name}": text for name, text in value.items()}
             elif value is not None:

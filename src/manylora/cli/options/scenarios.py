@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from manylora.core.config import AdapterConfig, SchedulerConfig
+from manylora.core.options import option
 from manylora.lab.sim.scenario import Scenario, read_setting, with_setting
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads.tables import read_table
 
-__all__ = ["PLACES", "SETS", "SYNTHETIC", "TRACES", "change", "folders_of", "scenario_table"]
+__all__ = [
+    "PLACES",
+    "SYNTHETIC",
+    "ScenarioFile",
+    "Sets",
+    "Traces",
+    "WorkloadOptions",
+    "change",
+    "folders_of",
+    "scenario_table",
+]
 
 SYNTHETIC: dict[str, Any] = {
     "warm_up_s": 30,
@@ -34,20 +46,48 @@ SYNTHETIC: dict[str, Any] = {
 }
 """The default scenario: lengths as in the Azure conversation trace, a hundred adapters, one A40."""
 
-PLACES: dict[type, str] = {
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """Settings of a workload and its SLO that have flags of their own."""
+
+    rate: float | None = option(None, panel="Workload", help="Requests per second.")
+    requests: int | None = option(None, panel="Workload", help="Most requests.")
+    duration: float | None = option(None, panel="Workload", help="Longest time of arrivals in seconds.")
+    adapters: int | None = option(None, panel="Workload", help="Number of adapters.")
+    slo_ttft: float | None = option(None, panel="Objective", help="Longest time to first token, in seconds.")
+    slo_tbt: float | None = option(None, panel="Objective", help="Longest time between two tokens, in seconds.")
+
+
+PLACES: Mapping[type, str | Mapping[str, str]] = {
     Scenario: "",
     Setup: "setup.",
     SchedulerConfig: "setup.scheduler.",
     AdapterConfig: "setup.adapters.",
+    WorkloadOptions: {
+        "rate": "workload.arrivals.rate",
+        "requests": "workload.num_requests",
+        "duration": "workload.duration_s",
+        "adapters": "workload.adapters.count",
+        "slo_ttft": "slo.ttft_s",
+        "slo_tbt": "slo.tbt_s",
+    },
 }
-"""Prefix of the fields of each dataclass in a scenario."""
+"""Prefix of the fields of each dataclass in a scenario, or the keys of its fields."""
 
-TRACES: Any = typer.Option(metavar="DIR", help="Folder of the scenario's traces.")
-SETS: Any = typer.Option(
-    "--set",
-    metavar="KEY=VALUE",
-    help="Any setting of a scenario, such as workload.lengths.scale=0.5. Repeatable.",
-)
+ScenarioFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE", help="A scenario in TOML; by default a synthetic service.", show_default=False),
+]
+Traces = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the scenario's traces.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any setting of a scenario, such as workload.lengths.scale=0.5. Repeatable.",
+    ),
+]
 
 
 def scenario_table(file: Path | None) -> dict[str, Any]:
@@ -56,23 +96,22 @@ def scenario_table(file: Path | None) -> dict[str, Any]:
 
 
 def change(table: Mapping[str, Any], given: Mapping[str, Any], sets: Iterable[str] | None) -> dict[str, Any]:
-    """Return a scenario's table with the options that were given.
+    """Return a scenario's table with other settings.
 
     Args:
         table: The scenario.
-        given: Values by dotted key; ``None`` for an option that was not given.
+        given: Values by dotted key.
         sets: From `--set`, which takes precedence.
 
     Raises:
         ConfigError: A setting is invalid.
     """
     changed = dict(table)
-    settings = {key: value for key, value in given.items() if value is not None}
-    for key, value in (settings | dict(read_setting(text) for text in sets or ())).items():
+    for key, value in (dict(given) | dict(read_setting(text) for text in sets or ())).items():
         changed = with_setting(changed, key, value)
     return changed
 
 
 def folders_of(file: Path | None, traces: Path | None) -> tuple[Path, ...]:
-    """Return the search path of a scenario's files: its own folder, then that of traces."""
+    """Return the search path of a scenario's files: its own folder, then the folder of traces."""
     return tuple(([file.parent] if file is not None else []) + ([traces] if traces is not None else []))

@@ -19,7 +19,7 @@ from manylora.lab.sim.run.simulation import Run, SimulationConfig
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.workloads import Workload
 
-__all__ = ["SimulationReport", "print_report", "write_report"]
+__all__ = ["SimulationReport", "print_report", "setup_of", "write_report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +89,24 @@ def write_report(report: SimulationReport, folder: Path) -> Iterator[Path]:
             yield plot_queues(timeline, folder / f"queues{ending}")
 
 
-def _headline(report: SimulationReport) -> str:
+def setup_of(report: SimulationReport) -> str:
+    """Return the model, the devices and the workload in words."""
     setup = report.scenario.setup
     devices = f"{setup.tensor_parallel} of {setup.hardware}" if setup.tensor_parallel > 1 else setup.hardware
     where = f"by profile {setup.profile}" if setup.profile else f"on {devices}"
     replicas = f", {setup.num_replicas} replicas behind {setup.router}" if setup.num_replicas > 1 else ""
-    pool_gib = report.config.num_pages * report.config.base.page.num_bytes / GIB
     num_requests, num_adapters = len(report.workload.requests), len(report.workload.adapters)
     return (
         f"{report.config.base.name} {where}{replicas}: {num_requests:,} requests at {report.workload.rate:.3g}/s "
-        f"over {num_adapters:,} adapters, policy {setup.scheduler.policy}, eviction {setup.adapters.eviction}, "
+        f"over {num_adapters:,} adapters"
+    )
+
+
+def _headline(report: SimulationReport) -> str:
+    setup = report.scenario.setup
+    pool_gib = report.config.num_pages * report.config.base.page.num_bytes / GIB
+    return (
+        f"{setup_of(report)}, policy {setup.scheduler.policy}, eviction {setup.adapters.eviction}, "
         f"{pool_gib:.1f} GiB of pages. {report.run.duration_s:,.0f} s of virtual time took {report.wall_s:.1f} s."
     )
 

@@ -18,6 +18,9 @@ __all__ = ["FigureTable", "compare", "failures", "figures", "groups", "latencies
 MOST_REASONS = 5
 """Reasons of failures that are listed."""
 
+MOST_UNBROKEN = 40
+"""Characters of a row's label up to which it stays on one line, so that the titles of other columns break instead."""
+
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
@@ -46,10 +49,13 @@ class FigureTable:
             title_justify="left",
             box=box.SIMPLE_HEAD,
             pad_edge=False,
+            collapse_padding=True,
             show_header=any(self.columns),
         )
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left", style=None if index else "cyan")
+        is_short = all(len(row[0]) <= MOST_UNBROKEN for row in self.rows)
+        table.add_column(self.columns[0], style="cyan", overflow="fold", no_wrap=is_short)
+        for column in self.columns[1:]:
+            table.add_column(column, justify="right")
         for row in self.rows:
             table.add_row(*row)
         return table

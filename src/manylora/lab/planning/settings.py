@@ -24,6 +24,7 @@ from manylora.core.adapters.folder import CONFIG_FILE, read_config
 from manylora.core.adapters.lora.settings import parse_lora
 from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import ConfigError
+from manylora.core.options import option
 from manylora.lab.planning.load_test import SearchBudget
 from manylora.lab.planning.plan import TrafficDemand
 from manylora.lab.sim.scenario import read_setting, with_setting
@@ -81,23 +82,24 @@ class Variant:
 class PlanSettings:
     """Settings of a plan beside the scenario.
 
+    Without a ``rate``, which is that of all replicas together, the plan is for one full replica.
+
     Args:
-        rate: Traffic in requests per second, all replicas together; ``None`` plans for one full replica.
-        percentile: Percentage of requests that must meet the SLO.
         price: Per device and hour, for kinds that are not in ``prices``.
-        requests: Requests of each run, at least.
-        seeds: Runs of each load test.
-        tolerance: Largest error of the capacity, as a share of the true one.
         prices: Per device and hour, by kind of hardware.
         compare: Settings to vary; every combination is planned.
     """
 
-    rate: float | None = None
-    percentile: float = 99.0
+    rate: float | None = option(
+        None, panel="Workload", help="Traffic in requests per second, to find the number of replicas."
+    )
+    percentile: float = option(
+        99.0, panel="Objective and cost", help="Percentage of requests that must meet the SLO; 99 by default."
+    )
+    requests: int = option(2000, panel="Search", help="Fewest requests of a run; 2000 by default.")
+    seeds: int = option(2, panel="Search", help="Runs of each load test; 2 by default.")
+    tolerance: float = option(0.02, panel="Search", help="Relative error of the capacity found; 0.02 by default.")
     price: float | None = None
-    requests: int = 2000
-    seeds: int = 2
-    tolerance: float = 0.02
     prices: Mapping[str, float] = field(default_factory=dict)
     compare: tuple[Axis, ...] = ()
 
