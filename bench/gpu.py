@@ -32,13 +32,11 @@ from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion
-from manylora.execution.attention.page_tables import PageTables
-from manylora.execution.attention.paged import AttentionCall
-from manylora.execution.attention.rotary import Rotation
-from manylora.execution.attention.triton import TritonBatch
+from manylora.execution.attention.call import AttentionCall, Rotation
+from manylora.execution.attention.kv import KvPages
+from manylora.execution.attention.triton import PageTables, TritonBatch
 from manylora.execution.device import make_device_ops
-from manylora.execution.fusion.gate import activate
-from manylora.execution.fusion.norm import FusedNorm
+from manylora.execution.fusion.layers import FusedNorm, activate
 from manylora.execution.lora.tables import BatchTables, StepTables
 from manylora.execution.storage.tile_tables import GroupSpan
 from manylora.lab.catalog.models import base_shape
@@ -107,13 +105,13 @@ class Bench:
     def _lora_kernels(self) -> list[dict[str, Any]]:
         rows = []
         engine = self.engine
-        space = engine.runner._space
+        space = engine.runner._step.space
         assert space is not None
         batch = max(self.sizes.batches) if self.device.type == "cpu" else 64
         for num in self.sizes.adapters:
             for rank in (self.sizes.ranks[0], self.sizes.ranks[len(self.sizes.ranks) // 2], None):
                 versions, _ = self.adapters(num, rank, ALL_LINEAR)
-                held = [engine.runner._resident[v.key].table for v in versions]
+                held = [engine.runner.resident[v.key].table for v in versions]
                 tables = [table for table in held if table is not None]
                 spans = [(batch * i // num, batch * (i + 1) // num, table) for i, table in enumerate(tables)]
                 step = BatchTables(space, [span for span in spans if span[1] > span[0]]).step
@@ -147,14 +145,14 @@ class Bench:
 
     def _attention_kernels(self) -> list[dict[str, Any]]:
         rows = []
-        engine, pool = self.engine, self.engine.runner._pages
+        engine, pool = self.engine, self.engine.executor._copies.pages
         ops = make_device_ops(self.device)
         shape, dtype = pool.shape, pool.dtype
         heads = self.sizes.model["num_attention_heads"]
         for batch in self.sizes.batches:
             plan = engine.plan(batch, (), 0)
             width = len(plan.sequences[0].pages)
-            step = TritonBatch(ops, pool, PageTables(ops, num_lines=batch, width=width), plan.sequences)
+            step = TritonBatch(ops, KvPages(pool), PageTables(ops, num_lines=batch, width=width), plan.sequences)
             query = torch.randn(heads, batch, shape.head_dim, device=self.device).to(dtype)
             key, value = (
                 torch.randn(shape.num_kv_heads, batch, shape.head_dim, device=self.device).to(dtype) for _ in range(2)

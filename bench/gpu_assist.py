@@ -9,8 +9,10 @@ the device takes over the layers that arrive in time.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +23,12 @@ from manylora.core.plan import IN_HOST, AdapterLoad, StepPlan, StepResult
 from manylora.core.ports import Work
 from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.assist.exchange import Assistant
-from manylora.execution.assist.stream import DeviceStream, ThreadStream
 from manylora.execution.assist.words import Words, await_word, write_word
-from manylora.execution.assist.workers import Supervisor, Worker, WorkerTask
+from manylora.execution.assist.workers import DeviceStream, Supervisor, Worker, WorkerTask
+from manylora.execution.runner import OffDevice
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from thread_stream import ThreadStream
 
 NUM_HANDOFFS = 1000
 
@@ -105,9 +110,11 @@ def prompt_row(
     times = {"resident ms": wall_seconds(lambda: engine.runner.run(warm), engine.device, sizes.rounds) * 1e3}
     for name, kind in (("assisted ms", stream), ("synchronous ms", SynchronousStream(stream, engine.device))):
         assistant = Assistant(kind, engine.base)
-        assistant.prepare(image)
+        assistant.prepare(image.memory)
         engine.runner._assistant = assistant
-        step_s = wall_seconds(lambda: engine.runner.run(cold, {version.key: image}), engine.device, sizes.rounds)
+        step_s = wall_seconds(
+            lambda: engine.runner.run(cold, OffDevice({version.key: image})), engine.device, sizes.rounds
+        )
         times[name] = step_s * 1e3
         if kind is stream:
             times |= taking_over(engine, sizes, cold, version, page)

@@ -22,10 +22,10 @@ from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, Mode
 from manylora.core.plan import AdapterLoad, PlannedSequence, StepPlan
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, SamplingParams, Tier
-from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
+from manylora.execution.attention.call import ATTENTION_NAME, register_attention
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
-from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS
+from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.storage.arrival import Arrival
@@ -206,11 +206,11 @@ class Engine:
         self.executor = self.parts.executor
         self.runner = self.executor._runner
         self.base: BaseShape = self.parts.base
-        pool = self.runner._pages.flat
+        pool = self.executor._copies.pages.flat
         for page in range(0, pool.shape[0], 512):  # never time zeros
             pool[page : page + 512].normal_(0.0, 0.02)
         self._images: dict[int, HostAdapter] = {}
-        self._served = (self.runner._graphs, self.runner._space)
+        self._served = (self.runner._graphs, self.runner._step.space)
 
     def _make_model(self, config: ModelConfig) -> LoadedModel:
         register_attention()
@@ -312,11 +312,11 @@ class Engine:
         """Run adapters by another kernel, without graphs; ``None`` goes back to what serves."""
         runner = self.runner
         if name is None:
-            runner._graphs, runner._space = self._served
+            runner._graphs, runner._step.space = self._served
             name = "ragged"
         else:
             runner._graphs = None
             space, blocks = self._served[1], TABLE_KERNELS.get(name)
-            runner._space = LoraSpace(space.directory, space.pool, blocks) if space and blocks else None
+            runner._step.space = LoraSpace(space.directory, space.pool, blocks) if space and blocks else None
         runner._step.kernel = LORA_KERNELS[name]
         runner._last_lora = None

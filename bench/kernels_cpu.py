@@ -31,7 +31,8 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.execution.device import describe_machine
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.kernels.linear import linear, pack
-from manylora.execution.lora.batch import LORA_KERNELS, LoraBatch, LoraSegment
+from manylora.execution.lora.batch import LoraBatch, LoraSegment
+from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import make_resident
 from manylora.lab.catalog.dims import ModelDims

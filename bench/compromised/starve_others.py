@@ -20,7 +20,7 @@ from typing import Any
 
 from isolation_attacks import attempt_all
 
-from manylora.execution.storage.inline_reader import InlineReader
+from manylora.execution.storage.adapter_files import InlineReader
 from manylora.functions.processes.frames import frame
 from manylora.serving.hosting.protocol import Observations, Turn, encode
 

@@ -37,9 +37,11 @@ from manylora.core.plan import IN_HOST
 from manylora.core.ports import EngineParts
 from manylora.core.types import Tier
 from manylora.execution.build import build_parts
-from manylora.execution.lora import product
-from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment, StepContext
+from manylora.execution.kernels.linear import BaseLinear
+from manylora.execution.lora.batch import LoraBatch, LoraSegment, StepContext
+from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS
 from manylora.execution.lora.tables import LoraSpace
+from manylora.execution.model.modules import AdaptedLinear
 from manylora.execution.storage.page_tensor import PageTensor, image_tensor
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
 from manylora.execution.storage.tile_tables import GroupDirectory, make_template
@@ -167,7 +169,7 @@ def test_rows_get_what_the_method_says(kernel: str, rows: tuple[int, ...], block
         width = sum(module.out_features for module in modules)
         x, weight, bias = torch.randn(starts[-1], modules[0].in_features), None, torch.randn(width)
         weight = torch.randn(width, modules[0].in_features)
-        found = product.adapted_product(x, weight, bias, step, group)
+        found = AdaptedLinear(BaseLinear(weight, bias), group, step)(x)
         expected = x.double().numpy() @ weight.double().numpy().T
         for segment, modules_of in zip(segments, weights, strict=True):
             part = slice(segment.start, segment.stop)
@@ -179,27 +181,27 @@ def test_rows_get_what_the_method_says(kernel: str, rows: tuple[int, ...], block
         np.testing.assert_allclose(found, expected + bias.double().numpy(), atol=2e-4, rtol=1e-4, err_msg=group)
 
 
-def test_plain_batches_take_no_epilogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_batches_take_no_epilogue(tmp_path: Path) -> None:
     base = tiny_base()
     pool = PageTensor(base.page, 300, torch.device("cpu"))
     plain, page = resident(read(write_good_adapter(tmp_path / "plain", base), base), base, pool, 0)
     scaled, _ = resident(
         read(write_scaled(tmp_path / "scaled", base, rank=2, targets=["q_proj"]), base), base, pool, page
     )
-    biases: list[torch.Tensor | None] = []
-    linear = product.linear
+    asked: list[bool] = []
 
-    def spy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        biases.append(bias)
-        return linear(x, weight, bias)
+    class SpiedLinear(BaseLinear):
+        def product(self, x: torch.Tensor, *, has_bias: bool = True) -> torch.Tensor:
+            asked.append(has_bias)
+            return super().product(x, has_bias=has_bias)
 
-    monkeypatch.setattr(product, "linear", spy)
-    weight, bias = torch.randn(64, 32), torch.randn(64)
     context = StepContext(LORA_KERNELS["grouped"])
+    base_linear = SpiedLinear(torch.randn(64, 32), torch.randn(64))
+    linear = AdaptedLinear(base_linear, "model.layers.0.self_attn.qkv", context)
     for adapter, kept in ((None, True), (plain, True), (scaled, False)):
         context.lora = LoraBatch((LoraSegment(adapter, 0, 1, 0, 1),)) if adapter is not None else None
-        product.adapted_product(torch.randn(2, 32), weight, bias, context, "model.layers.0.self_attn.qkv")
-        assert (biases.pop() is bias) == kept
+        linear(torch.randn(2, 32))
+        assert asked.pop() == kept
 
 
 @dataclass
@@ -268,8 +270,9 @@ def build(engines: Engines, kernels: str) -> EngineParts:
 
 def open_assistant(device: torch.device, base: BaseShape) -> Assistant:
     """Return workers on the path of a GPU, whose stream is a thread."""
+    from thread_stream import ThreadStream
+
     from manylora.execution.assist.exchange import Assistant
-    from manylora.execution.assist.stream import ThreadStream
 
     return Assistant(ThreadStream(), base, num_workers=2)
 

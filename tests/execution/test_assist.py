@@ -20,6 +20,7 @@ from test_execution_lora import load as load_random
 
 pytest.importorskip("numba")
 from faulty_serve import DIE, STICK, FaultySource
+from thread_stream import ThreadStream
 
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import WallClock
@@ -30,11 +31,12 @@ from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.assist import exchange, shares
 from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
 from manylora.execution.assist.shares import RowCost, split_rows
-from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.assist.words import serve
 from manylora.execution.assist.workers import Serve
 from manylora.execution.build import build_parts
-from manylora.execution.lora.batch import LORA_KERNELS, LoraBatch, LoraSegment, add_embedding
+from manylora.execution.lora.batch import LoraBatch, LoraSegment
+from manylora.execution.lora.kernels import LORA_KERNELS, add_embedding
+from manylora.execution.runner import OffDevice
 from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
@@ -57,7 +59,7 @@ class Rig:
 
     serve: Serve = serve
     num_workers: int = 3
-    patience_s: float = 600.0
+    exchange_limit_s: float = 600.0
     adapters: list[ResidentAdapter] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,7 +74,7 @@ class Rig:
             adapter, _, page = load_random(BASE, storage, page, ranks, dtype)
             self.adapters.append(adapter)
         self.assistant = Assistant(
-            ThreadStream(), BASE, num_workers=self.num_workers, serve=self.serve, patience_s=self.patience_s
+            ThreadStream(), BASE, num_workers=self.num_workers, serve=self.serve, exchange_limit_s=self.exchange_limit_s
         )
 
     def segments(self, row_counts: list[int]) -> tuple[LoraSegment, ...]:
@@ -139,10 +141,11 @@ def test_cores_are_measured_when_an_adapter_is_prepared_and_never_within_a_step(
     try:
         rig.check([12, 1, 3, 2])
         assert not measured
-        groups = [adapter.groups[GROUP] for adapter in rig.adapters if GROUP in adapter.groups]
+        layouts = [adapter.memory.layout for adapter in rig.adapters]
+        groups = [layout.groups[GROUP] for layout in layouts if GROUP in layout.groups]
         assert 0.0 < shares.adapter_cost(groups).row_s < 1e-3
         for adapter in rig.adapters * 2:
-            rig.assistant.prepare(adapter)
+            rig.assistant.prepare(adapter.memory)
         assert len(measured) == len(set(measured)) > 0
         assert shares.adapter_cost(groups).row_s == pytest.approx(len(groups) * 1e-6)
     finally:
@@ -157,13 +160,13 @@ def test_cores_are_measured_when_an_adapter_is_prepared_and_never_within_a_step(
 def test_a_failed_worker_costs_its_own_rows_alone(row_counts: list[int], faults: dict[int, str]) -> None:
     """It may die or stick at any exchange; a late result reaches no row."""
     source = FaultySource(faults)
-    rig = Rig(serve=source, patience_s=0.02 if STICK in faults.values() else 600.0)
+    rig = Rig(serve=source, exchange_limit_s=0.02 if STICK in faults.values() else 600.0)
     try:
         lost = rig.check(row_counts)
         # With little patience, a busy machine may take any worker for stuck: it costs its rows, and no more.
         if STICK not in faults.values() and not any(number < source.num_served for number in faults):
             assert lost == []
-        rig.assistant._supervisor._patience_s = 600.0
+        rig.assistant._supervisor._limit_s = 600.0
         source.faults = {}
         source.may_go.set()  # workers that stuck go on, in memory that no step uses any more
         assert rig.check(row_counts) == []
@@ -385,9 +388,7 @@ def test_pages_taken_over_are_waited_for_beside_an_adapter_on_its_way(
     assert taken.host is not None
     result = runner.run(
         StepPlan(step_id=2, sequences=tuple(placed)),
-        {first.key: taken.host.in_place()},
-        {second.key: awaited.adapter},
-        {first.key: taken},
+        OffDevice({first.key: taken.host.in_place()}, {second.key: awaited.adapter}, {first.key: taken}),
     )
     assert not result.failed and result.cpu_share == 0.0
     torch.testing.assert_close(rows[0], warm.logits, atol=1e-5, rtol=1e-5)

@@ -22,9 +22,8 @@ from manylora.execution.assist import protocol
 from manylora.execution.assist.protocol import FAR, MODULUS, RELEASED, SERVE, STEP
 
 pytest.importorskip("numba")
-from manylora.execution.assist.stream import DeviceStream
 from manylora.execution.assist.words import DONE, POSTED, TASK_FIELDS
-from manylora.execution.assist.workers import Worker, WorkerTask
+from manylora.execution.assist.workers import DeviceStream, Worker, WorkerTask
 
 Rules = SimpleNamespace
 

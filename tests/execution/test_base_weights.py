@@ -24,8 +24,15 @@ from manylora.core.plan import PlannedSequence, StepPlan
 from manylora.core.types import SamplingParams
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
-from manylora.execution.kernels.linear import linear, pack, reorder
-from manylora.execution.kernels.packed import can_share_packed, packed_bytes, packed_layout, packed_over
+from manylora.execution.kernels.linear import (
+    can_share_packed,
+    linear,
+    pack,
+    packed_bytes,
+    packed_layout,
+    packed_over,
+    reorder,
+)
 from manylora.execution.model.base_weights import BaseWeights, WeightsManifest
 from manylora.execution.model.freeze import freeze, gather, load_weights
 from manylora.execution.model.load import load_model

@@ -29,6 +29,7 @@ pytest.importorskip("numba")
 from peft import PeftModel
 from staged_link import Stage, StagedLink
 from test_execution_executor import BLOCK, executor_of, folders
+from thread_stream import ThreadStream
 from transformers import LlamaForCausalLM
 
 from manylora.core.adapters.shape import BaseShape
@@ -41,7 +42,6 @@ from manylora.core.plan import ARRIVING, IN_HOST, Placement
 from manylora.core.ports import CoreParts
 from manylora.core.types import ColdStart, FinishReason, Output, Request, SamplingParams, Tier
 from manylora.execution.assist.exchange import Assistant
-from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.build import build_parts
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.device_load import DeviceLoad
@@ -161,7 +161,7 @@ class Rig:
         self.stage, self.clock = Stage(), WallClock()
 
         def start(device: torch.device, base: BaseShape) -> Assistant:
-            return Assistant(ThreadStream(), base, num_workers=2, serve=self.stage.source, patience_s=600.0)
+            return Assistant(ThreadStream(), base, num_workers=2, serve=self.stage.source, exchange_limit_s=600.0)
 
         config = EngineConfig(
             model=ModelConfig(model=str(folders["base"]), device="cpu"),

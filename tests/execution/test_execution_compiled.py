@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from manylora.core.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile, lay_out
 from manylora.core.adapters.shape import ModuleKind, TargetModule
+from manylora.execution.kernels.cpu.products import MAX_READ_ROWS, make_product_tables, product_kernel
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
-from manylora.execution.lora.grouped import MAX_READ_ROWS, apply_grouped
+from manylora.execution.lora.kernels import apply_grouped
 from manylora.execution.lora.parts import GroupParts, Part
 from manylora.execution.storage.resident import ResidentGroup, read_in_place
 from manylora.lab.catalog.dims import ModelDims
@@ -216,7 +217,7 @@ def test_lora_equals_plain_products_whatever_does_not_fill_a_tile_or_a_run(
         apply_grouped(x, out, GroupParts(tuple(parts)))
     finally:
         torch.set_num_threads(before)
-    monkeypatch.setattr("manylora.execution.lora.grouped.find_compiled", lambda: None)
+    monkeypatch.setattr("manylora.execution.lora.kernels.find_compiled", lambda: None)
     apply_grouped(x, expected, GroupParts(tuple(parts)))
     torch.testing.assert_close(out, expected, atol=1e-3, rtol=1e-4)
 
@@ -224,31 +225,35 @@ def test_lora_equals_plain_products_whatever_does_not_fill_a_tile_or_a_run(
 @pytest.mark.parametrize("num_pieces", [1, 3])
 def test_work_is_every_weight_once(kernels: CompiledKernels, num_pieces: int) -> None:
     """So adapters on fewer modules cost less, by what their weights are less."""
+    from manylora.execution.kernels.cpu.lora import make_tables
     from manylora.execution.kernels.cpu.tables import PIECE_COLS, PIECE_ROWS
 
     pool = torch.zeros(20_000)
     for widths in ([40], [40, 24, 24]):
         weights, num_weights = random_group(pool, 0, 32, widths, 5, num_pieces)
-        for make_tables, num_rows in ((kernels.tables, 2), (kernels.product_tables, 20)):
-            tables = make_tables([(0, num_rows, weights.memory)], ["group"])["group"]
+        for make, num_rows in ((make_tables, 2), (make_product_tables, 20)):
+            tables = make([(0, num_rows, weights.memory)], ["group"])["group"]
             pieces = np.concatenate([tables.shrink, tables.expand])
             assert (pieces[:, PIECE_ROWS] * pieces[:, PIECE_COLS]).sum() == num_weights
 
 
 def test_a_steps_prompts_are_one_call(kernels: CompiledKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    for name in ("products", "lora"):
-        monkeypatch.setattr(kernels, name, lambda *_, name=name: calls.append(name))
+    from manylora.execution.kernels.cpu.lora import lora_kernel
+    from manylora.execution.kernels.cpu.openmp import Team
+
+    calls: list[int] = []
+    monkeypatch.setattr(Team, "run", lambda team, kernel, *arguments: calls.append(kernel))
     pool = torch.zeros(20_000)
     weights, _ = random_group(pool, 0, 32, [32, 32], 4, 1)
     rows = [1, MAX_READ_ROWS + 1, 2, MAX_READ_ROWS + 5]
     starts = np.cumsum([0, *rows]).tolist()
     parts = GroupParts(tuple(Part(a, b, weights) for a, b in itertools.pairwise(starts)))
     apply_grouped(torch.zeros(starts[-1], 32), torch.zeros(starts[-1], 64), parts)
-    assert calls == ["products", "lora"]
+    assert calls == [product_kernel(), lora_kernel()]
 
 
 def test_tables_of_all_groups_at_once_are_those_of_each_group_by_itself(kernels: CompiledKernels) -> None:
+    from manylora.execution.kernels.cpu.lora import make_tables
     from manylora.execution.kernels.cpu.tables import DTYPE, OFFSET
 
     dims = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 50}
@@ -260,12 +265,12 @@ def test_tables_of_all_groups_at_once_are_those_of_each_group_by_itself(kernels:
         image = torch.zeros(layout.num_pages, base.page.elements_of(dtype), dtype=getattr(torch, dtype))
         rows.append((20 * number, 20 * number + 3 * number + 1, read_in_place(layout, image).memory))
     groups = list(dict.fromkeys(module.group for module in base.modules if module.name in names))
-    for make_tables in (kernels.tables, kernels.product_tables):
-        together = make_tables(rows, groups)
+    for make in (make_tables, make_product_tables):
+        together = make(rows, groups)
         assert list(together) == groups
         for group in groups:
             own = [row for row in rows if group in row[2].layout.groups]
-            alone = make_tables(own, [group])[group]
+            alone = make(own, [group])[group]
             shift = alone.memory.address - together[group].memory.address
             for field in fields(alone):
                 ours, theirs = getattr(together[group], field.name), getattr(alone, field.name)

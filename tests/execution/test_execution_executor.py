@@ -27,10 +27,10 @@ from manylora.core.types import AdapterKey, AdapterVersion, SamplingParams, Tier
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.kernels.cpu.support import find_compiled
-from manylora.execution.lora.batch import LORA_KERNELS
+from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.host_tier import HostAdapter
-from manylora.execution.storage.link import Link
+from manylora.execution.storage.page_tensor import Link
 
 BLOCK = 4
 
@@ -349,7 +349,7 @@ def test_what_a_page_held_before_does_not_reach_its_next_owner(
     is_compiled: bool, parts: EngineParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr("manylora.execution.attention.paged.find_compiled", lambda: None)
+        monkeypatch.setattr("manylora.execution.attention.kv.find_compiled", lambda: None)
     tokens = [7, 8, 9, 10, 11, 12, 13]
     other = sequence([3, 4, 5], 0, 3, 8, None, 1)
     run(parts, other)

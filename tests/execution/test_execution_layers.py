@@ -31,10 +31,9 @@ from test_execution_executor import (
 from manylora.core.plan import ARRIVING, AdapterLoad, LoadResult, PlannedSequence, PromptRows, StepPlan, StepResult
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, SamplingParams, Tier
-from manylora.execution.lora.batch import LORA_KERNELS
+from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.storage.arrival import Arrival
-from manylora.execution.storage.link import Link
-from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.page_tensor import Link, PageTensor
 
 __all__ = ["clock", "folders", "parts"]
 
@@ -54,7 +53,7 @@ class GatedLink(Link):
             self.permits.acquire()
             if self.error is not None:
                 raise OSError(self.error)
-            self._pages.write(pages[index : index + 1], image[index : index + 1])
+            self.pages.write(pages[index : index + 1], image[index : index + 1])
             announce(index + 1)
 
     def break_with(self, error: str) -> None:
@@ -68,7 +67,7 @@ class GatedLink(Link):
 @pytest.fixture
 def link(parts: EngineParts) -> Iterator[GatedLink]:
     """The executor's link, gated; pages hold NaN before, so that no step may read one too early."""
-    executor_of(parts)._patience_s = math.inf
+    executor_of(parts)._step_wait_s = math.inf
     copies = executor_of(parts)._copies
     copies.link = link = GatedLink(copies.pages)
     copies.pages.flat[40:] = float("nan")
@@ -276,7 +275,7 @@ def test_a_step_goes_on_without_the_sequences_of_an_adapter_that_is_late(
     """Its layout is not known yet (a slow registry), or a page of it does not come; the load goes on."""
     one, two = versions
     executor = executor_of(parts)
-    executor._patience_s = 0.0
+    executor._step_wait_s = 0.0
     release = threading.Event()
     if not has_begun:
         read_again = executor._reader.read_again
@@ -381,7 +380,7 @@ def test_a_reader_that_dies_releases_the_step(
 def test_closing_releases_a_step_that_waits(has_begun: bool, parts: EngineParts, versions: Versions) -> None:
     one, two = versions
     executor = executor_of(parts)
-    executor._patience_s = math.inf
+    executor._step_wait_s = math.inf
     process = executor._reader._readers[0]._process
     assert process is not None
     if has_begun:

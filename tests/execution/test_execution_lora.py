@@ -8,7 +8,8 @@ import torch
 
 from manylora.core.adapters.layout import AdapterLayout, Tile, lay_out
 from manylora.core.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
-from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment, add_embedding
+from manylora.execution.lora.batch import LoraBatch, LoraSegment
+from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, add_embedding
 from manylora.execution.lora.parts import GroupParts, Part
 from manylora.execution.storage.page_tensor import PageTensor, consecutive
 from manylora.execution.storage.resident import ResidentAdapter, make_resident

@@ -29,7 +29,9 @@ from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.execution.build import build_parts
-from manylora.execution.lora.batch import LORA_KERNELS, StepContext
+from manylora.execution.kernels.linear import BaseLinear
+from manylora.execution.lora.batch import StepContext
+from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.model.load import context_limit
 from manylora.execution.model.modules import FusedLinear, FusedPart, adapt_modules
 
@@ -161,7 +163,7 @@ def make_fused(*, has_bias: bool) -> tuple[list[nn.Linear], list[FusedPart]]:
     linears = [nn.Linear(6, size, bias=has_bias) for size in (4, 3, 5)]
     weight = torch.cat([linear.weight.data for linear in linears])
     bias = torch.cat([linear.bias.data for linear in linears]) if has_bias else None
-    fused = FusedLinear(weight, bias, [4, 3, 5], "group", StepContext(LORA_KERNELS["grouped"]))
+    fused = FusedLinear(BaseLinear(weight, bias), [4, 3, 5], "group", StepContext(LORA_KERNELS["grouped"]))
     return linears, [FusedPart(fused, index, is_owner=index == 0) for index in range(3)]
 
 

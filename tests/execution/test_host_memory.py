@@ -8,9 +8,9 @@ import pytest
 
 from manylora.core.config import EngineConfig, ModelConfig
 from manylora.core.errors import ConfigError
-from manylora.execution.assist.cores import count_cores, count_workers
+from manylora.execution.assist.workers import count_workers
 from manylora.execution.build import _host_bytes
-from manylora.execution.storage.host_memory import available_bytes
+from manylora.execution.machine import available_bytes, count_cores
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
@@ -90,7 +90,7 @@ def test_the_fewest_cores_count(
 
 
 def test_engines_share_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.execution.assist.cores.count_cores", lambda: 64)
+    monkeypatch.setattr("manylora.execution.assist.workers.count_cores", lambda: 64)
     assert [count_workers(num) for num in (1, 4, 8, 64)] == [16, 14, 6, 1]
     monkeypatch.setattr("manylora.execution.build.available_bytes", lambda: 1 << 30)
     assert [_host_bytes(num) for num in (1, 4)] == [1 << 28, 1 << 26]

@@ -30,8 +30,7 @@ from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.build import build_parts
 from manylora.execution.storage.arrival import Arrival
-from manylora.execution.storage.link import Link
-from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.page_tensor import Link, PageTensor
 
 __all__ = ["folders"]
 
@@ -52,7 +51,7 @@ class ScriptedLink(Link):
             self.permits.acquire()
             if self.breaks_at.get(page) is not None:
                 raise OSError(BROKEN)
-            self._pages.write([page], image[index : index + 1])
+            self.pages.write([page], image[index : index + 1])
             announce(index + 1)
 
 
@@ -64,7 +63,7 @@ def engine(folders: dict[str, Path]) -> Iterator[tuple[EngineParts, list[Adapter
         memory=MemoryConfig(block_size=BLOCK, num_pages=64),
     )
     parts = build_parts(config, WallClock())
-    executor_of(parts)._patience_s = math.inf
+    executor_of(parts)._step_wait_s = math.inf
     versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]
     for number, version in enumerate(versions):
         finish(parts.executor.load_adapter(load_of(version, number), 0.0))

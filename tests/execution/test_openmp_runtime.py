@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from manylora.execution.kernels.cpu.runtime import runtime_library
+from manylora.execution.kernels.cpu.support import runtime_library
 from manylora.serving.hosting.engine.runtime import SPIN_COUNT, bound_spinning
 
 POOLS = """
 import os, torch
-from manylora.execution.kernels.cpu.runtime import release_threads
+from manylora.execution.kernels.cpu.support import release_threads
 
 torch.set_num_threads(3)
 def product():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from text_tokenizers import make_huggingface
+from thread_stream import ThreadStream
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, LlamaConfig, PreTrainedConfig
 
 from manylora import Engine, Generation, SamplingParams
@@ -16,10 +17,9 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.ports import EngineParts
-from manylora.execution import prompt_rows
 from manylora.execution.assist.exchange import Assistant
-from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.build import build_parts
+from manylora.execution.model import head
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 
@@ -136,7 +136,7 @@ def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
 def test_a_mixed_batch_in_chunks_equals_transformers(
     make: Callable[..., Engine], oracle: Oracle, monkeypatch: pytest.MonkeyPatch, plan_ahead: bool
 ) -> None:
-    monkeypatch.setattr(prompt_rows, "SLICE_LOGITS", 7 * len(make_huggingface("byte_level")))  # seven rows
+    monkeypatch.setattr(head, "SLICE_LOGITS", 7 * len(make_huggingface("byte_level")))  # seven rows
     engine = make(max_num_batched_tokens=32, plan_ahead=plan_ahead)
     jobs = [
         (prompt_of(length, seed), adapter)
@@ -194,7 +194,7 @@ def test_adapters_that_are_read_in_other_ways(
         pytest.importorskip("triton")
     if "build" in options:
         pytest.importorskip("numba")
-    monkeypatch.setattr(prompt_rows, "SLICE_LOGITS", 7 * len(make_huggingface("byte_level")))
+    monkeypatch.setattr(head, "SLICE_LOGITS", 7 * len(make_huggingface("byte_level")))
     engine = make(max_num_batched_tokens=16, **options)
     jobs = [(prompt_of(25, seed), adapter) for seed, adapter in enumerate(("two", None, "one", "two"))]
     answers = engine.generate([p for p, _ in jobs], adapter=[adapter for _, adapter in jobs], sampling=scored())

@@ -28,10 +28,9 @@ from manylora.core.adapters.sources import host_of
 from manylora.core.errors import AdapterError, AdapterNotFound
 from manylora.core.types import AdapterVersion
 from manylora.execution.storage import reader_messages, reader_service
+from manylora.execution.storage.adapter_files import InlineReader
 from manylora.execution.storage.host_tier import HostTier
-from manylora.execution.storage.inline_reader import InlineReader
-from manylora.execution.storage.read_queue import ReadQueue, RemotePlaces
-from manylora.execution.storage.reader import NUM_PER_HOST, NUM_READERS, NUM_REMOTE, HostReader
+from manylora.execution.storage.reader import NUM_PER_HOST, NUM_READERS, NUM_REMOTE, HostReader, ReadQueue, RemotePlaces
 from manylora.execution.storage.reader_messages import AdapterRefused, Again, Packed, Pages, ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
 
@@ -77,13 +76,13 @@ def test_it_refuses_by_the_same_name(helper: ReaderProcess, tmp_path: Path) -> N
 def test_only_urgent_reads_have_the_priority_of_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A step that waits for layers would wait long for a read of lower priority."""
     found: list[int] = []
-    served = reader_service._Served.read_layers
+    served = reader_service._Answers.read_layers
 
-    def note_and_read(self: reader_service._Served, version: AdapterVersion) -> None:
+    def note_and_read(self: reader_service._Answers, version: AdapterVersion) -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         served(self, version)
 
-    monkeypatch.setattr(reader_service._Served, "read_layers", note_and_read)
+    monkeypatch.setattr(reader_service._Answers, "read_layers", note_and_read)
     here, there = Pipe()
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     version = read_adapter("mine", write_good_adapter(tmp_path / "a", BASE), BASE, max_bytes=LIMIT).version
@@ -260,7 +259,7 @@ def test_headers_of_many_are_checked_in_one_message(reader: HostReader, tmp_path
         if not isinstance(version, AdapterError):
             assert version.source == str(folder) and version.rank == 4 + folders.index(folder) % 2
             kept = reader.read_again(version)
-            assert kept is reader._store.get(version.key), "under the key that it was registered with"
+            assert kept is reader.host.get(version.key), "under the key that it was registered with"
             expected = read_adapter("x", folder, BASE, max_bytes=LIMIT, dtype=version.dtype)
             np.testing.assert_array_equal(kept.image.numpy(), expected.image)
 
@@ -277,10 +276,10 @@ def test_files_that_change_before_their_first_read_are_not_taken(reader: HostRea
     assert version.is_whole
     version = replace(version, layer_digests=reader.read_again(version).first_digests, is_whole=False)
     os.utime(folder / "adapter_model.safetensors")
-    reader._store.drop(version.key)
+    reader.host.drop(version.key)
     reader.read_again(version)  # its content is known now, and is the same
     write_good_adapter(folder, BASE, seed=2)
-    reader._store.drop(version.key)
+    reader.host.drop(version.key)
     with pytest.raises(AdapterError, match="changed since it was registered"):
         reader.read_again(version)
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import Constraint, SamplingParams
-from manylora.execution.sampling.draw import draw_at
-from manylora.execution.sampling.philox import philox4x32, philox_uniform
+from manylora.execution.sampling.draw import draw_at, philox4x32, philox_uniform
 from manylora.execution.sampling.sampler import Sampler
 
 EOS = 2

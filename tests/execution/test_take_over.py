@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 pytest.importorskip("numba")
 from staged_link import BROKEN, Stage, StagedLink
 from test_execution_executor import BLOCK, executor_of, finish, folders, sequence
+from thread_stream import ThreadStream
 
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import WallClock
@@ -32,7 +33,6 @@ from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.plan import IN_HOST, AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.assist.exchange import Assistant
-from manylora.execution.assist.stream import ThreadStream
 from manylora.execution.build import build_parts
 
 __all__ = ["folders"]
@@ -47,7 +47,7 @@ class Rig:
         self.stage = Stage()
 
         def start(device: torch.device, base: BaseShape) -> Assistant:
-            return Assistant(ThreadStream(), base, num_workers=1, serve=self.stage.source, patience_s=600.0)
+            return Assistant(ThreadStream(), base, num_workers=1, serve=self.stage.source, exchange_limit_s=600.0)
 
         config = EngineConfig(
             model=ModelConfig(model=str(folders["base"]), device="cpu"),

@@ -12,10 +12,9 @@ from triton_cases import DEVICE, DTYPES, HALVES, TOLERANCE, poison, relative_err
 from manylora.core.adapters.shape import PageShape
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import SamplingParams
-from manylora.execution.attention.page_tables import PageTables
-from manylora.execution.attention.paged import AttentionCall
-from manylora.execution.attention.rotary import Rotation, rotate
-from manylora.execution.attention.triton import TritonBatch
+from manylora.execution.attention.call import AttentionCall, Rotation, rotate
+from manylora.execution.attention.kv import KvPages
+from manylora.execution.attention.triton import PageTables, TritonBatch
 from manylora.execution.device import make_device_ops
 from manylora.execution.storage.page_tensor import PageTensor
 
@@ -107,7 +106,7 @@ def check(
             row += count
     before = pool.blocks.cpu().clone()
     ops = make_device_ops(DEVICE)
-    batch = TritonBatch(ops, pool, PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
+    batch = TritonBatch(ops, KvPages(pool), PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
     module = SimpleNamespace(layer_idx=LAYER)
     call = AttentionCall(module, *given, 0.3, window, softcap, None, {}, rotation)  # type: ignore[arg-type]
     found = batch.attend(call)

@@ -14,11 +14,11 @@ from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, Schedu
 from manylora.core.errors import ConfigError
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Tier
-from manylora.execution.attention.step import choose_attention
+from manylora.execution.attention.call import choose_attention
 from manylora.execution.build import build_parts
 from manylora.execution.decode_graphs import batch_buckets
 from manylora.execution.device import DeviceOps
-from manylora.execution.lora.batch import choose_kernel
+from manylora.execution.lora.kernels import choose_kernel
 
 pytest.importorskip("triton")
 

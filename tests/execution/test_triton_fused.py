@@ -36,11 +36,10 @@ from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.plan import StepPlan
 from manylora.core.ports import EngineParts
-from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
+from manylora.execution.attention.call import ATTENTION_NAME, register_attention
 from manylora.execution.build import build_parts
-from manylora.execution.fusion.norm import fuse_norms
+from manylora.execution.fusion.layers import fuse_launches, fuse_norms
 from manylora.execution.fusion.replace import Echo
-from manylora.execution.fusion.step import fuse_launches
 from manylora.execution.model.load import LoadedModel
 
 pytest.importorskip("triton")

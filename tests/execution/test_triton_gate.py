@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from triton_cases import DEVICE, DTYPES, HALVES, TOLERANCE, poison, relative_error
 
-from manylora.execution.fusion.gate import activate
+from manylora.execution.fusion.layers import activate
 
 pytest.importorskip("triton")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from triton_cases import DEVICE, HALVES, TOLERANCE, Group, Pool, make_base, poison, relative_error
 
-from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
+from manylora.execution.lora.batch import LoraBatch, LoraSegment
+from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS
 from manylora.execution.lora.tables import LoraSpace, StepTables
 
 pytest.importorskip("triton")

@@ -9,7 +9,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from triton_cases import DEVICE, DTYPES, HALVES, TOLERANCE, poison, relative_error
 
-from manylora.execution.fusion.norm import FusedNorm, fuse_norms
+from manylora.execution.fusion.layers import FusedNorm, fuse_norms
 
 pytest.importorskip("triton")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, SLOW_LINK, run_oracle
 
-from manylora.execution.storage.link import Link
+from manylora.execution.storage.page_tensor import Link
 
 
 class Turns:
@@ -66,7 +66,7 @@ def test_logits_and_greedy_tokens_equal_peft(architecture: str, tmp_path: Path) 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_reference_kernels_equal_peft_too(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The readable LoRA kernel, and attention and products without what is compiled or special to a processor."""
-    monkeypatch.setattr("manylora.execution.attention.paged.find_compiled", lambda: None)
+    monkeypatch.setattr("manylora.execution.attention.kv.find_compiled", lambda: None)
     monkeypatch.setattr("manylora.execution.kernels.linear.has_onednn", lambda: False)
     result = run_oracle(architecture, tmp_path, lora_kernel="reference")
     assert result.max_error <= 1e-4
@@ -74,7 +74,7 @@ def test_reference_kernels_equal_peft_too(architecture: str, tmp_path: Path, mon
 
 
 def test_grouped_kernel_without_compiled_equals_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.execution.lora.grouped.find_compiled", lambda: None)
+    monkeypatch.setattr("manylora.execution.lora.kernels.find_compiled", lambda: None)
     result = run_oracle("llama", tmp_path)
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0
@@ -128,8 +128,9 @@ def test_requests_that_start_as_predicted_equal_peft(architecture: str, mode: st
 def test_assisted_requests_equal_peft(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers compute adapters in host memory, on the path of a GPU whose stream is a thread."""
     pytest.importorskip("numba")
+    from thread_stream import ThreadStream
+
     from manylora.execution.assist.exchange import Assistant
-    from manylora.execution.assist.stream import ThreadStream
 
     monkeypatch.setattr("manylora.execution.assist.shares.HANDOFF_S", 0.0)  # else a toy's rows go to one worker
     result = run_oracle(
@@ -155,8 +156,9 @@ def test_requests_whose_layers_arrive_within_assisted_steps_equal_peft(
 ) -> None:
     """The device takes over group by group: a page arrives as a step comes to a group, whatever the machine's speed."""
     pytest.importorskip("numba")
+    from thread_stream import ThreadStream
+
     from manylora.execution.assist.exchange import Assistant
-    from manylora.execution.assist.stream import ThreadStream
     from manylora.execution.assist.take_over import TakeOver
 
     turns = Turns()

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from manylora.execution.kernels.triton import norm as triton_norm
+from manylora.execution.kernels.triton import fused as triton_fused
 
 _FREE = frozenset({"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "set_"})
 
@@ -47,7 +47,7 @@ def counted_launches() -> Iterator[Counter[str]]:
     """Count this thread's launches by name while the block runs."""
     counts: Counter[str] = Counter()
     operations = _Operations(counts)
-    kind = type(triton_norm.rms_norm)
+    kind = type(triton_fused.rms_norm)
     run: Callable[..., Any] = kind.run
 
     def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:

@@ -47,8 +47,7 @@ from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import EngineStats
 from manylora.core.plan import ARRIVING, ON_DEVICE, StepPlan
 from manylora.core.types import AdapterKey, Output, Request, SamplingParams, Tier
-from manylora.execution.assist.start import OpenAssistant, open_assistant
-from manylora.execution.build import build_parts
+from manylora.execution.build import OpenAssistant, build_parts, open_assistant_workers
 from manylora.execution.executor import TorchExecutor
 
 VOCAB = 320
@@ -265,7 +264,7 @@ def run_oracle(
     *,
     lora_kernel: str = "grouped",
     cold_start: str | None = None,
-    open_assistant: OpenAssistant = open_assistant,
+    open_assistant: OpenAssistant = open_assistant_workers,
     num_tokens: int = NUM_TOKENS,
     link_bytes_per_s: int | None = COLD.link_bytes_per_s,
 ) -> OracleResult:

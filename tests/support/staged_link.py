@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from faulty_serve import FaultySource
 
-from manylora.execution.storage.link import Link
-from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.page_tensor import Link, PageTensor
 
 __all__ = ["BROKEN", "Stage", "StagedLink"]
 
@@ -58,7 +57,7 @@ class StagedLink(Link):
             try:
                 if page in stage.breaks_at:
                     raise OSError(BROKEN)
-                self._pages.write([page], image[index : index + 1])
+                self.pages.write([page], image[index : index + 1])
                 announce(index + 1)
             finally:
                 stage.handled.release()

@@ -18,9 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from manylora.execution.kernels.triton import attention as triton_attention
-from manylora.execution.kernels.triton import gate as triton_gate
+from manylora.execution.kernels.triton import fused as triton_fused
 from manylora.execution.kernels.triton import lora as triton_lora
-from manylora.execution.kernels.triton import norm as triton_norm
 
 CAPABILITIES = (80, 90)
 WIDE_LOAD = re.compile(r"(?:ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*0x10)")
@@ -60,9 +59,9 @@ CASES.append((triton_attention.attend, {**HEADS, **LIMITED, **PROMPT, "ROTARY": 
 CASES.append((triton_attention.combine, {"HEADS": 32, "DIM": 128, "BLOCK_D": 128, "SPLITS": 4}, 4, False))
 for width, is_gemma, is_sum in ((4096, False, False), (4096, False, True), (3584, True, True)):
     norm = {"WIDTH": width, "BLOCK": 4096, "IS_OFFSET": is_gemma, "IS_SUM": is_sum, "HAS_INNER": is_gemma}
-    CASES.append((triton_norm.rms_norm, norm, 4, True))
+    CASES.append((triton_fused.rms_norm, norm, 4, True))
 for is_gelu in (False, True):
-    CASES.append((triton_gate.activate, {"WIDTH": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, 4, True))
+    CASES.append((triton_fused.activate, {"WIDTH": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, 4, True))
 
 
 def resources(cubin: bytes) -> dict[str, int]:

@@ -15,9 +15,14 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from manylora.core.adapters.shape import BaseShape
@@ -25,24 +30,19 @@ from manylora.core.clock import Clock
 from manylora.core.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.core.ports import EngineParts
-from manylora.core.types import AdapterKey
-from manylora.execution.assist import start as assistants
-from manylora.execution.assist.start import OpenAssistant
-from manylora.execution.attention.step import (
-    AttentionKernel,
-    TorchAttentionKernel,
-    TritonAttentionKernel,
-    choose_attention,
-)
+from manylora.execution.attention.call import AttentionKernel, choose_attention
+from manylora.execution.attention.paged import TorchAttentionKernel
+from manylora.execution.attention.triton import TritonAttentionKernel
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps, describe_machine, make_device_ops
 from manylora.execution.executor import TorchExecutor
-from manylora.execution.fusion.step import fuse_launches
-from manylora.execution.kernels.cpu.runtime import release_threads
+from manylora.execution.fusion.layers import fuse_launches
+from manylora.execution.kernels.cpu.support import find_compiled, release_threads
 from manylora.execution.kernels.linear import bound_caches
-from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, StepContext, choose_kernel
-from manylora.execution.lora.grouped import prepare_grouped
+from manylora.execution.lora.batch import StepContext
+from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
+from manylora.execution.machine import available_bytes
 from manylora.execution.model.base_weights import BaseWeights, check_complete, share_weights
 from manylora.execution.model.describe import describe_model
 from manylora.execution.model.device_memory import DeviceMemory
@@ -50,35 +50,42 @@ from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
 from manylora.execution.model.modules import adapt_modules
 from manylora.execution.page_budget import count_pages, fit_context
-from manylora.execution.runner import ModelRunner, TokenSampler
+from manylora.execution.runner import ModelRunner
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.self_check import check_sequences_are_separate
-from manylora.execution.stages import StageLog
-from manylora.execution.storage.host_memory import HOST_SHARE, available_bytes
 from manylora.execution.storage.host_tier import HostTier
-from manylora.execution.storage.link import Link
-from manylora.execution.storage.page_tensor import PageTensor
+from manylora.execution.storage.page_tensor import Link, PageTensor
 from manylora.execution.storage.reader import FileReader, HostReader, open_processes
 from manylora.execution.storage.reader_messages import ReaderSettings
-from manylora.execution.storage.resident import ResidentAdapter
+from manylora.execution.storage.resident import AdapterMemory
 from manylora.execution.storage.tile_tables import GroupDirectory
 
-__all__ = ["build_parts"]
+if TYPE_CHECKING:
+    from manylora.execution.assist.exchange import Assistant
+
+__all__ = ["OpenAssistant", "build_parts", "open_assistant_workers"]
 
 logger = logging.getLogger(__name__)
 
 READER_BYTES = 1024**3
 """Memory for a reader's work, beside the largest adapter: its file in a wider type, and its image."""
 
+HOST_SHARE = 0.25
+"""Share of the available memory that adapters take by default, in all engines of the machine together; the rest is for
+pages, processes and file caches."""
+
 HASHES_FILE = "adapter-hashes-1"
 """Name of the hash cache; another number for other content hashes or another format."""
+
+OpenAssistant = Callable[[torch.device, BaseShape], "Assistant | None"]
+"""Starts workers for a device and a base, where there can be any."""
 
 
 def build_parts(
     config: EngineConfig,
     clock: Clock,
     *,
-    make_sampler: Callable[[BaseShape], TokenSampler] | None = None,
+    make_sampler: Callable[[BaseShape], Sampler] | None = None,
     load: Callable[[ModelConfig], LoadedModel] = load_model,
     weights: BaseWeights | None = None,
     open_assistant: OpenAssistant | None = None,
@@ -94,7 +101,7 @@ def build_parts(
         load: Loads the model; another function for a model without a folder.
         weights: Base weights that another process froze; loaded when ``None``.
         open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them; by
-            default ``assist.start.open_assistant``.
+            default ``open_assistant_workers``.
         readers: Read adapters; processes by default.
         is_checked: Whether the runner was checked on this model already, by the process that this one is a fork of.
 
@@ -102,123 +109,68 @@ def build_parts(
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
     """
     bound_caches()
+    start_assistant = open_assistant or partial(open_assistant_workers, num_engines=config.num_engines)
     readers = readers or open_processes()
-    try:
-        start_assistant = open_assistant or partial(assistants.open_assistant, num_engines=config.num_engines)
-        return _build(config, clock, readers, make_sampler, load, weights, start_assistant, is_checked)
-    except BaseException:
+    with ExitStack() as undo:
         for reader in readers:
-            reader.close()
-        raise
-
-
-def _build(
-    config: EngineConfig,
-    clock: Clock,
-    readers: Sequence[FileReader],
-    make_sampler: Callable[[BaseShape], TokenSampler] | None,
-    load: Callable[[ModelConfig], LoadedModel],
-    weights: BaseWeights | None,
-    start_assistant: OpenAssistant,
-    is_checked: bool,
-) -> EngineParts:
-    """Build the parts, with readers that may be starting; the stages of the picture, in order."""
-    stages = StageLog()
-    loaded, weights = _weights(config.model, load, weights)
-    stages.done("weights", then="modules and memory")
-    device, model = loaded.device, loaded.model
-    base = describe_model(
-        loaded,
-        weights.manifest.probe,
-        block_size=config.memory.block_size,
-        max_model_len=_context(config.model, loaded),
-    )
-    kernel = choose_kernel(config.model.lora_kernel, device)
-    step = StepContext(LORA_KERNELS[kernel])
-    weights.install(model)
-    adapt_modules(model, weights.tensors, base, step)
-    check_complete(model)
-
-    memory_of_base = weights.memory if isinstance(weights.memory, DeviceMemory) else None
-    num_pages = count_pages(config, base, loaded, memory_of_base)
-    base = fit_context(base, num_pages, is_asked=config.model.max_model_len is not None)
-    pages = PageTensor(base.page, num_pages, device)
-    directory = GroupDirectory.of(base) if kernel in TABLE_KERNELS else None
-    space = LoraSpace(directory, pages.flat, TABLE_KERNELS[kernel]) if directory is not None else None
-
-    ops = make_device_ops(device)
-    attention = _attention(config, base, model, pages, ops)
-    graphs = None
-    wanted = config.model.decode_graphs
-    is_replayed = wanted == "on" or (wanted == "auto" and device.type == "cuda")
-    if isinstance(attention, TritonAttentionKernel) and is_replayed:
-        graphs = DecodeGraphs(
-            ops=ops,
-            model=model,
-            step=step,
-            pages=pages,
-            tables=attention.tables,
-            vocab_size=base.vocab_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            space=space,
-        )
-    sampler = make_sampler(base) if make_sampler is not None else Sampler(base.vocab_size, base.eos_token_ids, device)
-    resident: dict[AdapterKey, ResidentAdapter] = {}
-    assistant = start_assistant(device, base)
-    runner = ModelRunner(model, step, pages, sampler, resident, space, attention, ops, graphs, assistant)
-    stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
-    if not is_checked:
-        check_sequences_are_separate(runner, base, num_pages)
-    if graphs is not None and device.type == "cuda":
-        stages.done("check", then="graphs of decode steps")
-        graphs.warm()
-    stages.done("graphs" if graphs is not None else "check", then="adapters")
-
-    host = HostTier(is_pinned=device.type == "cuda", directory=directory)
-    reader = HostReader(_reader_settings(config, base, num_pages, kernel), host, readers)
-    executor = TorchExecutor(
-        runner=runner,
-        pages=pages,
-        link=Link(pages, config.adapters.link_bytes_per_s),
-        host=host,
-        reader=reader,
-        resident=resident,
-        clock=clock,
-        # Tables hold places in the pool alone: without an assistant, they cannot name an image.
-        reads_host=assistant is not None or (device.type == "cpu" and directory is None),
-        prepare=assistant.prepare if assistant is not None else _preparation(kernel, device.type),
-    )
-
-    def close() -> None:
-        executor.close()
-        if assistant is not None:
-            assistant.close()
-
-    logger.info(
-        "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
-        base.name,
-        base.architecture,
-        device,
-        base.page.dtype,
-        num_pages,
-        base.page.num_bytes,
-        base.max_model_len,
-    )
+            undo.callback(reader.close)
+        stages = StageLog()
+        loaded, weights = _weights(config.model, load, weights)
+        stages.done("weights", then="modules and memory")
+        model = _adapt(config, loaded, weights)
+        assistant = start_assistant(loaded.device, model.base)
+        runner, graphs = _runner(config, model, make_sampler, assistant)
+        stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
+        if not is_checked:
+            check_sequences_are_separate(runner, model.base, model.pages.num_pages)
+        if graphs is not None and loaded.device.type == "cuda":
+            stages.done("check", then="graphs of decode steps")
+            graphs.warm()
+        stages.done("graphs" if graphs is not None else "check", then="adapters")
+        parts = _parts(config, clock, model, runner, assistant, readers, weights)
+        undo.pop_all()
     release_threads()  # steps run on a thread of their own, and so on OpenMP threads of their own
-    return EngineParts(
-        base=base,
-        num_pages=num_pages,
-        executor=executor,
-        reader=reader,
-        close=close,
-        machine=describe_machine(device),
-        is_accelerated=device.type != "cpu",
-        reads_host=executor.reads_host,
-        host_bytes=_host_bytes(config.num_engines),
-        waits_by_layer=True,
-        shared=share_weights(weights),
-        prepare=sampler.prepare,
-    )
+    return parts
+
+
+def open_assistant_workers(device: torch.device, base: BaseShape, *, num_engines: int = 1) -> Assistant | None:
+    """Start workers for adapters that are not on the device, ``None`` where none can be used: requests then wait.
+
+    A CPU needs none: its kernels read images where they lie. ``num_engines`` engines share the cores.
+    """
+    if device.type != "cuda" or find_compiled() is None:
+        return None
+    from manylora.execution.assist.cuda import open_stream
+    from manylora.execution.assist.exchange import Assistant
+    from manylora.execution.assist.workers import count_workers
+
+    stream = open_stream(device)
+    if stream is None:
+        return None
+    assistant = Assistant(stream, base, num_workers=count_workers(num_engines))
+    logger.info("assistant_started stream=%s workers=%d", type(stream).__name__, assistant.num_workers)
+    return assistant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """The model with its pages.
+
+    Args:
+        module: The module tree, whose linears add LoRA.
+        base: Its shape.
+        kernel: Name of the LoRA kernel.
+        step: The running step as its modules see it.
+        pages: Memory for KV and adapters.
+        ops: Operations of its device.
+    """
+
+    module: nn.Module
+    base: BaseShape
+    kernel: str
+    step: StepContext
+    pages: PageTensor
+    ops: DeviceOps
 
 
 def _weights(
@@ -235,15 +187,99 @@ def _weights(
     return loaded, weights
 
 
-def _attention(
-    config: EngineConfig, base: BaseShape, model: nn.Module, pages: PageTensor, ops: DeviceOps
-) -> AttentionKernel:
-    """Return attention over the pages; with Triton's, the model's launches are fused too."""
-    if choose_attention(config.model.attention_kernel, pages.flat.device) != "triton":
-        return TorchAttentionKernel(pages)
-    fuse_launches(model)
-    max_num_seqs = config.scheduler.max_num_seqs
-    return TritonAttentionKernel(ops, pages, max_num_seqs=max_num_seqs, max_model_len=base.max_model_len)
+def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _Model:
+    """Put the weights into the model, replace its linears, and make as many pages as fit beside it."""
+    device, model = loaded.device, loaded.model
+    block_size, limit = config.memory.block_size, _context(config.model, loaded)
+    base = describe_model(loaded, weights.manifest.probe, block_size=block_size, max_model_len=limit)
+    kernel = choose_kernel(config.model.lora_kernel, device)
+    step = StepContext(LORA_KERNELS[kernel])
+    weights.install(model)
+    adapt_modules(model, weights.tensors, base, step)
+    check_complete(model)
+    memory_of_base = weights.memory if isinstance(weights.memory, DeviceMemory) else None
+    num_pages = count_pages(config, base, loaded, memory_of_base)
+    base = fit_context(base, num_pages, is_asked=config.model.max_model_len is not None)
+    pages = PageTensor(base.page, num_pages, device)
+    if kernel in TABLE_KERNELS:
+        step.space = LoraSpace(GroupDirectory.of(base), pages.flat, TABLE_KERNELS[kernel])
+    return _Model(module=model, base=base, kernel=kernel, step=step, pages=pages, ops=make_device_ops(device))
+
+
+def _runner(
+    config: EngineConfig,
+    model: _Model,
+    make_sampler: Callable[[BaseShape], Sampler] | None,
+    assistant: Assistant | None,
+) -> tuple[ModelRunner, DecodeGraphs | None]:
+    """Return the runner, and its graphs of decode steps where there are any; Triton's attention fuses launches too."""
+    base, device, scheduler = model.base, model.ops.device, config.scheduler
+    attention: AttentionKernel = TorchAttentionKernel(model.pages)
+    graphs = None
+    if choose_attention(config.model.attention_kernel, device) == "triton":
+        fuse_launches(model.module)
+        attention = triton = TritonAttentionKernel(
+            model.ops, model.pages, max_num_seqs=scheduler.max_num_seqs, max_model_len=base.max_model_len
+        )
+        wanted = config.model.decode_graphs
+        if wanted == "on" or (wanted == "auto" and device.type == "cuda"):
+            graphs = DecodeGraphs(
+                ops=model.ops,
+                model=model.module,
+                step=model.step,
+                attention=triton,
+                vocab_size=base.vocab_size,
+                max_num_seqs=scheduler.max_num_seqs,
+            )
+    sampler = make_sampler(base) if make_sampler is not None else Sampler(base.vocab_size, base.eos_token_ids, device)
+    return ModelRunner(model.module, model.step, attention, sampler, model.ops, graphs, assistant), graphs
+
+
+def _parts(
+    config: EngineConfig,
+    clock: Clock,
+    model: _Model,
+    runner: ModelRunner,
+    assistant: Assistant | None,
+    readers: Sequence[FileReader],
+    weights: BaseWeights,
+) -> EngineParts:
+    """Return the executor over the runner, and all that its core needs to know of it."""
+    base, device, pages, space = model.base, model.ops.device, model.pages, model.step.space
+    host = HostTier(is_pinned=device.type == "cuda", directory=None if space is None else space.directory)
+    reader = HostReader(_reader_settings(config, base, pages.num_pages, model.kernel), host, readers)
+    executor = TorchExecutor(
+        runner=runner,
+        link=Link(pages, config.adapters.link_bytes_per_s),
+        reader=reader,
+        clock=clock,
+        # Tables hold places in the pool alone: without an assistant, they cannot name an image.
+        reads_host=assistant is not None or (device.type == "cpu" and space is None),
+        prepare=assistant.prepare if assistant is not None else _preparation(model.kernel, device),
+    )
+    closing = ExitStack()  # in reverse
+    if assistant is not None:
+        closing.callback(assistant.close)
+    closing.callback(executor.close)
+    logger.info(
+        "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
+        *(base.name, base.architecture, device, base.page.dtype),
+        *(pages.num_pages, base.page.num_bytes, base.max_model_len),
+    )
+    return EngineParts(
+        base=base,
+        num_pages=pages.num_pages,
+        executor=executor,
+        reader=reader,
+        close=closing.close,
+        machine=describe_machine(device),
+        is_accelerated=device.type != "cpu",
+        reads_host=executor.reads_host,
+        host_bytes=_host_bytes(config.num_engines),
+        waits_by_layer=True,
+        shared=share_weights(weights),
+        prepare=runner.prepare,
+    )
 
 
 def _reader_settings(config: EngineConfig, base: BaseShape, num_pages: int, kernel: str) -> ReaderSettings:
@@ -271,9 +307,10 @@ def _context(config: ModelConfig, loaded: LoadedModel) -> int:
     return limit if wanted is None else wanted
 
 
-def _preparation(kernel: str, device_type: str) -> Callable[[ResidentAdapter], None]:
-    """Return the kernel's work for each adapter that is brought to the device."""
-    return prepare_grouped if kernel == "grouped" and device_type == "cpu" else lambda adapter: None
+def _preparation(kernel: str, device: torch.device) -> Callable[[AdapterMemory], object]:
+    """Return the kernel's work for each adapter that is brought to the device; else its first step would do it."""
+    compiled = find_compiled() if kernel == "grouped" and device.type == "cpu" else None
+    return (lambda adapter: None) if compiled is None else compiled.prepare
 
 
 def _host_bytes(num_engines: int) -> int:
@@ -289,3 +326,16 @@ def _adapter_dtype(wanted: str, page_dtype: str, kernel: str) -> str:
     if wanted not in ("auto", page_dtype):
         raise ConfigError(f"Got adapter_dtype = {wanted!r}, but here adapters have the base's type, {page_dtype}")
     return page_dtype
+
+
+class StageLog:
+    """Logs the end of each stage, its duration, and the stage that begins: a start can take minutes."""
+
+    def __init__(self) -> None:
+        self._began_at = time.perf_counter()
+
+    def done(self, stage: str, *, then: str) -> None:
+        """End a stage, and begin another."""
+        now = time.perf_counter()
+        logger.info("engine_start stage=%s took_s=%.2f next=%r", stage, now - self._began_at, then)
+        self._began_at = now

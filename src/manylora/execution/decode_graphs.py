@@ -31,14 +31,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manylora.core.plan import PlannedSequence
-from manylora.execution.attention.page_tables import PageTables
-from manylora.execution.attention.triton import TritonAttention, first_slot
+from manylora.execution.attention.triton import TritonAttention, TritonAttentionKernel
 from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import BLOCK_FIELDS
 from manylora.execution.lora.batch import LoraSegment, StepContext
 from manylora.execution.lora.parts import GroupParts
 from manylora.execution.lora.tables import LoraSpace, StepTables, TableRows, TableSizes, measure
-from manylora.execution.storage.page_tensor import PageTensor
 
 __all__ = ["DecodeGraphs", "batch_buckets"]
 
@@ -79,8 +77,8 @@ class _StaticLora:
 class DecodeGraphs:
     """Runs decode steps by replaying graphs.
 
-    ``model`` has its modules replaced, and ``step`` is the context that those read. Without ``space``, which makes
-    adapters' tables, only steps without adapters are run.
+    ``model`` has its modules replaced, and ``step`` is the context that those read. If it makes no tables for its
+    kernel (``space``), only steps without adapters are run.
     """
 
     def __init__(
@@ -89,18 +87,16 @@ class DecodeGraphs:
         ops: DeviceOps,
         model: nn.Module,
         step: StepContext,
-        pages: PageTensor,
-        tables: PageTables,
+        attention: TritonAttentionKernel,
         vocab_size: int,
         max_num_seqs: int,
-        space: LoraSpace | None = None,
     ) -> None:
         self._ops = ops
         self._model = model
         self._step = step
-        self._pages = pages
-        self._page_tables = tables
-        self._space = space
+        self._kv = attention.kv
+        self._page_tables = attention.tables
+        self._space = step.space
         self._buckets = batch_buckets(max_num_seqs)
         self._graphs: dict[tuple[int, bytes], Callable[[], None]] = {}
         self._is_broken = False
@@ -113,7 +109,7 @@ class DecodeGraphs:
         self._attended: dict[tuple[int, int], torch.Tensor] = {}
         self._lora_tables: StepTables | None = None
         self._written: list[TableRows] | None = None
-        groups = len(space.directory.groups) if space is not None else 0
+        groups = len(step.space.directory.groups) if step.space is not None else 0
         self._present = np.zeros(groups, dtype=np.bool_)
         self._scaled = np.zeros(groups, dtype=np.bool_)
         self._adapted = b""  # both, as part of a graph's key
@@ -191,14 +187,14 @@ class DecodeGraphs:
         assert is_written, "the room was made for these rows"
 
     def _write_inputs(self, sequences: Sequence[PlannedSequence], bucket: int) -> None:
-        block_size = self._pages.shape.block_size
+        block_size = self._kv.block_size
         numbers = self._numbers
         numbers[:, :bucket] = 0
         numbers[2, :bucket] = -1
         lines = self._page_tables.place(sequences)
         for row, (sequence, line) in enumerate(zip(sequences, lines, strict=True)):
             position = sequence.start
-            slot = first_slot(self._pages, sequence.pages[position // block_size], position)
+            slot = self._kv.slot(sequence.pages[position // block_size], position)
             numbers[:, row] = sequence.tokens[position], position, slot, row, 1, position, line
         self._inputs.copy_(self._host, non_blocking=True)
 
@@ -212,7 +208,7 @@ class DecodeGraphs:
         tokens, positions, slots = (self._inputs[i, :bucket] for i in range(3))
         blocks = self._blocks[:bucket]
         attention = TritonAttention(
-            pages=self._pages,
+            kv=self._kv,
             slots=slots,
             tables=self._page_tables.table,
             blocks=lambda _: blocks,

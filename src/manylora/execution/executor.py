@@ -29,15 +29,21 @@ from manylora.core.costs.arriving import MAX_WAIT_S, WaitBudget
 from manylora.core.engine.steps.plan_ahead import fill_in
 from manylora.core.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.core.types import AdapterKey, AdapterVersion, SampledToken, Tier
-from manylora.execution.runner import LogitsHook, ModelRunner
+from manylora.execution.runner import LogitsHook, ModelRunner, OffDevice
 from manylora.execution.storage.arrival import ArrivingAdapter
-from manylora.execution.storage.device_load import CopyContext, DeviceLoad, Gone
-from manylora.execution.storage.host_tier import HostAdapter, HostTier
-from manylora.execution.storage.link import Link
-from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.read_queue import ReadQueue, RemotePlaces
-from manylora.execution.storage.reader import NUM_PER_HOST, NUM_READERS, NUM_REMOTE, HostReader, reason_of
-from manylora.execution.storage.resident import ResidentAdapter
+from manylora.execution.storage.device_load import AdapterGone, CopyContext, DeviceLoad
+from manylora.execution.storage.host_tier import HostAdapter
+from manylora.execution.storage.page_tensor import Link
+from manylora.execution.storage.reader import (
+    NUM_PER_HOST,
+    NUM_READERS,
+    NUM_REMOTE,
+    HostReader,
+    ReadQueue,
+    RemotePlaces,
+    reason_of,
+)
+from manylora.execution.storage.resident import AdapterMemory, ResidentAdapter
 
 __all__ = ["FutureWork", "TorchExecutor"]
 
@@ -65,45 +71,48 @@ class FutureWork(Generic[ResultT]):
 
 
 class TorchExecutor:
-    """Carries plans out with torch; ``resident``, adapters on the device by key, is shared with ``runner``.
+    """Carries plans out with torch.
 
-    ``reads_host`` says whether the kernels can read an adapter's weights from the host tier. ``prepare`` makes a
-    kernel's data for an adapter in its pages. ``patience_s`` is the time that a step waits for the layers of adapters,
-    before it goes on without their sequences.
+    Args:
+        runner: Runs steps.
+        link: Fills pages from host memory.
+        reader: Brings adapters to the host tier.
+        clock: Woken when steps and loads complete.
+        reads_host: Whether the kernels can read an adapter's weights from the host tier.
+        prepare: Makes a kernel's data for an adapter in its pages.
+        step_wait_s: Time that a step waits for the layers of adapters before it goes on without their sequences.
     """
 
     def __init__(
         self,
         *,
         runner: ModelRunner,
-        pages: PageTensor,
         link: Link,
-        host: HostTier,
         reader: HostReader,
-        resident: dict[AdapterKey, ResidentAdapter],
         clock: Clock,
-        reads_host: bool = False,
-        prepare: Callable[[ResidentAdapter], None] = lambda adapter: None,
-        patience_s: float = MAX_WAIT_S,
+        reads_host: bool,
+        prepare: Callable[[AdapterMemory], object],
+        step_wait_s: float = MAX_WAIT_S,
     ) -> None:
         self._runner = runner
-        self._host = host
+        self._host = reader.host
         self._reader = reader
-        self._resident = resident
+        self._resident = runner.resident
         self._clock = clock
         self.reads_host = reads_host
-        self._patience_s = patience_s
-        self._tokens: dict[int, SampledToken] = {}  # of the last step; touched on the step's thread alone
+        self._step_wait_s = step_wait_s
+        # Of the last step; touched on the step's thread alone.
+        self._tokens: dict[int, SampledToken] = {}
+        self._failed: dict[int, str] = {}
+        self._late_pages: dict[int, Sequence[int]] = {}  # of sequences whose adapter was late
         self._copied: dict[AdapterKey, AdapterVersion] = {}  # those that steps may read from the host
-        self._failed: dict[int, str] = {}  # likewise
-        self._given_up: dict[int, Sequence[int]] = {}  # likewise; with the pages of each
-        self._arriving: dict[AdapterKey, DeviceLoad] = {}  # in flight, or failed
-        self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # of a read in flight that has not begun its image
+        self._arriving: dict[AdapterKey, DeviceLoad] = {}  # loads that have not ended, or have failed
+        self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # loads that wait for a read to begin their image
         self._lock = threading.Lock()  # of the followers
         self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
         self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
-        self._copies = CopyContext(pages, link, self._copy_thread, prepare)
+        self._copies = CopyContext(link, self._copy_thread, prepare)
 
     @property
     def logits_hook(self) -> LogitsHook | None:
@@ -193,9 +202,34 @@ class TorchExecutor:
         An image that was lost (see ``load_adapter``) is given by its version, to be read again.
         """
         began_at = time.perf_counter()
-        # Between the plan and the step an adapter may have arrived: its sequences run, so its pages are theirs.
+        whole = plan = fill_in(plan, self._tokens, self._failed, self._late_pages)
+        adapters, gone, late_keys = self._find(images, loads)
+        without = plan.sequences if gone or late_keys else ()
+        failed = {part.seq_id: gone[part.adapter] for part in without if part.adapter in gone}
+        late = frozenset([part.seq_id for part in without if part.adapter in late_keys])
+        if failed or late:
+            kept = [part for part in plan.sequences if part.seq_id not in failed and part.seq_id not in late]
+            plan = replace(plan, sequences=tuple(kept))
+        result = self._runner.run(plan, adapters)
+        if failed or late:
+            result = replace(result, failed=failed | result.failed, late=late | result.late)
+        self._tokens, self._failed = result.tokens, result.failed
+        late_parts = [part for part in whole.sequences if part.seq_id in result.late] if result.late else []
+        self._late_pages = {part.seq_id: part.pages for part in late_parts}
+        return replace(result, device_s=time.perf_counter() - began_at)
+
+    def _find(
+        self, images: Mapping[AdapterKey, HostAdapter | AdapterVersion], loads: Mapping[AdapterKey, DeviceLoad]
+    ) -> tuple[OffDevice, dict[AdapterKey | None, str], set[AdapterKey | None]]:
+        """Return the adapters of a step off the device, the reason of each that is gone, and those that are late.
+
+        Between the plan and the step an adapter may have arrived: its sequences run, so its pages are theirs.
+        """
         in_host: dict[AdapterKey, ResidentAdapter] = {}
+        arriving: dict[AdapterKey, ArrivingAdapter] = {}
+        coming: dict[AdapterKey, DeviceLoad] = {}
         gone: dict[AdapterKey | None, str] = {}
+        late: set[AdapterKey | None] = set()
         for key, image in images.items():
             if key not in self._resident:
                 try:
@@ -203,34 +237,18 @@ class TorchExecutor:
                 except Exception as error:  # whatever a file can do to a reader costs its own sequences alone
                     logger.warning("image_gone adapter=%s error=%s", key, error)
                     gone[key] = reason_of(error)
-        whole = plan = fill_in(plan, self._tokens, self._failed, self._given_up)
-        arriving: dict[AdapterKey, ArrivingAdapter] = {}
-        late: set[AdapterKey | None] = set()
-        patience = WaitBudget(self._patience_s)
-        coming: dict[AdapterKey, DeviceLoad] = {}
+        wait_budget = WaitBudget(self._step_wait_s)
         for key, load in loads.items():
             if key in in_host:
                 coming[key] = load
             elif key not in self._resident and key not in gone:
                 try:
-                    arriving[key] = load.arriving(patience)
-                except Gone as error:
+                    arriving[key] = load.arriving(wait_budget)
+                except AdapterGone as error:
                     gone[key] = str(error)
                 except TimeoutError:
                     late.add(key)
-        without = plan.sequences if gone or late else ()
-        failed = {part.seq_id: gone[part.adapter] for part in without if part.adapter in gone}
-        given_up = frozenset([part.seq_id for part in without if part.adapter in late])
-        if failed or given_up:
-            kept = [part for part in plan.sequences if part.seq_id not in failed and part.seq_id not in given_up]
-            plan = replace(plan, sequences=tuple(kept))
-        result = self._runner.run(plan, in_host, arriving, coming)
-        if failed or given_up:
-            result = replace(result, failed=failed | result.failed, late=given_up | result.late)
-        self._tokens, self._failed = result.tokens, result.failed
-        late_parts = [part for part in whole.sequences if part.seq_id in result.late] if result.late else []
-        self._given_up = {part.seq_id: part.pages for part in late_parts}
-        return replace(result, device_s=time.perf_counter() - began_at)
+        return OffDevice(in_host, arriving, coming), gone, late
 
     def _behind_steps(self, result: Future[LoadResult]) -> Future[LoadResult]:
         """Return a load's result; that of a failure comes once no step reads the pages that had arrived."""
@@ -250,7 +268,7 @@ class TorchExecutor:
         adapter = image if isinstance(image, HostAdapter) else self._reader.read_again(image, is_urgent=True)
         adapter.arrival.wait(len(adapter.image))
         if adapter.arrival.error is not None:
-            raise Gone(adapter.arrival.error)
+            raise AdapterGone(adapter.arrival.error)
         return adapter.in_place()
 
     def _submit_read(self, load: AdapterLoad, *, is_urgent: bool) -> Future[LoadResult]:

@@ -11,10 +11,10 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.config import GIB, EngineConfig
 from manylora.core.errors import ConfigError
 from manylora.core.scheduling import make_step_composition
+from manylora.execution.machine import available_bytes, most_bytes
 from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import measure_activations
-from manylora.execution.storage.host_memory import available_bytes, most_bytes
 
 __all__ = ["DeviceUse", "bytes_for_pages", "count_pages", "fit_context"]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Protocol
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,23 +16,21 @@ from torch import nn
 from manylora.core.plan import PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
 from manylora.execution.assist.take_over import Coming, TakeOver
-from manylora.execution.attention.step import AttentionKernel, TorchAttentionKernel
+from manylora.execution.attention.call import AttentionKernel
 from manylora.execution.decode_graphs import DecodeGraphs
-from manylora.execution.device import DeviceOps, make_device_ops
-from manylora.execution.lora.assisted import Assist
+from manylora.execution.device import DeviceOps
 from manylora.execution.lora.batch import ArrivingBatch, LoraBatch, LoraSegment, StepContext, StepLora
-from manylora.execution.lora.tables import LoraSpace
-from manylora.execution.model.head import RecordedPass
-from manylora.execution.prompt_rows import PromptPiece, cut_into_slices, pieces_of, rows_and_targets
-from manylora.execution.sampling.logprobs import report_tokens
+from manylora.execution.lora.parts import Assist
+from manylora.execution.model.head import PromptPiece, RecordedPass, cut_into_slices, pieces_of, rows_and_targets
+from manylora.execution.sampling.logprobs import TokenReport, report_tokens
+from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.storage.arrival import ArrivingAdapter
-from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter
 
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
 
-__all__ = ["LogitsHook", "ModelRunner", "TokenSampler"]
+__all__ = ["LogitsHook", "ModelRunner", "OffDevice"]
 
 LogitsHook = Callable[[StepPlan, torch.Tensor], None]
 """Called with a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
@@ -42,39 +41,45 @@ TOO_DEAR = "The form of the answer takes too much time to follow: it is too ambi
 NOT_FINITE = "the logits of the next token are not finite: the weights overflow on this input, or hold NaN"
 """The failure of a sequence whose row has no token."""
 
-_NONE: Mapping[AdapterKey, ResidentAdapter] = {}
-_NONE_ARRIVING: Mapping[AdapterKey, ArrivingAdapter] = {}
-_NONE_COMING: Mapping[AdapterKey, Coming] = {}
-
 _LATE = "the adapter did not arrive in time for the log-probabilities of the prompt"
 _LOST = "a worker on the CPU failed while it computed the adapter's part of a step"
 
 
-class TokenSampler(Protocol):
-    """Chooses tokens from logits."""
+@dataclass(frozen=True, slots=True)
+class OffDevice:
+    """The adapters of a step that are not on the device, by key.
 
-    def begin(self, sequences: Sequence[PlannedSequence]) -> None:
-        """Begin the work for the sampled sequences of a step that needs no logits, beside the model."""
-        ...
+    Args:
+        in_host: Those that it reads from host memory.
+        arriving: Those that it waits for, group by group. The sequences of one that does not arrive have failed, and
+            those of one that is late have no token in this step; the others are not affected.
+        coming: The loads of adapters in host memory: the device takes over the groups that arrive in time from the
+            assistant.
+    """
 
-    def sample(self, logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken | None]:
-        """Return a token per row of ``logits`` ``[n, vocab]``, float32; row *i* belongs to ``sequences[i]``.
+    in_host: Mapping[AdapterKey, ResidentAdapter] = field(default_factory=dict)
+    arriving: Mapping[AdapterKey, ArrivingAdapter] = field(default_factory=dict)
+    coming: Mapping[AdapterKey, Coming] = field(default_factory=dict)
 
-        A row whose logits are not finite has none, nor has a row that is over its budget.
-        """
-        ...
+    def find(self, key: AdapterKey) -> ResidentAdapter | None:
+        """Return an adapter's weights, ``None`` if they are on the device."""
+        arriving = self.arriving.get(key)
+        return self.in_host.get(key) if arriving is None else arriving.weights
 
-    def is_over_budget(self, seq_id: int) -> bool:
-        """Return whether a sequence has no token because the form of its answer takes too much time."""
-        ...
+    def absent(self, sequences: Sequence[PlannedSequence]) -> tuple[dict[int, str], frozenset[int]]:
+        """Return why sequences have failed whose adapter will not arrive, and the sequences whose adapter is late."""
+        failed: dict[int, str] = {}
+        late: list[int] = []
+        for sequence in sequences if self.arriving else ():
+            adapter = self.arriving.get(sequence.adapter) if sequence.adapter is not None else None
+            if adapter is not None and adapter.error is not None:
+                failed[sequence.seq_id] = adapter.error
+            elif adapter is not None and adapter.is_late:
+                late.append(sequence.seq_id)
+        return failed, frozenset(late)
 
-    def release(self, seq_ids: Sequence[int]) -> None:
-        """Drop the state of sequences that have left the engine."""
-        ...
 
-    def prepare(self, constraint: Constraint) -> None:
-        """Compile a constraint before its request; blocks, safe from any thread. ``RequestError`` if it cannot be."""
-        ...
+NOTHING_OFF_DEVICE = OffDevice()
 
 
 class ModelRunner:
@@ -83,8 +88,9 @@ class ModelRunner:
     Args:
         model: The causal language model with its modules replaced (``model.modules``).
         step: The context that those modules read.
-        resident: Adapters on the device by key; changed by the executor.
-        space: Makes the tables of a table-driven LoRA kernel.
+        attention: Attention over the pages.
+        sampler: Chooses tokens from logits.
+        ops: Operations of the device.
         graphs: Runs decode steps, where it can.
         assistant: Computes adapters in host memory beside the device; without one, kernels read them in place.
     """
@@ -93,105 +99,80 @@ class ModelRunner:
         self,
         model: nn.Module,
         step: StepContext,
-        pages: PageTensor,
-        sampler: TokenSampler,
-        resident: Mapping[AdapterKey, ResidentAdapter],
-        space: LoraSpace | None = None,
-        attention: AttentionKernel | None = None,
-        ops: DeviceOps | None = None,
+        attention: AttentionKernel,
+        sampler: Sampler,
+        ops: DeviceOps,
         graphs: DecodeGraphs | None = None,
         assistant: Assistant | None = None,
     ) -> None:
         self._model = model
         self._step = step
-        self._pages = pages
+        self._attention = attention
         self._sampler = sampler
-        self._resident = resident
-        self._space = space
-        self._attention: AttentionKernel = attention or TorchAttentionKernel(pages)
-        self._ops = ops or make_device_ops(pages.flat.device)
+        self._ops = ops
         self._graphs = graphs
         self._assistant = assistant
         self._last_lora: LoraBatch | None = None
         self._recorded = RecordedPass(model)
+        self.resident: dict[AdapterKey, ResidentAdapter] = {}
+        """Adapters on the device; changed by the executor."""
         self.logits_hook: LogitsHook | None = None
 
     @torch.inference_mode()
-    def run(
-        self,
-        plan: StepPlan,
-        in_host: Mapping[AdapterKey, ResidentAdapter] = _NONE,
-        arriving: Mapping[AdapterKey, ArrivingAdapter] = _NONE_ARRIVING,
-        coming: Mapping[AdapterKey, Coming] = _NONE_COMING,
-    ) -> StepResult:
-        """Run the step and return its tokens.
-
-        Args:
-            plan: The step.
-            in_host: The adapters that it reads from host memory.
-            arriving: The adapters that it has to wait for, group by group. The sequences of one that does not arrive
-                have failed, and those of one that is late are given up; the others are not affected.
-            coming: The loads of adapters that it reads from host memory: the device takes over the groups that arrive
-                in time from the assistant.
-        """
+    def run(self, plan: StepPlan, adapters: OffDevice = NOTHING_OFF_DEVICE) -> StepResult:
+        """Run the step and return its tokens."""
         self._sampler.release(plan.released)
         self._attention.release(plan.released)
         if not plan.sequences:
             return StepResult()
         sequences = _by_adapter(plan.sequences)
-        sampled = [sequence for sequence in sequences if sequence.is_sampled]
-        self._sampler.begin(sampled)
-        elsewhere = {**in_host, **{key: one.weights for key, one in arriving.items()}} if arriving else in_host
-        segments, assisted = self._segments(sequences, elsewhere, in_host)
+        self._sampler.begin([sequence for sequence in sequences if sequence.is_sampled])
+        rows = ((s.adapter, s.num_tokens, int(s.is_sampled)) for s in sequences)
+        segments, assisted = self._segments(rows, adapters)
         lora: StepLora | None = self._lora_batch(segments)
         assist = self._begin_assist(tuple(assisted.values()))
         take_over = None
-        if assist is not None and coming:
-            loads = [coming.get(key) for key in assisted]
+        if assist is not None and adapters.coming:
+            loads = [adapters.coming.get(key) for key in assisted]
             lora = take_over = TakeOver(segments, assist, loads, self._make_batch)
-        is_recorded = bool(plan.prompt_rows)
-        failed: dict[int, str] = {}
-        late: frozenset[int] = frozenset()
         with _assisting(assist) as lost:
             logits: torch.Tensor | None = None
-            if arriving:
-                assert lora is not None, "the adapters on their way are those of sequences"
-                waiting = ArrivingBatch(lora, tuple(arriving.values()))
-                logits = self._forward(sequences, waiting, take_over or assist, is_recorded=is_recorded)
-                failed = {s.seq_id: error for s in sequences if (error := _error_of(s, arriving)) is not None}
-                missed = [key for key, one in arriving.items() if one.is_late]
-                late = frozenset([s.seq_id for s in sequences if s.adapter in missed and s.seq_id not in failed])
-            elif self._graphs is not None and assist is None:
+            if self._graphs is not None and assist is None and not adapters.arriving:
                 logits = self._graphs.run(sequences, segments)
             if logits is None:
-                logits = self._forward(sequences, lora, take_over or assist, is_recorded=is_recorded)
-            if without := late.union(failed):
-                kept = tuple(s for s in plan.sequences if s.seq_id not in without)
-                plan = replace(plan, sequences=kept, released=())
-                logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in without]]
-                sampled = [s for s in sampled if s.seq_id not in without]
-            tokens, broken = self._sample(plan, logits, sampled)
-            failed |= broken
-        if lost:
-            failed |= dict.fromkeys(_find_lost(sequences, lost), _LOST)
+                if adapters.arriving:
+                    assert lora is not None, "the adapters on their way are those of sequences"
+                    lora = ArrivingBatch(lora, tuple(adapters.arriving.values()))
+                logits = self._forward(sequences, lora, take_over or assist, is_recorded=bool(plan.prompt_rows))
+            failed, late = adapters.absent(sequences)
+            tokens, broken = self._sample(plan, sequences, logits, late.union(failed))
+        failed |= broken | dict.fromkeys(_find_lost(sequences, lost), _LOST)
         reported: dict[int, PromptLogprobs] = {}
-        if is_recorded:
-            without = late.union(failed)
-            pieces = [piece for piece in pieces_of(sequences, plan.prompt_rows) if piece.sequence.seq_id not in without]
-            reported, unreported = self._report(pieces, logits.shape[-1], elsewhere, in_host, arriving)
+        if plan.prompt_rows:
+            wanted = [rows for rows in plan.prompt_rows if rows.seq_id not in failed and rows.seq_id not in late]
+            reported, unreported = self._report(pieces_of(sequences, wanted), logits.shape[-1], adapters)
             failed |= unreported
-        if failed:
-            tokens = {key: token for key, token in tokens.items() if key not in failed}
-        cpu_share = take_over.cpu_share if take_over is not None else 1.0
-        refused = frozenset([seq_id for seq_id, reason in failed.items() if reason is TOO_DEAR])
         return StepResult(
-            tokens=tokens, failed=failed, refused=refused, late=late, prompt_logprobs=reported, cpu_share=cpu_share
+            tokens={seq_id: token for seq_id, token in tokens.items() if seq_id not in failed} if failed else tokens,
+            failed=failed,
+            refused=frozenset([seq_id for seq_id, reason in failed.items() if reason is TOO_DEAR]),
+            late=late,
+            prompt_logprobs=reported,
+            cpu_share=take_over.cpu_share if take_over is not None else 1.0,
         )
 
     def _sample(
-        self, plan: StepPlan, logits: torch.Tensor, sampled: Sequence[PlannedSequence]
+        self, plan: StepPlan, sequences: Sequence[PlannedSequence], logits: torch.Tensor, without: Set[int]
     ) -> tuple[dict[int, SampledToken], dict[int, str]]:
-        """Return the tokens of the sampled rows, and the reason of each that has none; then the device is done."""
+        """Return the tokens of the sampled rows, and the reason of each that has none; then the device is done.
+
+        ``logits`` are those of the sampled ``sequences``, in order; those ``without`` a result are left out.
+        """
+        sampled = [sequence for sequence in sequences if sequence.is_sampled]
+        if without:
+            plan = replace(plan, sequences=tuple(s for s in plan.sequences if s.seq_id not in without), released=())
+            logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in without]]
+            sampled = [sequence for sequence in sampled if sequence.seq_id not in without]
         if self.logits_hook is not None:
             row_of = {sequence.seq_id: row for row, sequence in enumerate(sampled)}
             order = [row_of[sequence.seq_id] for sequence in plan.sequences if sequence.is_sampled]
@@ -204,16 +185,11 @@ class ModelRunner:
         tokens = {s.seq_id: token for s, token in zip(sampled, chosen, strict=True) if token is not None}
         if len(tokens) == len(chosen):
             return tokens, {}
-        without = [s.seq_id for s in sampled if s.seq_id not in tokens]
-        return tokens, {id: TOO_DEAR if self._sampler.is_over_budget(id) else NOT_FINITE for id in without}
+        broken = [s.seq_id for s in sampled if s.seq_id not in tokens]
+        return tokens, {id: TOO_DEAR if self._sampler.is_over_budget(id) else NOT_FINITE for id in broken}
 
     def _report(
-        self,
-        pieces: Sequence[PromptPiece],
-        vocab_size: int,
-        elsewhere: Mapping[AdapterKey, ResidentAdapter],
-        in_host: Mapping[AdapterKey, ResidentAdapter],
-        arriving: Mapping[AdapterKey, ArrivingAdapter],
+        self, pieces: Sequence[PromptPiece], vocab_size: int, adapters: OffDevice
     ) -> tuple[dict[int, PromptLogprobs], dict[int, str]]:
         """Return the log-probabilities of prompts in the step that ran, and the reason of each that has none.
 
@@ -222,19 +198,7 @@ class ModelRunner:
         parts: dict[int, list[PromptLogprobs]] = {}
         failed: dict[int, str] = {}
         for taken in cut_into_slices(pieces, vocab_size):
-            segments, assisted = self._slice_segments(taken, elsewhere, in_host)
-            assist = self._begin_assist(assisted)
-            lora: StepLora | None = LoraBatch(segments, self._space) if segments else None
-            if lora is not None and arriving:
-                lora = ArrivingBatch(lora, tuple(arriving.values()))
-            self._step.lora, self._step.assist = lora, assist
-            with _assisting(assist) as lost:
-                try:
-                    rows, targets = rows_and_targets(taken)
-                    logits = self._recorded.logits(self._ops.upload(rows)).float()
-                    report = report_tokens(logits, targets, max(piece.num_top for piece in taken), self._ops)
-                finally:
-                    self._step.lora = self._step.assist = None
+            report, lost = self._report_slice(taken, adapters)
             first = 0
             for piece in taken:
                 last = first + piece.stop - piece.start
@@ -243,32 +207,37 @@ class ModelRunner:
                     failed[piece.sequence.seq_id] = _LOST
                 first = last
         self._recorded.forget()
-        failed |= {s.seq_id: error for s, *_ in pieces if (error := _error_of(s, arriving)) is not None}
-        late = [key for key, one in arriving.items() if one.is_late]
-        failed |= dict.fromkeys([s.seq_id for s, *_ in pieces if s.adapter in late], _LATE)
+        errors, late = adapters.absent([piece.sequence for piece in pieces])
+        failed |= errors | dict.fromkeys(late, _LATE)
         return {key: PromptLogprobs.join(part) for key, part in parts.items() if key not in failed}, failed
 
-    def _slice_segments(
-        self,
-        pieces: Sequence[PromptPiece],
-        elsewhere: Mapping[AdapterKey, ResidentAdapter],
-        in_host: Mapping[AdapterKey, ResidentAdapter],
-    ) -> tuple[tuple[LoraSegment, ...], tuple[LoraSegment, ...]]:
-        """Return the segments of a slice, all of whose rows count as sampled; as ``_segments``."""
-        segments: list[LoraSegment] = []
-        assisted: list[LoraSegment] = []
-        row = 0
-        for key, same in groupby(pieces, key=lambda piece: piece.sequence.adapter):
-            start, row = row, row + sum(piece.stop - piece.start for piece in same)
-            if key is not None:
-                weights = elsewhere[key] if key in elsewhere else self._resident[key]
-                chosen = assisted if self._assistant is not None and key in in_host else segments
-                chosen.append(LoraSegment(weights, start, row, start, row))
-        return tuple(segments), tuple(assisted)
+    def _report_slice(
+        self, pieces: Sequence[PromptPiece], adapters: OffDevice
+    ) -> tuple[TokenReport, Sequence[LostRows]]:
+        """Return the report of a slice, all of whose rows count as sampled, and the rows of workers that failed."""
+        counts = ((piece.sequence.adapter, piece.stop - piece.start) for piece in pieces)
+        segments, assisted = self._segments(((key, number, number) for key, number in counts), adapters)
+        assist = self._begin_assist(tuple(assisted.values()))
+        lora: StepLora | None = self._make_batch(segments)
+        if lora is not None and adapters.arriving:
+            lora = ArrivingBatch(lora, tuple(adapters.arriving.values()))
+        self._step.lora, self._step.assist = lora, assist
+        with _assisting(assist) as lost:
+            try:
+                rows, targets = rows_and_targets(pieces)
+                logits = self._recorded.logits(self._ops.upload(rows)).float()
+                report = report_tokens(logits, targets, max(piece.num_top for piece in pieces), self._ops)
+            finally:
+                self._step.lora = self._step.assist = None
+        return report, lost
 
     def _begin_assist(self, segments: tuple[LoraSegment, ...]) -> AssistedStep | None:
         """Wake the workers for the segments that they compute, if there are any."""
         return self._assistant.begin(segments) if self._assistant is not None and segments else None
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a request's constraint before the request; see ``Sampler.prepare``."""
+        self._sampler.prepare(constraint)
 
     def forget_batch(self) -> None:
         """Let go of the last step's adapters, which are kept for the next: they may hold images of the host tier."""
@@ -304,30 +273,26 @@ class ModelRunner:
         return logits[0].float()
 
     def _segments(
-        self,
-        sequences: Sequence[PlannedSequence],
-        elsewhere: Mapping[AdapterKey, ResidentAdapter],
-        in_host: Mapping[AdapterKey, ResidentAdapter],
+        self, rows: Iterable[tuple[AdapterKey | None, int, int]], adapters: OffDevice
     ) -> tuple[tuple[LoraSegment, ...], dict[AdapterKey, LoraSegment]]:
-        """Return the step's segments: those of the kernels here, and by adapter those that the assistant computes."""
+        """Return the segments of the kernels here, and by adapter those that the assistant computes.
+
+        ``rows`` are the adapter, the number of rows and that of sampled rows of each part, in the order of the step.
+        """
         segments: list[LoraSegment] = []
         assisted: dict[AdapterKey, LoraSegment] = {}
-        row = sampled = first = 0
-        while first < len(sequences):
-            key = sequences[first].adapter
-            last, start, sampled_start = first, row, sampled
-            while last < len(sequences) and sequences[last].adapter == key:
-                row += sequences[last].num_tokens
-                sampled += sequences[last].is_sampled
-                last += 1
+        row = sampled = 0
+        for key, parts in groupby(rows, key=itemgetter(0)):
+            start, sampled_start = row, sampled
+            for _, num_rows, num_sampled in parts:
+                row += num_rows
+                sampled += num_sampled
             if key is not None:
-                weights = elsewhere[key] if key in elsewhere else self._resident[key]
-                segment = LoraSegment(weights, start, row, sampled_start, sampled)
-                if self._assistant is not None and key in in_host:
+                segment = LoraSegment(adapters.find(key) or self.resident[key], start, row, sampled_start, sampled)
+                if self._assistant is not None and key in adapters.in_host:
                     assisted[key] = segment
                 else:
                     segments.append(segment)
-            first = last
         return tuple(segments), assisted
 
     def _lora_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
@@ -335,14 +300,14 @@ class ModelRunner:
         if not segments:
             self._last_lora = None
         elif self._last_lora is None or self._last_lora.segments != segments:
-            self._last_lora = LoraBatch(segments, self._space)
+            self._last_lora = LoraBatch(segments, self._step.space)
         return self._last_lora
 
     def _make_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
         """Return a batch of these segments, for one step unless it is the last one's."""
         if self._last_lora is not None and self._last_lora.segments == segments:
             return self._last_lora
-        return LoraBatch(segments, self._space) if segments else None
+        return LoraBatch(segments, self._step.space) if segments else None
 
 
 @contextmanager
@@ -357,11 +322,6 @@ def _assisting(assist: AssistedStep | None) -> Iterator[list[LostRows]]:
         raise
     if assist is not None:
         lost += assist.finish()
-
-
-def _error_of(sequence: PlannedSequence, arriving: Mapping[AdapterKey, ArrivingAdapter]) -> str | None:
-    adapter = arriving.get(sequence.adapter) if sequence.adapter is not None else None
-    return adapter.error if adapter is not None else None
 
 
 def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:

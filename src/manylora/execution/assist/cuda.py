@@ -38,7 +38,7 @@ _unreleased: list[tuple[CudaStream, Words]] = []
 
 
 class CudaStream:
-    """Torch's current stream of ``device``; see ``stream.DeviceStream``.
+    """Torch's current stream of ``device``; see ``workers.DeviceStream``.
 
     ``driver`` is ``cuda.bindings.driver``.
     """

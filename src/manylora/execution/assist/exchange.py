@@ -25,18 +25,22 @@ import torch
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind
 from manylora.core.costs.arriving import remaining_s
-from manylora.execution.assist.cores import count_workers
 from manylora.execution.assist.shares import adapter_cost, measure_classes, split_rows
-from manylora.execution.assist.stream import DeviceStream
 from manylora.execution.assist.words import serve
-from manylora.execution.assist.workers import PATIENCE_S, Serve, Supervisor, Worker, WorkerTask
-from manylora.execution.kernels.cpu.gather import gather_kernel
-from manylora.execution.kernels.cpu.lora import lora_arguments, lora_kernel, make_tables
-from manylora.execution.kernels.cpu.products import make_product_tables, product_arguments, product_kernel
+from manylora.execution.assist.workers import (
+    EXCHANGE_LIMIT_S,
+    DeviceStream,
+    Serve,
+    Supervisor,
+    Worker,
+    WorkerTask,
+    count_workers,
+)
+from manylora.execution.kernels.cpu.lora import gather_kernel, lora_arguments, lora_kernel, make_tables
+from manylora.execution.kernels.cpu.products import make_group_tables, product_kernel
 from manylora.execution.lora.batch import LoraSegment
-from manylora.execution.lora.grouped import MAX_READ_ROWS
 from manylora.execution.lora.parts import Part
-from manylora.execution.storage.resident import ResidentAdapter
+from manylora.execution.storage.resident import AdapterMemory
 
 __all__ = ["Assistant", "AssistedStep", "LostRows"]
 
@@ -83,7 +87,7 @@ class _Share:
 
 
 class _Reply:
-    """The reply of an exchange; see ``lora.assisted.Reply``. Prepared once for a batch, ``numbers`` are the step's."""
+    """A reply (``lora.parts.AssistedReply``), prepared once for a batch; ``numbers`` are those of the step."""
 
     def __init__(
         self,
@@ -124,7 +128,7 @@ class _Reply:
 
 
 class AssistedStep:
-    """A step's assisted segments, and their exchanges; see ``lora.assisted.Assist``.
+    """A step's assisted segments, and their exchanges; see ``lora.parts.Assist``.
 
     Kept while the segments stay the same, with the tasks that were prepared.
     """
@@ -202,13 +206,14 @@ class AssistedStep:
             worker.end()
 
     def _divide(self, workers: Sequence[Worker], is_sampled: bool) -> list[_Share]:
-        rows = [(*_rows(segment, is_sampled), segment) for segment in self.segments]
+        rows = [(*segment.rows(is_sampled), segment) for segment in self.segments]
         rows = [(start, stop, segment) for start, stop, segment in rows if stop > start]
         if not rows:
             return []
         costs = []
         for start, stop, segment in rows:
-            linear = [w for name, w in segment.adapter.groups.items() if not self._groups[name].is_embedding]
+            groups = segment.adapter.memory.layout.groups.items()
+            linear = [group for name, group in groups if not self._groups[name].is_embedding]
             costs.append((stop - start, adapter_cost(linear)))
         firsts = split_rows(costs, len(workers))
         shares = []
@@ -270,7 +275,7 @@ class Assistant:
         base: The base model.
         num_workers: Threads; by default as many as the machine has cores to spare for one engine.
         serve: A worker's loop; another function for tests.
-        patience_s: Time after which a worker counts as stuck, in seconds.
+        exchange_limit_s: Time in seconds after which the worker of an exchange counts as stuck.
     """
 
     def __init__(
@@ -280,7 +285,7 @@ class Assistant:
         *,
         num_workers: int | None = None,
         serve: Serve = serve,
-        patience_s: float = PATIENCE_S,
+        exchange_limit_s: float = EXCHANGE_LIMIT_S,
     ) -> None:
         self._stream = stream
         self._groups: dict[str, _BaseGroup] = {}
@@ -293,7 +298,7 @@ class Assistant:
         self._inputs = _Inputs()
         self._serve = serve
         self._workers = [self._new_worker() for _ in range(num_workers or count_workers())]
-        self._supervisor = Supervisor(patience_s)
+        self._supervisor = Supervisor(exchange_limit_s)
         self._step: AssistedStep | None = None
 
     @property
@@ -301,9 +306,10 @@ class Assistant:
         """Threads."""
         return len(self._workers)
 
-    def prepare(self, adapter: ResidentAdapter) -> None:
+    def prepare(self, adapter: AdapterMemory) -> None:
         """Measure the cost of an adapter's rows if its shape is new; blocks, on a thread that no step awaits."""
-        measure_classes(group for name, group in adapter.groups.items() if not self._groups[name].is_embedding)
+        groups = adapter.layout.groups.items()
+        measure_classes(group for name, group in groups if not self._groups[name].is_embedding)
 
     def begin(self, segments: tuple[LoraSegment, ...]) -> AssistedStep:
         """Wake workers for a step with these segments, whose adapters are host images; ``finish`` ends it."""
@@ -335,23 +341,10 @@ class Assistant:
         return Worker(self._stream, 2 * len(self._groups), self._serve)
 
 
-def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
-    return (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
-
-
 def _task(group: _BaseGroup, x: torch.Tensor, result: torch.Tensor, parts: Sequence[Part]) -> WorkerTask:
     """Return the work for inputs ``x`` of one worker; ``parts`` count in its rows."""
     rows, names = [(part.start, part.stop, part.weights.memory) for part in parts], [parts[0].weights.layout.group]
     if group.is_embedding:
         (table,) = make_tables(rows, names).values()
         return WorkerTask.of(result, [(gather_kernel(), lora_arguments(x, result, table))], parts)
-    kernels = []
-    many = [one for one in rows if one[1] - one[0] > MAX_READ_ROWS]
-    few = [one for one in rows if one[1] - one[0] <= MAX_READ_ROWS]
-    if many:
-        (products,) = make_product_tables(many, names).values()
-        kernels.append((product_kernel(), product_arguments(x, result, products, 1)))
-    if few:
-        (table,) = make_tables(few, names).values()
-        kernels.append((lora_kernel(), lora_arguments(x, result, table)))
-    return WorkerTask.of(result, kernels, parts)
+    return WorkerTask.of(result, make_group_tables(rows, names)[names[0]].calls(x, result, 1), parts)

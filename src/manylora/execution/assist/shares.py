@@ -25,7 +25,7 @@ from manylora.core.adapters.layout import AdapterLayout, GroupLayout, ModuleLayo
 from manylora.core.adapters.shape import ModuleKind, TargetModule
 from manylora.execution.kernels.cpu.openmp import point_to
 from manylora.execution.kernels.cpu.products import make_product_tables, product_arguments, product_kernel
-from manylora.execution.storage.resident import AdapterMemory, ResidentGroup
+from manylora.execution.storage.resident import AdapterMemory
 
 __all__ = ["RowCost", "adapter_cost", "measure_classes", "split_rows"]
 
@@ -61,14 +61,14 @@ _Class = tuple[int, int, int]
 _measured: dict[_Class, RowCost] = {}
 
 
-def measure_classes(groups: Iterable[ResidentGroup]) -> None:
+def measure_classes(groups: Iterable[GroupLayout]) -> None:
     """Measure the classes of these groups that are not known yet; takes tens of milliseconds for each."""
     for of_group in {_class_of(group): None for group in groups}:
         if of_group not in _measured:
             _measured[of_group] = _measure(*of_group)
 
 
-def adapter_cost(groups: Iterable[ResidentGroup]) -> RowCost:
+def adapter_cost(groups: Iterable[GroupLayout]) -> RowCost:
     """Return the cost of an adapter's rows in all these groups of a step; guesses what was not measured."""
     costs = [_measured.get(of_group) or _guess(*of_group) for of_group in map(_class_of, groups)]
     fixed_s, row_s = sum(cost.fixed_s for cost in costs), sum(cost.row_s for cost in costs)
@@ -99,10 +99,10 @@ def split_rows(segments: Sequence[tuple[int, RowCost]], num_workers: int) -> lis
     return [*firsts, total]
 
 
-def _class_of(group: ResidentGroup) -> _Class:
+def _class_of(group: GroupLayout) -> _Class:
     """Return inputs, outputs and rank of one module with the work of the group."""
-    work = sum(part.rank * part.module.out_features for part in group.layout.modules)
-    return group.layout.in_features, max(1, work // group.rank), 1 << (group.rank - 1).bit_length()
+    work = sum(part.rank * part.module.out_features for part in group.modules)
+    return group.in_features, max(1, work // group.rank), 1 << (group.rank - 1).bit_length()
 
 
 def _guess(inputs: int, outputs: int, rank: int) -> RowCost:

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from manylora.core.costs.arriving import left_to_workers
-from manylora.execution.lora.assisted import AssistedReply
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
-from manylora.execution.lora.parts import GroupParts
+from manylora.execution.lora.parts import AssistedReply, GroupParts
 from manylora.execution.storage.arrival import ArrivingAdapter
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ class TakeOver:
         return replace(parts, wait=wait)
 
     def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> AssistedReply | None:
-        """Send the inputs of the rows that are left to the workers; see ``lora.assisted.Assist``."""
+        """Send the inputs of the rows that are left to the workers; see ``lora.parts.Assist``."""
         return self._assist.send(group, x, is_sampled=is_sampled, without=self._decide(group))
 
     def _decide(self, group: str) -> tuple[int, ...]:

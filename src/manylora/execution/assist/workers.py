@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 
 from manylora.execution.assist import protocol
 from manylora.execution.assist.protocol import FAR, MODULUS, RELEASED, STEP
-from manylora.execution.assist.stream import DeviceStream
 from manylora.execution.assist.words import (
     DONE,
     LAST,
@@ -36,19 +36,64 @@ from manylora.execution.assist.words import (
     write_word,
 )
 from manylora.execution.kernels.cpu.openmp import Arguments, point_to
+from manylora.execution.machine import count_cores
 
-__all__ = ["PATIENCE_S", "Serve", "Supervisor", "Worker", "WorkerTask"]
+__all__ = ["EXCHANGE_LIMIT_S", "DeviceStream", "Serve", "Supervisor", "Worker", "WorkerTask", "count_workers"]
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 10.0
-"""An exchange that takes longer is given up: no exchange that pays takes a hundredth of it."""
+EXCHANGE_LIMIT_S = 10.0
+"""The worker of an exchange that takes longer counts as stuck: no exchange that pays takes a hundredth of it."""
+
+MAX_WORKERS = 16
 
 CHECK_S = 0.002
 """Time between two checks of the supervisor while a step is assisted."""
 
 Serve = Callable[[Words, NDArray[np.int64], int], int]
 """``serve(words, tasks, number)``, as in ``words.serve``."""
+
+
+def count_workers(num_engines: int = 1) -> int:
+    """Return the workers of one of ``num_engines`` engines: its part of the cores, without two for other threads."""
+    return max(1, min(MAX_WORKERS, count_cores() // num_engines - 2))
+
+
+class DeviceStream(Protocol):
+    """An in-order stream of a device (a GPU's is ``cuda.CudaStream``): copies, and waits for words in memory.
+
+    One thread enqueues operations, which are executed in order and never block that thread.
+
+    Words and host memory of operations come from ``host_memory``, and live until the operations have been executed.
+    """
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Return zeros ``[num_bytes]``, uint8, page-locked and mapped where the device needs that."""
+        ...
+
+    def write_value(self, words: Words, index: int, value: int) -> None:
+        """Write a word. A thread that sees it sees the copies before it."""
+        ...
+
+    def wait_value(self, words: Words, index: int, value: int) -> None:
+        """Let the stream go on once the word is at ``value`` or behind it (``protocol.is_reached``)."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between the device and host memory; both are contiguous and of one type."""
+        ...
+
+    def join(self) -> None:
+        """Let the device's further work come after the operations so far."""
+        ...
+
+    def wait(self) -> None:
+        """Return once the operations so far have been executed; an error of the device is raised."""
+        ...
+
+    def close(self) -> None:
+        """Execute the operations and end."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,9 +141,7 @@ class Worker:
         self._result = torch.empty(0, dtype=torch.float32)
         self._stream = stream
         self._tasks = np.zeros((1 << (num_tasks - 1).bit_length(), TASK_FIELDS), np.int64)
-        self._posted: list[
-            WorkerTask
-        ] = []  # of the step; a worker that is stuck may read their memory as long as it lives
+        self._posted: list[WorkerTask] = []  # the step's; kept, since a worker that is stuck may read their memory
         self._number = 0
         self._is_open = True
         self._serve = serve
@@ -217,8 +260,8 @@ class Worker:
 class Supervisor:
     """Checks workers while they are busy, on a thread of its own."""
 
-    def __init__(self, patience_s: float = PATIENCE_S) -> None:
-        self._patience_s = patience_s
+    def __init__(self, limit_s: float = EXCHANGE_LIMIT_S) -> None:
+        self._limit_s = limit_s
         self._workers: tuple[Worker, ...] = ()
         self._is_open = True
         self._wake = threading.Event()
@@ -248,6 +291,6 @@ class Supervisor:
                     posted, done = read_word(worker.words, POSTED), read_word(worker.words, DONE)
                     if worker not in seen or seen[worker][:2] != (posted, done):
                         seen[worker] = (posted, done, now)
-                    worker.check(posted, done, now - seen[worker][2] > self._patience_s)
+                    worker.check(posted, done, now - seen[worker][2] > self._limit_s)
                 if self._wake.wait(CHECK_S):
                     self._wake.clear()

@@ -1,13 +1,8 @@
-"""Attention over paged KV, registered with transformers' ``AttentionInterface``.
-
-The model is called on one flat row of tokens ``[1, T]`` of many sequences. No mask function is registered under our
-name, so the model builds no mask and passes every layer's q, k, v to us, with the step's ``PagedBatch`` that the model
-got as the keyword ``paged``.
+"""Attention of a step in torch, with a compiled kernel for decoding on a CPU.
 
 All index tensors are made once per step and used by every layer::
 
     flat batch   | seq 3: chunk of 5 | seq 7: 1 | seq 1: 1 | ...        T rows
-    slots        place of row t's K in layer 0; layer l adds l * 2 * block_size, V another block_size
     decode       rows of one token: the compiled kernel, or one padded gather of pages and one masked product
     prompts      longer chunks: one product per sequence, over its own history and itself
 """
@@ -16,84 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional
-from transformers import AttentionInterface
 
 from manylora.core.plan import PlannedSequence
-from manylora.execution.attention.rotary import Rotation, Unrotated
-from manylora.execution.kernels.cpu.support import find_compiled
+from manylora.execution.attention.call import AttentionCall
+from manylora.execution.attention.kv import KvPages
 from manylora.execution.storage.page_tensor import PageTensor
 
-__all__ = ["ATTENTION_NAME", "AttentionCall", "AttentionSink", "PagedBatch", "register_attention"]
-
-ATTENTION_NAME = "manylora_paged"
+__all__ = ["PagedBatch", "TorchAttentionKernel"]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """A layer's call of attention.
+class TorchAttentionKernel:
+    """Prepares ``PagedBatch``; keeps nothing between steps."""
 
-    Args:
-        query: ``[heads, T, head_dim]``.
-        key: ``[kv_heads, T, head_dim]``; so is ``value``.
-        window: Positions that a token sees, itself included; ``None`` for all before it.
-        softcap: Bound of the scores (``softcap * tanh(score / softcap)``), or ``None``.
-        mask: The model's mask; must be ``None``.
-        rotation: RoPE that query and key still need; ``None`` if they are rotated.
-    """
+    def __init__(self, pages: PageTensor) -> None:
+        self._kv = KvPages(pages)
 
-    module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scaling: float
-    window: int | None
-    softcap: float | None
-    mask: object
-    extra: dict[str, Any]
-    rotation: Rotation | None = None
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> PagedBatch:
+        """Return the step's attention."""
+        return PagedBatch(self._kv, sequences)
 
-
-class AttentionSink(Protocol):
-    """Computes a layer's attention: the paged batch, or a recorder of calls."""
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return ``[T, heads, head_dim]``."""
-        ...
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    *,
-    paged: AttentionSink,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
-    rotation = query.rotation if isinstance(query, Unrotated) else None
-    assert isinstance(key, Unrotated) == (rotation is not None), "queries and keys are rotated together"
-    call = AttentionCall(
-        module, query[0], key[0], value[0], scaling, sliding_window, softcap, attention_mask, kwargs, rotation
-    )
-    return paged.attend(call).unsqueeze(0), None
-
-
-def register_attention() -> None:
-    """Register the attention with transformers under ``ATTENTION_NAME``; may be repeated."""
-    AttentionInterface.register(ATTENTION_NAME, _attention)
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,53 +51,39 @@ class _Prompt:
 class PagedBatch:
     """One step's attention: the slots of K and V, and the positions that each row of ``sequences`` attends to."""
 
-    def __init__(self, pages: PageTensor, sequences: Sequence[PlannedSequence]) -> None:
-        self._pages = pages
-        is_compiled = pages.dtype is torch.float32 and pages.flat.device.type == "cpu"
-        self._kernels = find_compiled() if is_compiled else None
-        block_size = pages.shape.block_size
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        prompts: list[_Prompt] = []
-        decode_rows: list[int] = []
+    def __init__(self, kv: KvPages, sequences: Sequence[PlannedSequence]) -> None:
+        self._kv = kv
+        self._prompts: list[_Prompt] = []
         self._decode: list[PlannedSequence] = []
+        decode_rows: list[int] = []
         unfilled: list[int] = []
         row = 0
         for sequence in sequences:
             stop = sequence.start + sequence.num_tokens
-            position = np.arange(sequence.start, stop)
-            first_block = sequence.start // block_size
-            table = np.asarray(sequence.pages[first_block : (stop - 1) // block_size + 1])
-            positions.append(position)
-            page = table[position // block_size - first_block]
-            slots.append(page * (pages.shape.num_layers * 2 * block_size) + position % block_size)
-            last_block_start = (stop - 1) // block_size * block_size
-            if sequence.start <= last_block_start and stop % block_size:
-                unfilled.append(sequence.pages[last_block_start // block_size])
+            last_block = (stop - 1) // kv.block_size
+            if sequence.start <= last_block * kv.block_size and stop % kv.block_size:
+                unfilled.append(sequence.pages[last_block])
             if sequence.num_tokens == 1:
                 decode_rows.append(row)
                 self._decode.append(sequence)
             else:
-                pages_read = self._index(np.asarray(sequence.pages[: (stop - 1) // block_size + 1]))
-                prompts.append(_Prompt(row, sequence.num_tokens, sequence.start, pages_read))
+                pages = self._index(np.asarray(sequence.pages[: last_block + 1]))
+                self._prompts.append(_Prompt(row, sequence.num_tokens, sequence.start, pages))
             row += sequence.num_tokens
         self.num_rows = row
-        self.positions = self._index(np.concatenate(positions))
-        self._slots = self._index(np.concatenate(slots))
-        self._prompts = tuple(prompts)
+        self.positions, self._slots = (self._index(values) for values in kv.places(sequences))
         self._decode_rows = self._index(np.asarray(decode_rows, dtype=np.int64))
         self._decode_indices: dict[int | None, tuple[np.ndarray, np.ndarray]] = {}  # by window, as are the next
         self._decode_gathers: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
         self._prompt_masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
-        if unfilled and self._kernels is None:
-            # The torch path reads whole pages: stale values must not reach the sums, since 0 * NaN is NaN.
-            pages.flat.index_fill_(0, self._index(np.asarray(unfilled)), 0)
+        if unfilled and kv.compiled is None:
+            kv.clear(unfilled)  # the torch path reads whole pages, and 0 * NaN is NaN
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
         assert call.rotation is None, "only the Triton kernels rotate"
         layer = int(call.module.layer_idx)  # type: ignore[arg-type]
-        self._store(layer, call.key, call.value)
+        self._kv.store(layer, self._slots, call.key, call.value)
         if not self._prompts:
             return self._attend_decode(layer, call, call.query.transpose(0, 1))
         num_heads, _, head_dim = call.query.shape
@@ -167,16 +95,6 @@ class PagedBatch:
             out.index_copy_(0, self._decode_rows, self._attend_decode(layer, call, query))
         return out
 
-    def _store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        rows = self._pages.rows
-        first = layer * 2 * self._pages.shape.block_size
-        rows[first:].index_copy_(0, self._slots, key.transpose(0, 1))
-        rows[first + self._pages.shape.block_size :].index_copy_(0, self._slots, value.transpose(0, 1))
-
-    def _gather(self, layer: int, kv: int, pages: torch.Tensor) -> torch.Tensor:
-        """Return whole pages of K (0) or V (1) of a layer ``[pages, block_size, kv_heads, head_dim]``."""
-        return self._pages.blocks[:, layer, kv].index_select(0, pages)
-
     def _attend_prompt(self, layer: int, call: AttentionCall, prompt: _Prompt) -> torch.Tensor:
         rows = slice(prompt.row, prompt.row + prompt.num_tokens)
         query = call.query[:, rows]
@@ -184,8 +102,7 @@ class PagedBatch:
         if prompt.start == 0:
             key, value = call.key[:, rows], call.value[:, rows]
         else:
-            key = self._gather(layer, 0, prompt.pages).flatten(0, 1)[:total].transpose(0, 1)
-            value = self._gather(layer, 1, prompt.pages).flatten(0, 1)[:total].transpose(0, 1)
+            key, value = (x.flatten(0, 1)[:total].transpose(0, 1) for x in self._kv.gather(layer, prompt.pages))
         mask = self._prompt_mask(prompt, call.window)
         return _attend(call, query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), mask)[0].transpose(0, 1)
 
@@ -208,17 +125,16 @@ class PagedBatch:
 
     def _attend_decode(self, layer: int, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
         """Attend rows of one token, ``query`` ``[rows, heads, head_dim]``."""
-        if self._kernels is not None:
+        if self._kv.compiled is not None:
             tables, bounds = self._decode_index(call.window)
-            blocks, query = self._pages.blocks, query.contiguous()
-            return self._kernels.attend(
+            blocks, query = self._kv.pages.blocks, query.contiguous()
+            return self._kv.compiled.attend(
                 query, blocks, layer, tables, bounds, scaling=call.scaling, softcap=call.softcap
             )
         pages, mask = self._decode_gather(call.window)
         num_rows = query.shape[0]
-        key, value = (
-            self._gather(layer, kv, pages).view(num_rows, -1, *call.key.shape[::2]).transpose(1, 2) for kv in (0, 1)
-        )
+        shape = (num_rows, -1, *call.key.shape[::2])
+        key, value = (x.view(shape).transpose(1, 2) for x in self._kv.gather(layer, pages))
         return _attend(call, query.unsqueeze(2), key, value, mask).squeeze(2)
 
     def _decode_index(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -227,7 +143,7 @@ class PagedBatch:
         Bounds are the first and one past the last position, from the table's start ``[rows, 2]``.
         """
         if window not in self._decode_indices:
-            block_size = self._pages.shape.block_size
+            block_size = self._kv.block_size
             bounds, tables = [], []
             for sequence in self._decode:
                 length = sequence.start + 1
@@ -245,7 +161,7 @@ class PagedBatch:
         """Return the same on the device: flat tables, and bounds as a mask ``[rows, 1, 1, width * block_size]``."""
         if window not in self._decode_gathers:
             tables, bounds = self._decode_index(window)
-            position = np.arange(tables.shape[1] * self._pages.shape.block_size)[None, :]
+            position = np.arange(tables.shape[1] * self._kv.block_size)[None, :]
             is_seen = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
             mask = torch.from_numpy(is_seen).to(self._slots.device)[:, None, None, :]
             self._decode_gathers[window] = (self._index(tables.ravel()), mask)
@@ -253,7 +169,7 @@ class PagedBatch:
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-        device = self._pages.flat.device
+        device = self._kv.device
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,4 +1,8 @@
-"""A step's attention on the Triton kernels; the counterpart of ``PagedBatch``."""
+"""Attention of a step on the Triton kernels, with block tables that stay on the device.
+
+A sequence keeps its line of the table while it runs, wherever it is in the batch, and gains a page every ``block_size``
+tokens. So a step of many sequences with long contexts uploads a few numbers instead of all tables.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,13 @@ import numpy as np
 import torch
 
 from manylora.core.plan import PlannedSequence
-from manylora.execution.attention.page_tables import PageTables
-from manylora.execution.attention.paged import AttentionCall
-from manylora.execution.attention.rotary import Rotation
+from manylora.execution.attention.call import AttentionCall, Rotation
+from manylora.execution.attention.kv import KvPages
 from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import num_programs, power_of_two
 from manylora.execution.storage.page_tensor import PageTensor
 
-__all__ = ["TritonAttention", "TritonBatch", "first_slot"]
+__all__ = ["PageTables", "TritonAttention", "TritonAttentionKernel", "TritonBatch"]
 
 MIN_LINES = 16
 """Rows of a matrix instruction; query blocks are padded to it."""
@@ -25,10 +28,78 @@ PROMPT_LINES = 64
 MAX_SPLITS = 16
 
 
-def first_slot(pages: PageTensor, page: int, position: int) -> int:
-    """Return the row of ``pages.rows`` for the K of ``position`` in layer 0; ``page`` holds that position."""
-    block_size = pages.shape.block_size
-    return page * pages.shape.num_layers * 2 * block_size + position % block_size
+class TritonAttentionKernel:
+    """The Triton kernels, with block tables kept on the device.
+
+    A step has at most ``max_num_seqs`` sequences, each of at most ``max_model_len`` tokens.
+    """
+
+    def __init__(self, ops: DeviceOps, pages: PageTensor, *, max_num_seqs: int, max_model_len: int) -> None:
+        self._ops = ops
+        self.kv = KvPages(pages)
+        width = -(-max_model_len // self.kv.block_size)
+        # Two more for the check at start; the others for sequences that are pre-empted meanwhile.
+        self.tables = PageTables(ops, num_lines=max_num_seqs + max(2, max_num_seqs // 4), width=width)
+
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonBatch:
+        """Return the step's attention."""
+        return TritonBatch(self._ops, self.kv, self.tables, sequences)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Free the table lines of sequences that have left the engine."""
+        self.tables.release(seq_ids)
+
+
+@dataclass(slots=True)
+class _Line:
+    index: int
+    pages: tuple[int, ...]
+
+
+class PageTables:
+    """Block tables of ``width`` pages of sequences that ran lately; ``num_lines`` are at least those of a step."""
+
+    def __init__(self, ops: DeviceOps, *, num_lines: int, width: int) -> None:
+        self._host = ops.host_buffer((num_lines, width), torch.int32)
+        self._rows = self._host.numpy()
+        self.table = torch.zeros((num_lines, width), dtype=torch.int32, device=ops.device)
+        self._lines: dict[int, _Line] = {}
+        self._free = list(range(num_lines))[::-1]
+
+    def place(self, sequences: Sequence[PlannedSequence]) -> list[int]:
+        """Return the line of each sequence, written up to its last page in the order of the current stream.
+
+        The host's copy may be rewritten only after the step that read it, that is, once its tokens are there.
+        """
+        lines = []
+        missing = sum(sequence.seq_id not in self._lines for sequence in sequences)
+        if missing > len(self._free):
+            # Sequences that were pre-empted come back with other pages.
+            needed = {sequence.seq_id for sequence in sequences}
+            self.release([seq_id for seq_id in self._lines if seq_id not in needed])
+        for sequence in sequences:
+            pages = tuple(sequence.pages)
+            line = self._lines.get(sequence.seq_id)
+            if line is None:
+                line = self._lines[sequence.seq_id] = _Line(self._free.pop(), ())
+            if line.pages != pages:
+                self._write(line, pages)
+            lines.append(line.index)
+        return lines
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        """Free the lines of sequences that have left the engine."""
+        for seq_id in seq_ids:
+            if (line := self._lines.pop(seq_id, None)) is not None:
+                self._free.append(line.index)
+
+    def _write(self, line: _Line, pages: tuple[int, ...]) -> None:
+        old = line.pages
+        first = len(old) if pages[: len(old)] == old else 0
+        self._rows[line.index, first : len(pages)] = np.asarray(pages[first:], dtype=np.int32)
+        line.pages = pages
+        target = self.table[line.index, first : len(pages)]
+        target.copy_(self._host[line.index, first : len(pages)], non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +116,7 @@ class TritonAttention:
             head_dim]`` by heads, made on first use. Stale memory would pass through the model as numbers that overflow.
     """
 
-    pages: PageTensor
+    kv: KvPages
     slots: torch.Tensor
     tables: torch.Tensor
     blocks: Callable[[int], torch.Tensor]
@@ -61,11 +132,11 @@ class TritonAttention:
         """
         from manylora.execution.kernels.triton import attention as triton_attention
 
-        shape = self.pages.shape
+        shape, pool = self.kv.pages.shape, self.kv.pages.rows
         query = call.query if call.query.stride(2) == 1 else call.query.contiguous()
         num_heads, num_rows, head_dim = query.shape
         group = num_heads // shape.num_kv_heads
-        first = int(call.module.layer_idx) * 2 * shape.block_size  # type: ignore[arg-type]
+        first = self.kv.first_row(int(call.module.layer_idx))  # type: ignore[arg-type]
         angles = _angles(call)
         self._store(call, angles, first)
 
@@ -79,7 +150,7 @@ class TritonAttention:
             sums = torch.empty((splits, num_rows, num_heads, 2), dtype=torch.float32, device=out.device)
         block_d = max(16, power_of_two(head_dim))
         queries = (query, query.stride(0), query.stride(1), angles.cos, angles.sin, angles.cos.stride(0))
-        pages = (self.pages.rows, shape.num_elements, self.pages.rows.stride(0), first)
+        pages = (pool, shape.num_elements, pool.stride(0), first)
         numbers = (call.scaling, call.window or 0, call.softcap or 1.0, num_rows)
         sizes = {"HEADS": num_heads, "DIM": head_dim, "SPLITS": splits, "BLOCK_D": block_d}
         triton_attention.attend[(blocks.shape[0], shape.num_kv_heads, splits)](
@@ -113,13 +184,14 @@ class TritonAttention:
 
         key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (call.key, call.value))
         num_heads, num_rows, head_dim = key.shape
+        pool = self.kv.pages.rows
         triton_attention.store[(num_rows,)](
-            *(key, value, angles.cos, angles.sin, angles.cos.stride(0), self.slots, self.pages.rows),
-            *(*key.stride()[:2], *value.stride()[:2], self.pages.rows.stride(0), first),
+            *(key, value, angles.cos, angles.sin, angles.cos.stride(0), self.slots, pool),
+            *(*key.stride()[:2], *value.stride()[:2], pool.stride(0), first),
             HEADS=num_heads,
             DIM=head_dim,
             ROTARY=angles.rotary_dim,
-            BLOCK_SIZE=self.pages.shape.block_size,
+            BLOCK_SIZE=self.kv.block_size,
             BLOCK_H=power_of_two(num_heads),
             BLOCK_D=power_of_two(head_dim),
         )
@@ -129,7 +201,7 @@ class TritonAttention:
             return 1
         if self.splits is not None:
             return self.splits
-        wanted = num_programs(self.pages.flat.device) // max(1, num_blocks * self.pages.shape.num_kv_heads)
+        wanted = num_programs(self.kv.device) // max(1, num_blocks * self.kv.pages.shape.num_kv_heads)
         return min(MAX_SPLITS, power_of_two(max(1, wanted)))
 
 
@@ -144,34 +216,23 @@ class TritonBatch:
     def __init__(
         self,
         ops: DeviceOps,
-        pages: PageTensor,
+        kv: KvPages,
         tables: PageTables,
         sequences: Sequence[PlannedSequence],
         splits: int | None = None,
     ) -> None:
         self._ops = ops
-        lines = tables.place(sequences)
-        block_size = pages.shape.block_size
-        page_rows = pages.shape.num_layers * 2 * block_size
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
         self._spans: list[tuple[int, int, int, int]] = []
         row = 0
-        for sequence, line in zip(sequences, lines, strict=True):
-            start, stop = sequence.start, sequence.start + sequence.num_tokens
-            position = np.arange(start, stop)
-            first_block = start // block_size
-            table = np.asarray(sequence.pages[first_block : (stop - 1) // block_size + 1], dtype=np.int64)
-            positions.append(position)
-            slots.append(table[position // block_size - first_block] * page_rows + position % block_size)
-            self._spans.append((row, sequence.num_tokens, start, line))
+        for sequence, line in zip(sequences, tables.place(sequences), strict=True):
+            self._spans.append((row, sequence.num_tokens, sequence.start, line))
             row += sequence.num_tokens
-        self.num_rows = row
-        self.positions = ops.upload(np.concatenate(positions))
+        positions, slots = kv.places(sequences)
+        self.positions = ops.upload(positions)
         self._blocks: dict[int, torch.Tensor] = {}
         self._attention = TritonAttention(
-            pages=pages,
-            slots=ops.upload(np.concatenate(slots)),
+            kv=kv,
+            slots=ops.upload(slots),
             tables=tables.table,
             blocks=self._make_blocks,
             is_decode=all(sequence.num_tokens == 1 for sequence in sequences),

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manylora.execution.attention.paged import AttentionCall
-from manylora.execution.attention.rotary import rotate
+from manylora.execution.attention.call import AttentionCall, rotate
 
 __all__ = ["TOLERANCE", "Echo", "SeenCall", "agree", "try_forward", "watch_calls"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manylora.execution.attention.rotary import Rotation, Unrotated, rotate
+from manylora.execution.attention.call import Rotation, Unrotated, rotate
 from manylora.execution.fusion.replace import Echo, SeenCall, try_forward
 
 __all__ = ["defer_rotations"]

@@ -1,29 +1,68 @@
-"""``x W^T + b`` by the fastest library that torch includes.
+"""A linear of the base: the format of its weight, its product, and its bytes in memory that several processes map.
+
+::
+
+    write_weight(weight, append) -> WeightEntry      in the process that loads
+    map_weight(buffer, entry)    -> weight           in every process that maps those bytes
+    BaseLinear(weight, bias).product(x)              in every step
+
+A weight has one of two formats, and only this module tells them apart:
+
+* *plain*: a strided tensor of any type, on any device.
+* *packed*: float32 on a CPU, in an order of oneDNN's own.
 
 On the CPU torch sends float32 products to MKL, which leaves AVX-512 unused on AMD processors; oneDNN, which torch
 includes too, does not (measured on a Zen 4 core: 240 against 110 GFLOP/s). Its call costs ten microseconds more, so
-small products stay with MKL. oneDNN reads weights fastest in an order of its own: a weight that is *packed* once into
-that order saves products of a few rows a third of their time, and those of many a tenth. The operators are those
-that torch's compiler emits for linears. Where a build lacks them, or they are wrong, ``functional.linear`` is used.
+small products stay with MKL. A weight that is packed once saves products of a few rows a third of their time, and those
+of many a tenth. The operators are those that torch's compiler emits for linears. Where a build lacks them, or they are
+wrong, ``functional.linear`` is used.
+
+Torch shows neither the memory of a packed weight nor its order. Its ahead-of-time compiler keeps such weights in one
+file and makes tensors over them, through a C interface in every build. A packed weight is its bytes and a *layout*
+(oneDNN's description of their order); a process with both needs no copy and no packing. The layout depends on the
+processor, so the bytes are valid on this machine only.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 from torch.nn import functional
 
-__all__ = ["bound_caches", "has_onednn", "linear", "pack", "reorder"]
+__all__ = [
+    "BaseLinear",
+    "WeightEntry",
+    "bound_caches",
+    "can_share_packed",
+    "has_onednn",
+    "linear",
+    "map_weight",
+    "pack",
+    "packed_bytes",
+    "packed_layout",
+    "packed_over",
+    "reorder",
+    "side_by_side",
+    "write_weight",
+]
 
-# Multiply-adds from which the faster product outweighs the slower call.
 MIN_WORK = 1 << 20
 MIN_ROWS = 2
+"""Multiply-adds and rows from which the faster product outweighs the slower call."""
 
-# Weights from which this holds for a product of one row too.
 MIN_PACKED = 1 << 18
-
+"""Weights from which this holds for a packed product of one row too."""
 
 CACHED_PRIMITIVES = 128
 """Compiled products that oneDNN keeps, and torch beside it: one for each number of rows and shape of a weight.
@@ -32,15 +71,97 @@ At 1024, the default, they take most of a gigabyte once steps of all sizes were 
 of a millisecond, which the layers of a step share. Steps that decode rarely change their number of rows.
 """
 
+_LAYOUT_MKLDNN = 3
+"""``c10::Layout::Mkldnn``; the C interface has a name for the strided layout only."""
 
-def bound_caches(num_primitives: int = CACHED_PRIMITIVES) -> None:
-    """Bound oneDNN's caches; before the first product, when their sizes are read. Bounds that are set stay."""
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(num_primitives))
+
+class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One weight in a buffer.
+
+    Args:
+        names: Paths of parameters and buffers in the model; several if they are tied.
+        dtype: Torch's name (``float32``).
+        strides: In elements; empty for a packed weight.
+        offset: First byte in the buffer.
+        packing: The layout of a packed weight; empty for a plain one.
+    """
+
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    packing: bytes = b""
+
+
+def write_weight(
+    names: tuple[str, ...], weight: torch.Tensor, append: Callable[[NDArray[np.uint8]], int], *, is_linear: bool
+) -> WeightEntry:
+    """Write a weight of the CPU in the format whose products are fastest.
+
+    ``append`` takes bytes and returns their offset. A weight may be packed if only products read it (``is_linear``).
+    """
+    weight, packing = weight.detach(), b""
+    if is_linear and can_share_packed() and (packed := pack(weight)).is_mkldnn:
+        packing, content = packed_layout(packed), packed_bytes(packed)
+    else:
+        weight = weight.contiguous()
+        content = weight.reshape(-1).view(torch.uint8).numpy()
+    return WeightEntry(
+        names=names,
+        dtype=_dtype_name(weight),
+        shape=tuple(weight.shape),
+        strides=() if packing else weight.stride(),
+        offset=append(content),
+        num_bytes=content.nbytes,
+        packing=packing,
+    )
+
+
+def side_by_side(names: tuple[str, ...], parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> WeightEntry:
+    """Return the entry of parts that follow one another in ``buffer``, as one plain weight."""
+    first, sizes = parts[0], [part.nbytes for part in parts]
+    starts = list(accumulate(sizes[:-1], initial=first.data_ptr()))
+    assert [part.data_ptr() for part in parts] == starts, f"{names} does not lie side by side"
+    shape = first.shape if len(parts) == 1 else (sum(len(part) for part in parts), *first.shape[1:])
+    return WeightEntry(
+        names=names,
+        dtype=_dtype_name(first),
+        shape=tuple(shape),
+        strides=first.stride(),
+        offset=starts[0] - buffer.data_ptr(),
+        num_bytes=sum(sizes),
+    )
+
+
+def map_weight(buffer: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
+    """Return the weight over its bytes in ``buffer`` ``[num_bytes]``; a packed one does not keep the buffer alive.
+
+    Raises:
+        RuntimeError: It is packed, and this build of torch does not read such weights.
+    """
+    if entry.packing:
+        return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)
+    flat = buffer[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
+    return flat.as_strided(entry.shape, entry.strides)
+
+
+class BaseLinear(nn.Module):
+    """A linear of the base: ``weight`` ``[out, in]`` in any format, and ``bias`` ``[out]`` if it has one."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = _parameter(weight)
+        self.bias = _parameter(bias) if bias is not None else None
+
+    def product(self, x: torch.Tensor, *, has_bias: bool = True) -> torch.Tensor:
+        """Return ``x W^T``, plus the bias unless ``has_bias`` is false, for ``x`` ``[..., in]``."""
+        return linear(x, self.weight, self.bias if has_bias else None)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x W^T + b`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``, packed or not."""
+    """Return ``x W^T + b`` for ``x`` ``[..., in]`` and ``weight`` ``[out, in]``, plain or packed."""
     if weight.is_mkldnn:
         return _onednn(x, weight, bias)
     if (
@@ -60,9 +181,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     A weight that is small, not float32 or not on a CPU is returned unchanged.
     """
     is_worth_it = weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.numel() >= MIN_PACKED
-    if not is_worth_it or not has_onednn():
-        return weight
-    return reorder(weight)
+    return reorder(weight) if is_worth_it and has_onednn() else weight
 
 
 @torch.no_grad()
@@ -76,12 +195,54 @@ def reorder(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def packed_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the memory of a packed weight, valid while the weight lives."""
+    address: int = torch.ops.mkldnn.data_ptr(weight)
+    num_bytes: int = torch.ops.mkldnn._nbytes(weight)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+def packed_layout(weight: torch.Tensor) -> bytes:
+    """Return oneDNN's description of a packed weight's order."""
+    return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(weight).numpy().tobytes())
+
+
+def packed_over(address: int, shape: Sequence[int], layout: bytes) -> torch.Tensor:
+    """Return a packed float32 weight of ``shape`` ``(out, in)`` over memory at ``address``; the caller keeps it alive.
+
+    Raises:
+        RuntimeError: This build of torch does not make such tensors.
+    """
+    torch_cpu, new_capsule = _interface()
+    sizes = (ctypes.c_int64 * len(shape))(*shape)
+    no_strides = (ctypes.c_int64 * len(shape))()
+    handle = ctypes.c_void_p()
+    error = torch_cpu.aoti_torch_create_tensor_from_blob_v2(
+        ctypes.c_void_p(address),
+        ctypes.c_int64(len(shape)),
+        sizes,
+        no_strides,
+        ctypes.c_int64(0),
+        ctypes.c_int32(torch_cpu.aoti_torch_dtype_float32()),
+        ctypes.c_int32(torch_cpu.aoti_torch_device_type_cpu()),
+        ctypes.c_int32(-1),
+        ctypes.byref(handle),
+        ctypes.c_int32(_LAYOUT_MKLDNN),
+        (ctypes.c_uint8 * len(layout)).from_buffer_copy(layout),
+        ctypes.c_int64(len(layout)),
+    )
+    if error:
+        raise RuntimeError("torch made no packed tensor over that memory")
+    tensor: torch.Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(new_capsule(handle, None, None))
+    return tensor
+
+
 @cache
 def has_onednn() -> bool:
     """Return whether oneDNN's linear exists and agrees with ``functional.linear``, packed and not."""
     if not torch.backends.mkldnn.is_available():
         return False
-    x, weight = torch.linspace(-1, 1, 64).view(4, 16), torch.linspace(1, -2, 128).view(8, 16)
+    x, weight = _sample()
     try:
         found = [_onednn(x, weight, None), _onednn(x, reorder(weight), None)]
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
@@ -89,6 +250,48 @@ def has_onednn() -> bool:
     return all(torch.allclose(product, functional.linear(x, weight), atol=1e-4) for product in found)
 
 
+@cache
+def can_share_packed() -> bool:
+    """Return whether weights can be packed, and a packed weight over other memory gives the same product."""
+    if not has_onednn():
+        return False
+    x, weight = _sample()
+    try:
+        packed = reorder(weight)
+        memory = packed_bytes(packed).copy()
+        other = packed_over(memory.ctypes.data, weight.shape, packed_layout(packed))
+        return other.is_mkldnn and torch.equal(linear(x, other), linear(x, packed))
+    except (AttributeError, NotImplementedError, OSError, RuntimeError, TypeError):
+        return False
+
+
+def bound_caches(num_primitives: int = CACHED_PRIMITIVES) -> None:
+    """Bound oneDNN's caches; before the first product, when their sizes are read. Bounds that are set stay."""
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(num_primitives))
+
+
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return product
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    """Return a parameter itself, which others may share, or a new one over ``tensor``."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def _sample() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.linspace(-1, 1, 64).view(4, 16), torch.linspace(1, -2, 128).view(8, 16)
+
+
+@cache
+def _interface() -> tuple[ctypes.CDLL, Any]:
+    """Return torch's C interface, and Python's function that makes a capsule."""
+    torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return torch_cpu, prototype(("PyCapsule_New", ctypes.pythonapi))
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ comparison per module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -15,53 +15,13 @@ from typing import Protocol
 
 import torch
 
-from manylora.core.errors import ConfigError
-from manylora.execution.kernels.triton.support import find_triton
-from manylora.execution.lora.assisted import Assist
-from manylora.execution.lora.comparison import apply_naive, apply_padded, apply_reference
-from manylora.execution.lora.grouped import apply_grouped, apply_ragged
-from manylora.execution.lora.parts import GroupParts, Part, StepRows
-from manylora.execution.lora.tables import PADDED, RAGGED, BatchTables, LoraSpace, RowBlocks, TableRows
+from manylora.execution.lora.kernels import LoraKernel
+from manylora.execution.lora.parts import Assist, GroupParts, Part, StepRows
+from manylora.execution.lora.tables import BatchTables, LoraSpace, TableRows
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.resident import ResidentAdapter
 
-__all__ = [
-    "LORA_KERNELS",
-    "TABLE_KERNELS",
-    "ArrivingBatch",
-    "LoraBatch",
-    "LoraKernel",
-    "LoraSegment",
-    "StepContext",
-    "StepLora",
-    "add_embedding",
-    "choose_kernel",
-]
-
-LoraKernel = Callable[[torch.Tensor, torch.Tensor, GroupParts], None]
-"""``kernel(x [rows, in], out [rows, out], parts)`` adds ``(x A^T) B^T`` of every part into its rows of ``out``."""
-
-LORA_KERNELS: dict[str, LoraKernel] = {
-    "grouped": apply_grouped,
-    "naive": apply_naive,
-    "padded": apply_padded,
-    "ragged": apply_ragged,
-    "reference": apply_reference,
-}
-"""Implementations by name; all give the same sums, in another order of additions."""
-
-TABLE_KERNELS: Mapping[str, RowBlocks] = {"padded": PADDED, "ragged": RAGGED}
-"""Kernels in Triton, which find weights by table: they need a ``LoraSpace`` with these row blocks."""
-
-
-def choose_kernel(name: str, device: torch.device) -> str:
-    """Return the implementation that ``name`` means on ``device``; refuse one that cannot run there."""
-    reason = find_triton(device)
-    if name == "auto":
-        return "ragged" if device.type == "cuda" and reason is None else "grouped"
-    if name in TABLE_KERNELS and reason is not None:
-        raise ConfigError(f"Got lora_kernel = {name!r}, which cannot run here: {reason}")
-    return name
+__all__ = ["ArrivingBatch", "LoraBatch", "LoraSegment", "StepContext", "StepLora"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +33,10 @@ class LoraSegment:
     stop: int
     sampled_start: int
     sampled_stop: int
+
+    def rows(self, is_sampled: bool) -> tuple[int, int]:
+        """Return its first row and one past its last, of the step or among the sampled rows."""
+        return (self.sampled_start, self.sampled_stop) if is_sampled else (self.start, self.stop)
 
 
 class LoraBatch:
@@ -108,7 +72,7 @@ class LoraBatch:
         # With tables the parts are not needed, except for a batch of one adapter, which may be one product.
         for segment in self.segments if span is None or len(self.segments) == 1 else ():
             weights = segment.adapter.groups.get(group)
-            start, stop = self._rows(segment, is_sampled)
+            start, stop = segment.rows(is_sampled)
             if weights is not None and stop > start:
                 parts.append(Part(start, stop, weights))
         if span is None or self._space is None:
@@ -133,15 +97,11 @@ class LoraBatch:
     def _table_rows(self, is_sampled: bool) -> list[TableRows]:
         rows: list[TableRows] = []
         for segment in self.segments:
-            start, stop = self._rows(segment, is_sampled)
+            start, stop = segment.rows(is_sampled)
             if stop > start:
                 assert segment.adapter.table is not None, "the adapter was made resident without a table"
                 rows.append((start, stop, segment.adapter.table))
         return rows
-
-    @staticmethod
-    def _rows(segment: LoraSegment, is_sampled: bool) -> tuple[int, int]:
-        return (segment.sampled_start, segment.sampled_stop) if is_sampled else (segment.start, segment.stop)
 
 
 class ArrivingBatch:
@@ -179,39 +139,16 @@ class StepLora(Protocol):
 class StepContext:
     """The running step as adapted modules see it; set before the model is called, cleared after.
 
-    ``token_ids`` ``[rows]`` are for adapters of the embedding. ``lora`` are the adapters that the kernel reads, and
-    ``assist`` those that workers on the CPU read for it.
+    Args:
+        kernel: The LoRA kernel, of every step.
+        space: Makes its tables, if it is table-driven.
+        lora: The adapters that the kernel reads.
+        token_ids: Of all rows ``[rows]``, for adapters of the embedding.
+        assist: The adapters that workers on the CPU read instead of the kernel.
     """
 
     kernel: LoraKernel
+    space: LoraSpace | None = None
     lora: StepLora | None = None
     token_ids: torch.Tensor | None = None
     assist: Assist | None = None
-
-
-def add_embedding(
-    parts: GroupParts, token_ids: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | float | None
-) -> None:
-    """Add an embedding's LoRA: A ``[rank, vocab]`` is gathered at the tokens, then multiplied by B^T.
-
-    ``out`` ``[rows, hidden]`` is added into. ``scale``, the factor of the base embedding's output (Gemma), applies to
-    LoRA too, as in PEFT.
-    """
-    for part in parts.parts:
-        tokens = token_ids[part.start : part.stop]
-        rows = out[part.start : part.stop]
-        shrunk = out.new_zeros(part.stop - part.start, part.weights.rank)
-        for piece in part.weights.a:
-            num_rows, num_cols = piece.weight.shape
-            column = tokens - piece.col
-            inside = (column >= 0) & (column < num_cols)
-            gathered = piece.weight[:, column.clamp(0, num_cols - 1)].t().to(out.dtype)
-            shrunk[:, piece.row : piece.row + num_rows] += torch.where(inside[:, None], gathered, 0)
-        if scale is not None:
-            shrunk = shrunk * scale
-        for module in part.weights.modules:
-            for piece in module.b:
-                num_rows, num_cols = piece.weight.shape
-                first = module.row + piece.row
-                start = module.offset + piece.col
-                rows[:, start : start + num_cols] += shrunk[:, first : first + num_rows] @ piece.weight.to(out.dtype)

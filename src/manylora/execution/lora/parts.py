@@ -1,10 +1,16 @@
-"""The input of a LoRA kernel: which rows of a step use which weights of one group."""
+"""The input of a LoRA kernel: which rows of a step use which weights of one group.
+
+Rows whose adapter is not on the device may be *assisted*: their inputs go out, and their LoRA comes back.
+``execution/assist`` implements this on CPU workers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
 
 from manylora.execution.storage.resident import AdapterRows, ResidentGroup
 
@@ -12,7 +18,7 @@ if TYPE_CHECKING:
     from manylora.execution.lora.tables import StepTables
     from manylora.execution.storage.tile_tables import GroupSpan
 
-__all__ = ["GroupParts", "Part", "StepRows"]
+__all__ = ["Assist", "AssistedReply", "GroupParts", "Part", "StepRows"]
 
 
 class Part(NamedTuple):
@@ -63,3 +69,31 @@ class GroupParts:
     span: GroupSpan | None = None
     is_scaled: bool = False
     wait: Callable[[], None] | None = None
+
+
+class AssistedReply(Protocol):
+    """The LoRA of one group's assisted rows, on its way.
+
+    Args:
+        parts: These rows and their weights, on the host.
+        is_scaled: Whether any of the weights has a column scale.
+    """
+
+    parts: Sequence[Part]
+    is_scaled: bool
+
+    def add_to(self, out: torch.Tensor, scale: torch.Tensor | float | None = None) -> None:
+        """Add the LoRA, times ``scale``, into its rows of ``out`` ``[rows, out]``, behind the device's work so far."""
+        ...
+
+
+class Assist(Protocol):
+    """A step's assisted rows."""
+
+    def send(self, group: str, x: torch.Tensor, *, is_sampled: bool = False) -> AssistedReply | None:
+        """Send their inputs for a group; return the reply, or ``None`` if none of their adapters changes the group.
+
+        The reply is to be added before the next inputs are sent. ``x`` ``[..., in]`` are the inputs of all rows of the
+        step (with ``is_sampled``, of the sampled rows), or the token ids if the group is an embedding.
+        """
+        ...

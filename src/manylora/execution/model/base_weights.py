@@ -23,32 +23,12 @@ from torch import nn
 
 from manylora.core.errors import ConfigError
 from manylora.core.ports import SharedBase
-from manylora.execution.kernels.packed import can_share_packed, packed_over
+from manylora.execution.kernels.linear import WeightEntry, can_share_packed, map_weight
 from manylora.execution.model.device_memory import DeviceMemory, find_gpu, gpu_identity
 from manylora.execution.model.probe import ModelProbe
 from manylora.execution.model.sealed_memory import SealedMemory
 
-__all__ = ["BaseWeights", "WeightEntry", "WeightsManifest", "check_complete", "map_weights", "share_weights"]
-
-
-class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight in the buffer.
-
-    Args:
-        names: Paths of parameters and buffers in the model; several if they are tied.
-        dtype: Torch's name (``float32``).
-        strides: In elements; empty for a packed weight.
-        offset: First byte in the buffer.
-        packing: oneDNN's description of the order (``kernels.packed``); empty for a plain tensor.
-    """
-
-    names: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    num_bytes: int
-    packing: bytes = b""
+__all__ = ["BaseWeights", "WeightsManifest", "check_complete", "map_weights", "share_weights"]
 
 
 class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +59,7 @@ class BaseWeights:
         self.memory = memory
         self._buffer = buffer
         self.tensors: Mapping[str, torch.Tensor] = {
-            name: weight for entry in manifest.entries for weight in [_view(buffer, entry)] for name in entry.names
+            name: weight for entry in manifest.entries for weight in [map_weight(buffer, entry)] for name in entry.names
         }
 
     @classmethod
@@ -167,10 +147,3 @@ def check_complete(model: nn.Module) -> None:
     missing = [name for name, tensor in tensors.items() if tensor.is_meta]
     if missing:
         raise ConfigError(f"Got shared weights without {', '.join(missing)}: the table is incomplete")
-
-
-def _view(buffer: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
-    if entry.packing:
-        return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)
-    flat = buffer[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
-    return flat.as_strided(entry.shape, entry.strides)

@@ -20,9 +20,8 @@ from torch import nn
 from manylora.core.adapters.shape import ModuleKind, TargetModule
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
-from manylora.execution.kernels.linear import pack
-from manylora.execution.kernels.packed import can_share_packed, packed_bytes, packed_layout
-from manylora.execution.model.base_weights import BaseWeights, WeightEntry, WeightsManifest
+from manylora.execution.kernels.linear import side_by_side, write_weight
+from manylora.execution.model.base_weights import BaseWeights, WeightsManifest
 from manylora.execution.model.describe import describe_modules, siblings
 from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.load import LoadedModel
@@ -98,7 +97,12 @@ def freeze(
         for part in piece.parts:
             if id(part) in names:
                 _check_finite(loaded, names[id(part)], part)
-        entries.append(_write(piece, writer) if buffer is None else _find(piece, buffer))
+        if buffer is None:
+            weight = torch.cat(piece.parts) if len(piece.parts) > 1 else piece.parts[0]
+            entries.append(write_weight(piece.names, weight, writer.append, is_linear=piece.is_linear))
+            del weight
+        else:
+            entries.append(side_by_side(piece.names, piece.parts, buffer))
         for part in piece.parts:
             uses[id(part)] -= 1
             if not uses[id(part)]:
@@ -154,43 +158,6 @@ def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Unwritte
     return pieces
 
 
-def _write(piece: _UnwrittenEntry, writer: MemoryWriter) -> WeightEntry:
-    """Write a piece, packed if that makes products faster."""
-    weight = (torch.cat(piece.parts) if len(piece.parts) > 1 else piece.parts[0]).detach()
-    packing = b""
-    if piece.is_linear and can_share_packed() and (packed := pack(weight)).is_mkldnn:
-        packing, content = packed_layout(packed), packed_bytes(packed)
-    else:
-        weight = weight.contiguous()
-        content = weight.reshape(-1).view(torch.uint8).numpy()
-    return WeightEntry(
-        names=piece.names,
-        dtype=_dtype_name(weight),
-        shape=tuple(weight.shape),
-        strides=() if packing else weight.stride(),
-        offset=writer.append(content),
-        num_bytes=content.nbytes,
-        packing=packing,
-    )
-
-
-def _find(piece: _UnwrittenEntry, buffer: torch.Tensor) -> WeightEntry:
-    """Return the entry of a piece whose parts were gathered in ``buffer``."""
-    first = piece.parts[0]
-    starts = [part.data_ptr() for part in piece.parts]
-    sizes = [part.nbytes for part in piece.parts]
-    assert starts == list(accumulate(sizes[:-1], initial=starts[0])), f"{piece.names} does not lie side by side"
-    shape = first.shape if len(piece.parts) == 1 else (sum(len(part) for part in piece.parts), *first.shape[1:])
-    return WeightEntry(
-        names=piece.names,
-        dtype=_dtype_name(first),
-        shape=tuple(shape),
-        strides=first.stride(),
-        offset=starts[0] - buffer.data_ptr(),
-        num_bytes=sum(sizes),
-    )
-
-
 def _check_finite(loaded: LoadedModel, name: str, tensor: torch.Tensor) -> None:
     """Refuse a weight that holds NaN or infinity: one pass, over numbers that are copied next."""
     if not tensor.is_floating_point() or not tensor.numel():
@@ -225,7 +192,3 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter and buffer, tied ones under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -16,10 +16,9 @@ from transformers.utils import logging as transformers_logging
 
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError, ManyloraError
-from manylora.execution.attention.paged import ATTENTION_NAME, register_attention
+from manylora.execution.attention.call import ATTENTION_NAME, register_attention
 from manylora.execution.device import find_device
-from manylora.execution.model.checkpoint import check_checkpoint
-from manylora.execution.model.checkpoint_files import CheckpointFiles, hide_load_report
+from manylora.execution.model.checkpoint import CheckpointFiles, check_checkpoint, hide_load_report
 
 __all__ = ["LoadedModel", "context_limit", "load_model", "load_skeleton"]
 

@@ -4,40 +4,76 @@ Transformers' decoder layers call ``q_proj(x)``, ``k_proj(x)``, ``v_proj(x)`` on
 *parts* of one fused product: the first part called computes all of them, with the LoRA of the whole group beside it,
 and the others return their columns. That works for every architecture with such siblings, without model code of ours.
 Weights are fused and packed already (``base_weights``).
+
+A module's output is the base product, LoRA, and an epilogue where an adapter has a column scale::
+
+    no column scale in the step     out = x W^T + bias         += LoRA
+    one or more                     out = x W^T                += LoRA      *= scale of row's adapter     += bias
+
+Plain LoRA takes the first line: no launch and no memory for column scales. The inputs of assisted rows leave for the
+CPU before the base product is launched, and their LoRA is added behind it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
-from manylora.execution.lora.batch import StepContext, add_embedding
-from manylora.execution.lora.product import adapted_product, apply_epilogue
+from manylora.execution.kernels.linear import BaseLinear
+from manylora.execution.lora.batch import StepContext
+from manylora.execution.lora.kernels import add_embedding
+from manylora.execution.lora.parts import AssistedReply, GroupParts, Part
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
 
 
 class AdaptedLinear(nn.Module):
-    """A linear with LoRA beside it; the output head's input (``is_head``) is the sampled rows only."""
+    """A linear, or several that share one input, with LoRA beside it.
 
-    def __init__(self, linear: nn.Linear, group: str, step: StepContext, *, is_head: bool = False) -> None:
+    Args:
+        base: The linear without adapters.
+        group: Name of its group in adapters.
+        step: The running step.
+        is_head: Whether it is the output head, whose input is the sampled rows only.
+    """
+
+    def __init__(self, base: BaseLinear, group: str, step: StepContext, *, is_head: bool = False) -> None:
         super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        self.base = base
+        self._product = base.product
         self._group = group
         self._step = step
         self._is_head = is_head
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight of the base: some models ask for its type."""
+        return self.base.weight
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x W^T + b`` plus each row's adapter."""
-        return adapted_product(x, self.weight, self.bias, self._step, self._group, is_sampled=self._is_head)
+        """Return ``x W^T + b`` with each row's adapter, for ``x`` ``[..., in]``."""
+        step, group, is_sampled = self._step, self._group, self._is_head
+        parts = step.lora.parts(group, is_sampled=is_sampled) if step.lora is not None else None
+        reply = step.assist.send(group, x, is_sampled=is_sampled) if step.assist is not None else None
+        if parts is None and reply is None:
+            return self._product(x)
+        is_scaled = (parts is not None and parts.is_scaled) or (reply is not None and reply.is_scaled)
+        out = self._product(x, has_bias=not is_scaled)
+        rows = out.view(-1, out.shape[-1])
+        if parts is not None:
+            if parts.wait is not None:
+                parts.wait()
+            step.kernel(x.reshape(-1, x.shape[-1]), rows, parts)
+        if reply is not None:
+            reply.add_to(rows)
+        if is_scaled:
+            _apply_epilogue(rows, self.base.bias, parts, reply)
+        return out
 
 
 class AdaptedEmbedding(nn.Module):
@@ -70,35 +106,27 @@ class AdaptedEmbedding(nn.Module):
         if reply is not None:
             reply.add_to(rows, self._scale)
         if parts is not None or reply is not None:
-            apply_epilogue(rows, None, parts, reply)
+            _apply_epilogue(rows, None, parts, reply)
         return out
 
 
-class FusedLinear(nn.Module):
+class FusedLinear(AdaptedLinear):
     """Linears that share one input, as one product.
 
     The parts may be called in any order. The product is kept until every part was returned for the same input tensor,
-    or another input comes.
-    ``weight`` ``[out, in]`` and ``bias`` ``[out]`` have the parts' rows one behind the other, ``sizes`` of each.
+    or another input comes. ``base`` has the parts' rows one behind the other, ``sizes`` of each.
     """
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, sizes: Sequence[int], group: str, step: StepContext
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(bias, requires_grad=False) if bias is not None else None
+    def __init__(self, base: BaseLinear, sizes: Sequence[int], group: str, step: StepContext) -> None:
+        super().__init__(base, group, step)
         self.sizes = list(sizes)
-        self._group = group
-        self._step = step
         self._input: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
 
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """Return the columns of part ``index`` for ``x``."""
         if self._input is not x or index not in self._outputs:
-            product = adapted_product(x, self.weight, self.bias, self._step, self._group)
-            self._outputs = dict(enumerate(torch.split(product, self.sizes, dim=-1)))
+            self._outputs = dict(enumerate(torch.split(self.forward(x), self.sizes, dim=-1)))
             self._input = x
         output = self._outputs.pop(index)
         if not self._outputs:
@@ -136,7 +164,8 @@ def adapt_modules(model: nn.Module, weights: Mapping[str, torch.Tensor], shape: 
     for group, members in groups.items():
         if len(members) > 1:
             sizes = [member.out_features for member in members]
-            fused = FusedLinear(weights[f"{group}.weight"], weights.get(f"{group}.bias"), sizes, group, step)
+            base = BaseLinear(weights[f"{group}.weight"], weights.get(f"{group}.bias"))
+            fused = FusedLinear(base, sizes, group, step)
             for index, member in enumerate(members):
                 model.set_submodule(member.name, FusedPart(fused, index, is_owner=index == 0))
             continue
@@ -145,5 +174,33 @@ def adapt_modules(model: nn.Module, weights: Mapping[str, torch.Tensor], shape: 
         if members[0].kind is ModuleKind.EMBEDDING:
             model.set_submodule(name, AdaptedEmbedding(cast(nn.Embedding, original), group, step))
         else:
-            is_head = original is head
-            model.set_submodule(name, AdaptedLinear(cast(nn.Linear, original), group, step, is_head=is_head))
+            linear = cast(nn.Linear, original)
+            base = BaseLinear(linear.weight, linear.bias)
+            model.set_submodule(name, AdaptedLinear(base, group, step, is_head=original is head))
+
+
+def _apply_epilogue(
+    out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts | None, reply: AssistedReply | None
+) -> None:
+    """Multiply each row by the column scale of its adapter, then add the bias to all rows.
+
+    ``out`` ``[rows, out]`` is the base product with LoRA, changed in place.
+    """
+    if parts is not None and parts.tables is not None and parts.span is not None:
+        parts.tables().scale(out, parts.span)
+    elif parts is not None:
+        _scale_columns(out, parts.parts)
+    if reply is not None:
+        _scale_columns(out, reply.parts)
+    if bias is not None:
+        out.add_(bias)
+
+
+def _scale_columns(out: torch.Tensor, parts: Iterable[Part]) -> None:
+    """Multiply the rows of ``parts`` by their column scales, piece by piece; those may be in page-locked memory."""
+    for part in parts:
+        for module in part.weights.modules:
+            for piece in module.column_scale:
+                start = module.offset + piece.col
+                columns = out[part.start : part.stop, start : start + piece.weight.shape[1]]
+                columns.mul_(piece.weight.to(out.device, out.dtype, non_blocking=True))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from manylora.core.errors import ConfigError
-from manylora.execution.attention.paged import AttentionCall
+from manylora.execution.attention.call import AttentionCall
 from manylora.execution.model.head import RecordedPass
 
 __all__ = ["ModelProbe", "measure_activations", "probe_model"]

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from manylora.core.errors import RequestError
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import Constraint
-from manylora.execution.sampling.grammar_text import grammar_text
-from manylora.execution.sampling.grammar_tokenizer import GrammarTokenizer
+from manylora.execution.sampling.grammar_text import GrammarTokenizer, grammar_text
 from manylora.execution.sampling.row_work import RowWork, TimeAccount
 
 __all__ = ["Grammars", "check_available", "check_constraint", "grammar_available", "refusal", "try_constraint"]

@@ -25,10 +25,9 @@ from manylora.core.config import ModelConfig
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import Constraint, SampledToken
 from manylora.execution.device import make_device_ops
-from manylora.execution.sampling.draw import cut_weights, draw_at
+from manylora.execution.sampling.draw import cut_weights, draw_at, philox_uniform
 from manylora.execution.sampling.grammar import Grammars
 from manylora.execution.sampling.logprobs import finite, most_likely, reportable
-from manylora.execution.sampling.philox import philox_uniform
 
 __all__ = ["Sampler", "make_sampler"]
 

@@ -27,13 +27,13 @@ __all__ = ["Arrival", "ArrivingAdapter", "waiting"]
 
 
 @contextmanager
-def waiting(patience: WaitBudget) -> Iterator[float | None]:
+def waiting(wait_budget: WaitBudget) -> Iterator[float | None]:
     """Return a context for a wait of a step, and its limit in seconds, ``None`` for none; its time is spent."""
     began_at = time.perf_counter()
     try:
-        yield None if math.isinf(patience.left_s) else patience.left_s
+        yield None if math.isinf(wait_budget.left_s) else wait_budget.left_s
     finally:
-        patience.spend(time.perf_counter() - began_at)
+        wait_budget.spend(time.perf_counter() - began_at)
 
 
 class Arrival:
@@ -148,7 +148,7 @@ class ArrivingAdapter:
         weights: Views of its pages, which fill up.
         groups: Its groups, for the pages that each needs.
         arrival: The progress of the pages.
-        patience: The step's; ``None`` for no limit.
+        wait_budget: The time that the step may wait; ``None`` for no limit.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class ArrivingAdapter:
         weights: ResidentAdapter,
         groups: Mapping[str, GroupLayout],
         arrival: Arrival,
-        patience: WaitBudget | None = None,
+        wait_budget: WaitBudget | None = None,
     ) -> None:
         self.weights = weights
         self.is_late = False
         """Whether the step has ceased to wait for it: its rows have computed on pages that were not there."""
         self._groups = groups
         self._arrival = arrival
-        self._patience = patience or WaitBudget(math.inf)
+        self._wait_budget = wait_budget or WaitBudget(math.inf)
         self._num_awaited = -1
 
     @property
@@ -174,13 +174,13 @@ class ArrivingAdapter:
     def wait(self, group: str) -> None:
         """Wait for the weights of a group, on this thread or on the current stream, or for a failure.
 
-        Once the step's patience is spent, it waits no more and is late.
+        Once the step's time to wait is spent, the adapter is late and waited for no more.
         """
         num_pages = self._num_pages(group)
         if num_pages > self._num_awaited and not self.is_late:
             self._num_awaited = num_pages
             try:
-                with waiting(self._patience) as limit_s:
+                with waiting(self._wait_budget) as limit_s:
                     event = self._arrival.wait(num_pages, limit_s)
             except TimeoutError:
                 self.is_late = True

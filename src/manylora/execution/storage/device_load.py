@@ -26,37 +26,33 @@ from manylora.core.costs.arriving import WaitBudget
 from manylora.core.plan import AdapterLoad, LoadResult
 from manylora.execution.storage.arrival import Arrival, ArrivingAdapter, waiting
 from manylora.execution.storage.host_tier import HostAdapter
-from manylora.execution.storage.link import Link
-from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.resident import ResidentAdapter, make_resident
+from manylora.execution.storage.page_tensor import Link
+from manylora.execution.storage.resident import AdapterMemory, ResidentAdapter, make_resident
 
-__all__ = ["CopyContext", "DeviceLoad", "Gone"]
+__all__ = ["AdapterGone", "CopyContext", "DeviceLoad"]
 
 logger = logging.getLogger(__name__)
 
 
-class Gone(Exception):
-    """An adapter that a step waited for will not arrive; says why."""
+class AdapterGone(Exception):
+    """An adapter that a step waited for will not arrive; the message is the reason."""
 
 
 class CopyContext:
-    """What all copies to one device share.
+    """Shared by all copies to one device.
 
     Args:
-        pages: The pages.
-        link: Fills them.
+        link: Fills the pages.
         thread: Runs the copies, one at a time.
         prepare: Makes a kernel's data for an adapter, on the copying thread, before any step sees the adapter.
     """
 
-    def __init__(
-        self, pages: PageTensor, link: Link, thread: Executor, prepare: Callable[[ResidentAdapter], None]
-    ) -> None:
-        self.pages = pages
+    def __init__(self, link: Link, thread: Executor, prepare: Callable[[AdapterMemory], object]) -> None:
+        self.pages = link.pages
         self.link = link
         self.thread = thread
         self.prepare = prepare
-        device = pages.flat.device
+        device = self.pages.flat.device
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def on_stream(self) -> AbstractContextManager[Any]:
@@ -107,20 +103,20 @@ class DeviceLoad:
         """Release the steps that wait, at once and on this thread; no result will come."""
         self._arrival.fail(error)
         with suppress(InvalidStateError):
-            self._views.set_exception(Gone(error))
+            self._views.set_exception(AdapterGone(error))
 
-    def arriving(self, patience: WaitBudget) -> ArrivingAdapter:
-        """Return the adapter as a step sees it, once its layout is known. Blocks as long as the step's patience lasts.
+    def arriving(self, wait_budget: WaitBudget) -> ArrivingAdapter:
+        """Return the adapter as a step sees it, once its layout is known. Blocks as long as the step may wait.
 
         Raises:
-            Gone: It will not arrive.
+            AdapterGone: It will not arrive.
             TimeoutError: Its layout came too late.
         """
-        with waiting(patience) as limit_s:
+        with waiting(wait_budget) as limit_s:
             weights, groups = self._views.result(limit_s)
         if self._arrival.error is not None:
-            raise Gone(self._arrival.error)
-        return ArrivingAdapter(weights, groups, self._arrival, patience)
+            raise AdapterGone(self._arrival.error)
+        return ArrivingAdapter(weights, groups, self._arrival, wait_budget)
 
     def if_begun(self) -> ArrivingAdapter | None:
         """Return the adapter as a step sees it, ``None`` before its copy begins and after a failure. Never blocks."""
@@ -165,7 +161,7 @@ class DeviceLoad:
         if len(self._load.pages) != adapter.image.shape[0]:
             raise ValueError(f"Got {len(self._load.pages)} pages for an adapter of {adapter.image.shape[0]}")
         weights = make_resident(adapter.layout, self._load.pages, self._copies.pages, adapter.template)
-        self._copies.prepare(weights)
+        self._copies.prepare(weights.memory)
         self._arrival.advance(0, self._copies.event())  # a step's stream waits for the table, too
         self._views.set_result((weights, adapter.layout.groups))
 

@@ -3,26 +3,45 @@
 The engine's process never parses, hashes or packs an adapter: that takes seconds for a large one, much of it in calls
 that hold the interpreter lock. It maps the finished image and keeps it. An engine that may start no process reads them
 itself (``InlineReader``).
+
+A read from a registry may take minutes, and so may a few of them. So urgent reads come first, and never are all readers
+busy with registries, nor all of those with one host: one is left for adapters on disk, whose reads take a fraction of a
+second, and some for the hosts that answer.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
 from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.sources import host_of
 from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterVersion
+from manylora.execution.storage.adapter_files import InlineReader
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
-from manylora.execution.storage.inline_reader import InlineReader
-from manylora.execution.storage.read_queue import RemotePlaces
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
 
-__all__ = ["NUM_PER_HOST", "NUM_READERS", "NUM_REMOTE", "FileReader", "HostReader", "open_processes", "reason_of"]
+__all__ = [
+    "NUM_PER_HOST",
+    "NUM_READERS",
+    "NUM_REMOTE",
+    "FileReader",
+    "HostReader",
+    "ReadQueue",
+    "RemotePlaces",
+    "open_processes",
+    "reason_of",
+]
+
+ResultT = TypeVar("ResultT")
 
 FileReader: TypeAlias = ReaderProcess | InlineReader
 """Reads one adapter at a time."""
@@ -44,6 +63,35 @@ def open_processes() -> list[FileReader]:
     return [first, *(ReaderProcess() for _ in range(NUM_READERS - 1))]
 
 
+class RemotePlaces:
+    """Places for reads from registries, some of them for each host. For one thread at a time.
+
+    Args:
+        num_places: Reads at once.
+        num_per_host: Of them from one host, at most.
+    """
+
+    def __init__(self, num_places: int, num_per_host: int) -> None:
+        self._num_places = num_places
+        self._num_per_host = num_per_host
+        self._taken: Counter[str] = Counter()
+
+    def has_room(self, host: str | None) -> bool:
+        """Whether a read may begin; one from disk, without a host, always may."""
+        return host is None or (self._taken.total() < self._num_places and self._taken[host] < self._num_per_host)
+
+    def take(self, host: str | None) -> None:
+        """Take a place."""
+        if host is not None:
+            self._taken[host] += 1
+
+    def give(self, host: str | None) -> None:
+        """Give a place back."""
+        if host is not None:
+            self._taken[host] -= 1
+            self._taken += Counter()  # drops hosts without a read
+
+
 class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
@@ -51,12 +99,12 @@ class HostReader:
 
     Args:
         settings: Settings of the readers.
-        store: The host tier.
+        host: The host tier.
         readers: Read adapters, each one at a time, the first by preference; processes by default.
     """
 
-    def __init__(self, settings: ReaderSettings, store: HostTier, readers: Sequence[FileReader] = ()) -> None:
-        self._store = store
+    def __init__(self, settings: ReaderSettings, host: HostTier, readers: Sequence[FileReader] = ()) -> None:
+        self.host = host
         self._readers = list(readers) or [ReaderProcess() for _ in range(NUM_READERS)]
         # Last in, first out: the second reader starts only when two adapters are read at once.
         self._free = list(reversed(self._readers))
@@ -74,7 +122,7 @@ class HostReader:
         """
         with self._free_reader(host_of(path)) as reader:
             packed = reader.read(name, path)
-        self._store.put(packed)
+        self.host.put(packed)
         return packed.version
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
@@ -82,8 +130,8 @@ class HostReader:
 
         Those of one registry come together, apart from others: all wait for the slowest.
         """
-        host = next(filter(None, (host_of(path) for _, path in adapters)), None)
-        with self._free_reader(host) as reader:
+        registry = next(filter(None, (host_of(path) for _, path in adapters)), None)
+        with self._free_reader(registry) as reader:
             return reader.check(adapters)
 
     def read_again(
@@ -105,7 +153,7 @@ class HostReader:
 
         def begin(packed: PackedAdapter) -> None:
             nonlocal adapter
-            adapter = self._store.begin(packed)
+            adapter = self.host.begin(packed)
             begun(adapter)
 
         def advance(num_pages: int) -> None:
@@ -118,7 +166,7 @@ class HostReader:
                 digests = reader.read_layers(version, begin, advance, is_urgent=is_urgent)
         except BaseException as error:
             if adapter is not None:
-                self._store.fail(version.key, adapter, reason_of(error))
+                self.host.fail(version.key, adapter, reason_of(error))
             raise
         assert adapter is not None
         adapter.first_digests = digests
@@ -147,3 +195,67 @@ class HostReader:
 def reason_of(error: BaseException) -> str:
     """Return an error in words, without the name of the adapter."""
     return error.reason if isinstance(error, AdapterError) else str(error) or type(error).__name__
+
+
+@dataclass(order=True, slots=True)
+class _WaitingRead:
+    """A read that waits; ordered by rank, then by number."""
+
+    rank: int
+    number: int
+    host: str | None = field(compare=False)
+    work: Callable[[], Any] = field(compare=False)
+    result: Future[Any] = field(compare=False)
+
+
+class ReadQueue:
+    """Runs reads on a few threads; safe from any thread.
+
+    Args:
+        num_threads: Reads at once.
+        places: Of them from registries.
+    """
+
+    def __init__(self, num_threads: int, places: RemotePlaces) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="manylora-read")
+        self._places = places
+        self._lock = threading.Lock()
+        self._waiting: list[_WaitingRead] = []
+        self._num_submitted = 0
+
+    def submit(self, work: Callable[[], ResultT], *, is_urgent: bool, host: str | None) -> Future[ResultT]:
+        """Run a read, from a registry if it has a host; urgent ones run before all that wait.
+
+        Raises:
+            RuntimeError: The queue is closed.
+        """
+        result: Future[ResultT] = Future()
+        with self._lock:
+            self._num_submitted += 1
+            insort(self._waiting, _WaitingRead(not is_urgent, self._num_submitted, host, work, result))
+        self._threads.submit(self._run)
+        return result
+
+    def shutdown(self, *, wait: bool) -> None:
+        """Drop the reads that wait, and end the threads once their reads have ended."""
+        with self._lock:
+            self._waiting.clear()
+        self._threads.shutdown(wait=wait, cancel_futures=True)
+
+    def _run(self) -> None:
+        """Run reads until none may: one that had to wait for a registry's place may run after another's end."""
+        while (read := self._take()) is not None:
+            try:
+                read.result.set_result(read.work())
+            except BaseException as error:
+                read.result.set_exception(error)
+            with self._lock:
+                self._places.give(read.host)
+
+    def _take(self) -> _WaitingRead | None:
+        with self._lock:
+            for place, read in enumerate(self._waiting):
+                if self._places.has_room(read.host):
+                    self._places.take(read.host)
+                    return self._waiting.pop(place)
+        return None

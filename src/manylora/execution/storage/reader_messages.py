@@ -6,10 +6,12 @@ nothing else: the reader may have been taken over by a file that it read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
-from typing import NamedTuple, TypeAlias
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,6 +21,9 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.errors import AdapterError
 from manylora.core.isolation.answers import receive_answer
 from manylora.core.types import AdapterKey, AdapterVersion
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = [
     "AdapterRefused",
@@ -32,6 +37,7 @@ __all__ = [
     "ReaderSettings",
     "receive",
     "send",
+    "start_on_pipe",
 ]
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -194,3 +200,27 @@ def receive(pipe: Connection, limit_s: float) -> Answer:
     """
     answer: Answer = receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)
     return answer
+
+
+def start_on_pipe(module: str, environment: Mapping[str, str] = {}) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that runs ``main(descriptor)`` of a module; return it, and the other end of its pipe.
+
+    ``environment`` is added to this process's own.
+
+    Raises:
+        OSError: It could not be started.
+    """
+    import subprocess  # here, since an engine that may start no process does without
+
+    here, there = Pipe()
+    # -P keeps the working directory off the import path. With `-m`, the classes of `__main__` would not be ours.
+    command = [sys.executable, "-P", "-c", f"import {module} as here; here.main({there.fileno()})"]
+    try:
+        with there:
+            process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+            )
+    except OSError:
+        here.close()
+        raise
+    return process, here

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,7 @@ from manylora.execution.storage.reader_messages import (
     Pages,
     ReaderSettings,
     receive,
+    start_on_pipe,
 )
 from manylora.execution.storage.registry_process import start_registry
 
@@ -270,24 +271,10 @@ class ReaderProcess:
         return AdapterError(name, reason)
 
     def _start(self) -> Connection:
-        import subprocess  # here, since an engine that may start no process does without
-
-        here, there = Pipe()
-        # -P keeps the working directory off the import path. With `-m`, the classes of `__main__` would not be ours.
-        command = [sys.executable, "-P", "-c", f"import {SERVICE} as here; here.main({there.fileno()})"]
         # A process with several threads could not be confined, and numpy's library for products starts some.
         one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        try:
-            self._process = subprocess.Popen(
-                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **one_thread}
-            )
-        except OSError:
-            here.close()
-            raise
-        finally:
-            there.close()
-        self._pipe = here
-        return here
+        self._process, self._pipe = start_on_pipe(SERVICE, one_thread)
+        return self._pipe
 
     def _stop(self) -> None:
         if self._pipe is not None:

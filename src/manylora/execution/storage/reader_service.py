@@ -16,29 +16,24 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.core.adapters.hash_cache import HashCache, KnownContent
-from manylora.core.adapters.identity import provisional_key, stamp_files
-from manylora.core.adapters.packed import image_of
-from manylora.core.adapters.read import HeaderReader, MatchedShapes, read_adapter
-from manylora.core.adapters.read_layers import LayerReader
+from manylora.core.adapters.hash_cache import HashCache
+from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.remote import Registry
-from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import AdapterError
 from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, confine
 from manylora.core.logs import configure_logging
 from manylora.core.types import AdapterVersion
+from manylora.execution.storage.adapter_files import AdapterFiles
 from manylora.execution.storage.reader_messages import (
     AdapterRefused,
     Again,
@@ -52,8 +47,6 @@ from manylora.execution.storage.reader_messages import (
 from manylora.execution.storage.registry_process import PipedRegistry
 
 __all__ = ["main", "serve"]
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -109,62 +102,49 @@ def serve(
     pipe: Connection, settings: ReaderSettings, hashes: HashCache | None = None, registry: Registry | None = None
 ) -> None:
     """Read and check adapters on request until the pipe closes."""
-    served = _Served(pipe, settings, hashes, registry)
+    answers = _Answers(pipe, AdapterFiles(settings, registry, hashes), settings.base.page.num_bytes)
     try:
         # On Linux a thread has a priority of its own. Elsewhere the whole process has this one from the first work on.
         with ThreadPoolExecutor(1, initializer=os.nice, initargs=(NICENESS,)) as at_low_priority:
             while True:
                 asked = pipe.recv()
                 if isinstance(asked, Again) and asked.is_urgent:
-                    served.read_layers(asked.version)
+                    answers.read_layers(asked.version)
                 elif isinstance(asked, Again):
-                    at_low_priority.submit(served.read_layers, asked.version).result()
+                    at_low_priority.submit(answers.read_layers, asked.version).result()
                 elif isinstance(asked, Check):
-                    at_low_priority.submit(served.check, *asked).result()
+                    at_low_priority.submit(answers.check, *asked).result()
                 else:
-                    at_low_priority.submit(served.read, *asked).result()
+                    at_low_priority.submit(answers.read, *asked).result()
     except EOFError:
         return
 
 
-class _Served:
-    """The reading side of a pipe."""
+class _Answers:
+    """Answers the engine's questions about adapters' files."""
 
-    def __init__(
-        self, pipe: Connection, settings: ReaderSettings, hashes: HashCache | None, registry: Registry | None
-    ) -> None:
+    def __init__(self, pipe: Connection, files: AdapterFiles, page_bytes: int) -> None:
         self._pipe = pipe
-        self._settings = settings
-        self._dtype = settings.dtype or settings.base.page.dtype
-        self._hashes = hashes
-        self._registry = registry
-        self._shapes = MatchedShapes(settings.base)
+        self._files = files
+        self._page_bytes = page_bytes
         self._scratch = np.zeros(SCRATCH_BYTES, np.uint8)  # takes memory as far as it is used
-        self._headers = HeaderReader(
-            settings.base,
-            max_bytes=settings.max_bytes,
-            max_pages=settings.max_pages,
-            roots=settings.roots,
-            registry=registry,
-            dtype=settings.dtype,
-            known=(lambda stamp: None) if hashes is None else hashes.get,
-        )
 
     def read(self, name: str, path: str) -> None:
         """Read an adapter that is new, and send it or the reason against it."""
-        memory = _MemoryFile(self._scratch)
-        try:
-            self._answer(name, lambda: self._read(name, path, memory))
-        finally:
-            memory.close()
+        with self._answering(name), _MemoryFile(self._scratch) as memory:
+            packed = self._files.read(name, path, memory.allocate)
+            memory.fill(packed.version.host_bytes)
+            self._send_image(packed, memory)
 
     def read_layers(self, version: AdapterVersion) -> None:
         """Read a registered version; send its layout and empty image, then the full pages after each layer."""
-        memory = _MemoryFile(self._scratch)
-        try:
-            self._answer(version.source, lambda: self._read_layers(version, memory))
-        finally:
-            memory.close()
+        with self._answering(version.source), _MemoryFile(self._scratch) as memory:
+
+            def advance(num_full: int, layer_digests: bytes) -> None:
+                memory.fill(num_full * self._page_bytes)
+                send(self._pipe, Pages(num_full, layer_digests))
+
+            self._files.read_layers(version, lambda packed: self._send_image(packed, memory), advance, memory.allocate)
 
     def check(self, adapters: Sequence[tuple[str, str]], is_each: bool) -> None:
         """Check adapters by header and send their versions, some at a time.
@@ -177,78 +157,33 @@ class _Served:
         found: list[AdapterVersion | AdapterError] = []
         for number, (name, path) in enumerate(adapters, 1):
             try:
-                found.append(_named(name, partial(self._headers.read, name, path)))
+                with _errors_of(name):
+                    found.append(self._files.check(name, path))
             except AdapterError as error:
                 found.append(error)
             if is_each or number == len(adapters) or time.monotonic() - sent_at > TOLD_EVERY_S:
                 send(self._pipe, Checked.of(found[first:]))
                 first, sent_at = number, time.monotonic()
 
-    def _answer(self, name: str, work: Callable[[], None]) -> None:
+    @contextmanager
+    def _answering(self, name: str) -> Iterator[None]:
+        """Send the reason if the adapter is refused inside."""
         try:
-            _named(name, work)
+            with _errors_of(name):
+                yield
         except AdapterError as error:
             send(self._pipe, AdapterRefused.of(error))
 
-    def _read(self, name: str, path: str, memory: _MemoryFile) -> None:
-        base = self._settings.base
-        folder = open_folder(name, path, self._settings.roots, self._registry)
-        stamp, changed_at = stamp_files(folder, base, self._dtype, self._settings.max_bytes)
-        packed = read_adapter(
-            name,
-            path,
-            base,
-            max_bytes=self._settings.max_bytes,
-            max_pages=self._settings.max_pages,
-            roots=self._settings.roots,
-            registry=self._registry,
-            dtype=self._dtype,
-            allocate=memory.allocate,
-        )
-        if stamp_files(folder, base, self._dtype, self._settings.max_bytes)[0] != stamp:
-            raise AdapterError(name, "its files changed while they were read; register it again")
-        memory.fill(packed.version.host_bytes)
-        version = replace(packed.version, stamp=stamp)
-        assert version.dtype is not None
-        self._keep(stamp, KnownContent(version.key, version.dtype, version.layer_digests), changed_at)
-        self._send_image(Packed.of(version, packed.layout), memory)
-
-    def _read_layers(self, version: AdapterVersion, memory: _MemoryFile) -> None:
-        settings, base = self._settings, self._settings.base
-        with LayerReader(
-            version,
-            base,
-            max_bytes=settings.max_bytes,
-            roots=settings.roots,
-            registry=self._registry,
-            asked_dtype=settings.dtype,
-            shapes=self._shapes,
-        ) as reader:
-            image = image_of(memory.allocate(version.host_bytes), reader.layout, base.page)
-            self._send_image(Packed.of(version, reader.layout), memory)
-            for num_full in reader.pack(image):
-                memory.fill(num_full * base.page.num_bytes)
-                first = reader.first_content
-                if first is not None:
-                    folder = open_folder(version.source, version.source, settings.roots, self._registry)
-                    stamp, changed_at = stamp_files(folder, base, self._dtype, self._settings.max_bytes)
-                    if provisional_key(stamp) == version.key:
-                        self._keep(stamp, first, changed_at)
-                send(self._pipe, Pages(num_full, b"" if first is None else first.layer_digests))
-
-    def _send_image(self, packed: Packed, memory: _MemoryFile) -> None:
-        send(self._pipe, packed)
+    def _send_image(self, packed: PackedAdapter, memory: _MemoryFile) -> None:
+        send(self._pipe, Packed.of(packed.version, packed.layout))
         send_handle(self._pipe, memory.descriptor, os.getppid())
 
-    def _keep(self, stamp: str, content: KnownContent, changed_at: float) -> None:
-        if self._hashes is not None:
-            self._hashes.put(stamp, content, age_s=time.time() - changed_at)
 
-
-def _named(name: str, work: Callable[[], T]) -> T:
-    """Return the result of work on an adapter; lack of memory and of descriptors is an error of that adapter."""
+@contextmanager
+def _errors_of(name: str) -> Iterator[None]:
+    """Make lack of memory and of descriptors inside an error of the adapter."""
     try:
-        return work()
+        yield
     except MemoryError as error:
         raise AdapterError(name, "it needs more memory than a reader of adapters may use") from error
     except ConnectionError:
@@ -291,6 +226,9 @@ class _MemoryFile:
             self._unwritten = self._unwritten[num_now:]
             self._num_written += num_now
 
-    def close(self) -> None:
+    def __enter__(self) -> _MemoryFile:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)

@@ -15,9 +15,8 @@ registries that the operator allowed is refused here. The process is not confine
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -25,7 +24,7 @@ import msgspec
 from manylora.core.adapters.remote import RemoteHead
 from manylora.core.errors import AdapterError
 from manylora.core.logs import configure_logging
-from manylora.execution.storage.reader_messages import AdapterRefused
+from manylora.execution.storage.reader_messages import AdapterRefused, start_on_pipe
 
 if TYPE_CHECKING:
     import subprocess
@@ -118,19 +117,13 @@ def start_registry(prefixes: tuple[str, ...], limit_s: float) -> tuple[subproces
     Raises:
         OSError: It could not be started.
     """
-    import subprocess  # here, since an engine that may start no process does without
-
-    here, there = Pipe()
-    command = [sys.executable, "-P", "-c", f"import {__name__} as here; here.main({there.fileno()})"]
+    process, pipe = start_on_pipe(__name__)
     try:
-        process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
-        here.send((prefixes, limit_s))
+        pipe.send((prefixes, limit_s))
     except OSError:
-        here.close()
+        pipe.close()
         raise
-    finally:
-        there.close()
-    return process, here
+    return process, pipe
 
 
 def main(descriptor: int) -> None:

@@ -25,7 +25,7 @@ import msgspec
 
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, EngineDead, RequestError
 from manylora.core.logs import configure_logging
-from manylora.execution.storage.host_memory import available_bytes
+from manylora.execution.machine import available_bytes
 from manylora.functions.agent.app import backbone_apps, http_server
 from manylora.functions.controller.client import ControllerClient
 from manylora.functions.controller.process import exit_code_of

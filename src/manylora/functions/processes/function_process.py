@@ -114,7 +114,7 @@ def live_builder(stages: StartStages, model: ModelConfig, num_threads: int | Non
     from manylora.execution.build import build_parts
     from manylora.execution.model.base_weights import map_weights
     from manylora.execution.sampling.sampler import make_sampler
-    from manylora.execution.storage.inline_reader import InlineReader
+    from manylora.execution.storage.adapter_files import InlineReader
 
     def build(config: EngineConfig, clock: Clock, *, shared: SharedBase) -> EngineParts:
         torch.set_num_threads(num_threads or 1)

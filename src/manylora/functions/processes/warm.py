@@ -60,7 +60,7 @@ def _build_an_engine(setup: ZygoteSetup) -> None:
     from manylora.execution.build import build_parts
     from manylora.execution.kernels.linear import bound_caches
     from manylora.execution.model.base_weights import map_weights
-    from manylora.execution.storage.inline_reader import InlineReader
+    from manylora.execution.storage.adapter_files import InlineReader
 
     bound_caches(CACHED_PRIMITIVES)
     backbone = setup.backbone

@@ -17,7 +17,8 @@ import torch
 from manylora.core.adapters.layout import AdapterLayout, lay_out
 from manylora.core.adapters.shape import BaseShape
 from manylora.execution.device import find_device
-from manylora.execution.lora.batch import LORA_KERNELS, TABLE_KERNELS, LoraBatch, LoraSegment
+from manylora.execution.lora.batch import LoraBatch, LoraSegment
+from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS
 from manylora.execution.lora.parts import GroupParts
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import make_resident

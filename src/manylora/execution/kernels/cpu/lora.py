@@ -13,6 +13,9 @@ memory, the load is even whatever the ranks, and no two threads write the same n
 Rows of a matrix are read one after another, never side by side: a processor prefetches one stream at twice the speed of
 four. The weights two rows further on, in this piece or the next, are prefetched (``streams``). Weights of 16 bits are
 widened in registers.
+
+LoRA of an embedding (``gather``) is small and runs on one thread: A ``[rank, vocab]`` is gathered at the tokens, then
+multiplied by B^T.
 """
 
 from __future__ import annotations
@@ -29,13 +32,11 @@ from numba import carray, njit
 from manylora.execution.kernels.cpu.openmp import (
     FAST_MATH,
     Arguments,
-    Team,
     barrier,
     compile_kernel,
     num_threads,
     thread_num,
 )
-from manylora.execution.kernels.cpu.step_pieces import StepPieces, before
 from manylora.execution.kernels.cpu.streams import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.kernels.cpu.tables import (
     BEGIN,
@@ -52,13 +53,15 @@ from manylora.execution.kernels.cpu.tables import (
     START,
     UNIT,
     MemorySpan,
+    StepPieces,
     Table,
+    before,
     share,
 )
-from manylora.execution.kernels.cpu.vectors import as_float32
+from manylora.execution.kernels.cpu.vectors import as_float32, typed_views
 from manylora.execution.storage.resident import AdapterRows
 
-__all__ = ["LoraTables", "apply_compiled", "expand_piece", "lora_arguments", "lora_kernel", "make_tables"]
+__all__ = ["LoraTables", "gather_kernel", "lora_arguments", "lora_kernel", "make_tables"]
 
 # Distance of the prefetch, in rows of weights.
 AHEAD = 2
@@ -107,17 +110,12 @@ def make_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str,
     }
 
 
-def apply_compiled(team: Team, x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> None:
-    """Add LoRA of all pieces in ``tables`` into ``out``.
+def lora_arguments(x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> Arguments:
+    """Return the arguments to add LoRA of all pieces in ``tables`` into ``out``.
 
     Inputs ``x`` ``[rows, in]`` and outputs ``[rows, out]`` are float32 and contiguous. Offsets in the tables count
     elements of the piece's type.
     """
-    team.run(lora_kernel(), *lora_arguments(x, out, tables))
-
-
-def lora_arguments(x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> Arguments:
-    """Return the kernel's arguments, with arguments as in ``apply_compiled``."""
     scratch = torch.empty(x.shape[0], tables.max_rank)
     lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
     sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, tables.memory.num_bytes], dtype=np.int64)
@@ -215,12 +213,7 @@ def _lora(pointers: Any) -> None:
     sizes = carray(pointers[0], 9, np.int64)
     x = carray(pointers[1], sizes[4] * sizes[5], np.float32)
     out = carray(pointers[2], sizes[4] * sizes[6], np.float32)
-    # The same memory three times: the type decides how a number is widened (int16 holds the bits of float16).
-    float32, bfloat16, float16 = (
-        carray(pointers[3], sizes[8] // 4, np.float32),
-        carray(pointers[3], sizes[8] // 2, np.uint16),
-        carray(pointers[3], sizes[8] // 2, np.int16),
-    )
+    float32, bfloat16, float16 = typed_views(pointers[3], sizes[8])
     shrink = carray(pointers[4], (sizes[0], NUM_FIELDS), np.int64)
     expand = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
     scratch = carray(pointers[6], sizes[4] * sizes[7], np.float32)
@@ -249,6 +242,43 @@ def _lora(pointers: Any) -> None:
                 expand_piece(entry, first, last, ahead, out, sizes[6], float16, scratch, sizes[7])
 
 
+def _gather_piece(entry: Any, tokens: Any, pages: Any, scratch: Any, pitch: int) -> None:
+    for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
+        column = tokens[i] - entry[COLUMN]
+        if 0 <= column < entry[PIECE_COLS]:
+            for r in range(entry[PIECE_ROWS]):
+                weight = pages[entry[OFFSET] + r * entry[PIECE_COLS] + column]
+                scratch[i * pitch + entry[RANK_ROW] + r] = as_float32(weight)
+
+
+def _gather(pointers: Any) -> None:
+    sizes = carray(pointers[0], 9, np.int64)
+    tokens = carray(pointers[1], sizes[4], np.int64)
+    out = carray(pointers[2], sizes[4] * sizes[6], np.float32)
+    float32, bfloat16, float16 = typed_views(pointers[3], sizes[8])
+    shrink = carray(pointers[4], (sizes[0], NUM_FIELDS), np.int64)
+    expand = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
+    scratch = carray(pointers[6], sizes[4] * sizes[7], np.float32)
+    scratch[:] = np.float32(0.0)
+    for n in range(sizes[0]):
+        entry = shrink[n]
+        if entry[DTYPE] == 0:
+            gather_piece(entry, tokens, float32, scratch, sizes[7])
+        elif entry[DTYPE] == 1:
+            gather_piece(entry, tokens, bfloat16, scratch, sizes[7])
+        else:
+            gather_piece(entry, tokens, float16, scratch, sizes[7])
+    for n in range(sizes[1]):
+        entry = expand[n]
+        last, ahead = entry[PIECE_COLS], entry[OFFSET]
+        if entry[DTYPE] == 0:
+            expand_piece(entry, 0, last, ahead, out, sizes[6], float32, scratch, sizes[7])
+        elif entry[DTYPE] == 1:
+            expand_piece(entry, 0, last, ahead, out, sizes[6], bfloat16, scratch, sizes[7])
+        else:
+            expand_piece(entry, 0, last, ahead, out, sizes[6], float16, scratch, sizes[7])
+
+
 rest = njit(cache=True, fastmath=FAST_MATH)(_rest)
 add_rest = njit(cache=True, fastmath=FAST_MATH)(_add_rest)
 rank_rows = njit(cache=True)(_rank_rows)
@@ -256,9 +286,16 @@ columns = njit(cache=True)(_columns)
 place = njit(cache=True)(_place)
 shrink_piece = njit(cache=True)(_shrink_piece)
 expand_piece = njit(cache=True)(_expand_piece)
+gather_piece = njit(cache=True)(_gather_piece)
 
 
 @cache
 def lora_kernel() -> int:
     """Return the kernel's address; the first call compiles it."""
     return compile_kernel(_lora)
+
+
+@cache
+def gather_kernel() -> int:
+    """Return the address of the kernel for an embedding, whose inputs are token ids ``[rows, 1]``, int64."""
+    return compile_kernel(_gather)

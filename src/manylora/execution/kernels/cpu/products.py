@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from manylora.execution.kernels.cpu.openmp import FAST_MATH, Arguments, Team, compile_kernel, num_threads, thread_num
-from manylora.execution.kernels.cpu.step_pieces import StepPieces, before
+from manylora.execution.kernels.cpu.lora import LoraTables, lora_arguments, lora_kernel, make_tables
+from manylora.execution.kernels.cpu.openmp import FAST_MATH, Arguments, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import (
     COLUMN,
     DTYPE,
@@ -36,7 +36,9 @@ from manylora.execution.kernels.cpu.tables import (
     PIECE_ROWS,
     RANK_ROW,
     MemorySpan,
+    StepPieces,
     Table,
+    before,
     share,
 )
 from manylora.execution.kernels.cpu.tiles import (
@@ -49,14 +51,24 @@ from manylora.execution.kernels.cpu.tiles import (
     dot_row,
     dot_tile,
 )
-from manylora.execution.kernels.cpu.vectors import LANES, as_float32
+from manylora.execution.kernels.cpu.vectors import LANES, as_float32, typed_views
 from manylora.execution.storage.resident import AdapterRows
 
-__all__ = ["ProductTables", "apply_products", "make_product_tables", "product_arguments", "product_kernel"]
+__all__ = [
+    "MAX_READ_ROWS",
+    "GroupTables",
+    "make_group_tables",
+    "make_product_tables",
+    "product_arguments",
+    "product_kernel",
+]
 
 # Columns of a part's line: rows of the batch; pieces of A and of B^T; its start among all work, and the work of
 # AXPY_ROWS of its rows.
 FIRST, ROWS, FIRST_A, LAST_A, FIRST_B, LAST_B, BEGIN, COST, NUM_PART_FIELDS = range(9)
+
+MAX_READ_ROWS = 8
+"""Up to this many rows, reading the weights row by row (``lora``) is faster than tiles of a product."""
 
 # Rows that go from input to output together: their inputs stay in a second-level cache while A is read.
 BLOCK_ROWS = 128
@@ -106,13 +118,34 @@ def make_product_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> d
     }
 
 
-def apply_products(team: Team, x: torch.Tensor, out: torch.Tensor, tables: ProductTables) -> None:
-    """Add LoRA of all parts in ``tables`` into ``out``; with arguments as in ``lora.apply_compiled``."""
-    team.run(product_kernel(), *product_arguments(x, out, tables, torch.get_num_threads()))
+@dataclass(frozen=True, slots=True)
+class GroupTables:
+    """A group's tables: ``many`` of the adapters with many rows, and ``few`` of the others, which ``lora`` computes."""
+
+    many: ProductTables | None
+    few: LoraTables | None
+
+    def calls(self, x: torch.Tensor, out: torch.Tensor, threads: int) -> list[tuple[int, Arguments]]:
+        """Return the kernels that add the group's LoRA into ``out``, each with its arguments for ``threads`` threads.
+
+        ``x`` and ``out`` are as in ``lora.lora_arguments``.
+        """
+        many = [] if self.many is None else [(product_kernel(), product_arguments(x, out, self.many, threads))]
+        few = [] if self.few is None else [(lora_kernel(), lora_arguments(x, out, self.few))]
+        return [*many, *few]
+
+
+def make_group_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, GroupTables]:
+    """Return the tables of each group."""
+    many = [one for one in rows if one[1] - one[0] > MAX_READ_ROWS]
+    few = [one for one in rows if one[1] - one[0] <= MAX_READ_ROWS]
+    products = make_product_tables(many, groups) if many else {}
+    loras = make_tables(few, groups) if few else {}
+    return {group: GroupTables(products.get(group), loras.get(group)) for group in groups}
 
 
 def product_arguments(x: torch.Tensor, out: torch.Tensor, tables: ProductTables, threads: int) -> Arguments:
-    """Return the kernel's arguments for ``threads`` threads, otherwise with arguments as in ``lora.apply_compiled``."""
+    """Return the kernel's arguments for ``threads`` threads, otherwise as ``lora.lora_arguments``."""
     # A tile of A may reach beyond the last rank; and a pitch that is no power of two keeps rows apart in a cache.
     pitch = -(-tables.max_rank // 16) * 16 + 16
     panel = max(DOT_RANKS * (SHRINK_COLS + LANES), tables.max_rank * EXPAND_COLS)
@@ -207,12 +240,7 @@ def _multiply(pointers: Any) -> None:
     num_parts, num_shrink, num_expand, total, num_rows, num_in, num_out, num_bytes, pitch, length = sizes
     x = carray(pointers[1], num_rows * num_in, np.float32)
     out = carray(pointers[2], num_rows * num_out, np.float32)
-    # The same memory three times, as in ``lora``.
-    pages = (
-        carray(pointers[3], num_bytes // 4, np.float32),
-        carray(pointers[3], num_bytes // 2, np.uint16),
-        carray(pointers[3], num_bytes // 2, np.int16),
-    )
+    pages = typed_views(pointers[3], num_bytes)
     parts = carray(pointers[4], (num_parts, NUM_PART_FIELDS), np.int64)
     shrink = carray(pointers[5], (num_shrink, NUM_FIELDS), np.int64)
     expand = carray(pointers[6], (num_expand, NUM_FIELDS), np.int64)

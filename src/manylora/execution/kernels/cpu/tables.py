@@ -6,8 +6,16 @@
     adapter          AdapterTables   the same, with places in memory                when it comes to a memory
     rows of a step   StepPieces      those of its adapters, group by group          when the rows change
 
-The third is in ``step_pieces``. The second and third take a few operations on all groups at once. A step waits for the
-third; the thread that copies adapters makes the second, and holds the interpreter lock meanwhile.
+The second and third take a few operations on all groups at once. A step waits for the third; the thread that copies
+adapters makes the second, and holds the interpreter lock meanwhile.
+
+A step's rows change whenever a sequence joins or leaves, and then the tables of every group do. So the lines of all
+adapters are gathered once for all groups, and a group's table is a stretch of the result::
+
+    adapters   | 0: group 0, 1, 2 ... | 1: group 0, 1, 2 ... | ...
+    gathered   | group 0: of adapter 0, 1 ... | group 1: of adapter 0, 1 ... | ...
+
+All work of a group is laid end to end, and every thread takes an equal share.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from numpy.typing import NDArray
 
 from manylora.core.adapters.layout import AdapterLayout, Tile
 from manylora.core.adapters.shape import ELEMENT_BYTES
-from manylora.execution.storage.resident import AdapterMemory, merge_tiles
+from manylora.execution.storage.resident import AdapterMemory, AdapterRows, merge_tiles
 
 __all__ = [
     "BEGIN",
@@ -38,11 +46,11 @@ __all__ = [
     "RANK_ROW",
     "START",
     "UNIT",
-    "AdapterTables",
     "MemorySpan",
+    "StepPieces",
     "Table",
-    "TableLines",
     "adapter_tables",
+    "before",
     "share",
 ]
 
@@ -181,6 +189,93 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
         np.array([*sizes, 0]),
         ELEMENT_BYTES[layout.dtype],
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Lines of several adapters, group by group, and in a group adapter by adapter.
+
+    Args:
+        table: ``[n, NUM_FIELDS]``, a copy; OFFSET counts from the memory of all adapters.
+        adapters: Adapter of each line ``[n]``.
+        counts: Lines of each adapter in each group ``[adapters, groups]``.
+        bounds: First line of each group, and the number of all lines.
+    """
+
+    table: Table
+    adapters: Table
+    counts: Table
+    bounds: list[int]
+
+    @classmethod
+    def of(cls, tables: Sequence[Table], lines: Sequence[TableLines], numbers: Table, shifts: Table) -> Pieces:
+        """Gather the lines of groups ``numbers`` ``[adapters, groups]``; ``shifts`` are added to the offsets."""
+        num_adapters, num_groups = numbers.shape
+        begins = np.cumsum([0, *map(len, tables[:-1])])
+        counts = np.stack([one.count[row] for one, row in zip(lines, numbers, strict=True)])
+        first = np.stack([one.first[row] for one, row in zip(lines, numbers, strict=True)]) + begins[:, None]
+        flat = counts.T.ravel()
+        ends = np.cumsum(flat)
+        chosen = np.repeat(first.T.ravel() - ends + flat, flat)
+        chosen += np.arange(len(chosen))
+        adapters = np.repeat(np.tile(np.arange(num_adapters), num_groups), flat)
+        table = np.concatenate(tables)[chosen]
+        table[:, OFFSET] += shifts[adapters]
+        return cls(table, adapters, counts, [0, *ends[num_adapters - 1 :: num_adapters].tolist()])
+
+    def of_group(self, number: int) -> Table:
+        """Return the lines of a group."""
+        return self.table[self.bounds[number] : self.bounds[number + 1]]
+
+    def spread(self, values: Table) -> Table:
+        """Return for each line the value of its adapter and group, of ``[adapters, groups]``."""
+        return np.repeat(values.T.ravel(), self.counts.T.ravel())
+
+
+class StepPieces:
+    """The pieces of the adapters of a step, for some groups.
+
+    Args:
+        rows: The rows, and their adapters.
+        groups: Names.
+    """
+
+    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str]) -> None:
+        tables = [adapter_tables(weights) for _, _, weights in rows]
+        templates = [table.template for table in tables]
+        by_template = {id(one): [one.numbers.get(group, -1) for group in groups] for one in templates}
+        numbers = np.array([by_template[id(one)] for one in templates])
+        self.first_row = np.array([start for start, _, _ in rows])
+        self.num_rows = np.array([stop - start for start, stop, _ in rows])
+        self.element_bytes = np.array([one.element_bytes for one in templates])
+        self.memory, shifts = _common_memory(tables)
+        self.shrink = Pieces.of([one.shrink for one in tables], [one.shrink for one in templates], numbers, shifts)
+        self.expand = Pieces.of([one.expand for one in tables], [one.expand for one in templates], numbers, shifts)
+        self.ranks, self.expand_costs, self.sizes = (
+            np.stack([values[row] for values, row in zip(of_each, numbers, strict=True)])
+            for of_each in zip(*((one.ranks, one.expand_costs, one.sizes) for one in templates), strict=True)
+        )
+        """Of each adapter in each group, 0 if it has no weights there ``[adapters, groups]``."""
+
+
+def before(values: Table) -> Table:
+    """Return the sums over the adapters before each, of ``[adapters, groups]``."""
+    return np.cumsum(values, axis=0) - values
+
+
+def _common_memory(tables: Sequence[AdapterTables]) -> tuple[MemorySpan, Table]:
+    """Return memory that all adapters lie in, and by how much each one's offsets grow there, in its own numbers.
+
+    Adapters on the device lie in one pool; each one that is read from the host lies in an image of its own. The memory
+    begins with the lowest of them, so that no offset is negative, and what is between them is never read.
+    """
+    memory = tables[0].memory
+    if all(table.memory == memory for table in tables):
+        return memory, np.zeros(len(tables), dtype=np.int64)
+    begin = min(table.memory.address for table in tables)
+    end = max(table.memory.address + table.memory.num_bytes for table in tables)
+    shifts = [(table.memory.address - begin) // table.template.element_bytes for table in tables]
+    return MemorySpan(begin, end - begin), np.array(shifts)
 
 
 def _share(thread: int, num_threads: int, total: int, start: int, cost: int) -> tuple[int, int]:

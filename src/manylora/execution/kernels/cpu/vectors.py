@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -32,6 +33,7 @@ __all__ = [
     "spread",
     "store",
     "sum_lanes",
+    "typed_views",
     "zero_sums",
 ]
 
@@ -111,6 +113,18 @@ def prefetch(builder: Any, pointer: Any, at: Any) -> None:
 def as_float32(typing_context: Any, value: Any) -> Any:
     """Return a float32, the bits of a bfloat16 (uint16) or those of a float16 (int16) as float32."""
     return types.float32(value), lambda context, builder, signature, args: widen(builder, value, args[0])
+
+
+def _typed_views(place: Any, num_bytes: int) -> Any:
+    """Return the same memory three times, for weights of float32, bfloat16 and float16."""
+    return (
+        carray(place, num_bytes // 4, np.float32),
+        carray(place, num_bytes // 2, np.uint16),
+        carray(place, num_bytes // 2, np.int16),
+    )
+
+
+typed_views = njit(cache=True)(_typed_views)
 
 
 def widen(builder: Any, dtype: Any, bits: Any, lanes: int | None = None) -> Any:

@@ -31,7 +31,7 @@ from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, confine
 from manylora.core.logs import configure_logging
 from manylora.core.types import Constraint
 from manylora.execution.sampling.grammar import refusal, try_constraint
-from manylora.execution.sampling.grammar_tokenizer import GrammarTokenizer
+from manylora.execution.sampling.grammar_text import GrammarTokenizer
 from manylora.serving.text.forms.process import MAX_ANSWER_BYTES, FormChecked, FormSettings, encode
 from manylora.serving.text.model_files import load_hugging_face
 

@@ -1,0 +1,74 @@
+"""K and V in pages: the type they have there, the place of each token, and the kernels that read them.
+
+::
+
+    row of ``PageTensor.rows``    page * rows of a page  +  layer * 2 * block_size  +  position % block_size     K
+                                  block_size further                                                            V
+
+A *slot* is the row of a token's K in layer 0. All layers of a step share the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manylora.core.plan import PlannedSequence
+from manylora.execution.kernels.cpu.support import find_compiled
+from manylora.execution.storage.page_tensor import PageTensor
+
+__all__ = ["KvPages"]
+
+
+class KvPages:
+    """The pages as attention sees them.
+
+    ``compiled`` are the kernels that attend decoding rows in place; ``None`` where none reads this type on this device.
+    """
+
+    def __init__(self, pages: PageTensor) -> None:
+        self.pages = pages
+        self.device = pages.flat.device
+        self.block_size = pages.shape.block_size
+        self._page_rows = pages.shape.num_layers * 2 * self.block_size
+        is_compiled = pages.dtype is torch.float32 and self.device.type == "cpu"
+        self.compiled = find_compiled() if is_compiled else None
+
+    def slot(self, page: int, position: int) -> int:
+        """Return the slot of ``position``, which ``page`` holds."""
+        return page * self._page_rows + position % self.block_size
+
+    def first_row(self, layer: int) -> int:
+        """Return the first row of K of a layer, counted from the page's first; V follows ``block_size`` rows later."""
+        return layer * 2 * self.block_size
+
+    def places(self, sequences: Sequence[PlannedSequence]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the position and the slot of every row of a step ``[rows]``."""
+        positions: list[NDArray[np.int64]] = []
+        slots: list[NDArray[np.int64]] = []
+        for sequence in sequences:
+            stop = sequence.start + sequence.num_tokens
+            position = np.arange(sequence.start, stop)
+            first = sequence.start // self.block_size
+            table = np.asarray(sequence.pages[first : (stop - 1) // self.block_size + 1], dtype=np.int64)
+            positions.append(position)
+            slots.append(table[position // self.block_size - first] * self._page_rows + position % self.block_size)
+        return np.concatenate(positions), np.concatenate(slots)
+
+    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write K and V ``[kv_heads, rows, head_dim]`` of a layer to their slots."""
+        rows, first = self.pages.rows, self.first_row(layer)
+        rows[first:].index_copy_(0, slots, key.transpose(0, 1))
+        rows[first + self.block_size :].index_copy_(0, slots, value.transpose(0, 1))
+
+    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of whole pages of a layer, each ``[pages, block_size, kv_heads, head_dim]``."""
+        blocks = self.pages.blocks
+        return blocks[:, layer, 0].index_select(0, pages), blocks[:, layer, 1].index_select(0, pages)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages that are read whole while no token has filled them: stale values may be NaN."""
+        self.pages.flat.index_fill_(0, torch.tensor(pages, device=self.device), 0)
