@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from manylora.execution.assist import exchange, shares
 from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
 from manylora.execution.assist.shares import RowCost, split_rows
 from manylora.execution.assist.words import serve
-from manylora.execution.assist.workers import Serve
+from manylora.execution.assist.workers import Serve, Worker
 from manylora.execution.build import build_parts
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
 from manylora.execution.lora.kernels import LORA_KERNELS, add_embedding
@@ -190,6 +191,29 @@ def test_workers_of_a_step_on_a_device_that_failed_are_held_and_replaced(monkeyp
         assert step.workers and not any(worker.is_sound for worker in step.workers)
         assert rig.check([12, 1, 3, 2]) == []
         assert not {*step.workers}.intersection(rig.assistant._workers)
+    finally:
+        rig.assistant.close()
+
+
+def test_held_workers_are_released_after_the_next_step_has_begun(monkeypatch) -> None:
+    """A step that begins before the supervisor has looked at the one before it leaves no stream waiting."""
+    may_look, check = threading.Event(), Worker.check
+    monkeypatch.setattr(Worker, "check", lambda *args: check(*args) if may_look.is_set() else None)
+    rig = Rig(serve=lambda words, tasks, number: may_look.wait() and serve(words, tasks, number))
+    try:
+        held = rig.assistant.begin(rig.segments([12, 1, 3, 2]))
+        reply = held.send(GROUP, torch.randn(1, 22, IN))
+        assert reply is not None
+        for worker in held.workers:
+            worker.wait_for_all()
+            worker.hold()
+            worker.end()
+        rig.assistant.begin(rig.segments([3, 2, 1, 1])).finish()
+        may_look.set()
+        deadline = time.monotonic() + 60
+        while any(worker.is_busy for worker in held.workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
     finally:
         rig.assistant.close()
 

@@ -12,7 +12,7 @@ from msgspec import structs
 from manylora.core.config import ServerConfig
 from manylora.core.errors import EngineDead, RequestError
 from manylora.demo import demo_model_path
-from manylora.execution.storage import host_memory
+from manylora.execution import machine
 from manylora.functions.agent import agent as agent_module
 from manylora.functions.agent.agent import Agent
 from manylora.functions.deployment import BackboneSpec, NodeSpec
@@ -59,7 +59,7 @@ def test_a_node_has_a_share_of_the_memory_that_its_container_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not of the machine's: a container whose functions take more is killed."""
-    monkeypatch.setattr(host_memory, "groups_around", lambda root, controller: [tmp_path])
+    monkeypatch.setattr(machine, "_groups_around", lambda root, controller: [tmp_path])
     (tmp_path / "memory.max").write_text(str(100 << 20))
     (tmp_path / "memory.current").write_text(str(50 << 20))
 

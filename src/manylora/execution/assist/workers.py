@@ -269,8 +269,8 @@ class Supervisor:
         self._thread.start()
 
     def watch(self, workers: Sequence[Worker]) -> None:
-        """Check these workers from now on, until none is busy."""
-        self._workers = tuple(workers)
+        """Check these workers from now on, and those of former steps for which the stream still waits."""
+        self._workers = (*(worker for worker in self._workers if worker.is_busy and worker not in workers), *workers)
         self._wake.set()
 
     def close(self) -> None:
