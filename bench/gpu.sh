@@ -36,9 +36,9 @@ if "$python" -c "import pytest" 2>/dev/null; then
     parallel=$("$python" -c "import xdist; print('-n 8')" 2>/dev/null)
     # shellcheck disable=SC2086
     timeout 150 "$python" -m pytest -q $parallel -p no:cacheprovider -o addopts= -o filterwarnings=default -o timeout=0 \
-        tests/execution/test_triton_lora.py tests/execution/test_triton_attention.py \
-        tests/execution/test_triton_norm.py tests/execution/test_triton_gate.py tests/execution/test_triton_fused.py \
-        tests/execution/test_assist_cuda.py tests/execution/test_device_memory.py >"$out/kernel_tests.txt" 2>&1
+        tests/execution/lora/test_triton_lora.py tests/execution/attention/test_triton_attention.py \
+        tests/execution/fusion/test_triton_norm.py tests/execution/fusion/test_triton_gate.py tests/execution/fusion/test_triton_fused.py \
+        tests/execution/assist/test_assist_cuda.py tests/execution/model/test_device_memory.py >"$out/kernel_tests.txt" 2>&1
     tail -n 15 "$out/kernel_tests.txt"
 else
     echo "pytest is missing: kernels were not compared with their reference" | tee "$out/kernel_tests.txt"

@@ -6,135 +6,40 @@ import gc
 import shutil
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from live_executor import (
+    BLOCK,
+    clock,
+    executor_of,
+    finish,
+    folders,
+    load,
+    pages_for,
+    parts,
+    run,
+    sequence,
+)
 from msgspec import structs
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
-from manylora.core.plan import IN_HOST, AdapterLoad, PlannedSequence, StepPlan, StepResult
-from manylora.core.ports import EngineParts, Work
-from manylora.core.types import AdapterKey, AdapterVersion, SamplingParams, Tier
+from manylora.core.plan import IN_HOST, AdapterLoad, StepPlan, StepResult
+from manylora.core.ports import EngineParts
+from manylora.core.types import AdapterKey, Tier
 from manylora.execution.build import build_parts
-from manylora.execution.executor import TorchExecutor
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.page_tensor import Link
 
-BLOCK = 4
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        LlamaForCausalLM(config).save_pretrained(path / "base")
-        for seed, name in enumerate(("one", "two")):
-            torch.manual_seed(seed)
-            model = LlamaForCausalLM.from_pretrained(path / "base")
-            lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-            get_peft_model(model, lora).save_pretrained(path / name)
-    return {name: path / name for name in ("base", "one", "two")}
-
-
-def save_head_adapter(base: Path, path: Path) -> Path:
-    """Save an adapter of the output head, whose weights come last."""
-    torch.manual_seed(2)
-    lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = get_peft_model(LlamaForCausalLM.from_pretrained(base), lora)
-        model.save_pretrained(path / "head", save_embedding_layers=False)
-    return path / "head"
-
-
-@pytest.fixture
-def clock() -> WallClock:
-    return WallClock()
-
-
-@pytest.fixture
-def parts(folders: dict[str, Path], clock: WallClock) -> Iterator[EngineParts]:
-    config = EngineConfig(
-        model=ModelConfig(model=str(folders["base"]), device="cpu"),
-        memory=MemoryConfig(block_size=BLOCK, num_pages=64),
-    )
-    parts = build_parts(config, clock)
-    yield parts
-    parts.close()
-
-
-def executor_of(parts: EngineParts) -> TorchExecutor:
-    assert isinstance(parts.executor, TorchExecutor)
-    return parts.executor
-
-
-def finish(work: Work) -> object:
-    deadline = time.monotonic() + 60
-    while (result := work.poll(0.0)) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    return result
-
-
-def sequence(
-    tokens: list[int], start: int, num_tokens: int, first_page: int, adapter: AdapterKey | None = None, seq_id: int = 0
-) -> PlannedSequence:
-    return PlannedSequence(
-        seq_id=seq_id,
-        tokens=tokens,
-        num_prompt_tokens=len(tokens),
-        start=start,
-        num_tokens=num_tokens,
-        pages=tuple(range(first_page, first_page + 8)),
-        adapter=adapter,
-        rank=4 if adapter else 0,
-        sampling=SamplingParams(temperature=0.0),
-        is_sampled=True,
-        seed=0,
-    )
-
-
-def run(parts: EngineParts, *sequences: PlannedSequence) -> torch.Tensor:
-    """Run a step; return its logits in the plan's order."""
-    executor = executor_of(parts)
-    rows: list[torch.Tensor] = []
-    executor.logits_hook = lambda plan, logits: rows.append(logits)
-    result = finish(executor.launch(StepPlan(step_id=1, sequences=sequences), 0.0))
-    executor.logits_hook = None
-    assert isinstance(result, StepResult) and set(result.tokens) == {s.seq_id for s in sequences}
-    return rows[0]
-
-
-def load(parts: EngineParts, version: AdapterVersion, tier: Tier, pages: tuple[int, ...] = ()) -> str | None:
-    result = finish(parts.executor.load_adapter(AdapterLoad(version=version, tier=tier, pages=pages), 0.0))
-    return result.error  # type: ignore[attr-defined,no-any-return]
-
-
-def pages_for(version: AdapterVersion) -> tuple[int, ...]:
-    return tuple(range(40, 40 + version.num_pages))[::-1]
+__all__ = ["clock", "folders", "parts"]
 
 
 def test_work_is_polled_and_wakes_the_clock(parts: EngineParts, clock: WallClock) -> None:
@@ -187,7 +92,7 @@ def test_a_lost_host_copy_is_read_again(parts: EngineParts, folders: dict[str, P
 def test_a_host_image_gives_the_logits_of_pages(
     kernel: str, parts: EngineParts, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_of(parts)._runner._step, "kernel", LORA_KERNELS[kernel])
+    monkeypatch.setattr(executor_of(parts).runner._step, "kernel", LORA_KERNELS[kernel])
     versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]
     for version, pages in zip(versions, (range(40, 50), range(50, 60)), strict=True):
         assert load(parts, version, Tier.DEVICE, tuple(pages)[: version.num_pages]) is None
@@ -211,7 +116,7 @@ def test_a_step_keeps_the_host_image_that_it_reads(parts: EngineParts, folders: 
 
     executor, may_begin, rows = executor_of(parts), threading.Event(), []
     executor._steps.submit(may_begin.wait)
-    executor.logits_hook = lambda plan, logits: rows.append(logits)
+    executor.runner.logits_hook = lambda plan, logits: rows.append(logits)
     steps = [executor.launch(StepPlan(step_id=1, sequences=(part,)), 0.0)]
     executor._host.drop(version.key)  # behind the executor's back: lost
     steps.append(executor.launch(StepPlan(step_id=2, sequences=(part,)), 0.0))
@@ -324,7 +229,7 @@ def test_dropping_gives_host_memory_back(parts: EngineParts, folders: dict[str, 
     assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
     host = executor_of(parts)._host
     adapter = host.get(version.key)
-    assert adapter is not None and host.num_bytes == adapter.image.nbytes == version.host_bytes
+    assert adapter is not None and adapter.image.nbytes == version.host_bytes
     image = weakref.ref(adapter.image)
     del adapter
     parts.executor.drop_adapter(version.key, Tier.HOST)
@@ -341,7 +246,7 @@ def test_the_same_weights_are_kept_once(parts: EngineParts, folders: dict[str, P
     path = shutil.copytree(folders["one"], tmp_path / "copy")
     first, second = parts.reader.read("a", str(folders["one"])), parts.reader.read("b", str(path))
     assert first.key == second.key and replace(first, source="") == replace(second, source="")
-    assert len(executor_of(parts)._host) == 1
+    assert len(executor_of(parts)._host._adapters) == 1
 
 
 @pytest.mark.parametrize("is_compiled", [True, False])

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec import structs
-from safetensors.torch import load_file, save_file
-from test_execution_executor import (
+from live_executor import (
     clock,
     executor_of,
     finish,
@@ -27,6 +25,8 @@ from test_execution_executor import (
     save_head_adapter,
     sequence,
 )
+from msgspec import structs
+from safetensors.torch import load_file, save_file
 
 from manylora.core.plan import ARRIVING, AdapterLoad, LoadResult, PlannedSequence, PromptRows, StepPlan, StepResult
 from manylora.core.ports import EngineParts
@@ -114,7 +114,7 @@ class Launched:
             sampled = [part.seq_id for part in plan.sequences if part.is_sampled]
             self.rows = dict(zip(sampled, logits, strict=True))
 
-        executor.logits_hook = note
+        executor.runner.logits_hook = note
         step = StepPlan(step_id=step_id, sequences=tuple(plan), prompt_rows=prompt_rows)
         self.work = executor.launch(step, 0.0)
 
@@ -157,7 +157,7 @@ def test_a_step_waits_for_each_layer(
     link: GatedLink,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(executor_of(parts)._runner._step, "kernel", LORA_KERNELS[kernel])
+    monkeypatch.setattr(executor_of(parts).runner._step, "kernel", LORA_KERNELS[kernel])
     one, two = versions
     loaded = start(one, Tier.DEVICE, parts)
     step = Launched(parts, batch(one, two))
@@ -407,7 +407,7 @@ def test_a_sampled_row_that_failed_reaches_no_sampler(
     """Its logits mean nothing; a sampler may raise over them."""
     one, two = versions
     seen: list[int] = []
-    sampler = executor_of(parts)._runner._sampler
+    sampler = executor_of(parts).runner._sampler
     sample = sampler.sample
 
     def note(logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> object:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_execution_executor import BLOCK, executor_of, folders, load, run, sequence
+from live_executor import BLOCK, executor_of, folders, load, run, sequence
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -83,7 +83,7 @@ def test_logits_equal_those_of_torch(
     parts = build(folders, kernels)
     try:
         found = serve(parts, folders)
-        graphs = executor_of(parts)._runner._graphs
+        graphs = executor_of(parts).runner._graphs
         assert (graphs is not None) == ("graphs" in kernels)
         assert graphs is None or {key[0] for key in graphs._graphs} == {1, 2, 4}
     finally:
@@ -116,7 +116,7 @@ def test_rows_of_padding_hold_numbers(folders: dict[str, Path]) -> None:
     parts = build(folders, "graphs")
     try:
         run(parts, *(sequence([s + 1], 0, 1, 8 * s, None, seq_id=s) for s in range(3)))
-        graphs = executor_of(parts)._runner._graphs
+        graphs = executor_of(parts).runner._graphs
         assert graphs is not None and {key[0] for key in graphs._graphs} == {4}
         assert graphs._logits.isfinite().all()
     finally:

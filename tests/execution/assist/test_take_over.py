@@ -20,11 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[2] / "support"))
 
 pytest.importorskip("numba")
+from live_executor import BLOCK, executor_of, finish, folders, sequence
 from staged_link import BROKEN, Stage, StagedLink
-from test_execution_executor import BLOCK, executor_of, finish, folders, sequence
 from thread_stream import ThreadStream
 
 from manylora.core.adapters.shape import BaseShape
@@ -93,7 +93,7 @@ class Rig:
             if run.step_id == step_id:
                 rows.update(zip([part.seq_id % 10 for part in run.sequences], logits, strict=True))
 
-        self.executor.logits_hook = note
+        self.executor.runner.logits_hook = note
         # No sequence comes twice, as in an engine.
         parts = tuple([structs.replace(part, seq_id=part.seq_id + 10 * step_id) for part in plan])
         result = finish(self.executor.launch(StepPlan(step_id=step_id, sequences=parts), 0.0))

@@ -14,9 +14,9 @@ import pytest
 import torch
 from bad_adapters import adapter_config, adapter_tensors, tiny_base, write_good_adapter
 from column_scaled import PEFT_TYPE, ColumnScaledLora
+from live_executor import BLOCK, executor_of, load, run, sequence
 from msgspec import structs
 from safetensors.numpy import load_file, save_file
-from test_execution_executor import BLOCK, executor_of, load, run, sequence
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from unpacked import lora_reference
 
@@ -318,7 +318,7 @@ def test_logits_are_those_of_merged_models(kernels: str, engines: Engines, tmp_p
                 with torch.no_grad():
                     expected = models[s](torch.tensor([tokens[s]])).logits[0, -1]
                 torch.testing.assert_close(row, expected, atol=2e-5, rtol=1e-4)
-        graphs = executor_of(parts)._runner._graphs
+        graphs = executor_of(parts).runner._graphs
         if graphs is not None:
             adapted = {key for key in graphs._graphs if key[1]}
             assert len({key[1] for key in adapted}) >= 2, "a step with an epilogue has a graph of its own"

@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from live_executor import finish, folders, run, sequence  # noqa: F401
 from msgspec import structs
-from test_execution_executor import finish, folders, run, sequence  # noqa: F401
 
 pytest.importorskip("numba")
+from thread_stream import await_word
+
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import EngineDead
@@ -28,7 +30,7 @@ from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.assist import cuda
 from manylora.execution.assist.cuda import CudaStream, HostFunctionStream
 from manylora.execution.assist.exchange import Assistant
-from manylora.execution.assist.words import DONE, NUM_WORDS, await_word, write_word
+from manylora.execution.assist.words import DONE, NUM_WORDS, write_word
 from manylora.execution.assist.workers import Worker, WorkerTask
 from manylora.execution.build import build_parts
 

@@ -23,12 +23,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[2] / "support"))
 
 pytest.importorskip("numba")
+from live_executor import BLOCK, executor_of, folders
 from peft import PeftModel
 from staged_link import Stage, StagedLink
-from test_execution_executor import BLOCK, executor_of, folders
 from thread_stream import ThreadStream
 from transformers import LlamaForCausalLM
 

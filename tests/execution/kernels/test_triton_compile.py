@@ -17,7 +17,7 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     result = subprocess.run(
-        [sys.executable, str(Path(__file__).parents[1] / "support" / "triton_compile.py")],
+        [sys.executable, str(Path(__file__).parents[2] / "support" / "triton_compile.py")],
         capture_output=True,
         text=True,
         check=False,

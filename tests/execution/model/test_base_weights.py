@@ -70,7 +70,7 @@ def logits(model: ModelConfig, weights: BaseWeights | None = None) -> torch.Tens
     parts = build_parts(config, WallClock(), weights=weights)
     assert isinstance(parts.executor, TorchExecutor)
     rows: list[torch.Tensor] = []
-    parts.executor.logits_hook = lambda plan, found: rows.append(found.clone())
+    parts.executor.runner.logits_hook = lambda plan, found: rows.append(found.clone())
     sequence = PlannedSequence(
         seq_id=1,
         tokens=[3, 1, 4, 1, 5, 9],
@@ -98,7 +98,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
 
 def test_attached_weights_give_the_same_logits(model: ModelConfig) -> None:
     _, weights = load_weights(model, load_model)
-    manifest, _ = weights.export()
+    manifest = weights.manifest
     assert weights.memory is not None
     attached = BaseWeights.attach(
         msgspec.json.decode(msgspec.json.encode(manifest), type=WeightsManifest), weights.memory.map(is_strict=True)
@@ -171,7 +171,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     _, weights = load_weights(model, load_model)
     with pytest.raises(ConfigError, match=r"weights of '.*/model', expected those of '.*/other'"):
         logits(other, weights)
-    manifest, buffer = weights.export()
+    manifest, buffer = weights.manifest, weights.buffer
     kept = tuple(entry for entry in manifest.entries if entry.names != ("model.norm.weight",))
     with pytest.raises(ConfigError, match=re.escape("without model.norm.weight")):
         logits(model, BaseWeights.attach(msgspec.structs.replace(manifest, entries=kept), buffer))
@@ -222,7 +222,7 @@ def test_another_process_maps_the_weights_and_holds_no_second_copy(tmp_path: Pat
     sizes = {"vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1024}
     model = save(LlamaConfig(**SMALL | sizes, tie_word_embeddings=False), tmp_path)
     _, weights = load_weights(model, load_model)
-    manifest, _ = weights.export()
+    manifest = weights.manifest
     assert weights.memory is not None and manifest.num_bytes > 40e6
     assert any(entry.packing for entry in manifest.entries) == pack(torch.zeros(512, 512)).is_mkldnn
     (tmp_path / "manifest").write_bytes(msgspec.json.encode(manifest))

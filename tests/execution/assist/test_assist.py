@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from live_executor import executor_of, finish, folders, load, save_head_adapter, sequence  # noqa: F401
+from lora_cases import GROUP, IN, NAMES, SIZES, VOCAB, make_base
+from lora_cases import load as load_random
 from msgspec import structs
-from test_execution_executor import executor_of, finish, folders, load, save_head_adapter, sequence  # noqa: F401
-from test_execution_lora import GROUP, IN, NAMES, SIZES, VOCAB, make_base
-from test_execution_lora import load as load_random
 
 pytest.importorskip("numba")
 from faulty_serve import DIE, STICK, FaultySource
@@ -286,7 +286,7 @@ def to_device(parts: EngineParts, versions: list[AdapterVersion], number: int) -
 
 def run(parts: EngineParts, *sequences: object) -> SimpleNamespace:
     executor, rows = executor_of(parts), []
-    executor.logits_hook = lambda plan, logits: rows.append(logits)
+    executor.runner.logits_hook = lambda plan, logits: rows.append(logits)
     result = finish(executor.launch(StepPlan(step_id=1, sequences=sequences), 0.0))  # type: ignore[arg-type]
     assert isinstance(result, StepResult)
     return SimpleNamespace(logits=rows[0], result=result)
@@ -347,7 +347,7 @@ def test_a_step_that_raises_ends_once_no_worker_reads_its_memory(
         patch.setattr(exchange._Reply, "add_to", fail)
         with pytest.raises(RuntimeError, match="the forward pass broke"):
             finish(parts.executor.launch(plan, 0.0))
-        assert not any(worker.is_busy for worker in executor_of(parts)._runner._assistant._workers)
+        assert not any(worker.is_busy for worker in executor_of(parts).runner._assistant._workers)
     torch.testing.assert_close(run(parts, cold_part).logits, warm.logits, atol=1e-5, rtol=1e-5)
 
 
@@ -407,7 +407,7 @@ def test_pages_taken_over_are_waited_for_beside_an_adapter_on_its_way(
     taken = LateCopies(parts, first, list(range(40, 40 + first.num_pages)))
     awaited = LateCopies(parts, second, list(range(50, 50 + second.num_pages)))
     placed = [structs.replace(plan[0], placement=IN_HOST), structs.replace(plan[1], placement=ARRIVING), plan[2]]
-    runner, rows = executor_of(parts)._runner, []
+    runner, rows = executor_of(parts).runner, []
     runner.logits_hook = lambda plan, logits: rows.append(logits)
     assert taken.host is not None
     result = runner.run(

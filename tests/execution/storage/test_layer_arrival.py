@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
+sys.path.append(str(Path(__file__).parents[2] / "support"))
 
-from test_execution_executor import BLOCK, executor_of, finish, folders, sequence
+from live_executor import BLOCK, executor_of, finish, folders, sequence
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
@@ -94,7 +94,7 @@ class step:
     def __init__(self, parts: EngineParts, plan: Sequence[PlannedSequence], step_id: int) -> None:
         self.rows: dict[int, torch.Tensor] = {}
         executor = executor_of(parts)
-        before = executor.logits_hook
+        before = executor.runner.logits_hook
 
         def note(run: StepPlan, logits: torch.Tensor) -> None:
             if run.step_id == step_id:
@@ -102,7 +102,7 @@ class step:
             elif before is not None:
                 before(run, logits)
 
-        executor.logits_hook = note
+        executor.runner.logits_hook = note
         self.work = executor.launch(StepPlan(step_id=step_id, sequences=tuple(plan)), 0.0)
 
 
@@ -113,7 +113,7 @@ def test_every_interleaving_of_pages_and_steps(
 ) -> None:
     parts, versions, expected = engine
     executor = executor_of(parts)
-    executor.logits_hook = None
+    executor.runner.logits_hook = None
     copies = executor._copies
     copies.link = link = ScriptedLink(copies.pages)
     for number, version in enumerate(versions):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from launch_counter import counted_launches
-from test_execution_executor import executor_of, run, sequence
+from live_executor import executor_of, run, sequence
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -161,7 +161,7 @@ def launches(layers: int, num_kv_heads: int, num_sequences: int) -> Counter[str]
     rows = tuple(sequence([1, 2, 3], 2, 1, 8 * s, None, seq_id=s) for s in range(num_sequences))
     try:
         with counted_launches() as counts:
-            executor_of(parts)._runner.run(StepPlan(step_id=1, sequences=rows))
+            executor_of(parts).runner.run(StepPlan(step_id=1, sequences=rows))
     finally:
         parts.close()
     return counts
