@@ -23,12 +23,12 @@ from manylora.core.plan import IN_HOST, AdapterLoad, StepPlan, StepResult
 from manylora.core.ports import Work
 from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.assist.exchange import Assistant
-from manylora.execution.assist.words import Words, await_word, write_word
+from manylora.execution.assist.words import Words, write_word
 from manylora.execution.assist.workers import DeviceStream, Supervisor, Worker, WorkerTask
 from manylora.execution.runner import OffDevice
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from thread_stream import ThreadStream
+from thread_stream import ThreadStream, await_word
 
 NUM_HANDOFFS = 1000
 

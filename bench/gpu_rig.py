@@ -204,7 +204,7 @@ class Engine:
         self.parts: EngineParts = build_parts(self.config, self.clock, load=self._make_model)
         assert isinstance(self.parts.executor, TorchExecutor)
         self.executor = self.parts.executor
-        self.runner = self.executor._runner
+        self.runner = self.executor.runner
         self.base: BaseShape = self.parts.base
         pool = self.executor._copies.pages.flat
         for page in range(0, pool.shape[0], 512):  # never time zeros

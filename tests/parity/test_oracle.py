@@ -166,7 +166,7 @@ def test_requests_whose_layers_arrive_within_assisted_steps_equal_peft(
     def copy(link: Link, pages: Sequence[int], image: torch.Tensor, announce: Callable[[int], None]) -> None:
         for number in range(len(pages)):
             with turns.turn():
-                link._pages.write(pages[number : number + 1], image[number : number + 1])
+                link.pages.write(pages[number : number + 1], image[number : number + 1])
                 announce(number + 1)
 
     shares: list[float] = []

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "manylora"
 
-MOST_FILES = {"chat": 64, "adapter": 31, "simulated": 55, "routed": 16}
+MOST_FILES = {"chat": 64, "adapter": 28, "simulated": 55, "routed": 16}
 """Files of ``src`` that a walk of ``bench/walks.py`` enters."""
 
 LONGEST_FUNCTION = 60
@@ -26,10 +26,7 @@ MOST_ARGUMENTS = 8
 
 LONG_FUNCTIONS: dict[str, int] = {
     "demo/train.py:train_base": 83,
-    "execution/build.py:_build": 107,
-    "execution/kernels/triton/attention.py:attend": 108,
-    "execution/kernels/triton/lora.py:expand": 70,
-    "execution/runner.py:run": 70,
+    "execution/kernels/triton/attention.py:attend": 108,  # a kernel: half is its arguments and their shapes
     "lab/functions/simulation.py:run": 68,
     "serving/api/respond.py:submit": 80,
     "serving/api/responses.py:create_response": 72,
@@ -42,8 +39,6 @@ LONG_CLASSES: dict[str, int] = {
     "lab/functions/simulation.py:FunctionsSimulation": 315,
 }
 MANY_ARGUMENTS: dict[str, int] = {
-    "execution/executor.py:TorchExecutor": 10,
-    "execution/runner.py:ModelRunner": 10,
     "serving/api/answers.py:RequestAnswers": 9,
 }
 

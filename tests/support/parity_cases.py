@@ -360,7 +360,7 @@ def _serve(
         result.num_mixed_steps += len({s.adapter for s in plan.sequences}) > 4
         result.num_chunked_prompts += sum(1 for s in plan.sequences if 0 < s.start < s.num_prompt_tokens - 1)
 
-    parts.executor.logits_hook = note
+    parts.executor.runner.logits_hook = note
     answers: dict[str, list[int]] = {case.request_id: [] for case in asked}
 
     def take(outputs: list[Output], now: float) -> None:

@@ -8,8 +8,18 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numba import njit, types
 
-from manylora.execution.assist.words import Words, await_word, write_word
+from manylora.execution.assist.words import Words, is_reached, pause, write_word
+from manylora.execution.kernels.cpu.atomics import load_word
+
+
+@njit(types.void(types.uint32[::1], types.int64, types.int64), nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def await_word(words: Words, index: int, number: int) -> None:
+    """Return once a word is at ``number`` or behind it."""
+    spins = 0
+    while not is_reached(np.int64(load_word(words, index)), number):
+        spins = pause(spins)
 
 
 class ThreadStream:

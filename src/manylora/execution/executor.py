@@ -29,7 +29,7 @@ from manylora.core.costs.arriving import MAX_WAIT_S, WaitBudget
 from manylora.core.engine.steps.plan_ahead import fill_in
 from manylora.core.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.core.types import AdapterKey, AdapterVersion, SampledToken, Tier
-from manylora.execution.runner import LogitsHook, ModelRunner, OffDevice
+from manylora.execution.runner import ModelRunner, OffDevice
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.device_load import AdapterGone, CopyContext, DeviceLoad
 from manylora.execution.storage.host_tier import HostAdapter
@@ -94,7 +94,7 @@ class TorchExecutor:
         prepare: Callable[[AdapterMemory], object],
         step_wait_s: float = MAX_WAIT_S,
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._host = reader.host
         self._reader = reader
         self._resident = runner.resident
@@ -113,15 +113,6 @@ class TorchExecutor:
         self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
         self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
         self._copies = CopyContext(link, self._copy_thread, prepare)
-
-    @property
-    def logits_hook(self) -> LogitsHook | None:
-        """Called with every step's logits, on the step's thread; for debugging and parity tests."""
-        return self._runner.logits_hook
-
-    @logits_hook.setter
-    def logits_hook(self, hook: LogitsHook | None) -> None:
-        self._runner.logits_hook = hook
 
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:
         """Start a step; behind a step in flight, it gets the tokens it awaits from that step directly.
@@ -170,7 +161,7 @@ class TorchExecutor:
             dropped = self._host.drop(key)
             self._copied.pop(key, None)
             if dropped is not None and dropped.is_read_in_place:
-                self._steps.submit(self._runner.forget_batch)
+                self._steps.submit(self.runner.forget_batch)
         elif tier is Tier.DEVICE:
             self._resident.pop(key, None)
             self._arriving.pop(key, None)
@@ -210,7 +201,7 @@ class TorchExecutor:
         if failed or late:
             kept = [part for part in plan.sequences if part.seq_id not in failed and part.seq_id not in late]
             plan = replace(plan, sequences=tuple(kept))
-        result = self._runner.run(plan, adapters)
+        result = self.runner.run(plan, adapters)
         if failed or late:
             result = replace(result, failed=failed | result.failed, late=late | result.late)
         self._tokens, self._failed = result.tokens, result.failed

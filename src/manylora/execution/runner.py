@@ -129,12 +129,13 @@ class ModelRunner:
         self._sampler.begin([sequence for sequence in sequences if sequence.is_sampled])
         rows = ((s.adapter, s.num_tokens, int(s.is_sampled)) for s in sequences)
         segments, assisted = self._segments(rows, adapters)
-        lora: StepLora | None = self._lora_batch(segments)
+        lora: StepLora | None
+        lora = self._last_lora = self._batch(segments)
         assist = self._begin_assist(tuple(assisted.values()))
         take_over = None
         if assist is not None and adapters.coming:
             loads = [adapters.coming.get(key) for key in assisted]
-            lora = take_over = TakeOver(segments, assist, loads, self._make_batch)
+            lora = take_over = TakeOver(segments, assist, loads, self._batch)
         with _assisting(assist) as lost:
             logits: torch.Tensor | None = None
             if self._graphs is not None and assist is None and not adapters.arriving:
@@ -218,7 +219,7 @@ class ModelRunner:
         counts = ((piece.sequence.adapter, piece.stop - piece.start) for piece in pieces)
         segments, assisted = self._segments(((key, number, number) for key, number in counts), adapters)
         assist = self._begin_assist(tuple(assisted.values()))
-        lora: StepLora | None = self._make_batch(segments)
+        lora: StepLora | None = self._batch(segments)
         if lora is not None and adapters.arriving:
             lora = ArrivingBatch(lora, tuple(adapters.arriving.values()))
         self._step.lora, self._step.assist = lora, assist
@@ -295,16 +296,8 @@ class ModelRunner:
                     segments.append(segment)
         return tuple(segments), assisted
 
-    def _lora_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
-        """Return the batch of these segments, ``None`` when there are none."""
-        if not segments:
-            self._last_lora = None
-        elif self._last_lora is None or self._last_lora.segments != segments:
-            self._last_lora = LoraBatch(segments, self._step.space)
-        return self._last_lora
-
-    def _make_batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
-        """Return a batch of these segments, for one step unless it is the last one's."""
+    def _batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
+        """Return a batch of these segments, ``None`` for none; that of the last step if its segments were the same."""
         if self._last_lora is not None and self._last_lora.segments == segments:
             return self._last_lora
         return LoraBatch(segments, self._step.space) if segments else None

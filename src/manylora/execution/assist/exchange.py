@@ -30,6 +30,7 @@ from manylora.execution.assist.words import serve
 from manylora.execution.assist.workers import (
     EXCHANGE_LIMIT_S,
     DeviceStream,
+    GrowingMemory,
     Serve,
     Supervisor,
     Worker,
@@ -137,7 +138,7 @@ class AssistedStep:
         self,
         stream: DeviceStream,
         groups: dict[str, _BaseGroup],
-        inputs: _Inputs,
+        inputs: GrowingMemory,
         workers: Sequence[Worker],
         segments: tuple[LoraSegment, ...],
     ) -> None:
@@ -234,7 +235,7 @@ class AssistedStep:
         taken = [self.segments[number] for number in without]
         num_rows = self._shares[is_sampled][-1].last
         dtype = torch.int64 if group.is_embedding else torch.float32
-        x = self._inputs.reserve(self._stream, num_rows * group.row_bytes).view(dtype).view(num_rows, -1)
+        x = self._inputs.reserve(num_rows * group.row_bytes).view(dtype).view(num_rows, -1)
         inputs: list[tuple[int, int, torch.Tensor]] = []
         tasks: list[tuple[_Share, WorkerTask]] = []
         parts: list[Part] = []
@@ -249,22 +250,11 @@ class AssistedStep:
                     parts.append(Part(start, stop, weights))
                 at += stop - start
             if own:
-                result = share.worker.reserve(at * group.num_out).view(at, group.num_out)
+                result = (
+                    share.worker.results.reserve(4 * at * group.num_out).view(torch.float32).view(at, group.num_out)
+                )
                 tasks.append((share, _task(group, x[share.first : share.last], result, own)))
         return _Reply(self._stream, inputs, tasks, parts) if tasks else None
-
-
-class _Inputs:
-    """Host memory for the inputs of one exchange; it grows, and tasks keep the earlier one as long as they use it."""
-
-    def __init__(self) -> None:
-        self._data = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, stream: DeviceStream, num_bytes: int) -> torch.Tensor:
-        """Return its first bytes."""
-        if self._data.nbytes < num_bytes:
-            self._data = stream.host_memory(1 << (num_bytes - 1).bit_length())
-        return self._data[:num_bytes]
 
 
 class Assistant:
@@ -295,7 +285,7 @@ class Assistant:
             self._groups[module.group] = _BaseGroup(module.in_features, num_out, module.kind is ModuleKind.EMBEDDING)
         for compiled in (lora_kernel, product_kernel, gather_kernel):
             compiled()  # now, not within a step
-        self._inputs = _Inputs()
+        self._inputs = GrowingMemory(stream)
         self._serve = serve
         self._workers = [self._new_worker() for _ in range(num_workers or count_workers())]
         self._supervisor = Supervisor(exchange_limit_s)

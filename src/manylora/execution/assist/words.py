@@ -30,7 +30,6 @@ __all__ = [
     "RESULT_BYTES",
     "TASK_FIELDS",
     "Words",
-    "await_word",
     "is_reached",
     "pause",
     "read_word",
@@ -82,14 +81,6 @@ def pause(spins: int) -> int:
     if spins > SPINS:
         yield_core()
     return spins + 1
-
-
-@njit(types.void(_WORDS, _WORD, _WORD), nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def await_word(words: Words, index: int, number: int) -> None:
-    """Return once a word is at ``number`` or behind it."""
-    spins = 0
-    while not is_reached(np.int64(load_word(words, index)), number):
-        spins = pause(spins)
 
 
 @njit(_WORD(_WORDS, types.int64[:, ::1], _WORD), nogil=True, cache=True)  # type: ignore[untyped-decorator]

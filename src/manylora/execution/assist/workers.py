@@ -38,7 +38,16 @@ from manylora.execution.assist.words import (
 from manylora.execution.kernels.cpu.openmp import Arguments, point_to
 from manylora.execution.machine import count_cores
 
-__all__ = ["EXCHANGE_LIMIT_S", "DeviceStream", "Serve", "Supervisor", "Worker", "WorkerTask", "count_workers"]
+__all__ = [
+    "EXCHANGE_LIMIT_S",
+    "DeviceStream",
+    "GrowingMemory",
+    "Serve",
+    "Supervisor",
+    "Worker",
+    "WorkerTask",
+    "count_workers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +105,20 @@ class DeviceStream(Protocol):
         ...
 
 
+class GrowingMemory:
+    """Host memory for one exchange at a time; it grows, and tasks keep the earlier memory while they use it."""
+
+    def __init__(self, stream: DeviceStream) -> None:
+        self._stream = stream
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, num_bytes: int) -> torch.Tensor:
+        """Return its first bytes."""
+        if self._memory.nbytes < num_bytes:
+            self._memory = self._stream.host_memory(1 << (num_bytes - 1).bit_length())
+        return self._memory[:num_bytes]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerTask:
     """An exchange's work for one worker: kernels that add into a result that was zeroed.
@@ -138,7 +161,7 @@ class Worker:
 
     def __init__(self, stream: DeviceStream, num_tasks: int, serve: Serve = serve) -> None:
         self.words: Words = stream.host_memory(4 * NUM_WORDS).numpy().view(np.uint32)
-        self._result = torch.empty(0, dtype=torch.float32)
+        self.results = GrowingMemory(stream)
         self._stream = stream
         self._tasks = np.zeros((1 << (num_tasks - 1).bit_length(), TASK_FIELDS), np.int64)
         self._posted: list[WorkerTask] = []  # the step's; kept, since a worker that is stuck may read their memory
@@ -164,12 +187,6 @@ class Worker:
     def has_failed(self) -> bool:
         """Whether it missed an exchange of the step; asked between ``end`` and the next ``begin``."""
         return protocol.has_failed(read_word(self.words, DONE), self._number)
-
-    def reserve(self, num_elements: int) -> torch.Tensor:
-        """Return memory of its own for a result; all its results lie in the same, as far as they fit."""
-        if self._result.numel() < num_elements:
-            self._result = self._stream.host_memory(4 << (num_elements - 1).bit_length()).view(torch.float32)
-        return self._result[:num_elements]
 
     def begin(self) -> None:
         """Wake it for a step."""

@@ -94,7 +94,7 @@ class FusedNorm(nn.Module):
     def _launch(
         self, x: torch.Tensor, residual: torch.Tensor | None, inner: FusedNorm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum with ``residual`` (without it, a stand-in) and the norm."""
+        """Return ``x`` plus ``residual``, and the norm of that; without ``residual`` the norm twice."""
         from manylora.execution.kernels.triton import fused as triton_fused
 
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -3,8 +3,8 @@
 ::
 
     checkpoint -> load -> (shard) -> probe -> fuse and pack -> freeze -> BaseWeights
-                                                                           |  export() -> manifest, buffer
-    another process                  manifest, buffer -> attach() -> BaseWeights
+                                                                           |  share_weights
+    another process                     map_weights -> attach() -> BaseWeights
                                                                            |  install()
                                               a module tree without weights -> a model
 
@@ -57,7 +57,7 @@ class BaseWeights:
     ) -> None:
         self.manifest = manifest
         self.memory = memory
-        self._buffer = buffer
+        self.buffer = buffer
         self.tensors: Mapping[str, torch.Tensor] = {
             name: weight for entry in manifest.entries for weight in [map_weight(buffer, entry)] for name in entry.names
         }
@@ -67,7 +67,7 @@ class BaseWeights:
         """Return the weights that another process exported, without a copy.
 
         Args:
-            manifest: From ``export``.
+            manifest: The table.
             buffer: The same memory, mapped here (``SealedMemory.map``, ``DeviceMemory.open``), perhaps read-only.
             memory: That memory, on a GPU.
 
@@ -83,11 +83,7 @@ class BaseWeights:
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self._buffer.device
-
-    def export(self) -> tuple[WeightsManifest, torch.Tensor]:
-        """Return the table and the buffer; ``memory`` is the buffer's handle."""
-        return self.manifest, self._buffer
+        return self.buffer.device
 
     def install(self, model: nn.Module) -> None:
         """Put the weights into a model of the manifest's architecture: tied ones as one parameter.

@@ -24,7 +24,7 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.config import ModelConfig
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import Constraint, SampledToken
-from manylora.execution.device import make_device_ops
+from manylora.execution.device import find_device, make_device_ops
 from manylora.execution.sampling.draw import cut_weights, draw_at, philox_uniform
 from manylora.execution.sampling.grammar import Grammars
 from manylora.execution.sampling.logprobs import finite, most_likely, reportable
@@ -255,11 +255,8 @@ class Sampler:
 
 def make_sampler(config: ModelConfig, base: BaseShape) -> Sampler:
     """Return the sampler of a live engine, with grammars for requests with a constraint."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     grammar = Grammars(config.tokenizer or config.model, base.vocab_size, base.eos_token_ids, revision=config.revision)
-    return Sampler(base.vocab_size, base.eos_token_ids, device, grammar=grammar)
+    return Sampler(base.vocab_size, base.eos_token_ids, find_device(config.device), grammar=grammar)
 
 
 def num_generated(sequence: PlannedSequence) -> int:

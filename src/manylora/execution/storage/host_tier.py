@@ -81,7 +81,7 @@ class HostTier:
     def begin(self, packed: PackedAdapter) -> HostAdapter:
         """Keep an adapter whose image is still empty, and return it; or the kept one, if that is complete."""
         key = packed.version.key
-        if (kept := self._complete(key)) is not None:
+        if (kept := self.get(key)) is not None and kept.arrival.is_complete:
             return kept
         source = image_tensor(packed.image)
         template = make_template(packed.layout, self._directory) if self._directory is not None else None
@@ -92,10 +92,6 @@ class HostTier:
         with self._lock:
             self._adapters[key] = adapter
         return adapter
-
-    def _complete(self, key: AdapterKey) -> HostAdapter | None:
-        adapter = self.get(key)
-        return adapter if adapter is not None and adapter.arrival.is_complete else None
 
     def fail(self, key: AdapterKey, adapter: HostAdapter, error: str) -> None:
         """Forget an adapter that will not be complete, and tell those that wait for it."""
@@ -113,13 +109,3 @@ class HostTier:
         """Drop an adapter and return it; its memory is freed once no copy and no step in flight reads it."""
         with self._lock:
             return self._adapters.pop(key, None)
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._adapters)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all images."""
-        with self._lock:
-            return sum(adapter.image.nbytes for adapter in self._adapters.values())

@@ -11,7 +11,7 @@ memory, the load is even whatever the ranks, and no two threads write the same n
              |----- thread 0 -----|----- thread 1 -----|
 
 Rows of a matrix are read one after another, never side by side: a processor prefetches one stream at twice the speed of
-four. The weights two rows further on, in this piece or the next, are prefetched (``streams``). Weights of 16 bits are
+four. The weights two rows further on, in this piece or the next, are prefetched (``loops``). Weights of 16 bits are
 widened in registers.
 
 LoRA of an embedding (``gather``) is small and runs on one thread: A ``[rank, vocab]`` is gathered at the tokens, then
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
+from manylora.execution.kernels.cpu.loops import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.kernels.cpu.openmp import (
     FAST_MATH,
     Arguments,
@@ -37,7 +38,6 @@ from manylora.execution.kernels.cpu.openmp import (
     num_threads,
     thread_num,
 )
-from manylora.execution.kernels.cpu.streams import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.kernels.cpu.tables import (
     BEGIN,
     COLUMN,

@@ -10,7 +10,7 @@ wait for one another::
     block    x [rows, in]  ->  shrunk [rows, rank]  ->  out [rows, columns]
 
 Weights go through a *panel*: a few rows of A, or some columns of B^T, copied close together, widened if they have 16
-bits, and read by every row of the block (``tiles``). Outputs are walked in runs of a kilobyte: they come from memory,
+bits, and read by every row of the block (``loops``). Outputs are walked in runs of a kilobyte: they come from memory,
 and a processor prefetches along a row but not from row to row.
 """
 
@@ -25,6 +25,16 @@ import numpy as np
 import torch
 from numba import carray, njit
 
+from manylora.execution.kernels.cpu.loops import (
+    AXPY_ROWS,
+    AXPY_WIDTH,
+    DOT_RANKS,
+    DOT_ROWS,
+    axpy_row,
+    axpy_tile,
+    dot_row,
+    dot_tile,
+)
 from manylora.execution.kernels.cpu.lora import LoraTables, lora_arguments, lora_kernel, make_tables
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Arguments, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import (
@@ -40,16 +50,6 @@ from manylora.execution.kernels.cpu.tables import (
     Table,
     before,
     share,
-)
-from manylora.execution.kernels.cpu.tiles import (
-    AXPY_ROWS,
-    AXPY_WIDTH,
-    DOT_RANKS,
-    DOT_ROWS,
-    axpy_row,
-    axpy_tile,
-    dot_row,
-    dot_tile,
 )
 from manylora.execution.kernels.cpu.vectors import LANES, as_float32, typed_views
 from manylora.execution.storage.resident import AdapterRows

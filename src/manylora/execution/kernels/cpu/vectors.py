@@ -1,7 +1,7 @@
 """Vectors of the processor in compiled loops: loading, widening, multiplying and adding them.
 
 numba compiles scalar loops and leaves vectors to LLVM. Where that is not enough (a block of sums that must stay in
-registers, or a prefetched stream), ``streams`` and ``tiles`` build the innermost loop in LLVM's language from these
+registers, or a prefetched stream), ``loops`` builds the innermost loop in LLVM's language from these
 functions.
 
 numba has no bfloat16 and no float16 on a CPU, so arrays hold their bits: as uint16 for bfloat16, as int16 for float16.

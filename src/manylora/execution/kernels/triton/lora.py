@@ -121,6 +121,16 @@ def shrink(
         tl.store(target + (first_rank + ranks)[None, :], total, mask=is_row & is_rank)
 
 
+@triton.jit
+def sum_partials(places, mask, num_planes, split_stride, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the sum of all planes and splits of ``x A^T`` at ``places``, always in the same order."""
+    total = tl.zeros((BLOCK_M, _TILE_ROWS), tl.float32)
+    for plane in range(num_planes):
+        for split in tl.static_range(SPLITS):
+            total += tl.load(places + (plane * SPLITS + split) * split_stride, mask=mask, other=0.0)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_column_blocks", "group", "line", "rank_stride", "split_stride"])
 def expand(
     out,
@@ -144,8 +154,7 @@ def expand(
 
     ``columns`` lists blocks of its columns: (module, first column in it, columns of it, its place in ``out``).
     """
-    rows = tl.arange(0, BLOCK_M)
-    ranks = tl.arange(0, _TILE_ROWS)
+    rows, ranks = tl.arange(0, BLOCK_M), tl.arange(0, _TILE_ROWS)
     num_items = tl.load(step).to(tl.int32) * num_column_blocks
     num_padded = tl.load(sizes + 2 * group + 1)
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -161,8 +170,7 @@ def expand(
             first_col = tl.multiple_of(tl.load(place + 1), BLOCK_N)
             own_cols = first_col + tl.arange(0, BLOCK_N)
             width = tl.multiple_of(tl.load(place + 2), ALIGN)
-            is_col = own_cols < width
-            is_row = (rows < num_rows)[:, None]
+            is_row, is_col = (rows < num_rows)[:, None], own_cols < width
             sums = partials + (first_row + rows)[:, None] * rank_stride
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for number_of_tile in range(tl.maximum(num_tiles, num_padded)):
@@ -170,12 +178,8 @@ def expand(
                 weight = tl.multiple_of(tl.load(tile), ALIGN)
                 first_rank, num_ranks = tl.load(tile + 1), tl.load(tile + 2)
                 is_rank = (ranks < num_ranks) & (number_of_tile < num_tiles)
-                shrunk = tl.zeros((BLOCK_M, _TILE_ROWS), tl.float32)
                 places = sums + (first_rank + ranks)[None, :]
-                for plane in range(num_planes):
-                    for split in tl.static_range(SPLITS):
-                        partial = places + (plane * SPLITS + split) * split_stride
-                        shrunk += tl.load(partial, mask=is_row & is_rank[None, :], other=0.0)
+                shrunk = sum_partials(places, is_row & is_rank[None, :], num_planes, split_stride, SPLITS, BLOCK_M)
                 w_rows = pool + weight + ranks[:, None] * width + own_cols[None, :]
                 inside = is_col
                 if ALIGN == 1:  # only then may a matrix be divided into ranges of columns
@@ -184,12 +188,8 @@ def expand(
                     inside = is_col & (own_cols >= col) & (own_cols < col + num_cols)
                 weights = tl.load(w_rows, mask=is_rank[:, None] & inside[None, :], other=0.0)
                 total = tl.dot(shrunk.to(weights.dtype), weights, total, input_precision="ieee")
-            target = (
-                out
-                + (first_row + rows)[:, None] * out_stride
-                + tl.multiple_of(tl.load(place + 3), ALIGN)
-                + own_cols[None, :]
-            )
+            first_out = tl.multiple_of(tl.load(place + 3), ALIGN)
+            target = out + (first_row + rows)[:, None] * out_stride + first_out + own_cols[None, :]
             mask = is_row & is_col[None, :]
             tl.store(target, (tl.load(target, mask=mask, other=0.0) + total).to(out.dtype.element_ty), mask=mask)
 
