@@ -96,7 +96,6 @@ def _synthetic_version(index: int) -> AdapterVersion:
         key=AdapterKey(f"{index:032x}"),
         source="",
         rank=8,
-        total_rank=8,
         num_modules=1,
         target_modules=("q_proj",),
         num_pages=num_pages,

@@ -128,7 +128,6 @@ class Clairvoyant:
         wanted = int(self._plan[place]) if place < len(self._plan) else 1
         return ScalingDecision(
             num_wanted=wanted,
-            num_needed=wanted,
             rate=0.0,
             ahead=0.0,
             safe_rate=self._rate,

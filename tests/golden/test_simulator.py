@@ -48,7 +48,6 @@ def synthetic_version(index: int) -> AdapterVersion:
         key=AdapterKey(f"{index:032x}"),
         source=f"a{index}",
         rank=num_pages,
-        total_rank=num_pages,
         num_modules=1,
         target_modules=("q_proj",),
         num_pages=num_pages,

@@ -39,7 +39,6 @@ def version(dims: ModelDims, rank: int) -> AdapterVersion:
         key=AdapterKey(f"{dims.name}/{rank}"),
         source="",
         rank=rank,
-        total_rank=rank * len(ranks),
         num_modules=len(ranks),
         target_modules=ATTENTION_TARGETS,
         num_pages=layout.num_pages,

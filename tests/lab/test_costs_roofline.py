@@ -149,7 +149,6 @@ def test_loads_go_by_disk_or_by_link() -> None:
         key=AdapterKey("a"),
         source="",
         rank=32,
-        total_rank=32 * 128,
         num_modules=128,
         target_modules=(),
         num_pages=8,

@@ -81,7 +81,6 @@ def version(key: str, num_pages: int = 2, rank: int = 8) -> AdapterVersion:
         key=AdapterKey(key),
         source=f"/adapters/{key}",
         rank=rank,
-        total_rank=rank,
         num_modules=1,
         target_modules=("q_proj",),
         num_pages=num_pages,

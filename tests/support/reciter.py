@@ -76,7 +76,6 @@ class ReciterReader:
             key=AdapterKey(config["letter"] + hashlib.sha256(file.read_bytes()).hexdigest()[:15]),
             source=path,
             rank=config["rank"],
-            total_rank=config["rank"],
             num_modules=1,
             target_modules=("q_proj",),
             num_pages=config["num_pages"],

@@ -356,7 +356,6 @@ class AdapterVersion:
         key: Content hash, or a provisional key.
         source: Directory from which it is read, and read again.
         rank: Largest rank over its modules.
-        total_rank: Sum of the ranks of its modules: the work of an unpadded kernel.
         num_modules: Modules it changes.
         target_modules: Their distinct last names, sorted (``q_proj``, ``down_proj`` ...).
         num_pages: Its device pages.
@@ -374,7 +373,6 @@ class AdapterVersion:
     key: AdapterKey
     source: str
     rank: int
-    total_rank: int
     num_modules: int
     target_modules: tuple[str, ...]
     num_pages: int

@@ -111,7 +111,6 @@ class Choice(Generic[M]):
             adapter=model or None,
             rank=self._ranks.get(model, 0),
             num_prompt_tokens=num_prompt_tokens,
-            most_tokens=None,
         )
         return Ticket(chosen, sent)
 

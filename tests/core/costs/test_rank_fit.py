@@ -5,23 +5,26 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from harness import make_rig, request
 
+from manylora.core.costs import rank_fit
 from manylora.core.costs.features import StepFeatures
-from manylora.core.costs.rank_fit import LEAST_STEPS, RankFit, RankLoad, StepFit, model_of
+from manylora.core.costs.online import StepLoad
+from manylora.core.costs.rank_fit import LEAST_STEPS, RankFit, StepFit, model_of
 from manylora.core.costs.step_model import PRIOR, TOKEN_KNOTS, StepModel
 from manylora.lab.costs.roofline import RooflineCost
 
 DECODE = (0.03, 2e-4, 1e-6, 3e-6)
 
 
-def decode_load(rng: Random) -> tuple[RankLoad, list[int]]:
+def decode_load(rng: Random) -> tuple[StepLoad, list[int]]:
     """Return a decode step of random requests, and their ranks."""
     ranks = [rng.choice((0, 8, 16, 32, 64)) for _ in range(rng.randint(1, 32))]
     num, adapted = len(ranks), sum(rank > 0 for rank in ranks)
-    return RankLoad(num, num, sum(rng.randint(50, 900) for _ in ranks), adapted, sum(ranks), max(ranks)), ranks
+    return StepLoad(num, num, sum(rng.randint(50, 900) for _ in ranks), adapted, sum(ranks), max(ranks)), ranks
 
 
-def decode_s(load: RankLoad, *, is_padded: bool) -> float:
+def decode_s(load: StepLoad, *, is_padded: bool) -> float:
     step_s, request_s, context_s, rank_s = DECODE
     rank = load.num_adapted * load.max_rank if is_padded else load.sum_rank
     return step_s + request_s * load.num_tokens + context_s * load.context + rank_s * rank
@@ -74,7 +77,7 @@ def test_nothing_is_claimed_of_few_steps_or_of_steps_that_never_vary():
         fit.observe(decode_load(rng)[0], 0.03)
     assert fit.fits() == () and model_of(()) is None
     for _ in range(200):
-        fit.observe(RankLoad(4, 4, 400, 4, 32, 8), 0.03)
+        fit.observe(StepLoad(4, 4, 400, 4, 32, 8), 0.03)
     assert all(one.coefficients and min(one.coefficients) >= 0 for one in fit.fits())
 
 
@@ -108,7 +111,7 @@ def test_both_phases_of_a_simulated_device_are_explained(kernel: str, family: st
             num_ranks=4,
         )
         rows = num_decodes + tokens
-        load = RankLoad(rows, num_decodes + len(prompts), context + tokens, rows, sum(ranks) + row_rank, step.max_rank)
+        load = StepLoad(rows, num_decodes + len(prompts), context + tokens, rows, sum(ranks) + row_rank, step.max_rank)
         fit.observe(load, sum(cost.price(step)) * rng.uniform(0.99, 1.01))
     found = fits_of(fit)
     assert found["decode", family].r2_out > 0.96
@@ -134,3 +137,14 @@ def test_a_prompt_costs_by_the_tokens_beyond_each_knot():
     assert model.prefill_s(50, 0, 0, 0, 0) == 51
     assert model.prefill_s(130, 0, 0, 0, 0) == 1 + 130 + 660 + 200
     assert model.prefill_s(10, 0, 5, 7, 3) == 1 + 10 + 2 * 15
+
+
+def test_an_engine_fits_to_the_kv_that_a_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens count once, though they count as computed from the launch on."""
+    monkeypatch.setattr(rank_fit, "EVERY", 1)
+    rig = make_rig()
+    seen: list[StepLoad] = []
+    monkeypatch.setattr(RankFit, "observe", lambda fit, load, seconds: seen.append(load))
+    rig.add(request("a", num_prompt=9, max_tokens=3), request("b", num_prompt=4, max_tokens=2))
+    rig.drain()
+    assert [(load.num_tokens, load.context) for load in seen] == [(13, 13), (2, 10 + 5), (1, 11)]

@@ -19,18 +19,23 @@ from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
 PRICES = (0.004, 3e-4, 2e-6, 4e-7)
 
 
+def load_of(num_tokens: int, sum_rank: int, context: int) -> StepLoad:
+    return StepLoad(num_tokens, 1, context, num_tokens, sum_rank, 128)
+
+
 def teach(costs: OnlineCosts, prices: tuple[float, ...] = PRICES, num_steps: int = 300) -> None:
     rng = random.Random(1)
     for _ in range(num_steps):
         tokens = rng.randint(16, 800)
-        load = StepLoad(1.0, tokens, tokens * rng.uniform(8, 100), rng.uniform(1e3, 3e4))
-        costs.observe(load, sum(value * price for value, price in zip(load, prices, strict=True)))
+        load = load_of(tokens, int(tokens * rng.uniform(8, 100)), int(rng.uniform(1e3, 3e4)))
+        quantities = 1, load.num_tokens, load.sum_rank, load.context
+        costs.observe(load, sum(value * price for value, price in zip(quantities, prices, strict=True)))
 
 
 def test_costs_are_learnt_from_steps():
     costs = OnlineCosts()
     teach(costs)
-    load = StepLoad(1.0, 600.0, 600.0 * 64, 20_000.0)
+    load = load_of(600, 600 * 64, 20_000)
     assert costs.step_s(load) == pytest.approx(0.004 + 0.18 + 0.0768 + 0.008, rel=0.05)
     assert costs.token_s(128) == pytest.approx(3e-4 + 128 * 2e-6, rel=0.1)
 
@@ -68,7 +73,7 @@ def test_a_budget_is_cut_by_rank():
         budget.spend(one, num_tokens)
         assert budget.is_spent
         rooms.append(num_tokens)
-        load = StepLoad(1.0, num_tokens, num_tokens * one.version.rank, num_tokens)
+        load = load_of(num_tokens, num_tokens * one.version.rank, num_tokens)
         assert costs.step_s(load) == pytest.approx(0.1, rel=0.05)
     assert rooms[0] > 1.5 * rooms[1]
 
@@ -76,7 +81,7 @@ def test_a_budget_is_cut_by_rank():
 def test_prompts_keep_a_share_however_many_decode():
     costs = OnlineCosts()
     teach(costs)
-    budget = StepBudget(2000, costs, StepLoad(1.0, 5000.0, 0.0, 0.0), 0.1)
+    budget = StepBudget(2000, costs, load_of(5000, 0, 0), 0.1)
     assert not budget.is_spent
     assert budget.room_for(sequence(0, num_prompt=400)) >= LEAST_TOKENS
 

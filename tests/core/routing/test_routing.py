@@ -36,7 +36,7 @@ def replica(*ranks: int, adapter: str | None = None, steps: StepModel = STEPS) -
     view = ReplicaView()
     view.learn(ReplicaReport(steps=steps))
     for rank in ranks:
-        sent = Sent(replica=0, adapter=adapter, rank=rank, num_prompt_tokens=10, most_tokens=None)
+        sent = Sent(replica=0, adapter=adapter, rank=rank, num_prompt_tokens=10)
         view.add(sent)
         view.start(sent)
     return view

@@ -204,7 +204,7 @@ def test_the_least_loaded_is_drained_and_the_hottest_adapters_are_named() -> Non
 
     def send(replica: int, adapter: str, num: int) -> None:
         for _ in range(num):
-            views[replica].add(Sent(replica=replica, adapter=adapter, rank=8, num_prompt_tokens=9, most_tokens=None))
+            views[replica].add(Sent(replica=replica, adapter=adapter, rank=8, num_prompt_tokens=9))
 
     send(0, "a", 3)
     send(1, "b", 2)

@@ -43,7 +43,6 @@ class Reader:
             key=AdapterKey(file.read_text()),
             source=path,
             rank=8,
-            total_rank=8,
             num_modules=1,
             target_modules=("q_proj",),
             num_pages=1,

@@ -338,7 +338,6 @@ def make_version(
         key=AdapterKey(key),
         source=source,
         rank=max(part.rank for part in modules),
-        total_rank=sum(part.rank for part in modules),
         num_modules=len(modules),
         target_modules=tuple(sorted({part.module.name.rpartition(".")[2] for part in modules})),
         num_pages=layout.num_pages,

@@ -70,6 +70,9 @@ class _Function(NamedTuple):
     call: Callable[..., object]
 
 
+_EXECUTES = "holds more than tensors, and is not executed"
+
+
 def run_pickle(program: bytes, find_storage: Callable[[str], tuple[int, int]]) -> object:
     """Return the object that a pickle describes, with tensors as windows.
 
@@ -81,66 +84,91 @@ def run_pickle(program: bytes, find_storage: Callable[[str], tuple[int, int]]) -
         NotTensorsError: It holds more than tensors by name.
         Exception: It is damaged.
     """
-    return _Machine(find_storage).run(program)
+    machine = _Machine(find_storage)
+    for number, (opcode, argument, _) in enumerate(genops(program)):
+        if number >= MAX_OPCODES:
+            raise ValueError(f"it has more than {MAX_OPCODES} opcodes")
+        if opcode.name == "STOP":
+            break
+        machine.act(opcode.name, argument)
+    (result,) = machine.stack
+    return result
 
 
 class _Machine:
-    """A stack, marks on it, and a memo."""
+    """A stack, marks on it, and a memo; it knows the opcodes of protocol 2 that PyTorch writes."""
 
     def __init__(self, find_storage: Callable[[str], tuple[int, int]]) -> None:
+        self.stack: list[Any] = []
         self._find = find_storage
-        self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, object] = {}
         self._storages: dict[str, Storage] = {}
 
-    def run(self, program: bytes) -> object:
-        for number, (opcode, argument, _) in enumerate(genops(program)):
-            if number >= MAX_OPCODES:
-                raise ValueError(f"it has more than {MAX_OPCODES} opcodes")
-            if opcode.name == "STOP":
-                break
-            act = _ACTIONS.get(opcode.name)
-            if act is None:
-                raise NotTensorsError("holds more than tensors, and is not executed")
-            act(self, argument)
-        (result,) = self._stack
-        return result
+    def act(self, opcode: str, argument: Any) -> None:
+        push = self.stack.append
+        match opcode:  # the most frequent ones first
+            case "BINPUT" | "LONG_BINPUT":
+                if argument > MAX_OPCODES:
+                    raise ValueError("its memo is too large")
+                self._memo[argument] = self.stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                push(self._memo[argument])
+            case "BININT1" | "BININT" | "BININT2" | "LONG1" | "BINFLOAT":
+                push(argument)
+            case "BINUNICODE" | "SHORT_BINSTRING" | "BINSTRING":
+                push(argument)
+            case "MARK":
+                self._marks.append(len(self.stack))
+            case "TUPLE":
+                push(tuple(self._pop_to_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                push(tuple(self._pop(int(opcode[-1]))))
+            case "NEWTRUE" | "NEWFALSE" | "NONE" | "EMPTY_TUPLE":
+                push({"NEWTRUE": True, "NEWFALSE": False, "NONE": None, "EMPTY_TUPLE": ()}[opcode])
+            case "BINPERSID":
+                push(self._storage(self.stack.pop()))
+            case "GLOBAL":
+                push(_global(argument))
+            case "REDUCE":
+                push(_call(*self._pop(2)))
+            case "SETITEMS" | "SETITEM":
+                self._set_items(self._pop_to_mark() if opcode == "SETITEMS" else self._pop(2))
+            case "EMPTY_DICT":
+                push({})
+            case "EMPTY_LIST":
+                push([])
+            case "APPENDS" | "APPEND":
+                values = self._pop_to_mark() if opcode == "APPENDS" else self._pop(1)
+                if type(self.stack[-1]) is not list:
+                    raise ValueError("it appends to an object that is no list")
+                self.stack[-1] += values
+            case "BUILD":  # the state of a dictionary, where PyTorch keeps versions of modules
+                self.stack.pop()
+                if type(self.stack[-1]) is not dict:
+                    raise ValueError("it sets the state of an object that has none")
+            case "PROTO":
+                pass
+            case _:
+                raise NotTensorsError(_EXECUTES)
 
-    def push(self, value: object) -> None:
-        self._stack.append(value)
-
-    def pop_to_mark(self) -> list[Any]:
-        first = self._marks.pop()
-        if first > len(self._stack):
-            raise ValueError("a mark lies above the stack")
-        values = self._stack[first:]
-        del self._stack[first:]
-        return values
-
-    def mark(self, _: object) -> None:
-        self._marks.append(len(self._stack))
-
-    def tuple_of(self, num: int) -> None:
-        values = tuple(self._stack[len(self._stack) - num :]) if num else ()
+    def _pop(self, num: int) -> list[Any]:
+        values = self.stack[-num:]
         if len(values) != num:
             raise ValueError("the stack is too short")
-        del self._stack[len(self._stack) - num :]
-        self.push(values)
+        del self.stack[-num:]
+        return values
 
-    def put(self, index: int) -> None:
-        if index > MAX_OPCODES:
-            raise ValueError("its memo is too large")
-        self._memo[index] = self._stack[-1]
+    def _pop_to_mark(self) -> list[Any]:
+        first = self._marks.pop()
+        if first > len(self.stack):
+            raise ValueError("a mark lies above the stack")
+        values = self.stack[first:]
+        del self.stack[first:]
+        return values
 
-    def extend(self, values: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not list:
-            raise ValueError("it appends to an object that is no list")
-        target += values
-
-    def set_items(self, values: list[Any]) -> None:
-        target = self._stack[-1]
+    def _set_items(self, values: list[Any]) -> None:
+        target = self.stack[-1]
         if type(target) is not dict or len(values) % 2:
             raise ValueError("it sets items of an object that has none")
         for key, value in zip(values[::2], values[1::2], strict=True):
@@ -148,44 +176,31 @@ class _Machine:
                 raise NotTensorsError(f"holds more than tensors by name: a {type(key).__name__}")
             target[key] = value
 
-    def append(self, _: object) -> None:
-        self.extend([self._stack.pop()])
-
-    def set_item(self, _: object) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self.set_items([key, value])
-
-    def load_global(self, name: str) -> None:
-        module, _, attribute = name.partition(" ")
-        if module in ("torch", "torch.storage") and attribute in STORAGES:
-            self.push(STORAGES[attribute])
-        elif (function := _FUNCTIONS.get((module, attribute))) is not None:
-            self.push(_Function(function))
-        else:
-            raise NotTensorsError("holds more than tensors, and is not executed")
-
-    def reduce(self, _: object) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
-        if type(function) is not _Function or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
-            raise NotTensorsError("holds more than tensors, and is not executed")
-        self.push(function.call(*arguments))
-
-    def build(self, _: object) -> None:
-        """Pass over the state of a dictionary, where PyTorch keeps versions of modules."""
-        self._stack.pop()
-        if type(self._stack[-1]) is not dict:
-            raise ValueError("it sets the state of an object that has none")
-
-    def load_storage(self, _: object) -> None:
-        """Push the storage that ``('storage', type, key, place, number of elements)`` names."""
-        kind, dtype, key = self._stack.pop()[:3]
+    def _storage(self, named: Any) -> Storage:
+        """Return the storage that ``('storage', type, key, place, number of elements)`` names."""
+        kind, dtype, key = named[:3]
         if kind != "storage" or dtype not in STORAGES.values() or type(key) is not str:
             raise ValueError("it refers to an object that is no storage")
         if key not in self._storages:
             self._storages[key] = Storage(dtype, self._find(key))
         if self._storages[key].dtype != dtype:
             raise ValueError("a storage has two types")
-        self.push(self._storages[key])
+        return self._storages[key]
+
+
+def _global(name: str) -> str | _Function:
+    module, _, attribute = name.partition(" ")
+    if module in ("torch", "torch.storage") and attribute in STORAGES:
+        return STORAGES[attribute]
+    if (function := _FUNCTIONS.get((module, attribute))) is None:
+        raise NotTensorsError(_EXECUTES)
+    return _Function(function)
+
+
+def _call(function: object, arguments: object) -> object:
+    if type(function) is not _Function or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+        raise NotTensorsError(_EXECUTES)
+    return function.call(*arguments)
 
 
 def _window(storage: object, offset: object, shape: Any, strides: Any, *_: object) -> StorageWindow:
@@ -200,7 +215,7 @@ def _window(storage: object, offset: object, shape: Any, strides: Any, *_: objec
 def _empty_dict(*arguments: object) -> dict[str, object]:
     """Begin an ``OrderedDict``, whose items follow; ``dict`` itself would copy a list of any length."""
     if arguments:
-        raise NotTensorsError("holds more than tensors, and is not executed")
+        raise NotTensorsError(_EXECUTES)
     return {}
 
 
@@ -216,39 +231,3 @@ _FUNCTIONS: Mapping[tuple[str, str], Callable[..., object]] = {
     ("torch.serialization", "_get_layout"): _other,
     ("torch", "Size"): _other,
 }
-
-_ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
-    "PROTO": lambda machine, _: None,
-    "MARK": _Machine.mark,
-    "GLOBAL": _Machine.load_global,
-    "REDUCE": _Machine.reduce,
-    "BUILD": _Machine.build,
-    "BINPERSID": _Machine.load_storage,
-    "NONE": lambda machine, _: machine.push(None),
-    "NEWTRUE": lambda machine, _: machine.push(True),
-    "NEWFALSE": lambda machine, _: machine.push(False),
-    "BININT": _Machine.push,
-    "BININT1": _Machine.push,
-    "BININT2": _Machine.push,
-    "LONG1": _Machine.push,
-    "BINFLOAT": _Machine.push,
-    "BINUNICODE": _Machine.push,
-    "SHORT_BINSTRING": _Machine.push,
-    "BINSTRING": _Machine.push,
-    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
-    "TUPLE": lambda machine, _: machine.push(tuple(machine.pop_to_mark())),
-    "TUPLE1": lambda machine, _: machine.tuple_of(1),
-    "TUPLE2": lambda machine, _: machine.tuple_of(2),
-    "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "APPEND": _Machine.append,
-    "APPENDS": lambda machine, _: machine.extend(machine.pop_to_mark()),
-    "EMPTY_DICT": lambda machine, _: machine.push({}),
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "BINGET": lambda machine, index: machine.push(machine._memo[index]),
-    "LONG_BINGET": lambda machine, index: machine.push(machine._memo[index]),
-}
-"""The opcodes of protocol 2 that PyTorch writes."""

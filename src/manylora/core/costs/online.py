@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from manylora.core.scheduling import Sequence
 
-__all__ = ["ONE_STEP", "OnlineCosts", "StepLoad", "solve_nonnegative"]
+__all__ = ["OnlineCosts", "StepLoad", "solve_nonnegative"]
 
 FADE = 0.99
 """Factor on the weight of earlier steps with every usual step: a memory of about 100 steps."""
@@ -27,26 +27,46 @@ GUESS_WEIGHT = 0.1
 
 
 class StepLoad(NamedTuple):
-    """The quantities that a step's duration depends on, one per coefficient.
+    """The content of a step before its launch, as far as its duration depends on it.
 
     Args:
-        steps: 1, for the fixed cost of a step.
-        tokens: Tokens in the step.
-        row_rank: Sum of the adapter's rank over the tokens.
-        context: Tokens of KV that are read.
+        num_tokens: Tokens in the step.
+        num_sequences: Sequences in it.
+        context: Tokens of KV that it reads, its own included.
+        num_adapted: Tokens with an adapter.
+        sum_rank: Sum of ranks over tokens.
+        max_rank: Largest rank.
     """
 
-    steps: float
-    tokens: float
-    row_rank: float
-    context: float
+    num_tokens: int
+    num_sequences: int
+    context: int
+    num_adapted: int
+    sum_rank: int
+    max_rank: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has one token."""
+        return self.num_tokens == self.num_sequences
+
+    @classmethod
+    def of(cls, planned: Iterable[tuple[Sequence, int]]) -> StepLoad:
+        """Return the load of sequences with their numbers of tokens."""
+        num_all = num_sequences = context = num_adapted = sum_rank = max_rank = 0
+        for sequence, num_tokens in planned:
+            num_all += num_tokens
+            num_sequences += 1
+            context += sequence.num_computed + num_tokens
+            if (rank := sequence.rank) > 0:
+                num_adapted += num_tokens
+                sum_rank += num_tokens * rank
+                max_rank = max(max_rank, rank)
+        return cls(num_all, num_sequences, context, num_adapted, sum_rank, max_rank)
 
 
-ONE_STEP = StepLoad(1.0, 0.0, 0.0, 0.0)
-"""A step without tokens: its fixed cost."""
-
-USUAL = StepLoad(1.0, 512.0, 512.0 * 32.0, 16_384.0)
-"""A usual step. Features are in these units, for numerical stability."""
+USUAL = (1.0, 512.0, 512.0 * 32.0, 16_384.0)
+"""A usual step: 1, its tokens, its sum of ranks, its context. Features are in these units, for numerical stability."""
 
 GUESS = (0.005, 512 * 1.5e-4, 0.0, 0.005)
 """Seconds of a usual step, by quantity: a 7B model on a data-centre GPU."""
@@ -63,9 +83,9 @@ class OnlineCosts:
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn the duration of a step."""
-        weight = min(1.0, load.tokens / USUAL.tokens)
+        weight = min(1.0, load.num_tokens / USUAL[1])
         faded = FADE**weight
-        features = [value / usual for value, usual in zip(load, USUAL, strict=True)]
+        features = [value / usual for value, usual in zip(_quantities(load), USUAL, strict=True)]
         for row, one in enumerate(features):
             sums = self._gram[row]
             for column, other in enumerate(features):
@@ -78,7 +98,7 @@ class OnlineCosts:
 
     def step_s(self, load: StepLoad) -> float:
         """Return the duration of a step, in seconds."""
-        return sum([value * price for value, price in zip(load, self._coefficients, strict=True)])
+        return sum([value * price for value, price in zip(_quantities(load), self._coefficients, strict=True)])
 
     def token_s(self, rank: int) -> float:
         """Return the seconds that one more prompt token adds to a step; ``rank`` is its adapter's, 0 for the base."""
@@ -88,19 +108,11 @@ class OnlineCosts:
     def prompt_s(self, sequence: Sequence) -> float:
         """Return the seconds that a sequence's tokens without KV add to steps; above 0."""
         self.is_asked = True
-        rank = sequence.version.rank if sequence.version else 0
-        return max(1e-6, sequence.num_to_run * self.token_s(rank))
+        return max(1e-6, sequence.num_to_run * self.token_s(sequence.rank))
 
-    @staticmethod
-    def load_of(planned: Iterable[tuple[Sequence, int]]) -> StepLoad:
-        """Return the load of sequences with their numbers of tokens."""
-        tokens = row_rank = context = 0
-        for sequence, num_tokens in planned:
-            tokens += num_tokens
-            context += sequence.num_computed + num_tokens
-            if sequence.version is not None:
-                row_rank += num_tokens * sequence.version.rank
-        return StepLoad(1.0, tokens, row_rank, context)
+
+def _quantities(load: StepLoad) -> tuple[float, ...]:
+    return 1.0, load.num_tokens, load.sum_rank, load.context
 
 
 def _per_unit(usual: list[float]) -> tuple[float, float, float, float]:

@@ -2,7 +2,7 @@
 
 ::
 
-    step --every fourth--> RankLoad --observe--> sums of products, fading --fits--> padded    decode, prefill
+    step --every fourth--> StepLoad --observe--> sums of products, fading --fits--> padded    decode, prefill
                                                                                     unpadded  decode, prefill
 
 Both kernel families are fitted to the same steps, so that the errors say which one runs. A step is predicted before it
@@ -16,13 +16,11 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from manylora.core.costs.online import solve_nonnegative
+from manylora.core.costs.online import StepLoad, solve_nonnegative
 from manylora.core.costs.step_model import PRIOR, TOKEN_KNOTS, StepModel
-from manylora.core.scheduling import Sequence
 
-__all__ = ["RankFit", "RankLoad", "StepFit", "model_of"]
+__all__ = ["RankFit", "StepFit", "model_of"]
 
 EVERY = 4
 """One step in this many is observed, so that the cost of a step is not felt."""
@@ -41,46 +39,6 @@ OUTLIER = 3.0
 
 LEAST_STEPS = 48
 """Observed steps from which on a fit is used."""
-
-
-class RankLoad(NamedTuple):
-    """The content of a step as far as it is priced.
-
-    Args:
-        num_tokens: Tokens in the step.
-        num_sequences: Sequences in it.
-        context: Tokens of KV that it reads, its own included.
-        num_adapted: Tokens with an adapter.
-        sum_rank: Sum of ranks over tokens.
-        max_rank: Largest rank.
-    """
-
-    num_tokens: int
-    num_sequences: int
-    context: int
-    num_adapted: int
-    sum_rank: int
-    max_rank: int
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence has one token."""
-        return self.num_tokens == self.num_sequences
-
-    @classmethod
-    def of(cls, planned: Iterable[tuple[Sequence, int]]) -> RankLoad:
-        """Return the load of sequences with their numbers of tokens."""
-        num_all = num_sequences = context = num_adapted = sum_rank = max_rank = 0
-        for sequence, num_tokens in planned:
-            num_all += num_tokens
-            num_sequences += 1
-            context += sequence.num_computed + num_tokens
-            if sequence.version is not None:
-                rank = sequence.version.rank
-                num_adapted += num_tokens
-                sum_rank += num_tokens * rank
-                max_rank = max(max_rank, rank)
-        return cls(num_all, num_sequences, context, num_adapted, sum_rank, max_rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +81,7 @@ class RankFit:
         self._num_seen += 1
         return self._num_seen % EVERY == 0
 
-    def observe(self, load: RankLoad, seconds: float) -> None:
+    def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn the duration of a step."""
         padded, unpadded = load.num_adapted * load.max_rank, load.sum_rank
         if load.is_decode:

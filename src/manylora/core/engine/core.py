@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence as Seq
 
 from manylora.core.config import EngineConfig
-from manylora.core.costs.online import OnlineCosts
-from manylora.core.costs.rank_fit import RankFit, RankLoad
+from manylora.core.costs.online import OnlineCosts, StepLoad
+from manylora.core.costs.rank_fit import RankFit
 from manylora.core.engine.acceptance import Acceptance, arrival_of
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.catalog import AdapterCatalog
@@ -251,10 +251,10 @@ class EngineCore:
             self.queue_wait.stepped(step.began_at, now)
         if not step.is_cold or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s, result.cpu_share):
             self._costs.step.observe(step.num_tokens, took_s)
-            if step.load is not None and step.load.tokens:
+            if step.load is not None and self._step_costs.is_asked:
                 self._step_costs.observe(step.load, took_s)
-            if step.rank_load is not None:
-                self._rank_fit.observe(step.rank_load, took_s)
+            if step.load is not None and step.is_fitted:
+                self._rank_fit.observe(step.load, took_s)
         self._telemetry.emit(StepFinished(now, step.plan.step_id, took_s, len(step.sequences), step.num_tokens))
 
     # -- one turn: launch --------------------------------------------------------------------------------------------
@@ -272,20 +272,21 @@ class EngineCore:
         self._steps.planning()
         if not self._sequences:
             return
-        draft = self._planner.plan(now, is_ahead=num_ahead > 0)
-        if not draft.parts:
+        parts = self._planner.plan(now, is_ahead=num_ahead > 0)
+        if not parts:
             return
-        sequences = [sequence for sequence, _ in draft.parts]
-        num_tokens = sum([num_tokens for _, num_tokens in draft.parts])
+        is_fitted = self._rank_fit.is_due()
+        load = StepLoad.of(parts) if is_fitted or self._step_costs.is_asked else None
+        sequences = [sequence for sequence, _ in parts]
+        num_tokens = sum([num_tokens for _, num_tokens in parts])
         plan = StepPlan(
             step_id=self._telemetry.counters.num_steps + num_ahead,
-            prompt_rows=self._answers.plan_reports(draft.parts) if self._answers.reports else (),
-            sequences=tuple([sequence.launched(num_tokens) for sequence, num_tokens in draft.parts]),
+            prompt_rows=self._answers.plan_reports(parts) if self._answers.reports else (),
+            sequences=tuple([sequence.launched(num_tokens) for sequence, num_tokens in parts]),
             released=self._answers.take_released(),
         )
-        rank_load = RankLoad.of(draft.parts) if self._rank_fit.is_due() else None
         work, is_cold = self._executor.launch(plan, now), bool(self._cache.cold)
-        self._steps.launched(Step(plan, sequences, num_tokens, draft.load, rank_load, work, now, is_cold), now)
+        self._steps.launched(Step(plan, sequences, num_tokens, load, is_fitted, work, now, is_cold), now)
         if self._telemetry.has_sinks:
             num_adapters = len({sequence.adapter for sequence in sequences} - {None})
             self._telemetry.emit(StepLaunched(now, plan.step_id, len(sequences), num_tokens, num_adapters))

@@ -234,10 +234,6 @@ class PageCache:
         """Return the adapters that have pages: those on the device, or loading to it."""
         return self._adapter_pages.keys()
 
-    def adapter_pages(self, key: AdapterKey) -> tuple[int, ...]:
-        """Return the pages of an adapter that is on the device."""
-        return self._adapter_pages[key]
-
     def set_adapter_depth(self, key: AdapterKey, depth: Depth | None, now: float, *, read_bytes: int = 0) -> None:
         """Set the depth of claims that may drop an adapter on the device; with ``None`` it is held.
 

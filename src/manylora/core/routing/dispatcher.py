@@ -60,7 +60,6 @@ class Dispatcher:
             adapter=None if rank is None else request.model,
             rank=rank or 0,
             num_prompt_tokens=len(request.prompt) + (num_answered or 0),
-            most_tokens=request.sampling.max_tokens,
         )
         self._in_flight[request.request_id] = sent
         self._views[replica].add(sent)

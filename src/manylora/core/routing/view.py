@@ -73,7 +73,6 @@ class Sent:
         adapter: Name of the adapter; ``None`` for the base, and for names that no replica knows.
         rank: Rank of the adapter; 0 without one.
         num_prompt_tokens: Tokens of the prompt.
-        most_tokens: Its cap on the answer; ``None`` for none.
         has_started: Whether its first token has come.
     """
 
@@ -81,12 +80,7 @@ class Sent:
     adapter: str | None
     rank: int
     num_prompt_tokens: int
-    most_tokens: int | None
     has_started: bool = False
-
-    def answer_tokens(self, mean: float) -> float:
-        """Return the expected length of the answer."""
-        return mean if self.most_tokens is None else min(mean, self.most_tokens)
 
 
 class StepTimes(NamedTuple):

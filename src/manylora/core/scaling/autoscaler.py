@@ -87,7 +87,6 @@ class ScalingDecision:
 
     Args:
         num_wanted: Replicas that should serve or start.
-        num_needed: Replicas that the forecast needs, with no regard to bounds and stay.
         rate: Present requests per second.
         ahead: Forecast at the end of a start, with margin, in requests per second.
         safe_rate: Requests per second that a replica should take; ``None`` while unknown.
@@ -95,7 +94,6 @@ class ScalingDecision:
     """
 
     num_wanted: int
-    num_needed: int
     rate: float
     ahead: float
     safe_rate: float | None
@@ -178,7 +176,6 @@ class Autoscaler:
         wanted = needed if needed > num_present else min(num_present, floor)
         return ScalingDecision(
             num_wanted=min(policy.max_replicas, max(policy.min_replicas, wanted)),
-            num_needed=needed,
             rate=rate,
             ahead=ahead,
             safe_rate=safe,

@@ -33,7 +33,10 @@ ALL = sys.maxsize
 
 
 class StepComposition(Protocol):
-    """Decides which sequences share a step. It may keep state from step to step, and belongs to one engine."""
+    """Decides which sequences share a step. It may keep state from step to step, and belongs to one engine.
+
+    A class that inherits from it composes as ``mixed`` does, in all that it does not define.
+    """
 
     def most_tokens(self, budget: int, longest: int) -> int:
         """Return the most tokens that a step can hold, for buffers and memory estimates.
@@ -42,7 +45,7 @@ class StepComposition(Protocol):
             budget: Tokens that a step should hold at most.
             longest: Tokens of the longest prompt.
         """
-        ...
+        return budget
 
     def chunk(self, num_tokens: int, room: int) -> int:
         """Return how many tokens of a prompt run in the step.
@@ -51,15 +54,15 @@ class StepComposition(Protocol):
             num_tokens: Tokens of the prompt whose KV is missing.
             room: Those of them that the step has room for.
         """
-        ...
+        return room
 
     def beside_prompts(self, decodes: list[T]) -> list[T]:
         """Return the decoding sequences that run in a step with prompts; the others wait for the next step."""
-        ...
+        return decodes
 
     def may_admit(self) -> bool:
         """Whether waiting sequences may join a step that has work without them."""
-        ...
+        return True
 
     def round_ended(self, *, has_admitted: bool, is_loading: bool) -> bool:
         """Learn the outcome of a round of admission; return whether the step is held back for loads.
@@ -68,50 +71,26 @@ class StepComposition(Protocol):
             has_admitted: A sequence was admitted.
             is_loading: A sequence was not admitted because its adapter is loading.
         """
-        ...
-
-    def step_planned(self) -> None:
-        """Learn that a step was planned and was not held back."""
-        ...
-
-    def most_prefetches(self) -> int:
-        """Return how many loads for waiting sequences an idle link may begin beside the step just planned."""
-        ...
-
-
-class MixedSteps:
-    """Prompts, cut to the step, run beside decoding; sequences join at every step, and copies overlap with steps."""
-
-    def most_tokens(self, budget: int, longest: int) -> int:
-        """Return the budget."""
-        return budget
-
-    def chunk(self, num_tokens: int, room: int) -> int:
-        """Return the room there is."""
-        return room
-
-    def beside_prompts(self, decodes: list[T]) -> list[T]:
-        """Return all of them."""
-        return decodes
-
-    def may_admit(self) -> bool:
-        """Admit at every step."""
-        return True
-
-    def round_ended(self, *, has_admitted: bool, is_loading: bool) -> bool:
-        """Never hold a step back."""
         return False
 
     def step_planned(self) -> None:
-        """Keep no state."""
+        """Learn that a step was planned and was not held back."""
+        return
 
     def most_prefetches(self) -> int:
-        """Begin one, so that a load demanded later waits for at most one copy."""
+        """Return how many loads for waiting sequences an idle link may begin beside the step just planned.
+
+        One, so that a load demanded later waits for at most one copy.
+        """
         return 1
 
 
+class MixedSteps(StepComposition):
+    """Prompts, cut to the step, run beside decoding; sequences join at every step, and copies overlap with steps."""
+
+
 class WholePromptSteps(MixedSteps):
-    """As ``MixedSteps``, but each prompt runs whole: the last one may overshoot the budget."""
+    """Mixed steps in which each prompt runs whole: the last one may overshoot the budget."""
 
     def most_tokens(self, budget: int, longest: int) -> int:
         """Return the budget but for one token, and the longest prompt in its place."""
@@ -172,7 +151,7 @@ class SLoraSteps(SeparatePromptSteps):
 
 
 class ChunkedSLoraSteps(MixedSteps):
-    """As ``MixedSteps``, but a step waits for the adapters of the sequences it was about to admit, as S-LoRA's does."""
+    """Mixed steps that wait for the adapters of the sequences that they were about to admit, as S-LoRA's do."""
 
     def round_ended(self, *, has_admitted: bool, is_loading: bool) -> bool:
         """Hold the step back while an adapter is loading."""

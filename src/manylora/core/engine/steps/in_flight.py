@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass
 
 from manylora.core.costs.online import StepLoad
-from manylora.core.costs.rank_fit import RankLoad
 from manylora.core.engine.steps.plan_ahead import plan_at
 from manylora.core.memory.eviction import LinearCost
 from manylora.core.plan import StepPlan, StepResult
@@ -24,8 +23,8 @@ class Step:
     Args:
         sequences: Its sequences, in the plan's order.
         num_tokens: Tokens that it runs.
-        load: Its size for the cost model, ``None`` while no cost is asked for.
-        rank_load: Its content for the fits of step times, ``None`` for a step that is not observed.
+        load: Its content for cost models, ``None`` for a step that teaches none.
+        is_fitted: Whether the fits of step times learn from it.
         began_at: Time in seconds of its launch, or of the end of the step before it if that is later.
         is_cold: Whether adapters of sequences may be elsewhere than in complete pages.
     """
@@ -34,7 +33,7 @@ class Step:
     sequences: list[Sequence]
     num_tokens: int
     load: StepLoad | None
-    rank_load: RankLoad | None
+    is_fitted: bool
     work: Work
     began_at: float
     is_cold: bool = False

@@ -20,10 +20,9 @@ Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Or
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from manylora.core.config import EngineConfig
-from manylora.core.costs.online import ONE_STEP, OnlineCosts, StepLoad
+from manylora.core.costs.online import OnlineCosts, StepLoad
 from manylora.core.engine.adapters.cold_starts import ColdStarts
 from manylora.core.engine.steps.admission import Admission
 from manylora.core.engine.steps.running import RunningSet
@@ -31,7 +30,7 @@ from manylora.core.memory import Depth, PageCache
 from manylora.core.plan import IN_HOST
 from manylora.core.scheduling import Outcome, Policy, Sequence, SequenceStatus, StepComposition
 
-__all__ = ["StepBudget", "StepDraft", "StepPlanner", "target_s"]
+__all__ = ["StepBudget", "StepPlanner", "target_s"]
 
 ROOMY = 0.25
 """Share of claimable pages above which a step may use its whole target."""
@@ -47,21 +46,6 @@ LEAST_TOKENS = 16
 
 _Planned = tuple[Sequence, int]
 """A sequence and its tokens in the step."""
-
-
-class StepDraft(NamedTuple):
-    """A step before its launch.
-
-    Args:
-        parts: Sequences, each with its number of tokens, in the order of the batch; empty if nothing can run.
-        load: Its size, from which its cost is learned; ``None`` while no cost is asked for.
-    """
-
-    parts: list[_Planned]
-    load: StepLoad | None = None
-
-
-_NOTHING = StepDraft([])
 
 
 class StepPlanner:
@@ -97,8 +81,10 @@ class StepPlanner:
         self._num_seats = min(config.scheduler.max_num_seqs, self._most_tokens)
         self._block_size = config.memory.block_size
 
-    def plan(self, now: float, *, is_ahead: bool = False) -> StepDraft:
-        """Decide the next step.
+    def plan(self, now: float, *, is_ahead: bool = False) -> list[_Planned]:
+        """Return the sequences of the next step, each with its number of tokens, in the order of the batch.
+
+        The list is empty if no sequence can run.
 
         Args:
             now: In seconds.
@@ -108,21 +94,20 @@ class StepPlanner:
         self._admission.again_at = math.inf
         squashed = self._policy.squash(now)
         if squashed and is_ahead:
-            return _NOTHING
+            return []
         for sequence in squashed:
             self._running.squash(sequence, now)
         if is_ahead and not self._running.claim_growth(now):
-            return _NOTHING
+            return []
         composition = self._composition
         decodes, prompts, budget, is_short = self._plan_running(now)
         if not (decodes or prompts) or (composition.may_admit() and not is_short):
             admitted, is_loading = self._admit(budget, now)
             prompts += admitted
             if composition.round_ended(has_admitted=bool(admitted), is_loading=is_loading):
-                return _NOTHING
+                return []
         composition.step_planned()
-        parts = composition.beside_prompts(decodes) + prompts if prompts else decodes
-        return StepDraft(parts, self._costs.load_of(parts) if self._costs.is_asked else None)
+        return composition.beside_prompts(decodes) + prompts if prompts else decodes
 
     def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned], StepBudget, bool]:
         """Plan the tokens of running sequences, oldest first.
@@ -186,7 +171,7 @@ class StepPlanner:
         self._costs.is_asked = True
         claimable_share = self._page_cache.num_claimable(Depth.IDLE) / self._page_cache.allocator.num_pages
         step_s = target_s(self._target_s, claimable_share)
-        return StepBudget(num_tokens, self._costs, self._costs.load_of(beside), step_s)
+        return StepBudget(num_tokens, self._costs, StepLoad.of(beside), step_s)
 
     def _spend(self, sequence: Sequence, budget: StepBudget) -> int:
         """Return how many tokens of a prompt go into the step, and subtract them from the budget."""
@@ -213,18 +198,18 @@ class StepBudget:
 
     Args:
         num_tokens: Tokens left after decoding.
-        decoding: The load of the sequences that decode in the same step.
+        decoding: The load of the sequences that decode in the same step; ``None`` for none.
         step_s: Target duration of the step in seconds; ``None`` for no target.
     """
 
     def __init__(
-        self, num_tokens: int, costs: OnlineCosts, decoding: StepLoad = ONE_STEP, step_s: float | None = None
+        self, num_tokens: int, costs: OnlineCosts, decoding: StepLoad | None = None, step_s: float | None = None
     ) -> None:
         self._num_tokens = num_tokens
         self._costs = costs
         self._seconds: float | None = None
         if step_s is not None:
-            spent_s = costs.step_s(decoding)
+            spent_s = costs.step_s(decoding or StepLoad.of(()))
             self._seconds = max(step_s - spent_s, PROMPT_SHARE * step_s, LEAST_TOKENS * costs.token_s(0))
 
     @property

@@ -1,20 +1,13 @@
-"""Orders of arrival: one that nothing passes, and one in which a request without its adapter holds up no other.
+"""Orders of arrival: strict, which nothing passes, and first in first out, where a missing adapter holds up no other.
 
-First come, first served, without bypassing: a request that cannot run holds up all that came later.
+Under ``strict-fifo`` a request that cannot run holds up all that came later. No request starves: the oldest is first in
+line, and none is offered behind a refused one. Source: S-LoRA's queue, as the baseline of published comparisons;
+``docs/adr/0016`` lists the rest of that baseline.
 
-No request starves: the oldest is first in line, and none is offered behind one that was refused.
-
-Source: S-LoRA's queue, as the baseline of published comparisons; ``docs/adr/0016`` lists the rest of that baseline.
-
-First come, first served, except that a request without its adapter does not hold up those behind it.
-
-A sequence whose adapter is loading is passed by younger ones: it could not run anyway. One that lacks room for its
-adapter, or that the adapter cap keeps out, may be passed a bounded number of times (``waiting.py``). One that lacks
-room for KV is never passed.
-
-No request starves: the oldest is first in line until admitted, and is passed a bounded number of times.
-
-Source: vLLM admits first come, first served. S-LoRA does as well, without bypassing (``fifo.py``).
+Under ``fifo`` a sequence whose adapter is loading is passed by younger ones: it could not run anyway. A sequence that
+lacks room for its adapter, or that the adapter cap keeps out, may be passed a bounded number of times (``waiting.py``).
+A sequence that lacks room for KV is never passed. No request starves: the oldest is first in line until admitted, and
+is passed a bounded number of times. Source: vLLM admits first come, first served.
 """
 
 from __future__ import annotations

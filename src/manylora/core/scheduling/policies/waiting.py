@@ -1,8 +1,4 @@
-"""What policies share: the line of waiting sequences, and the bound on passing in it.
-
-A waiting line: sequences in order of arrival, also after pre-emption.
-
-The bound on bypassing, which every policy that lets requests pass others shares.
+"""The line of waiting sequences, and the bound on passing in it, which all policies share.
 
 A request that was offered and refused may be passed by at most ``MAX_BYPASS`` younger ones. Then the policy admits no
 other until running sequences end and it gets its turn. Waiting for a load does not count: the request could not run
@@ -21,6 +17,10 @@ from manylora.core.scheduling.policy import Outcome
 from manylora.core.scheduling.sequence import Sequence
 
 __all__ = ["LOOK_AHEAD", "MAX_BYPASS", "Bypass", "Line"]
+
+MAX_BYPASS = 64
+LOOK_AHEAD = 256
+"""Most waiting sequences looked at in one step: bounds the cost of a step when thousands wait."""
 
 _BY_ARRIVAL = attrgetter("seq_id")
 
@@ -60,11 +60,6 @@ class Line:
 
     def _place(self, sequence: Sequence) -> int:
         return bisect_left(self._sequences, sequence.seq_id, key=_BY_ARRIVAL)
-
-
-MAX_BYPASS = 64
-LOOK_AHEAD = 256
-"""Most waiting sequences looked at in one step: bounds the cost of a step when thousands wait."""
 
 
 class Bypass:

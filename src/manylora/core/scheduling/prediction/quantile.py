@@ -1,8 +1,10 @@
-"""The default predictor: quantiles of the adapter's own answers, from decaying histograms.
+"""The default predictor: quantiles of the adapter's own answers, and of all answers where it has few.
 
-A decaying histogram of answer lengths, with quantiles conditional on the tokens generated so far.
+The adapter is the task, so its own history is the strongest feature there is, and it costs a dictionary lookup. Lengths
+are kept in decaying histograms, whose bins are a quarter of an octave wide: a quantile is within a tenth of the truth
+from 1 token to a million. The histogram of an adapter is mixed with the global one at the weight of ``PRIOR_COUNT``
+answers: a new adapter starts from the global lengths, and a few dozen answers of its own outweigh them.
 
-Bins are a quarter of an octave wide, so a quantile is within a tenth of the truth from 1 token to a million.
 An answer that ended at its cap was cut off: its length is *at least* that. Such answers count as at risk and not as
 ended (the Kaplan-Meier estimator), so low caps of some requests do not make others look short.
 
@@ -12,12 +14,6 @@ ended (the Kaplan-Meier estimator), so low caps of some requests do not make oth
     cut[b]       weight of answers cut off in bin b
     at risk(b)   all that reached bin b        hazard(b) = ended[b] / at risk(b)
     P(length beyond b | reached a) = product over a..b of (1 - hazard)
-
-The default predictor: quantiles of the adapter's own answers, and of all answers where it has few.
-
-The adapter is the task, so its own history is the strongest feature there is, and it costs a dictionary lookup.
-The histogram of an adapter is mixed with the global one at the weight of ``PRIOR_COUNT`` answers: a new adapter starts
-from the global lengths, and a few dozen answers of its own outweigh them.
 
 The estimate is conditional on the tokens generated so far, so asking again while a request runs refines it: among
 answers that reached this length, half ended before p50.

@@ -53,40 +53,43 @@ class _Entry:
     passed: list[Sequence] = field(default_factory=list)  # older ones of its queue that lacked adapter memory
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChameleonOptions(SizeOptions):
+    """The settings of queues and quotas."""
+
+    queue_criterion: str = option(
+        "elbow",
+        panel="Scheduling",
+        choices=("elbow", "wcss"),
+        help="Under chameleon: criterion for the number of queues; elbow stops where another queue explains little "
+        "more, wcss takes the least sum of squares (in practice always the most queues).",
+    )
+    refresh_s: float = option(
+        300.0,
+        panel="Scheduling",
+        flag="--queue-refresh",
+        unit="s",
+        above=0,
+        help="Under chameleon: time between two plans of queues and quotas.",
+    )
+    slo_s: float | None = option(
+        None,
+        panel="Scheduling",
+        unit="s",
+        above=0,
+        help="Under chameleon: SLO of a request's duration, for quotas; by default five times the mean.",
+    )
+
+
 class ChameleonPolicy:
     """Queues by size, with cut-offs and quotas that follow the load."""
 
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class Options(SizeOptions):
-        """The settings of queues and quotas."""
-
-        queue_criterion: str = option(
-            "elbow",
-            panel="Scheduling",
-            choices=("elbow", "wcss"),
-            help="Under chameleon: criterion for the number of queues; elbow stops where another queue explains little "
-            "more, wcss takes the least sum of squares (in practice always the most queues).",
-        )
-        refresh_s: float = option(
-            300.0,
-            panel="Scheduling",
-            flag="--queue-refresh",
-            unit="s",
-            above=0,
-            help="Under chameleon: time between two plans of queues and quotas.",
-        )
-        slo_s: float | None = option(
-            None,
-            panel="Scheduling",
-            unit="s",
-            above=0,
-            help="Under chameleon: SLO of a request's duration, for quotas; by default five times the mean.",
-        )
+    Options = ChameleonOptions
 
     def __init__(self, context: PolicyContext) -> None:
         self._context = context
         self._config = context.config
-        self._options: ChameleonPolicy.Options = context.options
+        self._options: ChameleonOptions = context.options
         self._total = context.num_pages * context.block_size
         # A request is charged at least a seat's share of the tokens, so that small ones cannot take all seats.
         num_seats = min(context.config.max_num_seqs, context.config.max_num_batched_tokens)
