@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.core.adapters.shape import ELEMENT_BYTES, BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.core.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
 from manylora.core.errors import ConfigError
 from manylora.lab.catalog.dims import ModelDims
 
@@ -132,35 +132,43 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
     Modules are named as in ``transformers`` and PEFT. MLPs of experts take no adapter.
     """
     dims = find_dims(model)
-    num_layers, hidden, inner, dtype = dims.num_layers, dims.hidden_size, dims.intermediate_size, dims.dtype
-    q_size, kv_size = dims.q_size, dims.kv_size
-    modules = [
-        _module("model.embed_tokens", dims.vocab_size, hidden, None, "model.embed_tokens", kind=ModuleKind.EMBEDDING)
+    hidden, inner, q_size, kv_size = dims.hidden_size, dims.intermediate_size, dims.q_size, dims.kv_size
+    linears = [  # name, inputs, outputs, group of modules with one input, place of the outputs in the group
+        ("self_attn.q_proj", hidden, q_size, "self_attn.qkv", 0),
+        ("self_attn.k_proj", hidden, kv_size, "self_attn.qkv", q_size),
+        ("self_attn.v_proj", hidden, kv_size, "self_attn.qkv", q_size + kv_size),
+        ("self_attn.o_proj", q_size, hidden, "self_attn.o_proj", 0),
     ]
-    for layer in range(num_layers):
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        modules += [
-            _module(f"{attention}.q_proj", hidden, q_size, layer, f"{attention}.qkv"),
-            _module(f"{attention}.k_proj", hidden, kv_size, layer, f"{attention}.qkv", q_size),
-            _module(f"{attention}.v_proj", hidden, kv_size, layer, f"{attention}.qkv", q_size + kv_size),
-            _module(f"{attention}.o_proj", q_size, hidden, layer, f"{attention}.o_proj"),
+    if not dims.num_experts:
+        linears += [
+            ("mlp.gate_proj", hidden, inner, "mlp.gate_up", 0),
+            ("mlp.up_proj", hidden, inner, "mlp.gate_up", inner),
+            ("mlp.down_proj", inner, hidden, "mlp.down_proj", 0),
         ]
-        if dims.num_experts:
-            continue
+    modules = [_at_the_end("model.embed_tokens", ModuleKind.EMBEDDING, dims.vocab_size, hidden)]
+    for layer in range(dims.num_layers):
+        prefix = f"model.layers.{layer}."
         modules += [
-            _module(f"{mlp}.gate_proj", hidden, inner, layer, f"{mlp}.gate_up"),
-            _module(f"{mlp}.up_proj", hidden, inner, layer, f"{mlp}.gate_up", inner),
-            _module(f"{mlp}.down_proj", inner, hidden, layer, f"{mlp}.down_proj"),
+            TargetModule(
+                name=prefix + name,
+                kind=ModuleKind.LINEAR,
+                in_features=inputs,
+                out_features=outputs,
+                layer=layer,
+                group=prefix + group,
+                offset=offset,
+            )
+            for name, inputs, outputs, group, offset in linears
         ]
     all_linear = tuple(module.name for module in modules if module.kind is ModuleKind.LINEAR)
-    modules.append(_module("lm_head", hidden, dims.vocab_size, None, "lm_head"))
+    modules.append(_at_the_end("lm_head", ModuleKind.LINEAR, hidden, dims.vocab_size))
     page = PageShape(
         block_size=block_size,
-        num_layers=num_layers,
+        num_layers=dims.num_layers,
         num_kv_heads=dims.num_kv_heads,
         head_dim=dims.head_dim,
-        element_bytes=ELEMENT_BYTES[dtype],
-        dtype=dtype,
+        element_bytes=dims.element_bytes,
+        dtype=dims.dtype,
     )
     return BaseShape(
         name=dims.name,
@@ -168,7 +176,7 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
         fingerprint=hashlib.blake2b(repr((dims.name, modules, page)).encode(), digest_size=16).hexdigest(),
         vocab_size=dims.vocab_size,
         hidden_size=hidden,
-        num_layers=num_layers,
+        num_layers=dims.num_layers,
         max_model_len=dims.max_model_len,
         page=page,
         modules=tuple(modules),
@@ -177,21 +185,8 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
     )
 
 
-def _module(
-    name: str,
-    in_features: int,
-    out_features: int,
-    layer: int | None,
-    group: str,
-    offset: int = 0,
-    kind: ModuleKind = ModuleKind.LINEAR,
-) -> TargetModule:
+def _at_the_end(name: str, kind: ModuleKind, in_features: int, out_features: int) -> TargetModule:
+    """Return the embedding or the head, which are of no layer."""
     return TargetModule(
-        name=name,
-        kind=kind,
-        in_features=in_features,
-        out_features=out_features,
-        layer=layer,
-        group=group,
-        offset=offset,
+        name=name, kind=kind, in_features=in_features, out_features=out_features, layer=None, group=name, offset=0
     )

@@ -13,7 +13,7 @@ both phases.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -145,22 +145,20 @@ def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
     return msgspec.structs.replace(profile, speed_drift=_speed_drift(profile, _components(profile, steps, loads)))
 
 
-def predict_times(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
-    """Return the mean durations of steps beside these loads in a simulation, in seconds, ``[n]``."""
-    return _predict(profile, steps, loads, lambda noise: noise.mean)
-
-
-def _predict_typical(profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord]) -> Array:
-    """Return the same with the median of the noise: one step in ten that waits for another process doubles the mean."""
-    return _predict(profile, steps, loads, lambda noise: noise.quantiles[len(noise.quantiles) // 2])
-
-
-def _predict(
-    profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord], factor: Callable[[Noise], float]
+def predict_times(
+    profile: CostProfile, steps: Sequence[StepRecord], loads: Sequence[LoadRecord], *, is_typical: bool = False
 ) -> Array:
+    """Return the durations of steps beside these loads in a simulation, in seconds, ``[n]``.
+
+    They have the mean of the noise. Typical ones have its median: one step in ten that waits for another process
+    doubles the mean.
+    """
     beside = _beside(steps, loads) @ np.array([profile.interference[tier] for tier in TIERS])
-    kinds = ["prompt" if step.features.num_prompts else "decode" for step in steps]
-    factors = np.array([factor(profile.noise[kind]) if kind in profile.noise else 1.0 for kind in kinds])
+    factors = np.ones(len(steps))
+    for index, step in enumerate(steps):
+        noise = profile.noise.get("prompt" if step.features.num_prompts else "decode")
+        if noise is not None:
+            factors[index] = noise.quantiles[len(noise.quantiles) // 2] if is_typical else noise.mean
     predicted: Array = _fitted(profile, steps) * factors + beside
     return predicted
 
@@ -333,7 +331,7 @@ def _errors(
             continue
         steps = [held_out[index] for index in of]
         measured, predicted = np.array([step.took_s for step in steps]), predict_times(profile, steps, loads)
-        relative = np.abs(_predict_typical(profile, steps, loads) / measured - 1.0)
+        relative = np.abs(predict_times(profile, steps, loads, is_typical=True) / measured - 1.0)
         yield FitError(
             regime=regime,
             num_steps=len(of),

@@ -219,26 +219,10 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON, indented except for the model's long shape."""
+        """Write it as JSON, a line for each field."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
-        lines = [f"  {json.dumps(name)}: {_shown(name, value)}" for name, value in fields.items()]
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def _shown(name: str, value: Any) -> str:
-    if name in ("base", "rows"):
-        return json.dumps(value)
-    if name == "noise":
-        return _by_line(value, "  ")
-    if name == "speed_drift" and value is not None:
-        shown = {"components": json.dumps(value["components"]), "noise": _by_line(value["noise"], "    ")}
-        return "{\n" + ",\n".join(f"    {json.dumps(key)}: {one}" for key, one in shown.items()) + "\n  }"
-    return json.dumps(value, indent=2).replace("\n", "\n  ")
-
-
-def _by_line(value: dict[str, Any], indent: str) -> str:
-    inner = [f"{indent}  {json.dumps(key)}: {json.dumps(one)}" for key, one in value.items()]
-    return "{\n" + ",\n".join(inner) + f"\n{indent}}}"
 
 
 def read_profile(path: str | Path) -> CostProfile:

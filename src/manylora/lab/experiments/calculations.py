@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from manylora.core.types import AdapterVersion
 from manylora.lab.costs.alone import requests_alone
 from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
-from manylora.lab.experiments.cases import Case, read_setup, read_workload
+from manylora.lab.experiments.cases import Case, prepare
 from manylora.lab.experiments.result import Result, cdf
-from manylora.lab.sim.run.contents import adapter_versions
-from manylora.lab.sim.run.simulation import SimulationConfig
-from manylora.lab.sim.setup import make_config
-from manylora.lab.workloads import Workload, make_workload
 
 __all__ = ["CALCULATIONS", "alone", "kernels"]
 
 
-def _priced(case: Case) -> tuple[Workload, dict[str, AdapterVersion], SimulationConfig]:
-    """Return a case's workload, its adapters by name, and the configuration with the prices of both."""
-    spec = read_workload(case.workload, case.traces)
-    workload = make_workload(spec, case.seed)
-    config = make_config(read_setup(case.setup), targets=spec.adapters.targets, seed=case.seed)
-    return workload, adapter_versions(workload.adapters, config.base), config
-
-
 def alone(case: Case) -> Result:
     """Time every request of a workload as if it were alone, and say what takes its time."""
-    workload, versions, config = _priced(case)
+    workload, versions, config = prepare(case)
     times = requests_alone(workload.requests, versions, config.cost)
     count = len(times)
     ttft = sum(one.ttft_s for one in times) / count
@@ -53,7 +40,7 @@ def kernels(case: Case) -> Result:
 
     With CPU workers, the adapter of the last request is on its way to the device, and they compute it.
     """
-    workload, versions, config = _priced(case)
+    workload, versions, config = prepare(case)
     base = [SyntheticSequence(one.num_prompt_tokens, 1) for one in workload.requests]
     step = []
     for part, request in zip(base, workload.requests, strict=True):

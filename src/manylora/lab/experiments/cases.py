@@ -15,13 +15,16 @@ from pathlib import Path
 
 from manylora.core.errors import ConfigError
 from manylora.core.plugins import source_of
+from manylora.core.types import AdapterVersion
 from manylora.lab.experiments.spec import Experiment, Point, Table, merge
-from manylora.lab.sim.setup import Setup
-from manylora.lab.workloads import WorkloadSpec
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.sim.run.simulation import SimulationConfig
+from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.spec import KINDS
 from manylora.lab.workloads.tables import TableReader
 
-__all__ = ["Case", "cases_of", "read_setup", "read_workload"]
+__all__ = ["Case", "cases_of", "prepare", "read_setup", "read_workload"]
 
 FORM = 1
 """Of the results that are kept; another number makes every case run again."""
@@ -133,6 +136,18 @@ def read_workload(table: Mapping[str, object], traces: Path | None) -> WorkloadS
         where = "no folder of traces was given (--traces)" if traces is None else "it is not in the folder of traces"
         raise ConfigError(f"This needs the trace {missing[0]}, and {where}")
     return TableReader(KINDS, [traces] if traces is not None else []).read(WorkloadSpec, table, "workload")
+
+
+def prepare(case: Case) -> tuple[Workload, dict[str, AdapterVersion], SimulationConfig]:
+    """Return a case's workload, its adapters by name, and the simulator's configuration.
+
+    Raises:
+        ConfigError: Something in its description is wrong, or a trace is missing.
+    """
+    spec = read_workload(case.workload, case.traces)
+    workload = make_workload(spec, case.seed)
+    config = make_config(read_setup(case.setup), targets=spec.adapters.targets, seed=case.seed)
+    return workload, adapter_versions(workload.adapters, config.base), config
 
 
 def _texts(table: object) -> Iterator[str]:

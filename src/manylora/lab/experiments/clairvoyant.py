@@ -24,17 +24,15 @@ Source: Berger, Beckmann and Harchol-Balter, "Practical bounds on optimal cachin
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
-from manylora.lab.experiments.cases import Case, read_setup, read_workload
+from manylora.lab.experiments.cases import Case, prepare
 from manylora.lab.experiments.result import Result
 from manylora.lab.experiments.spec import merge
-from manylora.lab.sim.run.contents import adapter_versions
-from manylora.lab.sim.setup import make_config
-from manylora.lab.workloads import make_workload
 
 __all__ = ["is_clairvoyant", "most_saved", "run_clairvoyant"]
 
@@ -57,11 +55,8 @@ def run_clairvoyant(case: Case) -> Result:
     Raises:
         ConfigError: Something in its description is wrong, or a trace is missing.
     """
-    spec = read_workload(case.workload, case.traces)
-    workload = make_workload(spec, case.seed)
-    setup = read_setup(merge(case.setup, {"adapters": {"eviction": "lru"}}))
-    config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
-    versions = adapter_versions(workload.adapters, config.base)
+    setup = merge(case.setup, {"adapters": {"eviction": "lru"}})
+    workload, versions, config = prepare(replace(case, setup=setup))
     sizes = {name: version.num_pages for name, version in versions.items()}
     uses = [one.adapter for one in workload.requests if one.adapter is not None]
     saved = most_saved(uses, sizes, sizes, config.num_pages)

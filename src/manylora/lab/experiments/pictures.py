@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from manylora.core.errors import ConfigError
 from manylora.lab.experiments.findings import Findings
 from manylora.lab.experiments.spec import Plot, Point
+from manylora.lab.measure.plots import new_figure
 
 __all__ = ["draw"]
 
-WIDTH, HEIGHT, DPI = 6.4, 3.6, 90
+SIZE = (6.4, 3.6)
 COLOURS = ("#b3432b", "#3b6ea5", "#4f8a4c", "#8c6bb1", "#c98a1b", "#5f6b73", "#1aa6a6", "#d16ba5")
 
 
@@ -24,15 +24,7 @@ def draw(findings: Findings, plot: Plot) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("Plots need matplotlib: pip install 'manylora[plots]'") from error
-
-    figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, (axes,) = new_figure(SIZE)
     experiment = findings.experiment
     points = [point for point in experiment.points if not plot.at or point.label in plot.at]
     setups = [name for name in (plot.setups or experiment.setups) if name in experiment.setups]
@@ -42,13 +34,11 @@ def draw(findings: Findings, plot: Plot) -> bytes:
     if plot.log:
         axes.set_yscale("log")
     axes.set_title(plot.title or experiment.title, fontsize=10)
-    axes.set_xlabel(plot.x_label)
-    axes.set_ylabel(plot.y_label)
-    axes.grid(alpha=0.25)
+    axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(fontsize=8)
     buffer = BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=90, metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -14,13 +14,10 @@ from manylora.core.scheduling.policies.request_size import Demand, RequestSizer
 from manylora.core.types import AdapterVersion, Tier
 from manylora.lab.costs.alone import RequestAlone, requests_alone
 from manylora.lab.costs.roofline import RooflineCost
-from manylora.lab.experiments.cases import Case, read_setup, read_workload
+from manylora.lab.experiments.cases import Case, prepare
 from manylora.lab.experiments.result import Curve, Result, cdf
 from manylora.lab.measure import RequestRecord, Slo
-from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
-from manylora.lab.sim.setup import make_config
-from manylora.lab.workloads import make_workload
 
 __all__ = ["CLASSES", "run_case"]
 
@@ -35,12 +32,8 @@ def run_case(case: Case) -> Result:
     Raises:
         ConfigError: Something in its description is wrong, or a trace is missing.
     """
-    setup = read_setup(case.setup)
-    spec = read_workload(case.workload, case.traces)
-    workload = make_workload(spec, case.seed)
-    config = make_config(setup, targets=spec.adapters.targets, seed=case.seed)
+    workload, versions, config = prepare(case)
     run = simulate(workload, config)
-    versions = adapter_versions(workload.adapters, config.base)
     alone = requests_alone(workload.requests, versions, config.cost)
     counted = [one for one in run.records if one.arrived_at >= case.warm_up_s]
     good = [one for one in counted if one.error is None]

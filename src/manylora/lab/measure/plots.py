@@ -17,7 +17,7 @@ from manylora.core.errors import ConfigError
 from manylora.lab.measure.records import RequestRecord, Timeline
 from manylora.lab.measure.summary import gaps_of
 
-__all__ = ["can_plot", "plot_latencies", "plot_memory", "plot_queues", "plot_rates"]
+__all__ = ["can_plot", "new_figure", "plot_latencies", "plot_memory", "plot_queues", "plot_rates"]
 
 SIZE = (8.0, 4.0)
 WIDE = (10.0, 4.0)
@@ -34,7 +34,7 @@ def can_plot() -> bool:
 
 def plot_latencies(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
     """Draw the distributions of time to first token and time between tokens, a curve for each run."""
-    figure, (left, right) = _figure(WIDE, columns=2)
+    figure, (left, right) = new_figure(WIDE, columns=2)
     for label, records in runs.items():
         good = [record for record in records if record.error is None]
         _cdf(left, np.array([record.ttft_s for record in good if record.ttft_s is not None]), label)
@@ -50,7 +50,7 @@ def plot_latencies(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
 
 def plot_memory(timeline: Timeline, path: Path) -> Path:
     """Draw the pages of each owner over time, stacked."""
-    figure, (axes,) = _figure(SIZE)
+    figure, (axes,) = new_figure(SIZE)
     owners = {
         "KV of running requests": "num_kv_pages",
         "idle prefixes": "num_prefix_pages",
@@ -68,7 +68,7 @@ def plot_memory(timeline: Timeline, path: Path) -> Path:
 
 def plot_queues(timeline: Timeline, path: Path) -> Path:
     """Draw how many requests ran, and how many waited in each of the policy's queues, over time."""
-    figure, (axes,) = _figure(SIZE)
+    figure, (axes,) = new_figure(SIZE)
     at = np.asarray(timeline.at)
     axes.plot(at, np.asarray(timeline.gauges["num_running"]), color="#888888", label="running")
     num_queues = max((len(row) for row in timeline.queues), default=0)
@@ -83,7 +83,7 @@ def plot_queues(timeline: Timeline, path: Path) -> Path:
 
 def plot_rates(runs: Mapping[str, Seq[RequestRecord]], path: Path) -> Path:
     """Draw answer tokens per second and requests in flight over the time of a run, a curve each for every run."""
-    figure, (left, right) = _figure(WIDE, columns=2)
+    figure, (left, right) = new_figure(WIDE, columns=2)
     for label, records in runs.items():
         if not records:
             continue
@@ -127,7 +127,7 @@ def _cdf(axes: Any, values: np.ndarray[Any, np.dtype[np.float64]], label: str) -
     axes.plot(np.quantile(values, shares), shares, label=label)
 
 
-def _figure(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
+def new_figure(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
     """Return a figure and its axes, without a window or a global state.
 
     Raises:
