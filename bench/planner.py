@@ -23,8 +23,8 @@ from typing import Any
 from publishing import arguments, publish, table
 
 from manylora.lab.measure import RequestRecord, Slo
-from manylora.lab.planning import Objective, Plan, SearchBudget, TrafficDemand, make_plan
-from manylora.lab.planning.load_test import at_rate
+from manylora.lab.planning.load_test import Objective, SearchBudget, at_rate
+from manylora.lab.planning.plan import Plan, TrafficDemand, make_plan
 from manylora.lab.sim.run.simulation import simulate
 from manylora.lab.sim.scenario import Scenario, read_scenario
 from manylora.lab.workloads import make_workload

@@ -34,8 +34,8 @@ from manylora.lab.bench.sweep import sweep_live, write_synthetic_adapter
 from manylora.lab.costs.calibrate import fit_profile
 from manylora.lab.experiments.findings import crossing
 from manylora.lab.measure import Recorder, RequestRecord, Slo
-from manylora.lab.planning import LoadTests, Objective, SearchBudget, TrafficDemand, make_plan
-from manylora.lab.planning.load_test import at_rate
+from manylora.lab.planning.load_test import LoadTests, Objective, SearchBudget, at_rate
+from manylora.lab.planning.plan import TrafficDemand, make_plan
 from manylora.lab.sim.run.simulation import simulate
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup

@@ -12,27 +12,16 @@ from typer.testing import CliRunner
 from manylora.cli.app import app
 from manylora.core.errors import ConfigError
 from manylora.lab.costs.alone import requests_alone
-from manylora.lab.experiments import (
-    Findings,
-    Result,
-    Runner,
-    Verdict,
-    as_html,
-    as_json,
-    as_markdown,
-    cases_of,
-    draw,
-    find_experiments,
-    format_published,
-    overall,
-    read_experiment,
-)
 from manylora.lab.experiments.calculations import CALCULATIONS
-from manylora.lab.experiments.cases import read_setup, read_workload
+from manylora.lab.experiments.cases import cases_of, read_setup, read_workload
 from manylora.lab.experiments.clairvoyant import is_clairvoyant
-from manylora.lab.experiments.findings import compare
+from manylora.lab.experiments.findings import Findings, Verdict, compare, overall
 from manylora.lab.experiments.isolated import is_isolated, read_functions, run_isolated
-from manylora.lab.experiments.report import Picture
+from manylora.lab.experiments.pictures import draw
+from manylora.lab.experiments.read import find_experiments, read_experiment
+from manylora.lab.experiments.report import Picture, as_html, as_json, as_markdown, format_published
+from manylora.lab.experiments.result import Result
+from manylora.lab.experiments.running import Runner
 from manylora.lab.experiments.spec import Claim, Experiment, Point, merge, setup_table
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import simulate

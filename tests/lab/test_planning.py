@@ -12,20 +12,10 @@ from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import ConfigError
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.measure import Slo
-from manylora.lab.planning import (
-    Capacity,
-    LoadTest,
-    LoadTests,
-    Objective,
-    SearchBudget,
-    TrafficDemand,
-    expected_load_tests,
-    find_capacity,
-    make_plan,
-)
-from manylora.lab.planning.load_test import at_rate
-from manylora.lab.planning.plan import Plan
+from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget, at_rate
+from manylora.lab.planning.plan import Plan, TrafficDemand, make_plan
 from manylora.lab.planning.report import plan_tables
+from manylora.lab.planning.search import Capacity, expected_load_tests, find_capacity
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads import AdapterSet, WorkloadSpec

@@ -14,7 +14,9 @@ import simulator
 from manylora.cli.app import main
 from manylora.core.config import GIB
 from manylora.core.errors import ConfigError
-from manylora.lab.experiments import Runner, cases_of, read_experiment
+from manylora.lab.experiments.cases import cases_of
+from manylora.lab.experiments.read import read_experiment
+from manylora.lab.experiments.running import Runner
 from manylora.lab.experiments.spec import merge
 from manylora.lab.measure import summarise
 from manylora.lab.measure.plots import can_plot

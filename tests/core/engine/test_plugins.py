@@ -12,7 +12,10 @@ from manylora.core.errors import ConfigError
 from manylora.core.memory import ReloadCosts, make_eviction_policy
 from manylora.core.plugins import source_of, with_files_found
 from manylora.core.scheduling import FifoPolicy, make_policy, make_predictor
-from manylora.lab.experiments import Runner, cases, cases_of, read_experiment
+from manylora.lab.experiments import cases
+from manylora.lab.experiments.cases import cases_of
+from manylora.lab.experiments.read import read_experiment
+from manylora.lab.experiments.running import Runner
 from manylora.lab.sim.run.simulation import simulate
 from manylora.lab.sim.scenario import read_scenario
 from manylora.lab.sim.setup import Setup, make_config

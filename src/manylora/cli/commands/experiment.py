@@ -12,23 +12,21 @@ from rich.table import Table
 
 from manylora.cli.views.terminal import note, notes, out
 from manylora.core.errors import ConfigError
-from manylora.lab.experiments import (
+from manylora.lab.experiments.cases import cases_of
+from manylora.lab.experiments.findings import Findings, overall
+from manylora.lab.experiments.pictures import draw
+from manylora.lab.experiments.read import find_experiments, read_experiment
+from manylora.lab.experiments.report import (
     WORDS,
-    Experiment,
-    Findings,
     Picture,
-    Runner,
     as_html,
     as_json,
     as_markdown,
-    cases_of,
-    draw,
-    find_experiments,
     format_interval,
     format_published,
-    overall,
-    read_experiment,
 )
+from manylora.lab.experiments.running import Runner
+from manylora.lab.experiments.spec import Experiment
 
 __all__ = ["experiment_app"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
@@ -165,13 +166,7 @@ def _row(comparison: Comparison) -> str:
 
 def _figures(findings: Findings) -> list[str]:
     """Return the table of what was measured: a row for each setup at each point, means over seeds."""
-    experiment = findings.experiment
-    lines = [f"| setup | point | {' | '.join(experiment.shown)} |", f"|---|---|{'---:|' * len(experiment.shown)}"]
-    for setup in experiment.setups:
-        for point in experiment.points:
-            cells = [f"{findings.figure(setup, point.label, name).middle:.4g}" for name in experiment.shown]
-            lines.append(f"| {setup} | {point.label} | {' | '.join(cells)} |")
-    return lines
+    return _shown(findings, [*findings.experiment.setups], lambda *place: f"{findings.figure(*place).middle:.4g}")
 
 
 def _changes(findings: Findings) -> list[str]:
@@ -180,11 +175,17 @@ def _changes(findings: Findings) -> list[str]:
     if experiment.versus is None:
         return []
     others = [name for name in experiment.setups if name != experiment.versus]
-    lines = ["", f"Change against {experiment.versus}, seed by seed:", ""]
-    lines += [f"| setup | point | {' | '.join(experiment.shown)} |", f"|---|---|{'---:|' * len(experiment.shown)}"]
-    for setup in others:
+    rows = _shown(findings, others, lambda *place: _change(findings.change(*place)))
+    return ["", f"Change against {experiment.versus}, seed by seed:", "", *rows]
+
+
+def _shown(findings: Findings, setups: Seq[str], cell: Callable[[str, str, str], str]) -> list[str]:
+    """Return a table of the figures that are shown: a row for each setup at each point."""
+    experiment = findings.experiment
+    lines = [f"| setup | point | {' | '.join(experiment.shown)} |", f"|---|---|{'---:|' * len(experiment.shown)}"]
+    for setup in setups:
         for point in experiment.points:
-            cells = [_change(findings.change(setup, point.label, name)) for name in experiment.shown]
+            cells = (cell(setup, point.label, name) for name in experiment.shown)
             lines.append(f"| {setup} | {point.label} | {' | '.join(cells)} |")
     return lines
 

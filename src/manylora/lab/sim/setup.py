@@ -34,10 +34,10 @@ from manylora.core.routing import DEFAULT_ROUTER
 from manylora.lab.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.lab.catalog.hardware import HARDWARE
 from manylora.lab.catalog.models import MODELS, base_shape, dims_from_config, find_dims
-from manylora.lab.costs.adapters import CopyPath, find_copy_path
+from manylora.lab.costs.adapters import find_copy_path
 from manylora.lab.costs.fitted import FittedCost
 from manylora.lab.costs.model import CostModel
-from manylora.lab.costs.profile import CostProfile, read_profile
+from manylora.lab.costs.profile import read_profile
 from manylora.lab.costs.roofline import RooflineCost, memory_for_pool
 from manylora.lab.costs.workers import AssistCost, CpuWorkers
 from manylora.lab.sim.run.simulation import SimulationConfig
@@ -162,9 +162,16 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         ConfigError: A name is unknown, a file is not usable, or the model does not fit.
     """
     profile = read_profile(setup.profile) if setup.profile is not None else None
-    base, cost, num_pages = _measured(profile, seed) if profile is not None else _from_data_sheets(setup, targets)
+    if profile is not None:
+        base, num_pages = profile.base, profile.num_pages
+        cost: CostModel = FittedCost(profile, Random(f"jitter/{seed}"))
+    else:
+        base, cost, num_pages = _from_data_sheets(setup, targets)
     if setup.max_model_len is not None:
         base = replace(base, max_model_len=setup.max_model_len)
+    reads_host = setup.reads_host
+    if reads_host is None:
+        reads_host = profile.reads_host if profile is not None else setup.workers is not None
     return SimulationConfig(
         base=base,
         cost=cost,
@@ -178,7 +185,7 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         scheduler_time_s=setup.scheduler_time_s,
         interference=cost.interference if isinstance(cost, FittedCost) else {},
         speed=cost.speed if isinstance(cost, FittedCost) else None,
-        reads_host=_reads_host(setup, profile),
+        reads_host=reads_host,
         waits_by_layer=setup.waits_by_layer,
         assist=AssistCost(cost, setup.workers) if setup.workers and isinstance(cost, RooflineCost) else None,
         all_resident=setup.all_resident,
@@ -188,33 +195,20 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
     )
 
 
-def _reads_host(setup: Setup, profile: CostProfile | None) -> bool:
-    if setup.reads_host is not None:
-        return setup.reads_host
-    return profile.reads_host if profile is not None else setup.workers is not None
-
-
-def _measured(profile: CostProfile, seed: int) -> tuple[BaseShape, CostModel, int]:
-    return profile.base, FittedCost(profile, Random(f"jitter/{seed}")), profile.num_pages
-
-
-def _copies(setup: Setup) -> str | CopyPath | None:
-    if setup.link_share is None:
-        return setup.copies
-    return replace(find_copy_path(setup.copies, setup.lora_kernel), link_share=setup.link_share)
-
-
-def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, CostModel, int]:
+def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, RooflineCost, int]:
     dims = read_dims(setup.model)
     if setup.weight_bits is not None:
         dims = replace(dims, weight_bits=setup.weight_bits)
+    copies = find_copy_path(setup.copies, setup.lora_kernel)
+    if setup.link_share is not None:
+        copies = replace(copies, link_share=setup.link_share)
     cost = RooflineCost(
         dims,
         setup.hardware,
         lora_kernel=setup.lora_kernel,
         tensor_parallel=setup.tensor_parallel,
         targets=targets,
-        copies=_copies(setup),
+        copies=copies,
         host_s=setup.host_s,
     )
     pool_bytes = memory_for_pool(

@@ -90,10 +90,6 @@ class TokenBounds:
         )
 
 
-def _check_scale(scale: float) -> None:
-    require(scale > 0, "scale", scale, "a factor above 0")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceLengths:
     """Rows of a trace, drawn with replacement: the measured distribution, whatever its shape.
@@ -112,7 +108,7 @@ class TraceLengths:
     bounds: TokenBounds = TokenBounds()
 
     def __post_init__(self) -> None:
-        _check_scale(self.scale)
+        require(self.scale > 0, "scale", self.scale, "a factor above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
         """Return so many rows, drawn."""
@@ -140,7 +136,7 @@ class ReplayLengths:
     bounds: TokenBounds = TokenBounds()
 
     def __post_init__(self) -> None:
-        _check_scale(self.scale)
+        require(self.scale > 0, "scale", self.scale, "a factor above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
         """Return so many rows from the first on."""
@@ -290,7 +286,7 @@ class ParametricLengths:
     bounds: TokenBounds = TokenBounds()
 
     def __post_init__(self) -> None:
-        _check_scale(self.scale)
+        require(self.scale > 0, "scale", self.scale, "a factor above 0")
         require(-1 <= self.correlation <= 1, "correlation", self.correlation, "a number in [-1, 1]")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
