@@ -28,18 +28,13 @@ LONG_FUNCTIONS: dict[str, int] = {
     "demo/train.py:train_base": 83,
     "execution/kernels/triton/attention.py:attend": 108,  # a kernel: half is its arguments and their shapes
     "lab/functions/simulation.py:run": 68,
-    "serving/api/respond.py:submit": 80,
-    "serving/api/responses.py:create_response": 72,
-    "serving/api/schemas.py:sampling_params": 68,
 }
 """Lines of the functions that are longer, until they are cut."""
 
 LONG_CLASSES: dict[str, int] = {
     "lab/functions/simulation.py:FunctionsSimulation": 315,
 }
-MANY_ARGUMENTS: dict[str, int] = {
-    "serving/api/answers.py:RequestAnswers": 9,
-}
+MANY_ARGUMENTS: dict[str, int] = {}
 
 
 def definitions() -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, bool]]:

@@ -20,15 +20,16 @@ from test_tools import TOOLS
 
 from manylora.core.config import ServerConfig
 from manylora.serving.api.adapters import LoadBody, SageMakerBody, UnloadBody
-from manylora.serving.api.constraints import StructuredOutputs
-from manylora.serving.api.json_body import HARMLESS, REFUSED
 from manylora.serving.api.responses import ResponsesBody
 from manylora.serving.api.schemas import (
+    HARMLESS,
+    REFUSED,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     Message,
     StreamOptions,
+    StructuredOutputs,
     TokenizeBody,
 )
 from manylora.serving.server import BackgroundServer

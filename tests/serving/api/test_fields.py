@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from manylora.core.errors import RequestError
 from manylora.core.types import Constraint, SamplingParams
-from manylora.serving.api.json_body import REFUSED, parse
+from manylora.serving.api.json_body import parse
 from manylora.serving.api.responses import ResponsesBody
-from manylora.serving.api.schemas import ChatBody, CompletionBody, SamplingFields, sampling_params
+from manylora.serving.api.sampling import sampling_params
+from manylora.serving.api.schemas import REFUSED, ChatBody, CompletionBody, SamplingFields
 from manylora.serving.text import Tokenizer
 
 NUMBERS = st.one_of(

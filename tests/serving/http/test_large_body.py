@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.core.errors import RequestError
-from manylora.serving.api import large_body
-from manylora.serving.api.json_body import decode_prompts, parse
-from manylora.serving.api.json_parts import JsonParts, encode_parts
+from manylora.serving.api.completions import decode_prompts
+from manylora.serving.api.json_body import SLICE_BYTES, parse
+from manylora.serving.api.prompt_part import JsonParts, encode_parts
 from manylora.serving.api.schemas import ChatBody, CompletionBody, TokenizeBody
 from manylora.serving.http.turns import SHARE_S, LoopTurns, next_turn
 
@@ -39,7 +39,7 @@ def body_of(kind: type[Any], fields: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(("kind", "fields"), BODIES)
 def test_a_large_body_is_the_same_in_slices(kind: type[msgspec.Struct], fields: dict[str, Any]) -> None:
     data = json.dumps(fields, indent=1).encode()
-    assert len(data) > large_body.SLICE_BYTES
+    assert len(data) > SLICE_BYTES
     made = asyncio.run(parse(data, kind))
     expected = msgspec.json.decode(data, type=kind)
     assert type(made) is kind and msgspec.json.encode(made) == msgspec.json.encode(expected)
@@ -90,7 +90,7 @@ def test_bodies_at_once_leave_passes_of_the_loop_to_others() -> None:
     """However many there are, a pass has the pieces of a share of it, here one piece."""
     num_bodies, num_seen, clock = 40, 0, 0.0
     data = json.dumps({"model": "m", "prompt": "a", "allowed_token_ids": [1] * 200_000}).encode()
-    num_slices = len(data) // large_body.SLICE_BYTES
+    num_slices = len(data) // SLICE_BYTES
 
     def now_s() -> float:
         nonlocal clock

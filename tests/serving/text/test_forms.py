@@ -14,7 +14,7 @@ from text_tokenizers import MAKERS, make_huggingface
 
 from manylora.core.errors import CapacityError, RequestError
 from manylora.core.types import Constraint
-from manylora.serving.api.form_checks import FormChecks
+from manylora.serving.api.forms import FormChecks
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.turns import FairWork
 from manylora.serving.text.forms import FormProcess, FormSettings

@@ -22,15 +22,14 @@ from manylora.demo import demo_model_path
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.node import FunctionNode
-from manylora.serving.api.form_checks import FormChecks
+from manylora.serving.api.forms import FormChecks
 from manylora.serving.api.model_settings import ModelSettings
 from manylora.serving.api.models import json_response
-from manylora.serving.api.request import Context
+from manylora.serving.api.request import make_context
 from manylora.serving.http.auth import Gate
-from manylora.serving.http.bounds import default_body_bytes
 from manylora.serving.http.errors import HttpError, error_response
 from manylora.serving.http.listening import HttpServer
-from manylora.serving.http.room import BodyRoom
+from manylora.serving.http.room import BodyRoom, default_body_bytes
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.server.http_server import connection_bounds, make_app
 from manylora.serving.text import Tokenizer
@@ -78,9 +77,9 @@ def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: Ser
         epoch_s=time.time,
         monotonic_s=time.monotonic,
     )
-    context = Context(
-        engine_config=engine,
-        config=config,
+    context = make_context(
+        engine,
+        config,
         fleet=fleet,
         tokenizer=tokenizer,
         # Folders of tenants are read in their functions alone: defaults and templates in them have no effect.

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.types import Receive
@@ -19,14 +19,14 @@ from starlette.types import Receive
 from manylora.core.errors import EngineDead, ManyloraError, RequestError
 from manylora.core.types import AdapterKey, FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
 from manylora.serving.api.prompt_part import NO_DETAILS, Details, named_by_id
+from manylora.serving.api.request import Context
 from manylora.serving.hosting.links.in_flight import Flush, OutputStream
 from manylora.serving.http.errors import hide_paths
 from manylora.serving.http.room import Places
 from manylora.serving.http.turns import ClientGone
-from manylora.serving.ports import RequestsPort
-from manylora.serving.text import Detokenizer, TextDelta, Tokenizer, TokenLogprob
+from manylora.serving.text import Detokenizer, TextDelta, TokenLogprob
 
-__all__ = ["RequestAnswers", "TextPiece", "WholeAnswer"]
+__all__ = ["RequestAnswers", "TextPiece"]
 
 
 class TextPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,27 +51,6 @@ class TextPiece(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-T = TypeVar("T")
-
-
-class WholeAnswer(Generic[T]):
-    """The pieces of a whole answer; log-probabilities are JSON already, so that the end of a long answer is cheap."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.logprobs: list[T] = []
-        self.token_ids: list[int] = []
-        self.last: TextPiece
-
-    def add(self, piece: TextPiece, logprobs: T | None) -> None:
-        """Add a piece, and the JSON of its log-probabilities."""
-        self.last = piece
-        self.texts.append(piece.text)
-        self.token_ids += piece.token_ids
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
-
-
 @dataclass(slots=True, eq=False)
 class _Answer:
     index: int
@@ -86,35 +65,31 @@ class RequestAnswers:
     """The answers to one HTTP request.
 
     Args:
-        port: Takes the requests of the engines.
-        tokenizer: The base model's tokenizer.
+        context: The server's parts.
         requests: Prompts in order, ``num_answers`` requests for each.
         sampling: Their sampling parameters, with the stop strings, which are searched here alone.
         num_answers: Answers per prompt.
         form_field: The field that gives the form of the answers, if one does.
         details: The details of the response.
-        count: Called with the numbers of tokens of the answers of each prompt, once all have finished.
         places: The places of its caller; each is given back when its answer ends.
     """
 
     def __init__(
         self,
-        port: RequestsPort,
-        tokenizer: Tokenizer,
+        context: Context,
         requests: Sequence[Request],
         sampling: SamplingParams,
         *,
         num_answers: int,
-        form_field: str | None = None,
-        details: Details = NO_DETAILS,
-        count: Callable[[Sequence[int]], None] = lambda num_tokens: None,
-        places: Places | None = None,
+        form_field: str | None,
+        details: Details,
+        places: Places | None,
     ) -> None:
-        self._count = count
+        self._engines = context.fleet.requests
+        self._tokenizer = context.tokenizer
+        self._count = context.metrics.count_answers
         self._places = places
-        self._port = port
         self._requests = requests
-        self._tokenizer = tokenizer
         self._sampling = sampling
         self._num_answers = num_answers
         self._form_field = form_field
@@ -137,7 +112,7 @@ class RequestAnswers:
             EngineDead: The engine died.
         """
         try:
-            self._stream = await self._port.submit(self._requests)
+            self._stream = await self._engines.submit(self._requests)
         except BaseException:
             self._give_places()
             raise
@@ -179,7 +154,7 @@ class RequestAnswers:
             if self._stream is not None:
                 self._stream.fail(ClientGone("the client disconnected"))
 
-        with self._port.in_progress.counted():
+        with self._engines.in_progress.counted():
             watcher = asyncio.create_task(watch())
             try:
                 yield
@@ -204,7 +179,9 @@ class RequestAnswers:
         }
 
     def _cancel_unfinished(self) -> None:
-        self._port.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
+        if not self._num_unfinished:
+            return
+        self._engines.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
 
     def _give_places(self) -> None:
         if self._places is not None:
@@ -269,7 +246,7 @@ class RequestAnswers:
             text, stop_reason = text + rest.text, rest.stop_reason
             finish_reason = "stop" if stop_reason is not None else output.finish.value
         elif output.finish is None:
-            self._port.cancel([output.request_id], stopped=True)
+            self._engines.cancel([output.request_id], stopped=True)
         return TextPiece(
             index=answer.index,
             text=text,

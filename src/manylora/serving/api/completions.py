@@ -2,115 +2,85 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manylora.serving.api.answers import TextPiece, WholeAnswer
-from manylora.serving.api.json_body import decode_prompts
-from manylora.serving.api.json_parts import JsonParts, encode_parts
-from manylora.serving.api.prompt_part import Details, PromptPart, as_lists, logprob_items
-from manylora.serving.api.request import Context, context_of, read_body
-from manylora.serving.api.respond import NOTHING_ELSE, check_lengths, check_num_answers, respond
-from manylora.serving.api.schemas import CompletionBody, check_token_ids, sampling_params
-from manylora.serving.api.truncation import Truncation
+from manylora.core.errors import ContextExceeded, RequestError
+from manylora.serving.api.formats import CompletionFormat
+from manylora.serving.api.json_body import SLICE_BYTES, decode, decode_integers, decode_items, split
+from manylora.serving.api.prompt_part import Details, PromptPart
+from manylora.serving.api.request import Context, read_call
+from manylora.serving.api.respond import respond
+from manylora.serving.api.sampling import check_token_ids, sampling_params
+from manylora.serving.api.schemas import CompletionBody
+from manylora.serving.api.submit import Truncation, check_lengths, check_num_answers
 from manylora.serving.http.bounds import INLINE_CHARS
 from manylora.serving.http.turns import next_turn
 
-__all__ = ["completion_routes"]
+__all__ = ["completion_routes", "decode_prompts"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 
 CHARS_PER_PROMPT = 50
 """Characters of text that take as long as the calls for a prompt."""
 
+_FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
+
 PROMPTS_AT_ONCE = 256
 """Prompts of token ids that are checked at once."""
 
-encode = msgspec.json.encode
 
+async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] | list[list[int]]:
+    """Read the ``prompt`` of a completion: a text, token ids, or a list of either.
 
-class CompletionFormat:
-    """JSON of completions.
+    The first item decides the type of the others. Items and numbers are counted before they are decoded.
 
     Args:
-        echoes: Text to put before each answer: its prompt, or nothing.
-        prompt: The prompts' part of the response.
-        has_logprobs: Whether log-probabilities were requested.
+        raw: The prompt.
+        most: Most prompts.
+        limit: A prompt has fewer tokens.
+
+    Raises:
+        ContextExceeded: A prompt has more token ids.
+        RequestError: It is none of them, empty, of different kinds, or has too many items.
     """
+    data = bytes(memoryview(raw))
+    if not data.startswith(b"["):
+        return [decode(data, str, "prompt")]
+    item = _FIRST_ITEM.match(data)
+    first = item.group(1) if item else b"]"
+    if first == b"]":
+        raise RequestError("Got an empty list, expected at least one prompt", param="prompt")
+    if first in b"-0123456789":
+        return [await _decode_ids(data, limit, "prompt")]
+    if first not in b'["':
+        raise RequestError("Expected a text, texts, token ids, or lists of token ids", param="prompt")
+    items = split(raw, most, "prompt")
+    if len(data) > SLICE_BYTES:
+        await next_turn()
+    if first == b"[":
+        return [await _decode_ids(bytes(memoryview(one)), limit, f"prompt[{index}]") for index, one in enumerate(items)]
+    try:
+        return await decode_items(items, str, "prompt")
+    except RequestError:
+        raise RequestError(
+            "Got a list of different kinds, expected texts, token ids, or lists of token ids", param="prompt"
+        ) from None
 
-    object = "text_completion"
-    chunk_object = "text_completion"
 
-    def __init__(self, echoes: list[str], prompt: PromptPart, *, has_logprobs: bool) -> None:
-        self.prompt = prompt
-        self.repeats_prompt = prompt.details.has_token_ids or any(echoes)
-        self._echoes = echoes
-        self._has_logprobs = has_logprobs
-        self._is_plain = not has_logprobs and not prompt.details.has_token_ids
-        self._is_begun: set[int] = set()
-        self._whole: dict[int, WholeAnswer[dict[str, bytes]]] = {}
-
-    def head(self, *, is_chunk: bool) -> dict[str, Any]:
-        """Return nothing: choices have all fields about their prompts."""
-        return {}
-
-    def chunk(self, piece: TextPiece) -> bytes | None:
-        """Return the choice of a chunk; the first of an answer has the prompt."""
-        if not (piece.text or piece.logprobs or piece.finish_reason or piece.token_ids):
-            return None
-        is_begun = piece.index in self._is_begun
-        if is_begun and piece.finish_reason is None and self._is_plain:
-            return b'{"index":%d,"text":%b%b' % (piece.index, encode(piece.text), NOTHING_ELSE)
-        logprobs = self._logprobs(piece, has_begin=not is_begun)
-        choice = self._choice(piece, piece.text, logprobs, has_begin=not is_begun)
-        if self.prompt.details.has_token_ids:
-            choice["token_ids"] = piece.token_ids
-        if not is_begun:
-            self._is_begun.add(piece.index)
-            choice |= self.prompt.token_ids(piece.index)
-        return encode(choice) if logprobs is None else b"".join(encode_parts(choice))
-
-    def gather(self, piece: TextPiece) -> None:
-        """Add a piece to its whole answer."""
-        whole = self._whole.setdefault(piece.index, WholeAnswer())
-        whole.add(piece, self._items(piece) if self._has_logprobs else None)
-
-    def choice(self, index: int) -> dict[str, Any]:
-        """Return the choice of a whole answer."""
-        whole = self._whole[index]
-        logprobs = None
-        if self._has_logprobs:
-            logprobs = as_lists([*self._echoed(index), *whole.logprobs])
-        choice = self._choice(whole.last, "".join(whole.texts), logprobs, has_begin=True)
-        choice["token_ids"] = whole.token_ids if self.prompt.details.has_token_ids else None
-        return choice | self.prompt.fields(index)
-
-    def _choice(
-        self, last: TextPiece, text: str, logprobs: dict[str, JsonParts] | None, *, has_begin: bool
-    ) -> dict[str, Any]:
-        return {
-            "index": last.index,
-            "text": self._echoes[last.index] + text if has_begin else text,
-            "logprobs": logprobs,
-            "finish_reason": last.finish_reason,
-            "stop_reason": last.stop_reason,
-        }
-
-    def _logprobs(self, piece: TextPiece, *, has_begin: bool) -> dict[str, JsonParts] | None:
-        if not self._has_logprobs:
-            return None
-        return as_lists([*(self._echoed(piece.index) if has_begin else ()), self._items(piece)])
-
-    def _items(self, piece: TextPiece) -> dict[str, bytes]:
-        return logprob_items(piece.logprobs, num_chars_before=len(self._echoes[piece.index]))
-
-    def _echoed(self, index: int) -> list[dict[str, bytes]]:
-        return [] if self.prompt.details.num_echo_top is None else self.prompt.echo(index)
+async def _decode_ids(data: bytes, limit: int, at: str) -> list[int]:
+    num_tokens = data.count(b",") + 1
+    if num_tokens > limit:
+        raise ContextExceeded(
+            f"The prompt has {num_tokens} tokens; this model's context is {limit}, one of them at least to answer",
+            param="prompt",
+        )
+    return await decode_integers(data, at)
 
 
 async def _tokens(
@@ -125,7 +95,8 @@ async def _tokens(
 
     Raises:
         RequestError: A prompt does not fit, or a token id is out of range.
-        ManyloraError: As of ``FairWork.run``.
+        CapacityError: Too many long texts wait for their turn.
+        ClientGone: The client disconnected before its turn.
     """
     info, tokenizer = context.fleet.engines.info, context.tokenizer
     texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -171,11 +142,8 @@ async def _echoes(
 
 async def create_completion(request: Request) -> Response:
     """``POST /v1/completions``."""
-    context = context_of(request)
-    tenant = context.gate.check_inference(request)
-    context.check_room(tenant)
-    body = await read_body(request, CompletionBody)
-    settings = await context.settings.of(body.model)
+    call = await read_call(request, CompletionBody)
+    context, body = call.context, call.body
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     details = Details.of(
         body,
@@ -189,19 +157,16 @@ async def create_completion(request: Request) -> Response:
         tokenizer=context.tokenizer,
         vocab_size=context.fleet.engines.info.vocab_size,
         prompt_logprobs=details.prompt_logprobs,
-        defaults=settings.defaults,
+        defaults=call.settings.defaults,
     )
     truncation = Truncation(context, body, sampling.max_tokens)
-    most = context.engine_config.scheduler.max_waiting
-    given = await decode_prompts(body.prompt, most, truncation.limit)
+    given = await decode_prompts(body.prompt, context.engine_config.scheduler.max_waiting, truncation.limit)
     check_num_answers(context, len(given), body.n or 1)
     prompts = await _tokens(request, context, given, truncation, is_framed=body.add_special_tokens is not False)
     echoes = await _echoes(request, context, body, given, prompts)
     part = PromptPart(context.tokenizer, prompts, body.n or 1, details)
     form = CompletionFormat(echoes, part, has_logprobs=body.logprobs is not None)
-    return await respond(
-        request, context, body, prompts, sampling, form, settings=settings, tenant=tenant, id_prefix="cmpl-"
-    )
+    return await respond(call, prompts, sampling, form, id_prefix="cmpl-")
 
 
 completion_routes = [Route("/v1/completions", create_completion, methods=["POST"])]

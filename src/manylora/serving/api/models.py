@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -15,9 +16,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.core.errors import CapacityError, EngineDead, ModelNotFound, RequestError
-from manylora.serving.api.chat import chat_tokens, template_kwargs, with_template
+from manylora.serving.api.chat_prompt import chat_tokens, template_of
 from manylora.serving.api.request import Context, context_of, read_body
-from manylora.serving.api.schemas import DetokenizeBody, TokenizeBody, check_token_ids, template_arguments
+from manylora.serving.api.sampling import check_token_ids
+from manylora.serving.api.schemas import DetokenizeBody, TokenizeBody
 from manylora.serving.api.tools import read_tool_use
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
 from manylora.serving.http.bounds import INLINE_CHARS, TOKENIZE_CONTEXTS
@@ -44,7 +46,7 @@ def _card(context: Context, name: str, adapter: LoadedAdapter | None = None, *, 
         "owned_by": "manylora",
         "root": root if shows_paths else name,
         "parent": None if adapter is None else context.fleet.served_name,
-        "max_model_len": context.fleet.engines.info.max_model_len,
+        "max_model_len": context.max_model_len,
     }
 
 
@@ -103,26 +105,24 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Expected exactly one of prompt and messages", param="prompt")
-    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.fleet.engines.info.max_model_len
+    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.max_model_len
     tokens: Sequence[int]
     if (text := body.prompt) is not None:
         tokenizer.check_chars(len(text), limit)
         encode = partial(tokenizer.encode_within, text, limit, add_special_tokens=body.add_special_tokens is not False)
         tokens = encode() if len(text) <= INLINE_CHARS else await context.text_work.run(request, encode)
     else:
-        settings = with_template(context, await context.settings.of(body.model or ""), body.chat_template)
-        use = await read_tool_use(request, context.text_work, body.tools, "none", None, parser=None)
-        variables = {**template_kwargs(body.chat_template_kwargs), **use.template_variables}
-        tokens = await chat_tokens(
-            request, context, settings, body.messages or [], variables, limit=limit, **template_arguments(body)
-        )
+        template = template_of(context, await context.settings.of(body.model or ""), body)
+        use = await read_tool_use(request, context, body.tools, "none", None, parser=None)
+        template = replace(template, variables={**template.variables, **use.template_variables})
+        tokens = await chat_tokens(request, context, body.messages or [], template, limit=limit)
 
     def describe() -> Response:
         strings = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return json_response(
             {
                 "count": len(tokens),
-                "max_model_len": context.fleet.engines.info.max_model_len,
+                "max_model_len": context.max_model_len,
                 "tokens": tokens,
                 "token_strs": strings,
             }
@@ -136,7 +136,7 @@ async def detokenize(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_inference(request)
     body = await read_body(request, DetokenizeBody)
-    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.fleet.engines.info.max_model_len
+    tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.max_model_len
     if len(body.tokens) > limit:
         raise RequestError(f"Got {len(body.tokens)} tokens, expected at most {limit}", param="tokens")
     check_token_ids(body.tokens, tokenizer.vocab_size, "tokens")
@@ -169,7 +169,7 @@ async def metrics(request: Request) -> Response:
             snapshots = {}
         return await context.metrics.render(context.fleet, snapshots, context.functions())
 
-    return Response(await context.scrapes.get(scrape), media_type=CONTENT_TYPE_LATEST)
+    return Response(await context.metrics.scrapes.get(scrape), media_type=CONTENT_TYPE_LATEST)
 
 
 model_routes = [

@@ -1,12 +1,14 @@
-"""The prompt's part of a response: its tokens and their log-probabilities.
+"""The prompt's part of a response: its tokens and their log-probabilities, as JSON that is made and sent in parts.
 
 A long prompt has a million numbers. They become JSON in slices, between which the event loop serves others, and only
-as JSON they wait for the rest of the response.
+as JSON they wait for the rest of the response. No part is copied into a whole: to copy tens of megabytes once takes
+longer than a client should wait for another's token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,13 +17,22 @@ import msgspec
 
 from manylora.core.errors import RequestError
 from manylora.core.types import PromptLogprobs
-from manylora.serving.api.json_parts import JsonParts
 from manylora.serving.api.schemas import SamplingFields
 from manylora.serving.http.bounds import MAX_PROMPT_LOGPROBS
 from manylora.serving.http.turns import next_turn
 from manylora.serving.text import Tokenizer, TokenLogprob, describe_prompt
 
-__all__ = ["LEAST_LOGPROB", "NO_DETAILS", "Details", "PromptPart", "as_lists", "logprob_items", "named_by_id"]
+__all__ = [
+    "LEAST_LOGPROB",
+    "NO_DETAILS",
+    "Details",
+    "JsonParts",
+    "PromptPart",
+    "as_lists",
+    "encode_parts",
+    "logprob_items",
+    "named_by_id",
+]
 
 LEAST_LOGPROB = -9999.0
 """vLLM's number for minus infinity, which JSON does not have."""
@@ -32,6 +43,47 @@ SLICE_NUMBERS = 1024
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 encode = msgspec.json.encode
+
+
+class JsonParts:
+    """JSON of a value in parts; ``encode_parts`` takes it as a value of other JSON.
+
+    Args:
+        parts: The JSON, in order.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        self.parts = list(parts)
+
+    @classmethod
+    def of_list(cls, items: Sequence[bytes]) -> JsonParts:
+        """Return a list, given the JSON of its items, several or none in each part."""
+        parts = [b"["]
+        for part in filter(None, items):
+            if len(parts) > 1:
+                parts.append(b",")
+            parts.append(part)
+        return cls([*parts, b"]"])
+
+
+def encode_parts(value: Any) -> list[bytes]:
+    """Return the JSON of a value that has ``JsonParts`` in it, in parts."""
+    mark = b'"%b"' % uuid.uuid4().hex.encode()  # no text of a client can be it
+    long: list[JsonParts] = []
+
+    def set_aside(one: Any) -> msgspec.Raw:
+        assert isinstance(one, JsonParts)
+        long.append(one)
+        return msgspec.Raw(mark)
+
+    between = msgspec.json.Encoder(enc_hook=set_aside).encode(value).split(mark)
+    parts = [between[0]]
+    for one, after in zip(long, between[1:], strict=True):
+        parts += one.parts
+        parts.append(after)
+    return parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

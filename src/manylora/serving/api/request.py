@@ -14,35 +14,30 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import ModelNotFound
-from manylora.serving.api.form_checks import FormChecks
+from manylora.serving.api.forms import FormChecks
 from manylora.serving.api.json_body import parse
-from manylora.serving.api.model_settings import ModelSettings
+from manylora.serving.api.model_settings import ModelSettings, Settings
+from manylora.serving.api.schemas import SamplingFields
 from manylora.serving.http.auth import Gate
-from manylora.serving.http.bounds import (
-    MAX_FORMS_WAITING,
-    MAX_MODEL_CHARS,
-    MAX_TEXT_WAITING,
-    default_body_bytes,
-)
+from manylora.serving.http.bounds import MAX_FORMS_WAITING, MAX_MODEL_CHARS, MAX_TEXT_WAITING
 from manylora.serving.http.errors import HttpError
 from manylora.serving.http.refusals import RetryTimes
-from manylora.serving.http.room import BodyRoom, CallerRoom, UnreadAnswers, room_of_engine
+from manylora.serving.http.room import BodyRoom, CallerRoom, UnreadAnswers, default_body_bytes, room_of_engine
 from manylora.serving.http.turns import FairWork, LoopTurns, next_turn
 from manylora.serving.metrics.prometheus import Metrics
-from manylora.serving.metrics.scrape import SharedScrape
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.forms import FormProcess, FormSettings
 
-__all__ = ["Context", "context_of", "hidden_from_caller", "read_body"]
+__all__ = ["AnswerCall", "Context", "context_of", "hidden_from_caller", "make_context", "read_body", "read_call"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +55,13 @@ class Context:
         serves_base: Whether the base is a model of its own.
         functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
         gate: Checks API keys.
-        turns: Share the event loop between requests that need it for milliseconds.
         text_work: Takes long texts off the event loop, in turns.
         forms: Checks forms of answers.
         callers: Bounds the answers under way of each caller, where keys tell callers apart.
-        scrapes: Runs scrapes of ``/metrics``.
-        retries: Tells refused clients when to try again.
         fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
+        retries: Tells refused clients when to try again.
         bodies: The bytes of bodies that arrive.
+        turns: Share the event loop between requests that need it for milliseconds.
         unread: The long answers that wait for their clients.
         started_at: Start of the server, in seconds since the epoch.
         epoch_s: Returns the time in seconds since the epoch.
@@ -82,15 +76,14 @@ class Context:
     tokenizer: Tokenizer
     settings: ModelSettings
     metrics: Metrics
-    lora_roots: tuple[Path, ...] = ()
-    serves_base: bool = True
-    functions: Callable[[], Sequence[FunctionState]] = tuple
-    gate: Gate = field(init=False)
-    text_work: FairWork = field(init=False)
-    forms: FormChecks = field(init=False)
-    callers: CallerRoom = field(init=False)
-    fingerprint: str = field(init=False)
-    scrapes: SharedScrape = field(default_factory=SharedScrape)
+    lora_roots: tuple[Path, ...]
+    serves_base: bool
+    functions: Callable[[], Sequence[FunctionState]]
+    gate: Gate
+    text_work: FairWork
+    forms: FormChecks
+    callers: CallerRoom
+    fingerprint: str
     retries: RetryTimes = field(default_factory=RetryTimes)
     bodies: BodyRoom = field(default_factory=BodyRoom)
     turns: LoopTurns = field(default_factory=LoopTurns)
@@ -100,24 +93,51 @@ class Context:
     monotonic_s: Callable[[], float] = time.monotonic
     model_lists: dict[tuple[int, bool], asyncio.Task[bytes]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "gate", Gate(self.config.api_keys, self.config.admin_key))
-        work = FairWork("long texts", self.gate.caller_of, max_waiting=MAX_TEXT_WAITING)
-        object.__setattr__(self, "text_work", work)
-        model = self.engine_config.model
-        turns = FairWork("new forms", self.gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
-        process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
-        object.__setattr__(self, "forms", FormChecks(process, turns))
-        room = CallerRoom(room_of_engine(self.engine_config.scheduler), lambda: self.fleet.engines.num_serving)
-        object.__setattr__(self, "callers", room)
-        answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
-        digest = hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()
-        object.__setattr__(self, "fingerprint", f"fp_{digest}")
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer together, at most."""
+        return self.fleet.engines.info.max_model_len
 
     def check_room(self, tenant: str) -> None:
         """Raise ``CapacityError`` if no engine would take a request now, or none of this tenant."""
         self.fleet.requests.check_room()
         self.callers.check(tenant)
+
+
+def make_context(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    *,
+    fleet: FleetPort,
+    tokenizer: Tokenizer,
+    settings: ModelSettings,
+    metrics: Metrics,
+    lora_roots: tuple[Path, ...] = (),
+    serves_base: bool = True,
+    functions: Callable[[], Sequence[FunctionState]] = tuple,
+) -> Context:
+    """Return the parts of a server; arguments as of ``Context``."""
+    model = engine_config.model
+    gate = Gate(config.api_keys, config.admin_key)
+    form_turns = FairWork("new forms", gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
+    form_process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
+    answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
+    return Context(
+        engine_config=engine_config,
+        config=config,
+        fleet=fleet,
+        tokenizer=tokenizer,
+        settings=settings,
+        metrics=metrics,
+        lora_roots=lora_roots,
+        serves_base=serves_base,
+        functions=functions,
+        gate=gate,
+        text_work=FairWork("long texts", gate.caller_of, max_waiting=MAX_TEXT_WAITING),
+        forms=FormChecks(form_process, form_turns),
+        callers=CallerRoom(room_of_engine(engine_config.scheduler), lambda: fleet.engines.num_serving),
+        fingerprint=f"fp_{hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()}",
+    )
 
 
 def context_of(request: Request) -> Context:
@@ -134,7 +154,34 @@ def hidden_from_caller(context: Context, request: Request) -> frozenset[str]:
     return context.fleet.hidden_from(context.gate.check_inference(request))
 
 
+Fields = TypeVar("Fields", bound=SamplingFields)
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCall(Generic[Fields]):
+    """A request for answers, its caller, its body, and the settings of its model."""
+
+    http: Request
+    context: Context
+    tenant: str
+    body: Fields
+    settings: Settings
+
+
+async def read_call(request: Request, body: type[Fields]) -> AnswerCall[Fields]:
+    """Check the key of a request for answers and the room for it, then read its body.
+
+    Raises:
+        HttpError: 401 for a missing or wrong key; otherwise as ``read_body``.
+        CapacityError: No engine would take a request now, or none of this caller.
+        RequestError: The body is malformed.
+    """
+    context = context_of(request)
+    tenant = context.gate.check_inference(request)
+    context.check_room(tenant)
+    made = await read_body(request, body)
+    return AnswerCall(request, context, tenant, made, await context.settings.of(made.model))
 
 
 async def read_body(request: Request, body: type[Body]) -> Body:
@@ -144,12 +191,12 @@ async def read_body(request: Request, body: type[Body]) -> Body:
         HttpError: 415 for another media type; 413 above ``max_body_bytes``; 429 if other bodies leave no room; 400 if
             the client disconnected.
         ModelNotFound: The model's name is longer than any.
-        RequestError: As ``parse``.
+        RequestError: The body is malformed; names the field.
     """
     context = context_of(request)
     caller_of = partial(context.gate.caller_of, request)
     context.turns.enter(caller_of)
-    max_bytes = context.config.max_body_bytes or default_body_bytes(context.fleet.engines.info.max_model_len)
+    max_bytes = context.config.max_body_bytes or default_body_bytes(context.max_model_len)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HttpError(415, f"Got the media type {media_type[:100]!r}, expected application/json")

@@ -15,22 +15,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.core.errors import RequestError
-from manylora.serving.api.chat import chat_tokens, template_kwargs, tool_parser
-from manylora.serving.api.constraints import NULL, JsonSchema, ResponseFormat, free_form, is_null
-from manylora.serving.api.message_format import message_readers
-from manylora.serving.api.request import context_of, read_body
-from manylora.serving.api.respond import submit
-from manylora.serving.api.responses_output import ResponsesStream, WholeResponse
-from manylora.serving.api.schemas import ContentPart, Message, SamplingFields, sampling_params
-from manylora.serving.api.tools import (
+from manylora.core.types import SamplingParams
+from manylora.serving.api.chat_prompt import ChatTemplate, chat_tokens, joined_text, template_kwargs, tool_parser
+from manylora.serving.api.formats import message_readers
+from manylora.serving.api.json_body import NULL, free_form, is_null
+from manylora.serving.api.request import read_call
+from manylora.serving.api.responses_output import BuiltResponse, ResponseStream, WholeResponse
+from manylora.serving.api.sampling import sampling_params
+from manylora.serving.api.schemas import (
     CalledFunction,
+    ContentPart,
     FunctionName,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    SamplingFields,
     Tool,
     ToolCall,
     ToolChoice,
     ToolFunction,
-    read_tool_use,
 )
+from manylora.serving.api.submit import submit
+from manylora.serving.api.tools import read_tool_use
 from manylora.serving.http.bounds import MAX_MESSAGES
 from manylora.serving.text import MessageReader
 
@@ -223,17 +229,7 @@ def _text(content: str | list[ContentPart] | None, at: str) -> str:
         raise RequestError(f"{at} is neither a text nor a list of parts", param="input")
     if len(content) > MAX_MESSAGES:
         raise RequestError(f"{at} has {len(content)} parts, expected at most {MAX_MESSAGES}", param="input")
-    texts: list[str] = []
-    for part in content:
-        if part.type not in ("input_text", "output_text", "reasoning_text", "text"):
-            raise RequestError(
-                f"{at} has a part of type {str(part.type)[:50]!r}: this server takes text only", param="input"
-            )
-        try:
-            texts.append(msgspec.json.decode(part.text, type=str))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            raise RequestError(f"{at} has a text part whose text is no string", param="input") from None
-    return "\n".join(texts)
+    return joined_text(content, ("input_text", "output_text", "reasoning_text", "text"), at, "input")
 
 
 def _call(item: InputItem, at: str) -> ToolCall:
@@ -245,56 +241,40 @@ def _call(item: InputItem, at: str) -> ToolCall:
 
 async def create_response(request: Request) -> Response:
     """``POST /v1/responses``."""
-    context = context_of(request)
-    tenant = context.gate.check_inference(request)
-    context.check_room(tenant)
-    body = await read_body(request, ResponsesBody)
+    call = await read_call(request, ResponsesBody)
+    context, body = call.context, call.body
     _check(body)
     body.response_format = _response_format(body.text)
-    settings = await context.settings.of(body.model)
     sampling = sampling_params(
         body,
         max_tokens=body.max_output_tokens,
         logprobs=None,
         tokenizer=context.tokenizer,
         vocab_size=context.fleet.engines.info.vocab_size,
-        defaults=settings.defaults,
+        defaults=call.settings.defaults,
     )
-    tools = _tools(body.tools)
-    use = await read_tool_use(
-        request,
-        context.text_work,
-        tools,
-        _tool_choice(body.tool_choice),
-        body.parallel_tool_calls,
-        parser=tool_parser(context, settings),
-    )
+    parser = tool_parser(context, call.settings.chat_template)
+    tools, choice = _tools(body.tools), _tool_choice(body.tool_choice)
+    use = await read_tool_use(request, context, tools, choice, body.parallel_tool_calls, parser)
     sampling = use.constrain(sampling)
     variables = {**template_kwargs(body.chat_template_kwargs), **use.template_variables}
+    template = ChatTemplate(text=call.settings.chat_template, variables=variables)
     try:
-        prompt = await chat_tokens(
-            request,
-            context,
-            settings,
-            _messages(body),
-            variables,
-            limit=context.fleet.engines.info.max_model_len,
-        )
+        prompt = await chat_tokens(request, context, _messages(body), template, limit=context.max_model_len)
     except RequestError as error:
         raise RequestError(str(error), param="input") from None
     make_reader = message_readers(context, use, prompt, is_constrained=sampling.constraint is not None)
     answers, head = await submit(
-        request,
-        context,
-        body,
-        [prompt],
-        sampling,
-        settings=settings,
-        tenant=tenant,
-        id_prefix="resp_",
-        constraint_param="text" if use.json_schema is None else "tools",
+        call, [prompt], sampling, id_prefix="resp_", form_field="text" if use.json_schema is None else "tools"
     )
-    fields = {
+    reader = MessageReader(None, None) if make_reader is None else make_reader()
+    built = BuiltResponse(answers, reader, _fields(body, sampling, head), use.new_call_id)
+    return ResponseStream(built) if body.stream else WholeResponse(built)
+
+
+def _fields(body: ResponsesBody, sampling: SamplingParams, head: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a response that are known before its output."""
+    return {
         "id": head["id"],
         "object": "response",
         "created_at": head["created"],
@@ -312,9 +292,6 @@ async def create_response(request: Request) -> Response:
         "top_p": sampling.top_p,
         "truncation": "disabled",
     }
-    reader = MessageReader(None, None) if make_reader is None else make_reader()
-    kind = ResponsesStream if body.stream else WholeResponse
-    return kind(answers, reader, fields, use.new_call_id)
 
 
 response_routes = [Route("/v1/responses", create_response, methods=["POST"])]

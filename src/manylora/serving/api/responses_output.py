@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +12,13 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.core.errors import ManyloraError
 from manylora.serving.api.answers import RequestAnswers, TextPiece
-from manylora.serving.api.respond import HEADERS, send_body
-from manylora.serving.hosting.links.in_flight import Flush
+from manylora.serving.api.respond import EventStream
 from manylora.serving.http.errors import error_response
-from manylora.serving.http.http_protocol import chunk_writer
 from manylora.serving.http.turns import ClientGone
 from manylora.serving.text import MessageReader
 from manylora.serving.text.tools import EventKind, ToolEvent
 
-__all__ = ["ResponsesStream", "WholeResponse"]
+__all__ = ["BuiltResponse", "ResponseStream", "WholeResponse"]
 
 encode = msgspec.json.encode
 
@@ -105,8 +102,8 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-class WholeResponse(Response):
-    """A whole response.
+class BuiltResponse:
+    """A response while it is built.
 
     Args:
         answers: Started answers, of one request.
@@ -118,30 +115,13 @@ class WholeResponse(Response):
     def __init__(
         self, answers: RequestAnswers, reader: MessageReader, fields: dict[str, Any], new_call_id: Callable[[], str]
     ) -> None:
-        self._answers = answers
+        self.answers = answers
         self._reader = reader
         self._fields = fields
         self._items = _OutputItems(new_call_id)
         self._status = "completed"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for the answer, then send it."""
-
-        def gather(pieces: list[TextPiece]) -> None:
-            self._read(pieces)
-
-        async with self._answers.while_connected(receive):
-            try:
-                await self._answers.deliver(gather)
-            except ClientGone:
-                return
-            except ManyloraError as error:
-                response = error_response(error)
-            else:
-                response = Response(encode(self._object()), media_type="application/json")
-            await response(scope, receive, send)
-
-    def _read(self, pieces: list[TextPiece]) -> list[dict[str, Any]]:
+    def read(self, pieces: list[TextPiece]) -> list[dict[str, Any]]:
         """Add pieces to the items; return the events of the stream that report them."""
         reports: list[dict[str, Any]] = []
         for piece in pieces:
@@ -152,12 +132,16 @@ class WholeResponse(Response):
                 reports += self._items.close(self._status)
         return reports
 
-    def _object(self) -> dict[str, Any]:
-        usage = self._answers.usage()
+    def begun(self) -> dict[str, Any]:
+        """Return the response before its output."""
+        return {**self._fields, "status": "in_progress", "error": None, "incomplete_details": None, "output": []}
+
+    def ended(self) -> dict[str, Any]:
+        """Return the whole response."""
+        usage = self.answers.usage()
         return {
-            **self._fields,
+            **self.begun(),
             "status": self._status,
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "output": self._items.done,
             "usage": {
@@ -169,35 +153,60 @@ class WholeResponse(Response):
             },
         }
 
+    def failed(self, error: ManyloraError) -> dict[str, Any]:
+        """Return the response up to an error."""
+        failure = {"code": "server_error", "message": str(error)}
+        return {**self.begun(), "status": "failed", "error": failure, "output": self._items.done}
 
-class ResponsesStream(WholeResponse):
-    """A response as events, each with a type and a number; arguments as of ``WholeResponse``."""
+
+class WholeResponse(Response):
+    """A whole response."""
+
+    def __init__(self, built: BuiltResponse) -> None:
+        self._built = built
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the answer has finished, the engine fails, or the client disconnects."""
-        write_chunk = chunk_writer(scope)
-        self._number = 0
-        begun = {**self._fields, "status": "in_progress", "error": None, "incomplete_details": None, "output": []}
+        """Wait for the answer, then send it."""
 
-        def write(pieces: list[TextPiece]) -> Flush | None:
-            body = self._encode(self._read(pieces))
-            return None if not body or write_chunk(body) else functools.partial(send_body, send, body)
+        def gather(pieces: list[TextPiece]) -> None:
+            self._built.read(pieces)
 
-        async with self._answers.while_connected(receive):
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-            first = [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
-            await send_body(send, self._encode(first))
+        answers = self._built.answers
+        async with answers.while_connected(receive):
             try:
-                await self._answers.deliver(write)
+                await answers.deliver(gather)
             except ClientGone:
                 return
             except ManyloraError as error:
-                failure = {"code": "server_error", "message": str(error)}
-                ended = {**begun, "status": "failed", "error": failure, "output": self._items.done}
+                response = error_response(error)
             else:
-                ended = self._object()
-            await send_body(send, self._encode([{"type": f"response.{ended['status']}", "response": ended}]))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                response = Response(encode(self._built.ended()), media_type="application/json")
+            await response(scope, receive, send)
+
+
+class ResponseStream(EventStream):
+    """A response as events, each with a type and a number."""
+
+    def __init__(self, built: BuiltResponse) -> None:
+        super().__init__(built.answers)
+        self._built = built
+        self._number = 0
+
+    def _first(self) -> bytes:
+        begun = self._built.begun()
+        return self._encode([{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")])
+
+    def _render(self, pieces: list[TextPiece]) -> bytes:
+        return self._encode(self._built.read(pieces))
+
+    def _last(self) -> bytes:
+        return self._end(self._built.ended())
+
+    def _failed(self, error: ManyloraError) -> bytes:
+        return self._end(self._built.failed(error))
+
+    def _end(self, ended: dict[str, Any]) -> bytes:
+        return self._encode([{"type": f"response.{ended['status']}", "response": ended}])
 
     def _encode(self, reports: list[dict[str, Any]]) -> bytes:
         body = b""

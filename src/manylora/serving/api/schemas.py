@@ -1,35 +1,113 @@
-"""Request bodies as OpenAI and vLLM define them, and the sampling parameters that they ask for."""
+"""Request bodies as OpenAI and vLLM define them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from manylora.core.errors import RequestError
-from manylora.core.generation import NO_DEFAULTS, GenerationDefaults
-from manylora.core.types import SamplingParams
-from manylora.serving.api.constraints import NULL, ConstraintFields, constraint_of, free_form
-from manylora.serving.api.tools import Tool, ToolCall, ToolChoice
-from manylora.serving.http.bounds import INLINE_CHARS, MAX_BAD_WORDS, MAX_BIAS_BYTES, MAX_CHOICES, MAX_STOP_TOKEN_IDS
-from manylora.serving.text import Tokenizer
+from manylora.serving.api.json_body import NULL, FieldRules
+from manylora.serving.http.bounds import MAX_CHOICES
 
 __all__ = [
+    "HARMLESS",
+    "REFUSED",
+    "CalledFunction",
     "ChatBody",
     "CompletionBody",
+    "ConstraintFields",
     "ContentPart",
     "DetokenizeBody",
+    "FunctionName",
+    "JsonSchema",
     "Message",
+    "ResponseFormat",
     "SamplingFields",
-    "StreamOptions",
+    "StructuredOutputs",
     "TokenizeBody",
-    "check_token_ids",
-    "sampling_params",
-    "template_arguments",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolFunction",
 ]
 
-Value = TypeVar("Value")
+
+_HARMLESS = """
+    metadata mm_payload prediction prompt_cache_key prompt_cache_options prompt_cache_retention request_id
+    return_assistant_tokens_mask return_mm_kwargs return_token_offsets routed_experts_prompt_start safety_identifier
+    service_tier session_id spaces_between_special_tokens store stream_interval
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+"""Fields that change nothing in the answer."""
+
+_REFUSED = """
+    access_programs audio background_options context_management documents ec_transfer_params enable_response_messages
+    functions image kv_transfer_params logits_processors logprob_token_ids lora_path lora_request media_io_kwargs
+    mm_processor_kwargs moderation previous_input_messages prompt_embeds repetition_detection
+    return_prompt_text return_weight_versions suffix thinking_token_budget typical_p use_beam_search verbosity
+    vllm_xargs watermarking web_search_options
+"""
+REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
+    "function_call": (None, "none", "auto"),
+    "include_reasoning": (None, True),
+    "length_penalty": (None, 1.0),
+    "modalities": (None, ["text"]),
+    "truncation_side": (None, "left"),
+}
+"""Fields that would change the answer, with the values under which they would not."""
+
+REASONS = {
+    "use_beam_search": "ask for n sampled answers with logprobs, and keep the most likely one",
+}
+"""The way to get the same by other means, for fields that have one."""
+
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: Name
+    description: str | None = None
+    parameters: msgspec.Raw = NULL
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A tool; every one is a function."""
+
+    type: str
+    function: ToolFunction
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """A function by name."""
+
+    name: Name
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """A ``tool_choice`` that names a function."""
+
+    type: str
+    function: FunctionName
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """The function of a call in the history."""
+
+    name: Name
+    arguments: msgspec.Raw = NULL
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in the history."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -39,8 +117,52 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """``response_format.json_schema``."""
+
+    schema: msgspec.Raw
+    name: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """OpenAI's ``response_format``; ``structural_tag`` is vLLM's."""
+
+    type: str
+    json_schema: JsonSchema | None = None
+    structures: msgspec.Raw = NULL
+    triggers: list[str] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's ``structured_outputs``: one of the first six."""
+
+    json: msgspec.Raw = NULL
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class ConstraintFields(msgspec.Struct, kw_only=True):
+    """The fields that ask for an answer of a given form: OpenAI's, vLLM's, and vLLM's older names."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: msgspec.Raw = NULL
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
 class SamplingFields(ConstraintFields, kw_only=True):
-    """Fields of completions and of chat completions."""
+    """Fields of completions, chat completions and responses."""
+
+    field_rules: ClassVar[FieldRules] = FieldRules(HARMLESS, REFUSED, REASONS)
 
     model: str
     add_special_tokens: bool | None = None
@@ -140,124 +262,3 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
-
-
-def template_arguments(body: ChatBody | TokenizeBody) -> dict[str, bool]:
-    """Return the arguments of a chat template: the end is the model's turn, to begin or to go on with.
-
-    Raises:
-        RequestError: Both are asked for.
-    """
-    if body.continue_final_message and body.add_generation_prompt:
-        raise RequestError(
-            "Got continue_final_message and add_generation_prompt, expected one of them", param="continue_final_message"
-        )
-    return {
-        "add_generation_prompt": not body.continue_final_message and body.add_generation_prompt is not False,
-        "continue_final_message": bool(body.continue_final_message),
-        "add_special_tokens": bool(body.add_special_tokens),  # beside those that the template writes
-    }
-
-
-def sampling_params(
-    body: SamplingFields,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    prompt_logprobs: int | None = None,
-    defaults: GenerationDefaults = NO_DEFAULTS,
-) -> SamplingParams:
-    """Return the sampling parameters of a request, with the model's defaults, then those of OpenAI's API.
-
-    Args:
-        body: The request.
-        max_tokens: Most tokens to generate; ``None`` for as many as fit.
-        logprobs: Number of alternatives to report; ``None`` for no log-probabilities.
-        tokenizer: The base model's tokenizer, for words.
-        vocab_size: Token ids are below this.
-        prompt_logprobs: As ``logprobs``, for the prompt.
-        defaults: The defaults of the model.
-
-    Raises:
-        RequestError: A value is out of range, or two fields contradict each other.
-    """
-    if body.best_of not in (None, body.n or 1):
-        raise RequestError(
-            f"Got best_of = {body.best_of} and n = {body.n or 1}, expected both the same: "
-            "ranking more answers than are returned is not supported",
-            param="best_of",
-        )
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options needs stream = true", param="stream_options")
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    stop_token_ids = tuple(body.stop_token_ids or ())
-    if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise RequestError(
-            f"Got {len(stop_token_ids)} stop_token_ids, expected at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
-        )
-    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
-    if body.allowed_token_ids == []:
-        raise RequestError("Got no allowed_token_ids, expected at least one", param="allowed_token_ids")
-    if len(body.allowed_token_ids or ()) > vocab_size:
-        raise RequestError("Got more allowed_token_ids than the vocabulary has", param="allowed_token_ids")
-    allowed_token_ids = tuple(dict.fromkeys(body.allowed_token_ids or ()))
-    check_token_ids(allowed_token_ids, vocab_size, "allowed_token_ids")
-    return SamplingParams(
-        max_tokens=defaults.cap(max_tokens),
-        min_tokens=_or(body.min_tokens, 0),
-        temperature=_or(body.temperature, _or(defaults.temperature, 1.0)),
-        top_p=_or(body.top_p, _or(defaults.top_p, 1.0)),
-        top_k=0 if body.top_k == -1 else _or(body.top_k, defaults.top_k or 0),  # -1 is vLLM's value for all
-        min_p=_or(body.min_p, defaults.min_p or 0.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
-        repetition_penalty=_or(body.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
-        seed=body.seed,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        skip_special_tokens=_or(body.skip_special_tokens, True),
-        constraint=constraint_of(body),
-        logit_bias=() if body.logit_bias is NULL else _logit_bias(body.logit_bias, vocab_size),
-        allowed_token_ids=allowed_token_ids,
-        bad_words_token_ids=_bad_words(body.bad_words, tokenizer) if body.bad_words else (),
-    )
-
-
-def _or(value: Value | None, default: Value) -> Value:
-    return default if value is None else value
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raise ``RequestError``, which names the field, for a token id outside the vocabulary."""
-    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(f"Got the token id {token_id} in {param}, expected 0 to {vocab_size - 1}", param=param)
-
-
-def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > INLINE_CHARS:
-        raise RequestError(
-            f"Got {len(words)} bad_words of {sum(map(len, words))} characters, expected at most {MAX_BAD_WORDS} "
-            f"of {INLINE_CHARS}",
-            param="bad_words",
-        )
-    if not all(word.strip() for word in words):
-        raise RequestError("bad_words has an empty word", param="bad_words")
-    return tokenizer.runs_of(words)
-
-
-def _logit_bias(raw: msgspec.Raw, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    bias: dict[str, float] | None = free_form(raw, dict[str, float] | None, MAX_BIAS_BYTES, "logit_bias")  # type: ignore[arg-type]
-    pairs = []
-    for token, value in (bias or {}).items():
-        if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise RequestError(f"Got the key {token[:50]!r} in logit_bias, expected token ids", param="logit_bias")
-        pairs.append((int(token), value))
-    check_token_ids([token for token, _ in pairs], vocab_size, "logit_bias")
-    return tuple(pairs)

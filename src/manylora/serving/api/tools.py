@@ -9,77 +9,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
 from manylora.core.errors import RequestError
 from manylora.core.types import Constraint, SamplingParams
-from manylora.serving.api.constraints import NULL, free_form, is_null, num_bytes
+from manylora.serving.api.json_body import free_form, is_null, num_bytes
+from manylora.serving.api.request import Context
+from manylora.serving.api.schemas import Tool, ToolCall, ToolChoice, ToolFunction
 from manylora.serving.http.bounds import INLINE_CHARS, MAX_ARGUMENTS_BYTES, MAX_SCHEMA_BYTES, MAX_TOOLS
-from manylora.serving.http.turns import FairWork
 from manylora.serving.text.tools import NamedCall, RequiredCalls, ToolParser
 
-__all__ = [
-    "CalledFunction",
-    "FunctionName",
-    "Tool",
-    "ToolCall",
-    "ToolChoice",
-    "ToolFunction",
-    "ToolUse",
-    "arguments_bytes",
-    "called",
-    "read_tool_use",
-    "tool_use",
-]
-
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-
-
-class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A function that the model may call."""
-
-    name: Name
-    description: str | None = None
-    parameters: msgspec.Raw = NULL
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, kw_only=True):
-    """A tool; every one is a function."""
-
-    type: str
-    function: ToolFunction
-
-
-class FunctionName(msgspec.Struct, kw_only=True):
-    """A function by name."""
-
-    name: Name
-
-
-class ToolChoice(msgspec.Struct, kw_only=True):
-    """A ``tool_choice`` that names a function."""
-
-    type: str
-    function: FunctionName
-
-
-class CalledFunction(msgspec.Struct, kw_only=True):
-    """The function of a call in the history."""
-
-    name: Name
-    arguments: msgspec.Raw = NULL
-
-
-class ToolCall(msgspec.Struct, kw_only=True):
-    """A call in the history."""
-
-    function: CalledFunction
-    id: str | None = None
-    type: str | None = None
+__all__ = ["NO_TOOLS", "ToolUse", "arguments_bytes", "called", "read_tool_use"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,48 +64,47 @@ class ToolUse:
         return replace(sampling, constraint=Constraint("json", self.json_schema))
 
 
+NO_TOOLS = ToolUse(template_variables={})
+
+
 async def read_tool_use(
     request: Request,
-    work: FairWork,
+    context: Context,
     tools: Sequence[Tool] | None,
     choice: str | ToolChoice | None,
     parallel: bool | None,
-    *,
     parser: type[ToolParser] | None,
 ) -> ToolUse:
-    """Return ``tool_use``; schemas that take milliseconds are read in a turn of ``work``.
-
-    Raises:
-        RequestError: As of ``tool_use``.
-        ManyloraError: As of ``FairWork.run``.
-    """
-    read = functools.partial(tool_use, tools, choice, parallel, parser=parser)
-    size = sum(num_bytes(tool.function.parameters) for tool in tools or ())
-    return read() if size <= INLINE_CHARS else await work.run(request, read)
-
-
-def tool_use(
-    tools: Sequence[Tool] | None,
-    choice: str | ToolChoice | None,
-    parallel: bool | None,
-    *,
-    parser: type[ToolParser] | None,
-) -> ToolUse:
-    """Return the part of tools in a request.
+    """Return the part of tools in a request; schemas that take milliseconds are read in a turn.
 
     Args:
-        tools: Of the request.
-        choice: Likewise.
+        request: Its client may leave meanwhile.
+        context: The server's parts.
+        tools: The tools of the request.
+        choice: Its choice among them.
         parallel: Whether the model may call several; ``None`` means that it may.
         parser: Reads the calls of a model that chooses; without it the answer is all content.
 
     Raises:
         RequestError: A tool is malformed, or the choice contradicts the tools.
+        CapacityError: Too many long texts wait for their turn.
+        ClientGone: The client disconnected before its turn.
     """
+    read = functools.partial(_tool_use, tools, choice, parallel, parser)
+    size = sum(num_bytes(tool.function.parameters) for tool in tools or ())
+    return read() if size <= INLINE_CHARS else await context.text_work.run(request, read)
+
+
+def _tool_use(
+    tools: Sequence[Tool] | None,
+    choice: str | ToolChoice | None,
+    parallel: bool | None,
+    parser: type[ToolParser] | None,
+) -> ToolUse:
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
-        return ToolUse(template_variables={})
+        return NO_TOOLS
     given = _parameters(tools)
     schemas = {name: {"type": "object", **(parameters or {})} for name, parameters in given.items()}
     variables = {"tools": [_for_template(tool.function, given[tool.function.name]) for tool in tools]}

@@ -30,7 +30,6 @@ __all__ = [
     "MAX_UNREAD_BYTES",
     "SHORT_BODY_BYTES",
     "TOKENIZE_CONTEXTS",
-    "default_body_bytes",
 ]
 
 MAX_CHOICES = 128
@@ -101,12 +100,3 @@ MAX_UNREAD_BYTES = 256 << 20
 
 SHORT_BODY_BYTES = 64 * 1024
 """A body up to this is taken whatever else arrives: connections bound these."""
-
-LEAST_BODY_BYTES = 1 << 20
-BODY_BYTES_PER_TOKEN = 16
-"""A token is about four bytes of text, eight as an id, and six or twelve as an escape in JSON."""
-
-
-def default_body_bytes(max_model_len: int) -> int:
-    """Return the largest body by default: room for a full context in any notation, and for batches of short prompts."""
-    return max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_model_len)

@@ -25,7 +25,17 @@ from manylora.core.errors import CapacityError
 from manylora.serving.http.bounds import MAX_BODIES_BYTES, MAX_UNREAD_BYTES, SHORT_BODY_BYTES
 from manylora.serving.http.errors import HttpError
 
-__all__ = ["ArrivingBody", "BodyRoom", "CallerRoom", "Places", "UnreadAnswers", "room_of_engine"]
+__all__ = ["ArrivingBody", "BodyRoom", "CallerRoom", "Places", "UnreadAnswers", "default_body_bytes", "room_of_engine"]
+
+
+LEAST_BODY_BYTES = 1 << 20
+BODY_BYTES_PER_TOKEN = 16
+"""A token is about four bytes of text, eight as an id, and six or twelve as an escape in JSON."""
+
+
+def default_body_bytes(max_model_len: int) -> int:
+    """Return the largest body by default: room for a full context in any notation, and for batches of short prompts."""
+    return max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * max_model_len)
 
 
 def room_of_engine(scheduler: SchedulerConfig) -> int:

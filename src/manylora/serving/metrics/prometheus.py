@@ -21,7 +21,14 @@ from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.snapshot import Snapshot
 from manylora.serving.hosting.protocol import FinishedRequest, Observations
 from manylora.serving.metrics.latency import LatencyWindow
-from manylora.serving.metrics.scrape import LEVELS, by_replica, fleet_metrics, function_metrics, snapshot_metrics
+from manylora.serving.metrics.scrape import (
+    LEVELS,
+    SharedScrape,
+    by_replica,
+    fleet_metrics,
+    function_metrics,
+    snapshot_metrics,
+)
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 
@@ -115,6 +122,7 @@ class Metrics:
         monotonic_s: Callable[[], float],
     ) -> None:
         self.latency = LatencyWindow()
+        self.scrapes = SharedScrape()
         self._config = config
         self._served_name = served_name
         self._epoch_s = epoch_s

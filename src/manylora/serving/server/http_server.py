@@ -30,7 +30,7 @@ from manylora.serving.api.completions import completion_routes
 from manylora.serving.api.docs import docs_routes
 from manylora.serving.api.model_settings import ModelSettings
 from manylora.serving.api.models import model_routes
-from manylora.serving.api.request import Context, context_of
+from manylora.serving.api.request import Context, context_of, make_context
 from manylora.serving.api.responses import response_routes
 from manylora.serving.api.status import status_routes
 from manylora.serving.hosting.fleet.fleet import Fleet
@@ -90,9 +90,9 @@ def make_http_server(
     named = model if engine.simulate is None else replace(model, model=model.tokenizer or model.model)
     # An adapter named at start may be loaded again from its directory; those found are below a folder of adapters.
     roots = [*server.lora_dirs, *server.allowed_lora_paths, *named_paths]
-    context = Context(
-        engine_config=engine,
-        config=server,
+    context = make_context(
+        engine,
+        server,
         fleet=fleet,
         tokenizer=tokenizer,
         settings=ModelSettings(

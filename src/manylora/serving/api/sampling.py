@@ -1,0 +1,216 @@
+"""The sampling parameters that a request body asks for, with the model's defaults, then those of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from manylora.core.errors import RequestError
+from manylora.core.generation import NO_DEFAULTS, GenerationDefaults
+from manylora.core.types import Constraint, SamplingParams
+from manylora.serving.api.json_body import NULL, free_form, is_null
+from manylora.serving.api.schemas import ConstraintFields, ResponseFormat, SamplingFields, StructuredOutputs
+from manylora.serving.http.bounds import (
+    INLINE_CHARS,
+    MAX_BAD_WORDS,
+    MAX_BIAS_BYTES,
+    MAX_SCHEMA_BYTES,
+    MAX_STOP_TOKEN_IDS,
+)
+from manylora.serving.text import Tokenizer
+
+__all__ = ["check_token_ids", "constraint_field", "sampling_params"]
+
+JSON_OBJECT = '{"type":"object"}'
+
+Value = TypeVar("Value")
+
+
+def sampling_params(
+    body: SamplingFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    prompt_logprobs: int | None = None,
+    defaults: GenerationDefaults = NO_DEFAULTS,
+) -> SamplingParams:
+    """Return the sampling parameters of a request, with the model's defaults, then those of OpenAI's API.
+
+    Args:
+        body: The request.
+        max_tokens: Most tokens to generate; ``None`` for as many as fit.
+        logprobs: Number of alternatives to report; ``None`` for no log-probabilities.
+        tokenizer: The base model's tokenizer, for words.
+        vocab_size: Token ids are below this.
+        prompt_logprobs: As ``logprobs``, for the prompt.
+        defaults: The defaults of the model.
+
+    Raises:
+        RequestError: A value is out of range, or two fields contradict each other.
+    """
+    _check_fields(body, vocab_size)
+    return SamplingParams(
+        max_tokens=defaults.cap(max_tokens),
+        min_tokens=_or(body.min_tokens, 0),
+        temperature=_or(body.temperature, _or(defaults.temperature, 1.0)),
+        top_p=_or(body.top_p, _or(defaults.top_p, 1.0)),
+        top_k=0 if body.top_k == -1 else _or(body.top_k, defaults.top_k or 0),  # -1 is vLLM's value for all
+        min_p=_or(body.min_p, defaults.min_p or 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
+        seed=body.seed,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=_or(body.skip_special_tokens, True),
+        constraint=_constraint_of(body),
+        logit_bias=() if body.logit_bias is NULL else _logit_bias(body.logit_bias, vocab_size),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
+        bad_words_token_ids=_bad_words(body.bad_words, tokenizer) if body.bad_words else (),
+    )
+
+
+def _check_fields(body: SamplingFields, vocab_size: int) -> None:
+    """Raise ``RequestError`` for lists of tokens that are too long or out of range, and fields that contradict."""
+    if body.best_of not in (None, body.n or 1):
+        raise RequestError(
+            f"Got best_of = {body.best_of} and n = {body.n or 1}, expected both the same: "
+            "ranking more answers than are returned is not supported",
+            param="best_of",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream = true", param="stream_options")
+    if (num_stops := len(body.stop_token_ids or ())) > MAX_STOP_TOKEN_IDS:
+        raise RequestError(
+            f"Got {num_stops} stop_token_ids, expected at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"
+        )
+    check_token_ids(body.stop_token_ids or (), vocab_size, "stop_token_ids")
+    if body.allowed_token_ids == []:
+        raise RequestError("Got no allowed_token_ids, expected at least one", param="allowed_token_ids")
+    if len(body.allowed_token_ids or ()) > vocab_size:
+        raise RequestError("Got more allowed_token_ids than the vocabulary has", param="allowed_token_ids")
+    check_token_ids(body.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+
+
+def _or(value: Value | None, default: Value) -> Value:
+    return default if value is None else value
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise ``RequestError``, which names the field, for a token id outside the vocabulary."""
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"Got the token id {token_id} in {param}, expected 0 to {vocab_size - 1}", param=param)
+
+
+def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > INLINE_CHARS:
+        raise RequestError(
+            f"Got {len(words)} bad_words of {sum(map(len, words))} characters, expected at most {MAX_BAD_WORDS} "
+            f"of {INLINE_CHARS}",
+            param="bad_words",
+        )
+    if not all(word.strip() for word in words):
+        raise RequestError("bad_words has an empty word", param="bad_words")
+    return tokenizer.runs_of(words)
+
+
+def _logit_bias(raw: msgspec.Raw, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    bias: dict[str, float] | None = free_form(raw, dict[str, float] | None, MAX_BIAS_BYTES, "logit_bias")  # type: ignore[arg-type]
+    pairs = []
+    for token, value in (bias or {}).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise RequestError(f"Got the key {token[:50]!r} in logit_bias, expected token ids", param="logit_bias")
+        pairs.append((int(token), value))
+    check_token_ids([token for token, _ in pairs], vocab_size, "logit_bias")
+    return tuple(pairs)
+
+
+def constraint_field(body: ConstraintFields) -> str:
+    """Return the field that has the one constraint of a body; no schema is read again for it."""
+    for kind in ("json", "regex", "choice", "grammar"):
+        if not _is_absent(getattr(body, f"guided_{kind}")):
+            return f"guided_{kind}"
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    return "structured_outputs"
+
+
+def _constraint_of(body: ConstraintFields) -> Constraint | None:
+    """Return the constraint that a request asks for.
+
+    Raises:
+        RequestError: It asks for several, or for a kind that is not supported.
+    """
+    found = _guided(body, "guided_")
+    if (given := body.structured_outputs) is not None:
+        found += [("structured_outputs", one) for _, one in _guided(given, "")]
+        found += [("structured_outputs", one) for one in _of_structured_outputs_alone(given)]
+    if body.response_format is not None and body.response_format.type != "text":
+        found.append(("response_format", _of_response_format(body.response_format)))
+    if len(found) > 1:
+        names = ", ".join(sorted(field for field, _ in found))
+        raise RequestError(f"Got {len(found)} constraints of the answer in {names}, expected one", param=found[0][0])
+    return found[0][1] if found else None
+
+
+def _guided(values: msgspec.Struct, prefix: str) -> list[tuple[str, Constraint]]:
+    """Return the constraints of the kinds that have a field of the older names too, with their fields."""
+    found = []
+    for kind in ("json", "regex", "choice", "grammar"):
+        field = prefix + kind
+        value = getattr(values, field)
+        if not _is_absent(value):
+            if kind == "json":
+                value = _read_schema(value, str | dict[str, Any] | bool, field)
+            found.append((field, Constraint(kind, value if isinstance(value, str) else _text(value))))
+    return found
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or (isinstance(value, msgspec.Raw) and is_null(value))
+
+
+def _read_schema(raw: msgspec.Raw, kind: Any, param: str) -> Any:
+    return free_form(raw, kind, MAX_SCHEMA_BYTES, param)
+
+
+def _of_structured_outputs_alone(given: StructuredOutputs) -> list[Constraint]:
+    for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        if getattr(given, name):
+            raise RequestError(f"structured_outputs.{name} is not supported by this server", param="structured_outputs")
+    found = []
+    if given.json_object:
+        found.append(Constraint("json", JSON_OBJECT))
+    if given.structural_tag is not None:
+        found.append(Constraint("structural_tag", given.structural_tag))
+    return found
+
+
+def _of_response_format(form: ResponseFormat) -> Constraint:
+    if form.type == "json_object":
+        return Constraint("json", JSON_OBJECT)
+    if form.type == "structural_tag":
+        structures = _read_schema(form.structures, list[dict[str, Any]] | None, "response_format")
+        return Constraint("structural_tag", _text({"structures": structures, "triggers": form.triggers}))
+    if form.type != "json_schema":
+        raise RequestError(
+            f"Got response_format.type = {form.type[:50]!r}, expected one of text, json_object, json_schema, "
+            "structural_tag",
+            param="response_format",
+        )
+    if form.json_schema is None:
+        raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
+    return Constraint("json", _text(_read_schema(form.json_schema.schema, dict[str, Any] | bool, "response_format")))
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
