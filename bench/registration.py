@@ -48,7 +48,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from manylora.cli.options.adapter_folders import collect_adapters
-from manylora.core.adapters.identity import stamp_files
+from manylora.core.adapters.identity import read_file_key
 from manylora.core.adapters.read import HeaderReader
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import open_folder
@@ -223,9 +223,9 @@ def parts_us(base: BaseShape, folder: Path, count: int) -> dict[str, float]:
     headers = HeaderReader(base, max_bytes=1 << 34, dtype="auto")
     checking = per_adapter(lambda: [headers.read(name, path) for name, path in found.items()])
     stamping = per_adapter(
-        lambda: [stamp_files(open_folder(name, path), base, "auto", 1 << 34) for name, path in found.items()]
+        lambda: [read_file_key(open_folder(name, path), base, "auto", 1 << 34) for name, path in found.items()]
     )
-    return {"listing folders": listing, "configuration and header": checking, "of which the stamp": stamping}
+    return {"listing folders": listing, "configuration and header": checking, "of which the file key": stamping}
 
 
 def run(base: Path, folder: Path, cache: Path, seconds: float) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
         start: Tokens with KV in pages.
         num_tokens: Tokens to run in this step.
         pages: Block table: page of every ``block_size`` positions, long enough for ``start + num_tokens``.
-        adapter: Version to apply, ``None`` for the base alone.
+        adapter: Version to apply, ``None`` for the base without an adapter.
         rank: Its largest rank, 0 for the base; for cost models.
         sampling: Sampling parameters of the next token.
         is_sampled: Whether the step yields a token (False for all but the last prompt chunk).
@@ -141,10 +141,11 @@ class StepResult:
         failed: Reason by ``seq_id`` of the sequences whose adapter's weights could not be brought up or applied in the
             step, whose logits were not finite, or whose answer's form took too much time. They have no token, and
             their KV is not valid; the other sequences of the step are not affected.
-        refused: Those of ``failed`` whose request is at fault, not its adapter.
+        refused: Sequences of ``failed`` whose request is at fault, not its adapter.
         late: Sequences that the step left out, since the weights of their adapter were late and all others waited for
             them. They have no token, and their KV is not valid, but the load goes on: they may run once it is over.
-        prompt_logprobs: A row for each of the plan's ``prompt_rows``, by ``seq_id``; none for failed and late ones.
+        prompt_logprobs: A row for each of the plan's ``prompt_rows``, by ``seq_id``; none for failed and late
+            sequences.
         cpu_share: Share of the layers, over the assisted sequences, that the CPU computed; the device took over the
             others.
     """

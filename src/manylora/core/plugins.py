@@ -140,7 +140,7 @@ def options_for(kind: str, name: str, ours: Mapping[str, Callable[..., Any]], gi
         name: As for ``find_factory``.
         ours: Built-in factories, by name.
         given: Values by key, from TOML or (as text) from a command line. Options of another built-in policy are
-            ignored, so that a run can be changed by the policy's name alone.
+            ignored, so that a run can be changed by changing only the policy's name.
 
     Raises:
         ConfigError: A key is unknown or missing, or a value is wrong.

@@ -110,7 +110,7 @@ class Constraint:
 class SamplingParams:
     """Sampling parameters, by OpenAI's and vLLM's names.
 
-    With a seed the tokens depend on the request alone: position *i* draws from a counter-based generator keyed by
+    With a seed the tokens depend only on the request: position *i* draws from a counter-based generator keyed by
     ``(seed, i)``, independent of the batch and of pre-emptions.
 
     Args:
@@ -227,8 +227,8 @@ class Request:
         tenant: The user, for fairness and accounting.
         cache_salt: Prefix blocks are shared only between equal salts.
         priority: Lower is sooner, for policies that use it.
-        seed: Seed of this request in place of that of ``sampling``, which several requests may share: of one of ``n``
-            answers, or drawn, so that every engine continues it alike. ``None`` leaves the seed to ``sampling``.
+        seed: Seed of this request in place of the seed in ``sampling``, which several requests may share: of one of
+            ``n`` answers, or drawn, so that every engine continues it alike. ``None`` leaves the seed to ``sampling``.
         continuation: The answer so far, if another engine began it.
         default_max_tokens: Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
     """
@@ -334,7 +334,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
         adapter: The version that answered, ``None`` for the base.
         error: The reason, if ``finish`` is ``ERROR``.
         is_refused: Whether the request is at fault for the error: the form of its answer.
-        prompt_logprobs: Those of the whole prompt, if requested; in an output without tokens, before the first token.
+        prompt_logprobs: Log-probabilities of the whole prompt, if requested; in an output without tokens, before the
+            first token.
     """
 
     request_id: str
@@ -365,7 +366,7 @@ class AdapterVersion:
         dtype: Type of its packed weights; ``None`` for a version without weights (simulated).
         layer_digests: Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty
             where they are not known. ``key`` is the hash over them.
-        stamp: Identity of the files that it was registered from (``adapters.stamp``); empty without one.
+        file_key: Identity of the files that it was registered from (``core/adapters/identity.py``); empty without one.
         is_whole: Whether no layer of its image may be used before the whole file was read: its content is not known yet
             and is not vouched for by a server.
     """
@@ -381,5 +382,5 @@ class AdapterVersion:
     disk_bytes: int
     dtype: str | None = None
     layer_digests: bytes = b""
-    stamp: str = field(default="", compare=False)
+    file_key: str = field(default="", compare=False)
     is_whole: bool = False

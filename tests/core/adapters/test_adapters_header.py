@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from manylora.core.adapters import read as read_module
 from manylora.core.adapters import weight_file
 from manylora.core.adapters.hash_cache import KnownContent
-from manylora.core.adapters.identity import is_provisional, provisional_key, stamp_files
+from manylora.core.adapters.identity import is_provisional, provisional_key, read_file_key
 from manylora.core.adapters.packed import image_of, own_memory
 from manylora.core.adapters.read import HeaderReader, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
@@ -62,8 +62,8 @@ def test_the_version_is_that_of_the_weights_but_for_its_key(dtype: torch.dtype, 
     tensors = {key: torch.from_numpy(value).to(dtype) for key, value in adapter_tensors(BASE).items()}
     save_file(tensors, directory / "adapter_model.safetensors")
     version = reader(dtype="auto").read("mine", directory)
-    stamp, _ = stamp_files(open_folder("mine", directory), BASE, "auto", 1 << 30)
-    assert version.key == provisional_key(stamp) and is_provisional(version.key)
+    file_key, _ = read_file_key(open_folder("mine", directory), BASE, "auto", 1 << 30)
+    assert version.key == provisional_key(file_key) and is_provisional(version.key)
     chosen = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype="auto").version
     assert not is_provisional(chosen.key)
     packed = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype=version.dtype).version
@@ -83,7 +83,7 @@ def test_known_content_gives_the_version_that_reading_gives(tmp_path: Path) -> N
     version = read.version
     assert version.dtype == "bfloat16", "stored wider than its numbers are"
     content = KnownContent(version.key, version.dtype, version.layer_digests)
-    known = {stamp_files(open_folder("mine", directory), BASE, "auto", 1 << 30)[0]: content}
+    known = {read_file_key(open_folder("mine", directory), BASE, "auto", 1 << 30)[0]: content}
     assert reader(dtype="auto", known=known.get).read("mine", directory) == version
 
 

@@ -37,7 +37,7 @@ def test_the_next_start_knows_what_this_one_read(tmp_path: Path) -> None:
 
 
 def test_files_that_were_just_written_are_not_kept(tmp_path: Path) -> None:
-    """A write within the same tick of the file system's clock would leave the stamp as it is."""
+    """A write within the same tick of the file system's clock would leave the file key as it is."""
     HashCache(tmp_path / "hashes").put("s", content(1), age_s=0.1)
     assert not (tmp_path / "hashes").exists()
 

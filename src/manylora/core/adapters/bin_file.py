@@ -32,7 +32,7 @@ MAX_PICKLE_BYTES = 8 * 1024 * 1024
 MAX_DIRECTORY_BYTES = 2 * 1024 * 1024
 """Largest directory of an archive, of which every entry becomes an object: some ten thousand tensors have it."""
 MAX_SPREAD = 16
-"""Longest range of a tensor, in sizes of the tensor: one that is a part of a few fused ones is read."""
+"""Longest range of a tensor, in sizes of the tensor: a tensor that is a part of a few fused tensors is read."""
 
 MEMBER_HEADER = struct.Struct("<4s22xHH")
 """Before a member's bytes: a signature, and the lengths of the name and the extra field that follow."""

@@ -147,7 +147,7 @@ class Folder(Protocol):
         ...
 
     def read(self, file: str, max_bytes: int) -> bytes:
-        """Return the content of a small file, of at most ``max_bytes`` bytes; errors as of ``open``."""
+        """Return the content of a small file, of at most ``max_bytes`` bytes; errors as for ``open``."""
         ...
 
     def open(self, file: str, max_bytes: int) -> OpenFile:
@@ -164,7 +164,7 @@ class Folder(Protocol):
         ...
 
     def identify(self, file: str, max_bytes: int) -> FileIdentity:
-        """Return the present identity of a file of at most ``max_bytes`` bytes; errors as of ``open``."""
+        """Return the present identity of a file of at most ``max_bytes`` bytes; errors as for ``open``."""
         ...
 
 
@@ -188,12 +188,12 @@ class AdapterFolder:
         return str(self.path)
 
     def read(self, file: str, max_bytes: int) -> bytes:
-        """Return the content of a small file; errors as of ``open_regular``."""
+        """Return the content of a small file; errors as for ``open_regular``."""
         with open_regular(self.name, self.path / file, max_bytes, self.roots) as opened:
             return opened.read(max_bytes)
 
     def open(self, file: str, max_bytes: int) -> LocalFile:
-        """Open a file of at most ``max_bytes`` bytes in the folder; errors as of ``open_regular``."""
+        """Open a file of at most ``max_bytes`` bytes in the folder; errors as for ``open_regular``."""
         path = self.path / file
         return LocalFile(self.name, open_regular(self.name, path, max_bytes, self.roots), path)
 
@@ -270,7 +270,7 @@ def real_roots(folders: Iterable[str], named: Iterable[str]) -> tuple[str, ...]:
 
 
 def _opened_path(fd: int, path: Path) -> str:
-    """Return the real path of an open file; where the system does not tell it, the one that ``path`` has now."""
+    """Return the real path of an open file; where the system does not tell it, the present real path of ``path``."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:

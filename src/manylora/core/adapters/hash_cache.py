@@ -1,10 +1,10 @@
 """Content hashes of adapters that were read before, in a file, so that the next start need not read their weights.
 
-The file has a line per read: the stamp of the files (``stamp``), the content hash, the chosen type of the weights, the
-digests of the layers, and a checksum. Lines are only appended, each in one write, so that several processes may share
-the file. A line that is torn or damaged is passed over. When the file has grown to twice its entries, a start replaces
-it by one with the newest entries; a line that another process appends in that moment is lost, and its adapter is read
-once more.
+The file has a line per read: the file key of the files (``identity``), the content hash, the chosen type of the
+weights, the digests of the layers, and a checksum. Lines are only appended, each in one write, so that several
+processes may share the file. A line that is torn or damaged is passed over. When the file has grown to twice its
+entries, a start replaces it by one with the newest entries; a line that another process appends in that moment is lost,
+and its adapter is read once more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KnownContent(NamedTuple):
 
 
 class HashCache:
-    """Content by stamp. Every fault of the file is logged and costs a read of weights, never an error.
+    """Content by file key. Every fault of the file is logged and costs a read of weights, never an error.
 
     Args:
         path: The file; it and its folder are made with the first entry.
@@ -66,23 +66,23 @@ class HashCache:
             logger.warning("hash_cache_not_written path=%s error=%s", self._path, error)
         return self._file
 
-    def get(self, stamp: str) -> KnownContent | None:
-        """Return the content of the files with this stamp, if it is known."""
+    def get(self, file_key: str) -> KnownContent | None:
+        """Return the content of the files with this file key, if it is known."""
         if self._known is None:
             self._known = self._read()
-        return self._known.get(stamp)
+        return self._known.get(file_key)
 
-    def put(self, stamp: str, content: KnownContent, *, age_s: float) -> None:
-        """Record the content of files that were last changed ``age_s`` seconds ago; not that of files just written."""
-        if age_s < SETTLED_S or self.get(stamp) == content:
+    def put(self, file_key: str, content: KnownContent, *, age_s: float) -> None:
+        """Record the content of files that were last changed ``age_s`` seconds ago; files just written are left out."""
+        if age_s < SETTLED_S or self.get(file_key) == content:
             return
         assert self._known is not None
-        self._known[stamp] = content
+        self._known[file_key] = content
         try:
             fd = self._open() if self._file is None else self._file
             try:
                 if os.fstat(fd).st_size < MAX_BYTES:
-                    os.write(fd, _line(stamp, content))
+                    os.write(fd, _line(file_key, content))
             finally:
                 if fd != self._file:
                     os.close(fd)
@@ -110,9 +110,9 @@ class HashCache:
             if entry is None:
                 num_damaged += 1
             else:
-                stamp, content = entry
-                known.pop(stamp, None)  # the newest entries are the last
-                known[stamp] = content
+                file_key, content = entry
+                known.pop(file_key, None)  # the newest entries are the last
+                known[file_key] = content
         if num_damaged:
             logger.warning("hash_cache_damaged path=%s lines=%d of=%d", self._path, num_damaged, len(lines))
         if len(lines) > 2 * len(known) + SLACK_LINES or len(known) > MAX_ENTRIES:
@@ -125,15 +125,15 @@ class HashCache:
         try:
             temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
             with open(temporary, "wb") as file:
-                file.writelines(_line(stamp, content) for stamp, content in known.items())
+                file.writelines(_line(file_key, content) for file_key, content in known.items())
             os.replace(temporary, self._path)
         except OSError as error:
             logger.warning("hash_cache_not_written path=%s error=%s", self._path, error)
 
 
-def _line(stamp: str, content: KnownContent) -> bytes:
+def _line(file_key: str, content: KnownContent) -> bytes:
     body = b"%b %b %b %b" % (
-        stamp.encode(),
+        file_key.encode(),
         content.key.encode(),
         content.dtype.encode(),
         b64encode(content.layer_digests),
@@ -147,5 +147,5 @@ def _parse(line: bytes) -> tuple[str, KnownContent] | None:
     parts = body.split(b" ")
     if len(parts) != 4 or checksum != b"%08x" % zlib.crc32(body):
         return None
-    stamp, key, dtype = (part.decode("ascii", "replace") for part in parts[:3])
-    return (stamp, KnownContent(AdapterKey(key), dtype, b64decode(parts[3]))) if dtype in ELEMENT_BYTES else None
+    file_key, key, dtype = (part.decode("ascii", "replace") for part in parts[:3])
+    return (file_key, KnownContent(AdapterKey(key), dtype, b64decode(parts[3]))) if dtype in ELEMENT_BYTES else None

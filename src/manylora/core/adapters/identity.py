@@ -1,13 +1,13 @@
-"""Identity of an adapter version: a hash of its content, and a stamp of its files before their weights are read.
+"""Identity of an adapter version: a hash of its content, and a file key of its files before their weights are read.
 
 The *content key* is a hash over a digest of each layer's weights: a tree of two levels. A version that is read again is
 compared layer by layer, so that its first layers may be used before the last have been read, and no layer is used
 before it has been compared.
 
-The *stamp* is a hash over the base, the content of ``adapter_config.json``, and the identity of the weight file: place,
-size, and times or ETag. As long as the stamp is the same, so is the content: a write, a rename or a copy changes a time
-or an inode. A stamp serves twice. It finds the content key of an earlier read (``hash_cache``). Without one, it is the
-*provisional key* of the version, which keeps that key for the life of the engine.
+The *file key* is a hash over the base, the content of ``adapter_config.json``, and the identity of the weight file:
+place, size, and times or ETag. As long as the file key is the same, so is the content: a write, a rename or a copy
+changes a time or an inode. A file key serves twice. It finds the content key of an earlier read (``hash_cache``).
+Without one, it is the *provisional key* of the version, which keeps that key for the life of the engine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = [
     "digest_layer",
     "digest_text",
     "is_provisional",
-    "make_stamp",
+    "make_file_key",
     "provisional_key",
+    "read_file_key",
     "split_digests",
-    "stamp_files",
 ]
 
 HASH = "blake3"
@@ -105,9 +105,9 @@ def split_digests(digests: bytes) -> list[bytes]:
     return [digests[first : first + DIGEST_BYTES] for first in range(0, len(digests), DIGEST_BYTES)]
 
 
-def provisional_key(stamp: str) -> AdapterKey:
+def provisional_key(file_key: str) -> AdapterKey:
     """Return the key of a version whose weights were not read yet."""
-    return AdapterKey(_PREFIX + stamp)
+    return AdapterKey(_PREFIX + file_key)
 
 
 def is_provisional(key: AdapterKey) -> bool:
@@ -115,8 +115,8 @@ def is_provisional(key: AdapterKey) -> bool:
     return key.startswith(_PREFIX)
 
 
-def make_stamp(base: BaseShape, dtype: str, config: bytes, weights: FileIdentity) -> str:
-    """Return the stamp of an adapter's files.
+def make_file_key(base: BaseShape, dtype: str, config: bytes, weights: FileIdentity) -> str:
+    """Return the file key of an adapter's files.
 
     Args:
         base: The base model.
@@ -130,12 +130,12 @@ def make_stamp(base: BaseShape, dtype: str, config: bytes, weights: FileIdentity
     return digest.hexdigest()
 
 
-def stamp_files(folder: Folder, base: BaseShape, dtype: str, max_bytes: int) -> tuple[str, float]:
-    """Return the stamp of the files in a folder, and the time of their last change in seconds since the epoch.
+def read_file_key(folder: Folder, base: BaseShape, dtype: str, max_bytes: int) -> tuple[str, float]:
+    """Return the file key of the files in a folder, and the time of their last change in seconds since the epoch.
 
     Raises:
         AdapterError: A file is missing, or the weight file is in a registry and has more than ``max_bytes`` bytes.
     """
     config = read_config_file(folder)
     weights = folder.identify(folder.find_weights(), max_bytes)
-    return make_stamp(base, dtype, config, weights), weights.changed_at
+    return make_file_key(base, dtype, config, weights), weights.changed_at

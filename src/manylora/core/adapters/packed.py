@@ -85,7 +85,7 @@ def pack(
 def pack_groups(
     name: str, image: NDArray[Any], groups: Iterable[GroupLayout], weights: Sequence[ModuleWeights], dtype: str
 ) -> None:
-    """Write the weights of some groups into an image, as of ``pack``."""
+    """Write the weights of some groups into an image, as ``pack`` does."""
     by_module = {w.module.name: w for w in weights}
     for group in groups:
         members = [by_module[part.module.name] for part in group.modules]
@@ -165,7 +165,7 @@ def exact_dtypes(weights: Sequence[ModuleWeights]) -> list[str]:
 
 
 def choose_dtype_unread(weights: Sequence[ModuleWeights], asked: str) -> str:
-    """Return the dtype for an adapter whose weights were not read: by their stored types and scales alone.
+    """Return the dtype for an adapter whose weights were not read, by their stored types and scales.
 
     16-bit weights stay as they are stored if no scale makes B inexact: scales are powers of two, and in float16, where
     trained weights may be subnormal, at least 1. All others are kept in float32, also those that ``choose_dtype`` would

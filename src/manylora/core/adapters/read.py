@@ -1,4 +1,4 @@
-"""Read an adapter's folder for a base: from its header alone, or whole.
+"""Read an adapter's folder for a base: only its header, or all of it.
 
 Every fault of an adapter is found here, before a request can wait for its name. ``read_adapter`` checks a folder,
 hashes its content, lays it out and packs it.
@@ -7,7 +7,7 @@ hashes its content, lays it out and packs it.
 soon. The header is a few kilobytes before megabytes of weights. Every fault but one of the numbers themselves shows in
 it, and so do all sizes of the version. The pickle of a ``.bin`` file takes the place of a header.
 
-The adapters of a service come from few trainers, and many differ in their numbers alone. To parse configuration and
+The adapters of a service come from few trainers, and many differ only in their numbers. To parse configuration and
 header, match them with the base and lay the weights out is a large part of reading a small adapter. So all that both
 files say is worked out once for the adapters that share them: a *shape*.
 """
@@ -30,7 +30,7 @@ from manylora.core.adapters.identity import (
     content_key,
     digest_layer,
     digest_text,
-    make_stamp,
+    make_file_key,
     provisional_key,
 )
 from manylora.core.adapters.layout import layout_of, make_version
@@ -157,7 +157,7 @@ class MatchedShapes:
         return MatchedWeights(weights, by_layer(weights), shape)
 
     def remember(self, matched: MatchedWeights) -> None:
-        """Keep what was found of an adapter that is served; the one that was kept first makes room."""
+        """Keep what was found of an adapter that is served; the oldest makes room."""
         if matched.shape is None or matched.shape in self._known:
             return
         if len(self._known) >= MAX_MATCHED:
@@ -175,7 +175,7 @@ class HeaderReader:
         roots: As for ``read_adapter``.
         registry: As for ``read_adapter``.
         dtype: As for ``read_adapter``.
-        known: Returns the content of files by their stamp, if they were read before.
+        known: Returns the content of files by their file key, if they were read before.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class HeaderReader:
         roots: Collection[str] | None = None,
         registry: Registry | None = None,
         dtype: str | None = None,
-        known: Callable[[str], KnownContent | None] = lambda stamp: None,
+        known: Callable[[str], KnownContent | None] = lambda file_key: None,
     ) -> None:
         self._base = base
         self._max_bytes = max_bytes
@@ -212,13 +212,15 @@ class HeaderReader:
                 shape_in = partial(self._check, name, parse_config(name, config), file.tensors, file.num_bytes)
             else:
                 shape_in = partial(self._shape, name, config, file.header, file.num_bytes)
-        stamp = make_stamp(self._base, self._dtype, config, file.identity)
-        content = self._known(stamp)
+        file_key = make_file_key(self._base, self._dtype, config, file.identity)
+        content = self._known(file_key)
         if content is None:
-            key = provisional_key(stamp)
-            return replace(shape_in(None), key=key, source=folder.place, stamp=stamp, is_whole=not file.is_pinned)
+            key = provisional_key(file_key)
+            return replace(shape_in(None), key=key, source=folder.place, file_key=file_key, is_whole=not file.is_pinned)
         shape = shape_in(content.dtype)
-        return replace(shape, key=content.key, source=folder.place, layer_digests=content.layer_digests, stamp=stamp)
+        return replace(
+            shape, key=content.key, source=folder.place, layer_digests=content.layer_digests, file_key=file_key
+        )
 
     def _shape(self, name: str, config: bytes, header: bytes, num_bytes: int, dtype: str | None) -> AdapterVersion:
         """Return the version of all adapters with this configuration and header, without key and source."""

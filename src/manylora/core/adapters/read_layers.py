@@ -9,9 +9,9 @@
 A layer is used once it is known to hold the weights that were registered, never before. Without digests of the layers,
 the pages count as full when the last layer has been read and the content hash of all is right.
 
-A version with a provisional key (``stamp``) is read for the first time: its files must have the stamp that they were
-registered with before the first byte is read and after the last. Then its content is known. In a registry with strong
-ETags, every range is known to be of the file with that stamp, and its layers are used as they come.
+A version with a provisional key (``identity``) is read for the first time: its files must have the file key that they
+were registered with before the first byte is read and after the last. Then its content is known. In a registry with
+strong ETags, every range is known to be of the file with that file key, and its layers are used as they come.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from manylora.core.adapters.identity import (
     content_key,
     digest_layer,
     is_provisional,
-    make_stamp,
+    make_file_key,
     provisional_key,
+    read_file_key,
     split_digests,
-    stamp_files,
 )
 from manylora.core.adapters.layout import AdapterLayout, layout_of
 from manylora.core.adapters.packed import choose_dtype, exact_dtypes, pack_groups
@@ -91,8 +91,8 @@ class LayerReader:
         written = read_config_file(self._folder)
 
         def admit(weights: FileIdentity) -> None:
-            stamp = make_stamp(base, self._asked_dtype, written, weights)
-            if self._is_first and provisional_key(stamp) != version.key:
+            file_key = make_file_key(base, self._asked_dtype, written, weights)
+            if self._is_first and provisional_key(file_key) != version.key:
                 raise self._changed()
 
         self._file = WeightFile(self._folder, max_bytes, admit)
@@ -148,19 +148,19 @@ class LayerReader:
             is_last = number + 1 == len(self._layers)
             if not is_last and (self._digests or (self._is_first and self._file.is_pinned)):
                 yield num_full
-        if not self._is_content(digests) or (self._is_first and not self._is_as_stamped()):
+        if not self._is_content(digests) or (self._is_first and not self._has_its_file_key()):
             raise self._changed()
         if self._is_first:
             dtype = exact[0] if exact else self._asked_dtype
             self.first_content = KnownContent(content_key(self._base, digests), dtype, b"".join(digests))
         yield self.layout.num_pages
 
-    def _is_as_stamped(self) -> bool:
-        """Whether the bytes that were read are known to be those of the stamp, which the files had at the opening."""
+    def _has_its_file_key(self) -> bool:
+        """Whether the bytes that were read are known to be of the files with the file key that was registered."""
         if self._file.is_pinned:
             return True
-        stamp, _ = stamp_files(self._folder, self._base, self._asked_dtype, self._max_bytes)
-        return provisional_key(stamp) == self._version.key
+        file_key, _ = read_file_key(self._folder, self._base, self._asked_dtype, self._max_bytes)
+        return provisional_key(file_key) == self._version.key
 
     def _is_content(self, digests: list[bytes]) -> bool:
         """Whether layers of these digests are the version, as far as its content is known."""

@@ -1,8 +1,8 @@
 """An adapter's folder in a *registry*: a static HTTP server or object store, read by ranges.
 
 The folder's URL takes the place of its path, and everything behind the opening of a file is the code for disks: the
-header, layers in order, digests, stamps. A file is identified by its size, its ETag and ``Last-Modified``. Every range
-must come from the file that was opened, by these.
+header, layers in order, digests, file keys. A file is identified by its size, its ETag and ``Last-Modified``. Every
+range must come from the file that was opened, by these.
 
 The requests themselves are made elsewhere (``Registry``): the process that parses an adapter has no network.
 """
@@ -63,7 +63,7 @@ class Registry(Protocol):
         """Return a range of a file, all of it.
 
         Raises:
-            AdapterError: It is another file than that of ``head`` now, or cannot be read.
+            AdapterError: It is another file now than ``head`` describes, or cannot be read.
         """
         ...
 

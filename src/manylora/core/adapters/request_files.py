@@ -1,10 +1,10 @@
 """The files beside an adapter's weights that concern its requests: generation defaults, chat template, tokens, base.
 
 A tenant may have written them, and the process that serves requests reads them. So they are small, all of them lie in
-the folder, and a file that cannot be used is named with the reason. ``tokenizer.json``, which may have 20 MB, is left
-alone: ``tokenizer_config.json`` lists the tokens that were added.
+the folder, and a file that cannot be used is named with the reason. ``tokenizer.json``, which may have 20 MB, is not
+read: ``tokenizer_config.json`` lists the tokens that were added.
 
-Whether an adapter was trained on the base that is served shows in names alone. Shapes are checked when it is read, and
+Whether an adapter was trained on the base that is served shows only in names. Shapes are checked when it is read, and
 a fine-tuned base has the shapes of its original: such an adapter loads and answers, badly. Names are no proof either
 way, so a difference is a warning.
 """
@@ -125,7 +125,7 @@ def read_request_files(name: str, path: str, roots: Collection[str] | None = Non
     Args:
         name: The adapter.
         path: Its folder.
-        roots: Real paths below which it must lie, as of ``AdapterFolder``.
+        roots: Real paths below which it must lie, as in ``AdapterFolder``.
     """
     if is_url(path):
         return AdapterRequestFiles()
@@ -178,7 +178,7 @@ def _template(content: bytes | None, config: _TokenizerConfig | None) -> str | N
 
 
 def names_of_base(model: str, *others: str) -> tuple[str, ...]:
-    """Return the names of a base: its folder's or hub's, the one that its configuration keeps, and ``others``."""
+    """Return the names of a base: its folder's or hub's, the name in its configuration, and ``others``."""
     names = [model, *others]
     try:
         content = (Path(model) / "config.json").read_bytes()[:MAX_JSON_BYTES]

@@ -117,5 +117,5 @@ class BaseShape:
     unsupported: tuple[tuple[str, str], ...] = ()
 
     def __hash__(self) -> int:
-        """Hash the fingerprint alone: of the modules, each would be hashed anew."""
+        """Hash only the fingerprint: the modules would each be hashed anew."""
         return hash(self.fingerprint)

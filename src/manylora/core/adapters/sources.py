@@ -101,7 +101,7 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
 
 
 def _is_below(candidate: Path, root: Path, real_root: str) -> bool:
-    # By text alone: nothing outside the roots is ever looked up.
+    # Only by text: nothing outside the roots is ever looked up.
     return candidate.is_relative_to(root) or candidate.is_relative_to(real_root)
 
 

@@ -1,8 +1,8 @@
 """The weight file of an adapter, open: its tensors first, their bytes when they are wanted.
 
-The header of a safetensors file is read alone, or the pickle of a ``.bin`` file. So the names, types, shapes and sizes
-of all tensors are checked before a byte of them is read, and a large file costs no more than a small one until it has
-been found to fit.
+First only the header of a safetensors file is read, or the pickle of a ``.bin`` file. So the names, types, shapes and
+sizes of all tensors are checked before a byte of them is read, and a large file costs no more than a small one until it
+has been found to fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAST_ELEMENT_BYTES = 2
 WEIGHTS = "adapter_model.safetensors"
 
 MAX_HEADER_BYTES = 8 * 1024 * 1024
-"""Largest safetensors header: thousands of times that of a real adapter, small enough to parse at once."""
+"""Largest safetensors header: thousands of times the header of a real adapter, small enough to parse at once."""
 
 _BITS: Mapping[str, int] = (
     {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16}

@@ -16,9 +16,9 @@ the others, and all predictions counted from now:
   ``W - sum over G layers of max(0, t_cpu - t_gpu) - 2 G handoff``. ``G`` counts the layers that have not arrived when a
   step comes to them: the device takes over the others within the step (``take_over``).
 * *Layers* stall a step by ``S = max over layers of (arrival - compute)``. Until ``S`` is over, the request may as well
-  wait without a step: it starts no later for it, and others lose nothing. So it begins ``S`` from now if it is alone.
-  Beside others it can begin only between steps. Beginning at the last step before ``S`` is over saves it
-  ``beat - stall`` over beginning at the next one, and costs each of the others ``stall``.
+  wait without a step: it starts no later for it, and others lose nothing. So it begins ``S`` from now if nothing else
+  runs. Beside others it can begin only between steps. Beginning at the last step before ``S`` is over saves it ``beat -
+  stall`` over beginning at the next one, and costs each of the others ``stall``.
 
 A mode is worth its delay if the gain over waiting, times the requests that gain, exceeds the delay times the sequences
 that pay (break-even). All functions are pure; times are in seconds.
@@ -55,7 +55,7 @@ LEAST_CHUNK = 16
 """Fewest tokens of a chunk that is cut for the sake of others: fewer are not worth a step."""
 
 LEARN = 0.2
-"""Weight of an observation against all earlier ones."""
+"""Weight of an observation against all earlier observations."""
 
 LEAST_SHARE = 0.25
 """Share of the layers that the CPU must have computed in a step for it to teach: a millisecond of noise in a step of 32
@@ -135,13 +135,13 @@ class ColdRequest:
         num_layers: Layers of the base.
         step_s: Duration of its first step, with all weights on the device.
         prompt_s: Duration of all steps of its prompt, each as long as the first.
-        beat_s: Duration of a step of the others alone.
+        beat_s: Duration of a step of the other sequences.
         num_others: Sequences that run.
         num_sharing: Requests that wait for this adapter, this one included; all of them gain.
         row_rank: Sum of ranks over the tokens that its first step computes from host memory.
         rank: Its adapter's rank.
         num_tokens: Tokens of its prompt.
-        chunk_tokens: Those of its first step.
+        chunk_tokens: Tokens of its prompt in its first step.
         token_s: Duration that a token more adds to a step.
     """
 
@@ -217,7 +217,7 @@ class AssistCosts:
         layer_s, excess_s = step_s / num_layers, (took_s - step_s) / (num_layers * cpu_share)
         handoff_s, learn = self._handoff_s, LEARN * cpu_share
         if is_hidden := self._row_rank_s * row_rank <= layer_s:
-            # Noise counts in both directions, and the estimate alone is bounded by zero: else noise would raise it.
+            # Noise counts in both directions, and only the estimate is bounded by zero: else noise would raise it.
             handoff_s = min(max(-MOST_HANDOFF_S, excess_s / 2), MOST_HANDOFF_S)
             self._handoff_s = max(0.0, self._handoff_s + learn * (handoff_s - self._handoff_s))
         excess_s -= 2 * handoff_s
@@ -233,7 +233,7 @@ class AssistCosts:
 class Corrections:
     """Factors on the delay that a mode's predictions add to a resident start, from predictions that were wrong.
 
-    With a share ``w`` of the delay in the prediction and actual delays of ``r`` times the predicted ones, ``n``
+    With a share ``w`` of the delay in the prediction and actual delays of ``r`` times the predicted delays, ``n``
     observations give ``log factor = log r * (1 - (1 - LEARN * w) ** n)``. The time that a resident start takes too
     counts with the delay it is compared to, so a prediction of little delay teaches little.
     """
@@ -282,7 +282,7 @@ def expect(
     }
     found = {mode: _corrected(one, question.prompt_s, corrections.factor(mode)) for mode, one in plain.items()}
     if not assist.is_beside:
-        # In place, assisting needs the read alone, and waiting needs it too: no correction can make waiting the better.
+        # In place, assisting needs only the read, and waiting needs it too: no correction can make waiting the better.
         least_s = found[ColdStart.ASSIST].first_token_s
         waiting = found[ColdStart.WAIT]
         found[ColdStart.WAIT] = waiting._replace(first_token_s=max(waiting.first_token_s, least_s))
@@ -292,7 +292,7 @@ def expect(
 def choose(expected: Mapping[ColdStart, Expected], allowed: Collection[ColdStart], num_sharing: int) -> ColdStart:
     """Return the allowed mode with the earliest first token, of those that are worth their delay to others.
 
-    Waiting delays no other sequence and is always allowed. Between equals, the one that delays others less.
+    Waiting delays no other sequence and is always allowed. Ties go to the mode that delays others less.
     """
     waiting = expected[ColdStart.WAIT]
 

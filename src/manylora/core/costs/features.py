@@ -1,6 +1,6 @@
 """Features of a step, as sums over its plan: the inputs of fitted cost models and the content of step logs.
 
-They are computed from the plan alone, so the simulator and the live engine have the same features.
+They are computed only from the plan, so the simulator and the live engine have the same features.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["StepFeatures", "step_features"]
 
 
 class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one step. A sequence with one token is a *decode*; one with several is a *prompt* (a chunk).
+    """Counts of one step. A sequence with one token is a *decode*; a sequence with several is a *prompt* (a chunk).
 
     Args:
         num_decodes: Decodes, of one token each.

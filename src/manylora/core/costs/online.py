@@ -5,7 +5,7 @@ token of KV that is read. The four coefficients are fitted to recent steps by le
 starting from a guess. A step is weighted by its tokens: a short step is bound by reads of the base weights, and says
 little about the cost of a long one.
 
-Little depends on this form: it compares prompts, and finds the tokens of a step as long as recent ones.
+Little depends on this form: it compares prompts, and finds the tokens of a step as long as recent steps.
 ``lab/costs/calibrate.py`` fits a device more closely, from a log.
 """
 

@@ -67,7 +67,7 @@ class StepFit:
 
 
 class RankFit:
-    """Fits both families to decode steps and to steps with prompts. For the engine's thread alone."""
+    """Fits both families to decode steps and to steps with prompts. Only for the engine's thread."""
 
     def __init__(self) -> None:
         self._num_seen = 0
@@ -175,7 +175,7 @@ class _Lines:
             for name, terms in self._families.items()
         }
         self._num_steps += 1
-        if self._num_steps > SOLVE_EVERY:  # the first predictions are those of the prior
+        if self._num_steps > SOLVE_EVERY:  # the first predictions come from the prior
             for name, residual in residuals.items():
                 self._errors[name].add(residual, seconds)
         self._learn(values, seconds, self._weight(min(map(abs, residuals.values()))))

@@ -6,8 +6,9 @@
     prefill   1, tokens beyond 0, 64, 128, 256, context, X        a step with prompt tokens, decoding beside them
 
 *Padded* kernels apply the largest rank of a step to every row: ``X`` is the rows with an adapter times that rank.
-*Unpadded* ones apply each row's own: ``X`` is the sum of ranks over rows. Steps of few tokens wait for the reads of the
-base's weights and longer ones for arithmetic; the four terms over tokens follow that bend wherever it lies.
+*Unpadded* kernels apply each row's own rank: ``X`` is the sum of ranks over rows. Steps of few tokens wait for the
+reads of the base's weights and longer steps for arithmetic; the four terms over tokens follow that bend wherever it
+lies.
 
 Source: CaraServe, "Performance model". There the base of a step is constant; ours has terms for requests, context and
 prompt tokens beside the rank, because one engine serves batches of every size.

@@ -6,9 +6,7 @@
                      |                |               |
                ModelNotFound    RequestError    CapacityError
 
-The core gives the sequence to the parts that wait for it; this file changes none of them.
-
-Admission checks: a request that could never be served is refused on arrival, with the reason.
+A request that could never be served is refused on arrival, with the reason.
 """
 
 from __future__ import annotations
@@ -105,7 +103,8 @@ class Acceptance:
                 f"together more than this model's context of {limit}",
                 param="max_tokens",
             )
-        # It must fit beside the pinned adapters alone, else it could wait for ever. The last token needs no KV.
+        # It must fit beside the pinned adapters, without other requests, else it could wait for ever. The last token
+        # needs no KV.
         num_free = self._num_pages - self._adapters.num_pinned_pages(version)
         num_kv_pages = num_free - (version.num_pages if version else 0)
         room = num_kv_pages * self._block_size + 1 - num_prompt

@@ -64,7 +64,7 @@ class EngineCore:
 
     Args:
         parts: The base's shape, the size of the pool, and the executor; live or simulated.
-        config: Options of scheduling, memory and adapters, and the seed; those of the model are not read.
+        config: Options of scheduling, memory and adapters, and the seed; options of the model are not read.
         served_name: Name of the base model in requests.
         sinks: Receive every event, in order.
         predictor: Predicts answer lengths; by default the one that ``config`` names.

@@ -27,7 +27,7 @@ def check_integrity(
 ) -> None:
     """Assert that memory, references and queues agree; slow.
 
-    ``sequences`` are those of all requests in flight; ``running`` also has ended ones that a step in flight still uses.
+    ``sequences`` are all requests in flight; ``running`` also has ended sequences that a step in flight still uses.
     """
     page_cache.check_integrity()
     over = [sequence for sequence in running if sequence.status is SequenceStatus.FINISHED]

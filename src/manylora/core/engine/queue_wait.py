@@ -10,7 +10,7 @@ them::
 
 A mean rate would not do: a flood that meets an idle engine fills all seats at once, and none is free for the time of a
 whole answer. All prompts before the new one take their steps as well. Lengths come from the engine's predictor; the
-time of a step is that of the last ones.
+time of a step is the mean of the last steps.
 
 Where lengths are not known, one guess for each would be too hopeful under overload: a request comes at every moment,
 and is accepted at the one when the guesses happen to be the lowest. So an uncertain length counts as ``NUM_PARTS``

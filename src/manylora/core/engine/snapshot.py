@@ -41,7 +41,7 @@ def take_snapshot(
 ) -> EngineStats:
     """Return gauges and counters of the engine with these parts and figures.
 
-    ``sequences`` are all requests in flight; ``num_running`` counts ended ones too that a step in flight still uses.
+    ``sequences`` are all requests in flight; ``num_running`` includes ended requests that a step in flight still uses.
     """
     in_pages = [cache.residencies[key] for key in cache.in_pages]
     resident = [one for one in in_pages if one.device is TierState.RESIDENT]

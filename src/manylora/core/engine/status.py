@@ -50,9 +50,9 @@ class ColdStartStatus:
     Args:
         mode: ``wait``, ``assist`` or ``layers``.
         num_starts: Requests that got their first token.
-        num_measured: Those that waited for nothing but their adapter; all figures below are of these.
+        num_measured: Requests that waited for nothing but their adapter; all figures below are of these.
         expected_s: Sum of the predicted times to first token.
-        actual_s: Sum of the actual ones.
+        actual_s: Sum of the actual times.
         error_s: Mean absolute error of the predictions.
         relative_error: Mean of the errors relative to the actual times.
         correction: Factor on the predicted delay, from predictions that were wrong; 1 at the start.

@@ -2,7 +2,7 @@
 
 Left to itself the kernel shares processors by thread, so a function with a hundred threads that compute would take the
 time of its neighbours. It can share by session (``sched_autogroup``) or by control group first: the number of threads
-then counts within a function alone.
+then counts only within the function.
 
 Source: the kernel's ``sched(7)``, "The autogroup feature", and ``Documentation/admin-guide/cgroup-v2.rst``.
 """
@@ -28,7 +28,7 @@ class Cgroup:
         cpus: Most processors, as 0.5 or 2.
         num_tasks: Most threads and processes.
         has_share: Whether it is a group for processor time without a limit of it; in version 1 of the interface, where
-            controllers have hierarchies of their own, alone: the process stays in its groups for all else.
+            controllers have hierarchies of their own, no other controller: the process stays in its groups for them.
         root: Where the kernel shows groups.
 
     Raises:
@@ -112,7 +112,8 @@ def cpu_group_of(pid: int | str, root: Path = ROOT) -> Path | None:
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(","):  # version 1; sessions are grouped in its root alone
             return None if path == "/" else root / "cpu" / path[1:]
-        # Version 2 comes last. Without the controller in its group, a process is in that of an ancestor: of all here.
+        # Version 2 comes last. Without the controller in its group, a process is in an ancestor's group: the group of
+        # all here.
         if not controllers and (root / path[1:] / "cpu.max").exists():
             return root / path[1:]
     return None

@@ -29,7 +29,7 @@ MEASURES = frozenset(
         *("limits", "files", "calls", "root", "processes", "cgroup", "memory_limit", "share"),
     }
 )
-"""Names of all measures; the last five are those of functions."""
+"""Names of all measures; the last five are for functions."""
 
 READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
 """Files of the system that libraries read when they are first used."""
@@ -138,7 +138,7 @@ def _num_threads() -> int:
 
 
 def _keep_descriptors(kept: Collection[int]) -> None:
-    """Close all others; a terminal is kept for writing alone, since its user types there."""
+    """Close all others; a terminal is kept only for writing, since its user types there."""
     highest = os.sysconf("SC_OPEN_MAX")
     with contextlib.suppress(OSError):
         highest = max(map(int, os.listdir("/proc/self/fd"))) + 1
@@ -174,7 +174,7 @@ def _become(uid: int | None) -> None:
 
 
 def _keep_reading() -> None:
-    """Drop every capability but that of reading any file, which a process that stays root needs for its folders."""
+    """Drop every capability but the one to read any file, which a process that stays root needs for its folders."""
     if not MACHINE:
         raise OSError("only Linux has them")
     keep_capabilities([_READ_ANY_FILE] if os.geteuid() == 0 else [])

@@ -87,7 +87,7 @@ _OF_WRITERS = ("ftruncate", "memfd_create", "recvmsg", "sendmsg")
 
 @dataclass(frozen=True, slots=True)
 class ArgumentCheck:
-    """A condition on the lower 32 bits of one argument, which are all that the kernel uses of those checked here.
+    """A condition on the lower 32 bits of an argument, which are all that the kernel uses of the arguments here.
 
     Args:
         place: Of the argument, from 0.

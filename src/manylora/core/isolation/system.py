@@ -69,7 +69,7 @@ class _CapabilitySets(ctypes.Structure):
 
 
 def keep_capabilities(kept: Iterable[int]) -> None:
-    """Drop every capability of this thread but those of some numbers that it has.
+    """Drop every capability of this thread whose number is not in ``kept``.
 
     Raises:
         OSError: The kernel refused it.

@@ -37,7 +37,7 @@ def num_blocks(num_tokens: int, block_size: int) -> int:
 
 
 def prefix_root(fingerprint: str, adapter: AdapterKey | None, salt: str) -> bytes:
-    """Return the digest that starts the chain of one (base, adapter version, salt)."""
+    """Return the digest that starts the chain of a (base, adapter version, salt)."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in (fingerprint, adapter or "", salt):
         encoded = part.encode()

@@ -35,7 +35,7 @@ __all__ = ["PageCache"]
 
 
 class PageCache:
-    """Claims pages, keeps idle ones, and drops them for other claims.
+    """Claims pages, keeps idle pages, and drops them for other claims.
 
     Args:
         num_pages: Pages in the pool.

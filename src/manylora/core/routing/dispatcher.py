@@ -19,7 +19,7 @@ PRIOR_ANSWERS = 4.0
 
 
 class Dispatcher:
-    """Chooses replicas and keeps their views. Purely told: it reads no clock and waits for nothing.
+    """Chooses replicas and keeps their views; it reads no clock and waits for nothing.
 
     Args:
         router: Chooses.

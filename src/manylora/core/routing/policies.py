@@ -66,7 +66,7 @@ class LeastLoadedRouter:
 
 
 class FirstFitRouter:
-    """The first replica with a free seat, so that the last ones can be switched off; the least loaded if none has.
+    """The first replica with a free seat, so that the last replicas can be switched off; the least loaded if none has.
 
     Source: the bin packing that Punica uses to consolidate, and CaraServe compares with.
     """
@@ -102,8 +102,8 @@ class AffinityRouter:
     """The home replica of an adapter; the next in the adapter's own order while that one is overloaded.
 
     Every adapter has an order of the replicas (``Rendezvous``). A replica is skipped while it has ``overload`` times
-    its share of the load, so a popular adapter spreads over as many as it needs, always the same ones. Requests for the
-    base go to the least loaded replica.
+    its share of the load, so a popular adapter spreads over as many as it needs, always the same replicas. Requests for
+    the base go to the least loaded replica.
 
     Args:
         base_name: The base model's name in requests.

@@ -81,7 +81,7 @@ class RankAwareRouter:
     def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Compare the added time at every replica; of equals the first.
 
-        A replica that is worse by its decode steps alone needs no account of its prompts.
+        A replica whose decode steps already cost more needs no account of its prompts.
         """
         rank = self._ranks.get(request.model, 0)
         num_tokens = len(request.prompt)

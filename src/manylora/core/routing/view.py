@@ -7,7 +7,7 @@
 
 Counts of requests are the router's own: they are exact at every moment, for an engine in a simulator, in a process or
 behind HTTP. A report is about the past. It gives facts that a router cannot count, and a replica that never reports is
-described by its requests alone.
+described only by its requests.
 """
 
 from __future__ import annotations
@@ -149,14 +149,14 @@ class ReplicaView:
         self.num_foreign = 0
         self.kv_tokens: int | None = None
         self.steps: StepModel = PRIOR
-        self.is_guessed = True  # its steps are those of the prior, or of another replica
+        self.is_guessed = True  # its step-time model is the prior, or another replica's
         self.mean_answer_tokens = MEAN_ANSWER_TOKENS
         self._times: StepTimes | None = None  # of the present counts
         self._most_sent = 0  # requests in flight at once since the last report
 
     @property
     def load(self) -> int:
-        """Requests in flight, with those of other routers."""
+        """Requests in flight, those of other routers included."""
         return self.num_requests + self.num_foreign
 
     @property
@@ -242,7 +242,7 @@ class ReplicaView:
         """Take over a report.
 
         The report was true at some moment since the last one, so only requests beyond the most that were in flight
-        since then are those of others. Adapters of requests in flight stay believed: their copies may be under way.
+        since then came from other routers. Adapters of requests in flight stay believed: their copies may be under way.
         """
         self._times = None
         if report.num_requests is not None:

@@ -45,7 +45,7 @@ class ScalingPolicy:
         max_replicas: Replicas at most.
         ttft_s: SLO of the time to first token, in seconds.
         goal: Share of requests that must keep it.
-        capacity_rps: Requests per second of a replica, as of ``manylora plan``; predicted from its steps when ``None``.
+        capacity_rps: Requests per second of a replica, from ``manylora plan``; predicted from its steps when ``None``.
         utilization: Share of that capacity that is used.
         start_s: Time of a start before one was seen, in seconds.
         look_every_s: Time between two decisions, in seconds.
@@ -104,7 +104,7 @@ class Scaler(Protocol):
     """Decides how many replicas serve."""
 
     def decide(self, now: float, load: FleetLoad, *, num_serving: int, num_starting: int) -> ScalingDecision:
-        """Return the number of replicas that should serve; draining ones are in neither number."""
+        """Return the number of replicas that should serve; draining replicas are in neither number."""
         ...
 
     def started(self, took_s: float) -> None:
@@ -117,7 +117,7 @@ class Scaler(Protocol):
 
 
 class Autoscaler:
-    """The scaler of live and simulated fleets. Told the time; one look is one call of ``decide``."""
+    """The scaler of live and simulated fleets. It is told the time; one look is one call of ``decide``."""
 
     def __init__(self, policy: ScalingPolicy) -> None:
         self._policy = policy
@@ -135,7 +135,7 @@ class Autoscaler:
 
     @property
     def start_s(self) -> float:
-        """Expected time of a start: the longest of the last ones, in seconds."""
+        """Expected time of a start: the longest of the last starts, in seconds."""
         return max(self._starts, default=self._policy.start_s)
 
     @property
@@ -200,11 +200,11 @@ class Autoscaler:
         return max(1, num) / max(took_s, self._policy.look_every_s) / num_serving
 
     def _is_queued(self, load: FleetLoad) -> bool:
-        """Return whether more requests wait for a first token than those of the SLO's time."""
+        """Return whether more requests wait for a first token than arrive in the SLO's time."""
         return load.num_waiting > max(1.0, self._forecast.rate * self._policy.ttft_s)
 
     def _is_rising(self, now: float, demand: float, span_s: float) -> bool:
-        """Return whether the demand is above that of ``span_s`` ago: what is given up now would soon be asked for."""
+        """Return whether the demand is above the demand ``span_s`` ago: a replica drained now would soon be needed."""
         demands = self._demands
         demands.append((now, demand))
         while len(demands) > 1 and demands[1][0] <= now - span_s:

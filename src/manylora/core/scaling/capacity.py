@@ -59,7 +59,7 @@ class ReplicaCapacity:
 
     Args:
         utilization: Share of the capacity that is used, for bursts.
-        rate: Capacity in requests per second, as of ``manylora plan``; ``None`` until ``predict`` is told.
+        rate: Capacity in requests per second, as ``manylora plan`` prints it; ``None`` until ``predict`` is told.
         goal: Share of requests that must keep the SLO.
     """
 

@@ -44,7 +44,7 @@ class ScalingOrder:
 
 
 class ScalingController:
-    """Decides about the replicas of one fleet. Told the time.
+    """Decides which replicas of a fleet start and drain; it is told the time.
 
     Args:
         policy: Bounds and prices.

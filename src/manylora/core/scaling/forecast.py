@@ -9,7 +9,7 @@
                  horizon
 
 The margin is a quantile of past errors, so that it covers the noise and the turns of this traffic. Errors are taken in
-units of the root of the forecast: those of counts grow with it, and a burst in a quiet night says little about noon.
+units of the root of the forecast: errors of counts grow with it, and a burst in a quiet night says little about noon.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RateForecast:
         if weights <= 0:
             return 0.0, 0.0
         spread = squares - times * times / weights
-        # A slope over less than a memory would be that of the noise.
+        # A slope over less than a memory would be noise.
         is_long = now - self._looks[0][0] >= self._memory_s
         trend = (products - times * rates / weights) / spread if is_long and spread > 0 else 0.0
         return max(0.0, (rates - trend * times) / weights), trend

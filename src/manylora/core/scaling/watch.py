@@ -33,7 +33,7 @@ class FleetLoad:
 
 
 class LoadWatch:
-    """Counts requests, and judges their times to first token. Told the time.
+    """Counts requests, and judges their times to first token. It is told the time.
 
     Args:
         ttft_s: SLO of the time to first token, in seconds.
@@ -42,7 +42,7 @@ class LoadWatch:
     def __init__(self, ttft_s: float) -> None:
         self._ttft_s = ttft_s
         self._arrived_at: dict[str, float] = {}  # requests without a first token, oldest first
-        self._late: set[str] = set()  # those of them that are judged already
+        self._late: set[str] = set()  # requests of ``_arrived_at`` that are judged already
         self._ended_late: deque[str] = deque(maxlen=MOST_MOVED)  # judged, and ended where they waited
         self._num_arrivals = self._num_judged = self._num_kept = 0
 

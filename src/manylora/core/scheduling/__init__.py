@@ -1,4 +1,4 @@
-"""Scheduling: the state of a sequence, the order in which waiting ones are admitted, and the composition of steps."""
+"""Scheduling: the state of a sequence, the order in which sequences are admitted, and the composition of steps."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ones.
 No request starves under a policy that keeps three rules (each policy says how it does):
 
 1. a sequence that is first in line and was refused is, in the steps that follow, replaced only by one that can use the
-   memory sooner: by an older arrival, or where it lacks what memory alone does not give it (its queue's tokens, its
+   memory sooner: by an older arrival, or where it lacks something other than memory (its queue's tokens, its
    adapter);
 2. it is passed a bounded number of times, not counting while its adapter is loading;
 3. every sequence comes to be first in line, or is admitted before.
@@ -85,7 +85,7 @@ class PolicyContext:
     Args:
         block_size: Tokens of KV in a page.
         predictor: Predicts output lengths.
-        num_claimable_pages: Pages that an admission could get now; with ``True``, that of the first in line.
+        num_claimable_pages: Pages that an admission could get now; with ``True``, an admission of the first in line.
         prompt_s: Device time of a sequence's prompt in seconds, by the costs learned so far.
         options: The policy's own ``Options``, checked; ``None`` where it has none.
     """
@@ -131,7 +131,7 @@ class Policy(Protocol):
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The sequence that may claim every page that running ones do not hold.
+        """The sequence that may claim every page that running sequences do not hold.
 
         Set by ``begin``. Another may be named once it is admitted, and when a later one is offered before any was
         refused, or comes to be owed its turn.

@@ -39,7 +39,7 @@ class Sequence:
                  |-- KV in pages --|------ to run (1 when decoding) ------|
 
     Tokens count as computed from the launch of the step that runs them. The token that a step in flight will yield is
-    *pending*, so that the next step can be planned meanwhile. Tokens that another engine answered are generated ones.
+    *pending*, so that the next step can be planned meanwhile. Tokens that another engine answered count as generated.
 
     Args:
         seq_id: Unique for the life of the engine; also the order of arrival.
@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Its tokens, pending ones included."""
+        """Its tokens, pending tokens included."""
         return len(self.tokens) + self.num_pending
 
     @property

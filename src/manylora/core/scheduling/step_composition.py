@@ -52,7 +52,7 @@ class StepComposition(Protocol):
 
         Args:
             num_tokens: Tokens of the prompt whose KV is missing.
-            room: Those of them that the step has room for.
+            room: Tokens of the prompt that the step has room for.
         """
         return room
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from manylora.core.adapters.hash_cache import HashCache, KnownContent
-from manylora.core.adapters.identity import provisional_key, stamp_files
+from manylora.core.adapters.identity import provisional_key, read_file_key
 from manylora.core.adapters.packed import Allocate, PackedAdapter, image_of, own_memory
 from manylora.core.adapters.read import HeaderReader, MatchedShapes, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
@@ -51,7 +51,7 @@ class AdapterFiles:
             roots=settings.roots,
             registry=registry,
             dtype=settings.dtype,
-            known=(lambda stamp: None) if hashes is None else hashes.get,
+            known=(lambda file_key: None) if hashes is None else hashes.get,
         )
 
     def check(self, name: str, path: str) -> AdapterVersion:
@@ -68,7 +68,7 @@ class AdapterFiles:
         Raises:
             AdapterError: It cannot be served on this base, or its files changed meanwhile.
         """
-        stamp, changed_at = self._stamp(name, path)
+        file_key, changed_at = self._file_key(name, path)
         packed = read_adapter(
             name,
             path,
@@ -80,11 +80,11 @@ class AdapterFiles:
             dtype=self._dtype,
             allocate=allocate,
         )
-        if self._stamp(name, path)[0] != stamp:
+        if self._file_key(name, path)[0] != file_key:
             raise AdapterError(name, "its files changed while they were read; register it again")
-        version = replace(packed.version, stamp=stamp)
+        version = replace(packed.version, file_key=file_key)
         assert version.dtype is not None
-        self._keep(stamp, KnownContent(version.key, version.dtype, version.layer_digests), changed_at)
+        self._keep(file_key, KnownContent(version.key, version.dtype, version.layer_digests), changed_at)
         return replace(packed, version=version)
 
     def read_layers(
@@ -121,19 +121,19 @@ class AdapterFiles:
             for num_full in reader.pack(image):
                 first = reader.first_content
                 if first is not None and self._hashes is not None:
-                    stamp, changed_at = self._stamp(version.source, version.source)
-                    if provisional_key(stamp) == version.key:
-                        self._keep(stamp, first, changed_at)
+                    file_key, changed_at = self._file_key(version.source, version.source)
+                    if provisional_key(file_key) == version.key:
+                        self._keep(file_key, first, changed_at)
                 advance(num_full, b"" if first is None else first.layer_digests)
 
-    def _stamp(self, name: str, path: str) -> tuple[str, float]:
+    def _file_key(self, name: str, path: str) -> tuple[str, float]:
         """Return the identity of an adapter's files, and the time of their last change."""
         folder = open_folder(name, path, self._settings.roots, self._registry)
-        return stamp_files(folder, self._settings.base, self._dtype, self._settings.max_bytes)
+        return read_file_key(folder, self._settings.base, self._dtype, self._settings.max_bytes)
 
-    def _keep(self, stamp: str, content: KnownContent, changed_at: float) -> None:
+    def _keep(self, file_key: str, content: KnownContent, changed_at: float) -> None:
         if self._hashes is not None:
-            self._hashes.put(stamp, content, age_s=time.time() - changed_at)
+            self._hashes.put(file_key, content, age_s=time.time() - changed_at)
 
 
 class InlineReader:

@@ -125,7 +125,7 @@ class Identity(NamedTuple):
 
     key: AdapterKey
     layer_digests: bytes
-    stamp: str
+    file_key: str
 
 
 class AdapterRefused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -173,9 +173,9 @@ class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
                 checked.shape_of.append(-1)
                 checked.refused.append(AdapterRefused.of(one))
             else:
-                shape = replace(one, key=AdapterKey(""), source="", layer_digests=b"", stamp="")
+                shape = replace(one, key=AdapterKey(""), source="", layer_digests=b"", file_key="")
                 checked.shape_of.append(numbers.setdefault(shape, len(numbers)))
-                checked.identities.append(Identity(one.key, one.layer_digests, one.stamp))
+                checked.identities.append(Identity(one.key, one.layer_digests, one.file_key))
         checked.shapes.extend(numbers)
         return checked
 

@@ -321,9 +321,9 @@ def _versions(checked: Checked, adapters: Sequence[tuple[str, str]]) -> Iterable
         if number < 0:
             yield next(refused).to_error()
         else:
-            key, layer_digests, stamp = next(identities)
+            key, layer_digests, file_key = next(identities)
             shape = checked.shapes[number]
-            yield replace(shape, key=key, source=path, layer_digests=layer_digests, stamp=stamp)
+            yield replace(shape, key=key, source=path, layer_digests=layer_digests, file_key=file_key)
 
 
 def _refusal(name: str, answer: Answer) -> AdapterError:

@@ -150,12 +150,12 @@ class AdapterIdentity(msgspec.Struct, frozen=True, array_like=True):
     Without it, an engine that has read the weights would know them by content, and one that has not by their files.
 
     Args:
-        stamp: Identity of its files; while it is the same, so is the version.
+        file_key: Identity of its files; while it is the same, so is the version.
     """
 
     rank: int
     key: AdapterKey
-    stamp: str
+    file_key: str
 
 
 class LoadAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):

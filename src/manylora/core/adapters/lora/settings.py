@@ -47,7 +47,7 @@ _READ = frozenset(
 
 _WITHOUT_EFFECT = frozenset(
     # Origin, training and initialisation, not arithmetic. ``fan_in_fan_out`` describes the storage of the *base*
-    # weight; that of A and B is the same. The configurations belong to initialisations, checked by
+    # weight; A and B are stored in one way. The configurations belong to initialisations, checked by
     # ``init_lora_weights``.
     {"inference_mode", "revision", "auto_mapping", "lora_dropout", "fan_in_fan_out", "megatron_core"}
     | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"}
@@ -55,8 +55,8 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 _BASE_KEEPING_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal"})
-"""The other named ones (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weight or quantise it, so the
-adapter needs that modified base. PEFT can convert such an adapter, and then writes ``true`` here."""
+"""The other named initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weight or quantise it,
+so the adapter needs that modified base. PEFT can convert such an adapter, and then writes ``true`` here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

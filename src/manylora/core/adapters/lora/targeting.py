@@ -227,7 +227,7 @@ class Names:
         "mlp.up_proj"        dot at 3   -> {"mlp.up_proj": 1}
 
     Args:
-        names: Pairs of a number and a name; of two that match, that of the lesser number counts.
+        names: Pairs of a number and a name; of two that match, the name of the lesser number counts.
         budget: Covers the look-ups.
     """
 

@@ -138,7 +138,7 @@ class AdapterCache:
         self.want(key, now)
 
     def want(self, key: AdapterKey, now: float) -> None:
-        """Count a waiting sequence; its pages are evicted after idle ones."""
+        """Count a waiting sequence; its pages are evicted after idle pages."""
         self.residencies[key].num_waiting += 1
         self.refresh(key, now)
 

@@ -48,7 +48,7 @@ class LoadInFlight:
     ended_at: float | None = None
 
     def needs_link_from(self, begins_at: float, now: float) -> float:
-        """Return the time from which the link alone decides its end, if it had its turn at ``begins_at``.
+        """Return the time from which only the link decides its end, if it had its turn at ``begins_at``.
 
         Until its read has ended, a chained copy takes no more of the link than its own bytes, and may take those last.
         """

@@ -9,7 +9,7 @@ Three rules keep a wrong guess harmless:
 * *It never delays a demanded load.* A link serves loads first in, first out. So a prefetch starts only on an idle link,
   one at a time: a load demanded later waits for at most one copy, of an adapter that a sequence waits for already. (A
   step composition after a published baseline may ask for more at once, or for none.)
-* *It claims only pages that sequences ahead will not need.* Pages come from free and idle ones (never from adapters
+* *It claims only pages that sequences ahead will not need.* Pages come from free and idle pages (never from adapters
   that are wanted or in use), less the KV and adapter pages that the sequences before it in line need.
 * *It never evicts an item worth more than itself.* An adapter that a request waits for is certain to be used, an idle
   item is not. One that is only forecast (``forecast.py``, off by default) is priced by the same rule as the items it

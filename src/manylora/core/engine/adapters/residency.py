@@ -7,8 +7,8 @@
                                  +-----failed---> FAILED --unused-----> ABSENT      (only where a step ran on it)
 
 The disk tier is the source and is never dropped. A copy needs an image in the host tier, or one that is being read: it
-then follows the read, layer by layer. Sequences are counted: *running* ones hold the device copy, *waiting* ones ask
-the cache to spare it.
+then follows the read, layer by layer. Sequences are counted: *running* sequences hold the device copy, *waiting*
+sequences ask the cache to spare it.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def _placement(residency: Residency, mode: ColdStart, others: Placement | None) 
     """Return the placement from which a cold sequence may run now, ``None`` if it has to wait.
 
     The copy to the device must be in flight: without pages for its adapter, its memory would be outside the page
-    cache's count. All sequences of an adapter share a placement, that of ``others`` if any run: a step reads an adapter
+    cache's count. All sequences of an adapter share a placement, ``others`` if any run: a step reads an adapter
     from one place.
     """
     if mode is ColdStart.WAIT or residency.device is not TierState.LOADING:

@@ -9,10 +9,10 @@ target duration, seconds. The step composition cuts prompts and decides whether 
     |-- decoding --|------------- prompts -------------|   a step
                    |-- chunk --|-- chunk --|  left ....|   until tokens or seconds are spent
 
-Tokens alone make steps uneven: 512 tokens on adapters of rank 128 may take twice the time of as many at rank 8. A
+A limit on tokens makes steps uneven: 512 tokens on adapters of rank 128 may take twice the time of as many at rank 8. A
 target cuts prompts by time instead, so that the time between tokens is even and no step is shorter than necessary. A
 long step serves prompts at the expense of decoding, and slow decodes hold pages longer. With pages to spare this costs
-decoding speed alone; when pages run short it delays every admission. So the fuller the pool, the shorter the steps.
+only decoding speed; when pages run short it delays every admission. So the fuller the pool, the shorter the steps.
 
 Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Orca, both through vLLM v1.
 """
@@ -140,7 +140,7 @@ class StepPlanner:
         """Admit waiting sequences, in the policy's order, while there are seats and room in the step.
 
         Returns:
-            The admitted ones with their tokens, and whether another was refused because its adapter is loading.
+            The admitted sequences with their tokens, and whether another was refused because its adapter is loading.
         """
         planned: list[_Planned] = []
         is_loading = lacks_room = False

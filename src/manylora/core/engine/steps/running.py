@@ -1,12 +1,12 @@
 """The running set: the sequences that hold pages, how they grow, and how they leave it.
 
-Every sequence is admitted with pages for all its tokens, so only decoding ones grow. When a page is missing then, idle
-pages are evicted first, then adapters that waiting requests use, then the youngest sequence is pre-empted (its tokens
-are kept, its KV is computed again).
+Every sequence is admitted with pages for all its tokens, so only decoding sequences grow. When a page is missing then,
+idle pages are evicted first, then adapters that waiting requests use, then the youngest sequence is pre-empted (its
+tokens are kept, its KV is computed again).
 
 Liveness: sequences are ordered by arrival. The oldest running one may pre-empt every other; the policy's first in line
-may claim every page that running ones do not hold; a request is accepted only if it fits alone. So the oldest always
-ends, and by induction all do.
+may claim every page that running sequences do not hold; a request is accepted only if it fits without others. So the
+oldest always ends, and by induction all do.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class RunningSet:
     def grow(self, sequence: Sequence, now: float, *, may_preempt: bool = True) -> bool:
         """Claim a page for a decoding sequence's next token; return whether it can run in this step.
 
-        Idle pages are evicted first, then adapters that waiting requests use (that of the first in line only if it is
-        younger). Then younger running sequences are pre-empted, youngest first; at last the sequence itself.
+        Idle pages are evicted first, then adapters that waiting requests use (the adapter of the first in line only if
+        it is younger). Then younger running sequences are pre-empted, youngest first; at last the sequence itself.
         """
         first = self.first_in_line
         is_waiting = first is not None and first.status is SequenceStatus.WAITING

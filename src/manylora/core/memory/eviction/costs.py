@@ -35,13 +35,13 @@ class LinearCost:
 
     @property
     def last_residual_s(self) -> float:
-        """Duration of the last observation over that of the line, in seconds."""
+        """Duration of the last observation beyond the line, in seconds."""
         amount, seconds = self._last
         return seconds - self.seconds(amount)
 
     @property
     def num_observed(self) -> float:
-        """Observations, earlier ones faded."""
+        """Number of observations, earlier observations faded."""
         return self._n
 
     def observe(self, amount: float, seconds: float) -> None:

@@ -9,8 +9,8 @@ have a price in the same unit, seconds saved per second and page, and the cheape
 measured (``costs.py``); no weight is set by hand.
 
 The rate of reuse is a hazard rate, learnt online from gaps between uses, for adapters and blocks separately. Whether
-*frequency* or *recency* predicts reuse depends on the workload (independent draws: frequency alone; sessions: recency
-almost alone). So the rate is a product
+*frequency* or *recency* predicts reuse depends on the workload (independent draws: only frequency; sessions:
+almost only recency). So the rate is a product
 
 ::
 
@@ -146,7 +146,7 @@ class ReuseModel(Generic[_Key]):
         self._uses_by_class = [0.0] * NUM_CLASSES
         self._uses_by_age = [0.0] * NUM_AGES
         self._at_risk = [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]  # seconds
-        # The prior depends on age alone: rate 1 / age, which is LRU.
+        # The prior depends only on age: rate 1 / age, which is LRU.
         self._ageing: list[float] = (1.0 / ages).tolist()
         self._popularity = [1.0] * NUM_CLASSES
 

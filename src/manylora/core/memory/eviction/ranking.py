@@ -1,4 +1,4 @@
-"""Find the item of least worth among thousands of idle ones without scoring each; policies by one number per item.
+"""Find the item of least worth among thousands of idle items without scoring each; policies by one number per item.
 
 Worth changes with time, so a heap of scores would become invalid. But the order of items that differ only in their idle
 time never changes. So items are kept in *groups*, each a heap that stays valid, and only the head of each group is
@@ -42,7 +42,7 @@ class Ranking:
         self._num_live: dict[Hashable, int] = {}
         self._items: dict[ItemKey, tuple[IdleItem, Hashable, float, int]] = {}  # with group, order, serial
         self._serial = 0
-        self._heads: dict[Hashable, tuple[float, int, ItemKey]] = {}  # worth, serial, key: as of _scored_at
+        self._heads: dict[Hashable, tuple[float, int, ItemKey]] = {}  # worth at _scored_at, serial, key
         self._scored_at: float | None = None
         self._unscored: dict[Hashable, None] = {}
 

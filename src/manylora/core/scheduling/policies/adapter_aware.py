@@ -9,7 +9,7 @@ would let hardly any other run.
 
 No request starves. A request is *due* once ``MAX_BYPASS`` more requests were admitted than stood before it when it
 came. While the oldest is due it goes first, whatever its class, and if it is refused no other is admitted, except
-while its adapter is loading. So none is passed by more than ``MAX_BYPASS`` younger ones.
+while its adapter is loading. So none is passed by more than ``MAX_BYPASS`` younger requests.
 
 Source: the LoRA scheduler extension of the vLLM multi-adapter article (``reorder_waiting_queue``), which lets
 cold requests starve; the due date is ours. Only the oldest ``LOOK_AHEAD`` are put in order.

@@ -2,8 +2,8 @@
 
 A request's key is ``arrival + backlog * log(size)``: a request smaller by a factor of e goes ahead of those that came
 up to one backlog earlier. *Backlog* is the device time of the waiting prompts, in seconds. With a short line the order
-is nearly that of arrival. With a long one a small request passes nearly all larger ones, when that helps it most and
-adds least to their wait.
+is nearly the order of arrival. With a long line a small request passes nearly all larger requests, when that helps it
+most and adds least to their wait.
 
 Why this form: shortest first has the best mean and a long tail; order of arrival has nearly the best tail and a poor
 mean. In between, arrival less ``log(1 / (1 - exp(-g * size))) / g``, where ``g`` is the decay rate of the tail, has the
@@ -45,7 +45,7 @@ FIRST_FIT_AFTER, WINDOW = 16, 2048
 
 
 class BoostPolicy(KeyedPolicy):
-    """Offers the first in line, then sequences by key; the size of a pre-empted one is that of its rest."""
+    """Offers the first in line, then sequences by key; the size of a pre-empted sequence is the size of its rest."""
 
     Options = SizeOptions
 
@@ -75,7 +75,7 @@ class BoostPolicy(KeyedPolicy):
         super().begin(now)
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Continue, count the passed ones, or stop."""
+        """Continue, count the sequences that were passed, or stop."""
         super().report(sequence, outcome)
         if outcome is Outcome.ADMITTED:
             self._forget(sequence)

@@ -63,7 +63,7 @@ class StrictFifoPolicy(Policy):
 
 
 class FifoPolicy(StrictFifoPolicy):
-    """Offers sequences by order of arrival, also behind refused ones; a pre-empted one keeps its place."""
+    """Offers sequences by order of arrival, also behind refused sequences; a pre-empted sequence keeps its place."""
 
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
@@ -93,7 +93,7 @@ class FifoPolicy(StrictFifoPolicy):
         return self._offers.pop() if self._offers and not self._is_blocked else None
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Continue, count the passed ones, or stop."""
+        """Continue, count the sequences that were passed, or stop."""
         if outcome is Outcome.ADMITTED:
             self._waiting.remove(sequence)
         self._is_blocked = self._bypass.report(sequence, outcome)

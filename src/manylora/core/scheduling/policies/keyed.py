@@ -1,6 +1,6 @@
 """Policies given by one number per request: the least goes first, and no request starves whatever the number is.
 
-Orders by size, by deadline or by importance differ in the number alone. Everything else is here::
+Orders by size, by deadline or by importance differ only in the number. Everything else is here::
 
     def by_prompt(context: PolicyContext) -> Policy:
         return KeyedPolicy(lambda sequence, now: sequence.num_to_run)
@@ -37,7 +37,8 @@ class KeyedPolicy(Policy):
 
     Args:
         key: Least goes first; of equals, the first to arrive.
-        ages: Whether keys grow with the time of arrival, so that every request comes to the front by them alone.
+        ages: Whether keys grow with the time of arrival, so that every request comes to the front without a bound on
+            passing.
     """
 
     def __init__(self, key: Key, *, ages: bool = False) -> None:
@@ -98,7 +99,7 @@ class KeyedPolicy(Policy):
         return self._offers.pop() if self._offers and not self._is_blocked else None
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Continue, count the passed ones, or stop."""
+        """Continue, count the sequences that were passed, or stop."""
         if outcome is Outcome.ADMITTED:
             self._take_out(sequence)
         self._is_blocked = self._bypass.report(sequence, outcome)

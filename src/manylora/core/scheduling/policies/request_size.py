@@ -6,8 +6,8 @@
     degree-1   (A * prompt/max_prompt + B * output/max_output + adapter/max_adapter) / 2
     output      output/max_output
 
-The largest values are those of recent requests and change only when the queues do. A request without an adapter counts
-as if it had the smallest adapter among them: a factor of 0 would put it ahead of everything, however long it is.
+The largest values are taken from recent requests and change only when the queues do. A request without an adapter
+counts as if it had the smallest adapter among them: a factor of 0 would put it ahead of everything, however long it is.
 
 Source: Chameleon, section 4.3.1. It does not define the range of the maxima, the adapter factor of the base, or the
 weights of degree 1, where our adapter weighs as much as the other two together, as in degree 2.
@@ -62,7 +62,7 @@ class SizeOptions:
 
 
 class RequestSizer:
-    """Measures requests relative to recent ones, by a ``kind``: ``degree-2``, ``degree-1`` or ``output``."""
+    """Measures requests relative to recent requests, by a ``kind``: ``degree-2``, ``degree-1`` or ``output``."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

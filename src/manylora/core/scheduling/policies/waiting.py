@@ -5,7 +5,7 @@ other until running sequences end and it gets its turn. Waiting for a load does 
 anyway, and a load ends by itself.
 
 Source: ours. S-LoRA, Punica and vLLM let a request starve at their adapter limit; Chameleon (section 4.3.3)
-bounds bypassing by prediction alone, which bounds nothing when predictions are wrong.
+bounds bypassing only by prediction, which bounds nothing when predictions are wrong.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class LengthPredictor(Protocol):
         ...
 
     def observe(self, sequence: Sequence) -> None:
-        """Learn from a sequence that ended by itself or at its cap, not from cancelled ones."""
+        """Learn from a sequence that ended by itself or at its cap, not from a cancelled sequence."""
         ...
 
 
@@ -68,7 +68,7 @@ class NoisyPredictor:
     """Predicts the true length times a factor drawn once per request.
 
     The factor is uniform in ``1 ± 2 (1 - accuracy)``, so the mean relative error is ``1 - accuracy`` and the mean
-    estimate is unbiased. It depends on the seed and the sequence alone, not on the order of calls.
+    estimate is unbiased. It depends only on the seed and the sequence, not on the order of calls.
 
     Args:
         accuracy: In (0.5, 1].

@@ -23,7 +23,7 @@ class LoggedRequest:
         arrived_at: Seconds on the server's clock.
         adapter: The requested name, empty for the base.
         max_tokens: The request's own cap, ``None`` for none.
-        limit: The cap in effect: its own, or that of the model and the memory.
+        limit: The cap in effect: its own, or the limit of the model and the memory.
         temperature: 0 is greedy.
         has_schema: Whether the answer had to match a JSON schema.
         finish: ``stop`` or ``length``; others are not logged, because their length is not the answer's.

@@ -211,7 +211,7 @@ class AdapterReads:
                     # Under its first key a file that changed since is refused where it is read, as without a restart.
                     one = replace(one, key=known.key, layer_digests=b"", is_whole=True)
                 core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
-                registered[name] = AdapterIdentity(one.rank, one.key, one.stamp)
+                registered[name] = AdapterIdentity(one.rank, one.key, one.file_key)
             except ManyloraError as error:
                 refused[name] = Fault.of(error)
         num_unread = sum(is_provisional(one.key) for one in gathered.found.values() if isinstance(one, AdapterVersion))

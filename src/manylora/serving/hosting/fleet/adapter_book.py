@@ -161,7 +161,7 @@ class AdapterBook:
         self.num_changes += 1
         version = status.version
         self.ranks[name] = version.rank
-        self._identities[name] = AdapterIdentity(version.rank, version.key, version.stamp)
+        self._identities[name] = AdapterIdentity(version.rank, version.key, version.file_key)
         if before is None:
             self.adapters[name] = LoadedAdapter(path=path, loaded_at=int(self._epoch_s()))
         else:

@@ -35,7 +35,7 @@ class Running:
 
 
 def steps_to_end(sequence: Sequence, total_output: int, max_num_batched_tokens: int) -> int:
-    """Return the steps of a request if admitted now: those of its prompt, then one per remaining token.
+    """Return the steps of a request if admitted now: the steps of its prompt, then one per remaining token.
 
     The step that ends the prompt makes the first token.
     """

@@ -16,10 +16,10 @@ tokens are reserved and younger ones pass freely.
 
 No request starves. A queue's quota returns as its running requests end, and its oldest takes it before any younger one;
 an empty queue lends nothing once it has work. For memory, the oldest that has its quota is first in line: one without
-could at most borrow, and no other may drop the adapters that waiting requests need. The oldest of a queue that has
-its quota and is not admitted, for want of memory or because smaller requests took the seats, is passed a bounded number
-of times (``policies/waiting.py``), then is first in line and offered alone. Squashing ends: only older requests squash
-younger ones.
+could at most borrow, and no other may drop the adapters that waiting requests need. The oldest of a queue that has its
+quota and is not admitted, for want of memory or because smaller requests took the seats, is passed a bounded number of
+times (``policies/waiting.py``), then is first in line, and no other is offered. Squashing ends: only older requests
+squash younger ones.
 
 Source: Chameleon, section 4.3, algorithm 1. Our choices where it is silent are in ``docs/adr/0010`` to ``0013``.
 """
@@ -238,7 +238,7 @@ class ChameleonPolicy:
 
     def _put_batch(self, queue: int, lenders: list[int]) -> Iterator[Sequence]:
         """Offer a queue's sequences, oldest first, as long as the lenders have the tokens."""
-        reserved = 0  # for those of this batch whose adapter is loading
+        reserved = 0  # for sequences of this batch whose adapter is loading
         lacking = self._lacking.setdefault(queue, [])
         for sequence in self._lines[queue].oldest(LOOK_AHEAD):
             if sequence.seq_id in self._offered:

@@ -1,7 +1,7 @@
 """The plan of queues: their number, cut-offs and quotas, made again every few minutes from recent requests.
 
 Before the first hundred requests there is one queue with all tokens. The first plan rests on few requests, and on the
-durations of short ones alone, so it is made again each time the number of requests doubles, until the regular time.
+durations of short requests only, so it is made again each time the number of requests doubles, until the regular time.
 
 Source: Chameleon, sections 4.3.4 and 4.3.5; the static plan is the baseline of section 5.4.5.
 """

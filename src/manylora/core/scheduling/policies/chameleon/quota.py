@@ -27,8 +27,8 @@ class QueueLoad:
     """Statistics of a queue's requests.
 
     Args:
-        max_tokens: Largest demand of one (S).
-        mean_tokens: Mean charge of one: below its demand where adapters are shared.
+        max_tokens: Largest demand of a request (S).
+        mean_tokens: Mean charge of a request: below its demand where adapters are shared.
         duration_s: Mean time from admission to end in seconds (D).
         rate: Arrivals per second.
     """
@@ -114,7 +114,7 @@ class QuotaLedger:
         return len(self._loans)
 
     def used(self, queue: int) -> int:
-        """Return the tokens of a queue's quota in use, lent ones included."""
+        """Return the tokens of a queue's quota in use, lent tokens included."""
         return self._used[queue]
 
     def free(self, queues: Seq[int]) -> int:
@@ -123,7 +123,7 @@ class QuotaLedger:
         return min(own, self.total - self.held)
 
     def charge(self, seq_id: int, tokens: int, queues: Seq[int]) -> None:
-        """Charge a request to these queues, the first ones first."""
+        """Charge a request to these queues, in their order."""
         assert tokens <= self.free(queues), "more tokens than are free"
         loans = []
         left = tokens
