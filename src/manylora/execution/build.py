@@ -253,7 +253,7 @@ def _parts(
         link=Link(pages, config.adapters.link_bytes_per_s),
         reader=reader,
         clock=clock,
-        # Tables hold places in the pool alone: without an assistant, they cannot name an image.
+        # Tables hold places in the pool only: without an assistant, they cannot name an image.
         reads_host=assistant is not None or (device.type == "cpu" and space is None),
         prepare=assistant.prepare if assistant is not None else _preparation(model.kernel, device),
     )

@@ -83,7 +83,7 @@ class CudaOps(DeviceOps):
         """Record ``work`` as a graph in the shared pool.
 
         It has run eagerly before (kernels are compiled and libraries have their workspaces). It may touch only tensors
-        that it makes itself or that outlive the graph. Errors are checked for this thread alone: another thread copies
+        that it makes itself or that outlive the graph. Errors are checked for this thread only: another thread copies
         adapters during the capture.
         """
         graph = torch.cuda.CUDAGraph()

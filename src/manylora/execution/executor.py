@@ -117,8 +117,8 @@ class TorchExecutor:
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:
         """Start a step; behind a step in flight, it gets the tokens it awaits from that step directly.
 
-        The step holds the host images that it reads from here on, so they may leave the host tier meanwhile; likewise
-        the loads that it waits for, and those that it may use as far as they are.
+        The step keeps the host images that it reads, so they may leave the host tier meanwhile. It also keeps the loads
+        that it waits for, and the loads of adapters in host memory, whose pages it may use as far as they have arrived.
         """
         images: dict[AdapterKey, HostAdapter | AdapterVersion] = {}
         loads: dict[AdapterKey, DeviceLoad] = {}
@@ -225,7 +225,7 @@ class TorchExecutor:
             if key not in self._resident:
                 try:
                     in_host[key] = self._in_place(image)
-                except Exception as error:  # whatever a file can do to a reader costs its own sequences alone
+                except Exception as error:  # whatever a file does to a reader costs only its own sequences
                     logger.warning("image_gone adapter=%s error=%s", key, error)
                     gone[key] = reason_of(error)
         wait_budget = WaitBudget(self._step_wait_s)
@@ -242,7 +242,7 @@ class TorchExecutor:
         return OffDevice(in_host, arriving, coming), gone, late
 
     def _behind_steps(self, result: Future[LoadResult]) -> Future[LoadResult]:
-        """Return a load's result; that of a failure comes once no step reads the pages that had arrived."""
+        """Return a load's result; a failure is reported once no step reads the pages that had arrived."""
         settled: Future[LoadResult] = Future()
 
         def settle(done: Future[LoadResult]) -> None:

@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may take: the machine's, or those of the tightest control group around it.
+"""The memory and the cores that this process may take: the machine's, or the limits of the tightest control group.
 
 A container's limits are those of its control groups, of version 1 or 2. Every function takes ``root``, the root of the
 file system.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +16,7 @@ from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import measure_activations
 
-__all__ = ["DeviceUse", "bytes_for_pages", "count_pages", "fit_context"]
+__all__ = ["bytes_for_pages", "count_pages", "fit_context"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,44 +26,38 @@ CONTEXT_BYTES = GIB // 2
 """Allowance for the CUDA context and the kernels of one process, which no call tells among several processes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceUse:
-    """The memory of a GPU before its pages are made, in bytes.
+def bytes_for_pages(
+    *,
+    total: int,
+    free: int,
+    reserved: int,
+    base: int,
+    is_base_shared: bool,
+    activations: int,
+    utilization: float,
+    num_on_device: int,
+) -> int:
+    """Return the bytes for pages on a GPU, 0 or less if there is no room; all sizes are in bytes.
+
+    The only engine on a device leaves the memory of other processes to them. One of several engines cannot tell the
+    other engines, which come and go, from other processes: it counts its own memory, with its part of weights that all
+    engines map, and takes no more than is free.
 
     Args:
-        total: Of the device.
-        free: Not in use by any process.
-        reserved: In use by this process's tensors, weights of its own included.
+        total: Memory of the device.
+        free: Memory that no process uses.
+        reserved: Memory of this process's tensors, weights of its own included.
         base: Weights in memory of the driver, beside ``reserved``.
         is_base_shared: Whether the other engines on the device map the same weights.
-        activations: That a step will need.
-    """
-
-    total: int
-    free: int
-    reserved: int
-    base: int
-    is_base_shared: bool
-    activations: int
-
-
-def bytes_for_pages(use: DeviceUse, *, utilization: float, num_on_device: int) -> int:
-    """Return the bytes for pages, 0 or less if there is no room.
-
-    An engine alone on its device leaves what others use to them. One of several cannot tell the others' memory from
-    that of its fellows, which come and go: it counts its own, with its part of weights that all of them map, and takes
-    no more than is free.
-
-    Args:
-        use: The memory in use.
+        activations: Memory that a step will need.
         utilization: This engine's part of the device.
         num_on_device: Engines on the device.
     """
-    room = int(use.total * utilization) - use.activations
+    room = int(total * utilization) - activations
     if num_on_device == 1:
-        return room - (use.total - use.free)
-    base = use.base // num_on_device if use.is_base_shared else use.base
-    return min(room - CONTEXT_BYTES - use.reserved - base, use.free - use.activations)
+        return room - (total - free)
+    own_base = base // num_on_device if is_base_shared else base
+    return min(room - CONTEXT_BYTES - reserved - own_base, free - activations)
 
 
 def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel, memory_of_base: DeviceMemory | None) -> int:
@@ -90,15 +84,16 @@ def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel, memo
             num_tokens=composition.most_tokens(scheduler.max_num_batched_tokens, base.max_model_len),
             num_sampled=min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens),
         )
-        use = DeviceUse(
+        num_bytes = bytes_for_pages(
             total=total,
             free=free,
             reserved=torch.cuda.memory_reserved(loaded.device),
             base=0 if memory_of_base is None else memory_of_base.num_bytes,
             is_base_shared=memory_of_base is not None and memory_of_base.is_shared,
             activations=activations,
+            utilization=memory.gpu_memory_utilization,
+            num_on_device=config.num_on_device,
         )
-        num_bytes = bytes_for_pages(use, utilization=memory.gpu_memory_utilization, num_on_device=config.num_on_device)
     if num_bytes is None:
         num_bytes = DEFAULT_CPU_BYTES
     num_pages = num_bytes // base.page.num_bytes

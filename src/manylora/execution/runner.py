@@ -15,7 +15,7 @@ from torch import nn
 
 from manylora.core.plan import PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
-from manylora.execution.assist.take_over import Coming, TakeOver
+from manylora.execution.assist.take_over import TakeOver
 from manylora.execution.attention.call import AttentionKernel
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps
@@ -25,6 +25,7 @@ from manylora.execution.model.head import PromptPiece, RecordedPass, cut_into_sl
 from manylora.execution.sampling.logprobs import TokenReport, report_tokens
 from manylora.execution.sampling.sampler import Sampler
 from manylora.execution.storage.arrival import ArrivingAdapter
+from manylora.execution.storage.device_load import DeviceLoad
 from manylora.execution.storage.resident import ResidentAdapter
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class OffDevice:
 
     in_host: Mapping[AdapterKey, ResidentAdapter] = field(default_factory=dict)
     arriving: Mapping[AdapterKey, ArrivingAdapter] = field(default_factory=dict)
-    coming: Mapping[AdapterKey, Coming] = field(default_factory=dict)
+    coming: Mapping[AdapterKey, DeviceLoad] = field(default_factory=dict)
 
     def find(self, key: AdapterKey) -> ResidentAdapter | None:
         """Return an adapter's weights, ``None`` if they are on the device."""
@@ -278,7 +279,7 @@ class ModelRunner:
     ) -> tuple[tuple[LoraSegment, ...], dict[AdapterKey, LoraSegment]]:
         """Return the segments of the kernels here, and by adapter those that the assistant computes.
 
-        ``rows`` are the adapter, the number of rows and that of sampled rows of each part, in the order of the step.
+        ``rows`` are (adapter, number of rows, number of sampled rows) of each part, in the order of the step.
         """
         segments: list[LoraSegment] = []
         assisted: dict[AdapterKey, LoraSegment] = {}
@@ -297,7 +298,7 @@ class ModelRunner:
         return tuple(segments), assisted
 
     def _batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
-        """Return a batch of these segments, ``None`` for none; that of the last step if its segments were the same."""
+        """Return a batch of these segments, ``None`` without any; the last step's batch if it had the same segments."""
         if self._last_lora is not None and self._last_lora.segments == segments:
             return self._last_lora
         return LoraBatch(segments, self._step.space) if segments else None
@@ -305,7 +306,7 @@ class ModelRunner:
 
 @contextmanager
 def _assisting(assist: AssistedStep | None) -> Iterator[list[LostRows]]:
-    """End the assistance of what is inside; yield a list that afterwards has the rows of workers that failed."""
+    """End the assistance of the code inside; the list that is yielded then has the rows of workers that failed."""
     lost: list[LostRows] = []
     try:
         yield lost

@@ -34,7 +34,7 @@ from manylora.execution.model.base_weights import BaseWeights, map_weights, shar
 from manylora.execution.model.device_memory import DeviceMemory, find_gpu
 from manylora.execution.model.freeze import freeze, gather
 from manylora.execution.model.load import load_model
-from manylora.execution.page_budget import DeviceUse, bytes_for_pages
+from manylora.execution.page_budget import bytes_for_pages
 from manylora.serving.hosting.links.base_share import BaseShare, BaseShares
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors of memory are Linux's")
@@ -384,13 +384,10 @@ def test_a_gpu_that_is_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         find_gpu("gpu-2")
 
 
-def use(**given: Any) -> DeviceUse:
-    return DeviceUse(**{"free": 80 * GIB, "total": 80 * GIB, "reserved": 0, "base": 0, "activations": GIB} | given)
-
-
 def test_an_engine_alone_leaves_what_others_use() -> None:
-    found = use(free=60 * GIB, reserved=15 * GIB, is_base_shared=False)
-    assert bytes_for_pages(found, utilization=0.9, num_on_device=1) == int(72 * GIB) - 20 * GIB - GIB
+    use = {"free": 60 * GIB, "total": 80 * GIB, "reserved": 15 * GIB, "base": 0, "activations": GIB}
+    found = bytes_for_pages(**use, is_base_shared=False, utilization=0.9, num_on_device=1)
+    assert found == int(72 * GIB) - 20 * GIB - GIB
 
 
 @given(
@@ -408,10 +405,9 @@ def test_engines_on_one_device_fill_their_parts_and_no_more(
     pages = []
     for _ in range(num):  # one after the other; each sees what the earlier ones use
         used += context + (0 if is_shared else base)
-        found = DeviceUse(
-            total=total, free=total - used, reserved=0, base=base, is_base_shared=is_shared, activations=activations
-        )
-        pages.append(max(0, bytes_for_pages(found, utilization=utilization / num, num_on_device=num)))
+        use = {"total": total, "free": total - used, "reserved": 0, "base": base, "activations": activations}
+        found = bytes_for_pages(**use, is_base_shared=is_shared, utilization=utilization / num, num_on_device=num)
+        pages.append(max(0, found))
         used += pages[-1]
     if all(pages):
         asked = total * utilization - num * (context + activations) - (base if is_shared else num * base)

@@ -19,7 +19,7 @@ from manylora.core.errors import RequestError
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import Constraint, SamplingParams
 from manylora.execution.sampling import grammar
-from manylora.execution.sampling.grammar import MAX_COMPILED, Grammars, check_constraint, grammar_available
+from manylora.execution.sampling.grammar import MAX_COMPILED, Grammars, check_constraint
 from manylora.execution.sampling.sampler import Sampler
 from manylora.serving.text import Tokenizer
 
@@ -209,7 +209,6 @@ def test_schemas_that_allow_anything() -> None:
 def test_without_the_extra_a_schema_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not grammar_available()
     with pytest.raises(RequestError, match=r"manylora\[grammar\]"):
         check_constraint(Constraint("json", "{}"))
     masks = Grammars(str(tmp_path), 10, (2,)).masks([bound(Constraint("json", "{}"))])

@@ -34,7 +34,7 @@ PROBE_S = 5.0
 """Longest wait for a word of the probe."""
 
 _unreleased: list[tuple[CudaStream, Words]] = []
-"""What a stream that hangs reads: it must not be freed before the process ends."""
+"""Streams that hang, and the words that they read, which must not be freed before the process ends."""
 
 
 class CudaStream:
@@ -98,7 +98,7 @@ class CudaStream:
 
 
 class HostFunctionStream(CudaStream):
-    """The same with host functions, which are compiled and hold no interpreter lock."""
+    """The same operations as host functions, which are compiled and hold no interpreter lock."""
 
     def __init__(self, device: torch.device, driver: ModuleType) -> None:
         super().__init__(device, driver)
@@ -138,7 +138,7 @@ def open_stream(device: torch.device) -> CudaStream | None:
             _probe(stream, device)
         except EngineDead:
             raise
-        except Exception as error:  # other bindings lack a name, or take other arguments: waiting needs none of them
+        except Exception as error:  # other versions of the bindings lack a name, or take other arguments
             logger.info("assist_stream_refused kind=%s reason=%s", kind.__name__, error)
         else:
             return stream

@@ -8,7 +8,7 @@
 
 The launching thread enqueues the whole step and waits for nothing. All inputs of a group leave before its base product,
 so the device computes that meanwhile. Inputs and results travel in float32: a core's arithmetic for a row takes several
-times as long as the link, and the kernels are those of a CPU.
+times as long as the link, and the kernels are the CPU's.
 
 All exchanges of a step share one place for inputs and one for each worker's results: the stream executes in order
 (``protocol``).
@@ -88,7 +88,7 @@ class _Share:
 
 
 class _Reply:
-    """A reply (``lora.parts.AssistedReply``), prepared once for a batch; ``numbers`` are those of the step."""
+    """A reply (``lora.parts.AssistedReply``); prepared once for a batch, numbered in each step."""
 
     def __init__(
         self,
@@ -105,13 +105,13 @@ class _Reply:
         self.is_scaled = any(part.weights.is_scaled for part in parts)
 
     def send(self, x: torch.Tensor) -> None:
-        """Enqueue the inputs, from those of all rows ``[rows, in]``, and the workers' flags."""
+        """Enqueue the assisted rows of the step's inputs ``x`` ``[rows, in]``, and the workers' flags."""
         for start, stop, place in self._inputs:
             self._stream.copy(place, x[start:stop].to(place.dtype).contiguous())
         self._numbers = [share.worker.post(task) for share, task in self._tasks]
 
     def add_to(self, out: torch.Tensor, scale: torch.Tensor | float | None = None) -> None:
-        """Enqueue the waits, the way back and the sums."""
+        """Enqueue the waits for the workers, the copies of their results to the device, and the sums."""
         arrived = []
         for (share, task), number in zip(self._tasks, self._numbers, strict=True):
             share.worker.wait(number)
@@ -293,7 +293,7 @@ class Assistant:
 
     @property
     def num_workers(self) -> int:
-        """Threads."""
+        """Number of worker threads."""
         return len(self._workers)
 
     def prepare(self, adapter: AdapterMemory) -> None:

@@ -3,7 +3,7 @@
 A core's time for ``n`` rows of an adapter is ``fixed + n * row``: reading the weights, and arithmetic. A second core
 halves the arithmetic, and reads the weights again. It pays from ``fixed / row`` rows on, the *tokens per core*. And it
 adds a wait, a copy and a sum to the stream, so the number of cores also stays below the one at which these cost as much
-as the arithmetic that another core saves: the root of the time of all rows over that of a handoff.
+as the arithmetic that another core saves: the square root of (time of all rows / time of a handoff).
 
 The figures are measured once for each class of (inputs, outputs, rank), when the first adapter of that class is copied
 to the device, on the thread that copies: a measurement takes tens of milliseconds, for which no step must wait. A step
@@ -41,7 +41,7 @@ HANDOFF_S = 10e-6
 
 @dataclass(frozen=True, slots=True)
 class RowCost:
-    """A core's time in seconds: ``fixed_s`` for any rows of an adapter, and ``row_s`` for each of them.
+    """A core's time in seconds: ``fixed_s`` to read the weights of an adapter, and ``row_s`` for each row.
 
     ``handoff_s`` is the stream's, for the exchanges with one more core.
     """

@@ -7,7 +7,7 @@
     kernels here                          layer 2   layer 3   ...     also layer 1, had it been there in time
 
 For each group the step asks how far the pages are. An adapter whose weights of the group have arrived is a segment of
-the kernels here; the others are the workers'. The decision is that of ``costs.take_over``, as in simulation. It is made
+the kernels here; the workers compute the others. ``costs.arriving`` decides, as in simulation. The decision is made
 when the group is launched, and no thread waits for it.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,19 +23,12 @@ from manylora.core.costs.arriving import left_to_workers
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
 from manylora.execution.lora.parts import AssistedReply, GroupParts
 from manylora.execution.storage.arrival import ArrivingAdapter
+from manylora.execution.storage.device_load import DeviceLoad
 
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import AssistedStep
 
-__all__ = ["Coming", "TakeOver"]
-
-
-class Coming(Protocol):
-    """An adapter's load to the device."""
-
-    def if_begun(self) -> ArrivingAdapter | None:
-        """Return the adapter as a step sees it, ``None`` while its copy has not begun, or if it has failed."""
-        ...
+__all__ = ["TakeOver"]
 
 
 class TakeOver:
@@ -44,7 +37,7 @@ class TakeOver:
     Args:
         warm: The segments of the kernels here.
         assist: The exchanges of the assisted segments.
-        coming: The load of each assisted segment's adapter, ``None`` where none is known.
+        coming: The load of each assisted segment's adapter, ``None`` where no load is known.
         make_batch: Makes a batch of segments, in order of rows; ``None`` for none.
     """
 
@@ -52,7 +45,7 @@ class TakeOver:
         self,
         warm: tuple[LoraSegment, ...],
         assist: AssistedStep,
-        coming: Sequence[Coming | None],
+        coming: Sequence[DeviceLoad | None],
         make_batch: Callable[[tuple[LoraSegment, ...]], LoraBatch | None],
     ) -> None:
         self._warm = warm

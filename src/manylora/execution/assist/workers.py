@@ -2,7 +2,7 @@
 
 A worker serves a whole step in one call without the interpreter lock. Between steps it sleeps. It is the only reader of
 its part of x and the only writer of its part of the result, and a step gives it the same rows in every exchange, so a
-failure costs those rows alone. A worker that failed is replaced before the next step, its memory with it.
+failure costs only those rows. A worker that failed is replaced before the next step, its memory with it.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class GrowingMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> torch.Tensor:
-        """Return its first bytes."""
+        """Return the first ``num_bytes`` of the memory."""
         if self._memory.nbytes < num_bytes:
             self._memory = self._stream.host_memory(1 << (num_bytes - 1).bit_length())
         return self._memory[:num_bytes]
@@ -174,22 +174,22 @@ class Worker:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it can serve a step."""
+        """Whether the worker can serve a step."""
         return self._thread.is_alive() and not protocol.is_held(read_word(self.words, DONE))
 
     @property
     def is_busy(self) -> bool:
-        """Whether the stream may still wait for it."""
+        """Whether the stream may still wait for the worker."""
         done = read_word(self.words, DONE)
         return not protocol.is_reached(done - done % STEP, read_word(self.words, LAST))
 
     @property
     def has_failed(self) -> bool:
-        """Whether it missed an exchange of the step; asked between ``end`` and the next ``begin``."""
+        """Whether the worker missed an exchange of the step; to be asked between ``end`` and the next ``begin``."""
         return protocol.has_failed(read_word(self.words, DONE), self._number)
 
     def begin(self) -> None:
-        """Wake it for a step."""
+        """Wake the worker for a step."""
         self._posted.clear()
         write_word(self.words, LAST, (self._number + FAR) % MODULUS)
         self._wake.set()
@@ -217,11 +217,11 @@ class Worker:
         return len(self._posted) - num_ahead, len(self._posted)
 
     def end(self) -> None:
-        """Let it sleep once it has served the exchanges so far."""
+        """Let the worker sleep once it has served the exchanges so far."""
         write_word(self.words, LAST, self._number)
 
     def hold(self) -> None:
-        """Let it complete nothing more: its step was broken off, and the device may not come to the rest of it.
+        """Let the worker complete nothing more: its step broke off, and the device may not come to the rest of it.
 
         Its memory stays its own, and another worker takes its place.
         """

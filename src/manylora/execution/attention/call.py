@@ -119,7 +119,7 @@ class AttentionSink(Protocol):
 
 
 class StepAttention(AttentionSink, Protocol):
-    """A step's attention, for every layer; ``positions`` ``[rows]``, int64, are those of rows in their sequences."""
+    """A step's attention, for every layer; ``positions`` ``[rows]``, int64, count within the rows' sequences."""
 
     positions: torch.Tensor
 

@@ -38,7 +38,7 @@ class TritonAttentionKernel:
         self._ops = ops
         self.kv = KvPages(pages)
         width = -(-max_model_len // self.kv.block_size)
-        # Two more for the check at start; the others for sequences that are pre-empted meanwhile.
+        # Two more for the check at start; further lines for sequences that are pre-empted meanwhile.
         self.tables = PageTables(ops, num_lines=max_num_seqs + max(2, max_num_seqs // 4), width=width)
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonBatch:
@@ -57,7 +57,7 @@ class _Line:
 
 
 class PageTables:
-    """Block tables of ``width`` pages of sequences that ran lately; ``num_lines`` are at least those of a step."""
+    """Block tables of ``width`` pages for sequences that ran lately; a step has at most ``num_lines`` sequences."""
 
     def __init__(self, ops: DeviceOps, *, num_lines: int, width: int) -> None:
         self._host = ops.host_buffer((num_lines, width), torch.int32)

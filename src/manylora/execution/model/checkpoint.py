@@ -41,7 +41,7 @@ HUB_TIMEOUT_S = 2.0
 """Timeout of the connection to the hub, and of its answer."""
 
 _SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
-"""Any of them in the library's cache shows that the model, or a tokenizer by itself, was fetched before."""
+"""If one of these is in the library's cache, the model or its tokenizer was fetched before."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

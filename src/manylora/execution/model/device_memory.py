@@ -51,7 +51,7 @@ class DeviceMemory:
         self.device = device
         self.num_bytes = num_bytes
         self.fd: int | None = None
-        """Descriptor for others, closed with this object; ``None`` in a reader, before ``seal`` and if that failed."""
+        """Descriptor for other processes, closed with this object; ``None`` in readers and until ``seal`` succeeds."""
         self.is_shared = False
         """Whether other processes map it, or may."""
         self._mapping = mapping
@@ -89,8 +89,8 @@ class DeviceMemory:
     def seal(self) -> None:
         """Map the memory read-only here as well, and get a descriptor of it for others.
 
-        It is mapped a second time as others would, before it is offered. Where the driver refuses, ``fd`` is ``None``
-        and this process goes on alone.
+        It is mapped a second time before it is offered, as another process would do. Where the driver refuses, ``fd``
+        is ``None`` and the memory stays this process's own.
         """
         _wait(self.device)
         fd = None

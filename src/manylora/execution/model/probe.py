@@ -24,7 +24,7 @@ __all__ = ["ModelProbe", "measure_activations", "probe_model"]
 NUM_TOKENS = 5
 NUM_SAMPLED = 2
 
-# Keyword arguments of attention without effect here: positions are in q and k already, the others concern caches and
+# Keyword arguments of attention without effect here: positions are in q and k already, the rest concerns caches and
 # outputs that we do not use.
 _HARMLESS = frozenset(
     {

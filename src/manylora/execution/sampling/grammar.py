@@ -29,7 +29,7 @@ from manylora.core.types import Constraint
 from manylora.execution.sampling.grammar_text import GrammarTokenizer, grammar_text
 from manylora.execution.sampling.row_work import RowWork, TimeAccount
 
-__all__ = ["Grammars", "check_available", "check_constraint", "grammar_available", "refusal", "try_constraint"]
+__all__ = ["Grammars", "check_available", "check_constraint", "refusal", "try_constraint"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,9 @@ _NAMES = {
 }
 
 
-def grammar_available() -> bool:
-    """Return whether the extra is installed."""
-    return importlib.util.find_spec("llguidance") is not None
-
-
 def check_available(constraint: Constraint) -> None:
     """Raise ``RequestError`` if the extra is missing."""
-    if not grammar_available():
+    if importlib.util.find_spec("llguidance") is None:
         raise RequestError(
             f"{_NAMES[constraint.kind]}s need the extra 'grammar', which this installation lacks "
             "(pip install 'manylora[grammar]')",
@@ -103,7 +98,7 @@ def try_constraint(constraint: Constraint, tokenizer: GrammarTokenizer) -> None:
     It may take any time and memory, so a stranger's constraint is tried in a process of its own.
 
     Raises:
-        RequestError: As of ``check_constraint``, or it cannot be enforced with this tokenizer.
+        RequestError: The extra is missing, the constraint is malformed, or it cannot be enforced with this tokenizer.
     """
     check_constraint(constraint)
     try:
@@ -205,7 +200,7 @@ class Grammars:
     def begin(self, sequences: Sequence[PlannedSequence]) -> None:
         """Begin to compute the masks of these sequences, which have constraints; ``masks`` returns them.
 
-        The masks depend on the tokens so far alone, so the model can run meanwhile. Never raises, since one request
+        The masks depend only on the tokens so far, so the model can run meanwhile. Never raises, since one request
         must not end a step that others share. A sequence whose constraint fails in spite of ``prepare`` (limits can
         depend on the tokens) may have no further token.
         """
@@ -223,7 +218,7 @@ class Grammars:
         )
 
     def masks(self, sequences: Sequence[PlannedSequence]) -> NDArray[np.uint8]:
-        """Return which tokens may follow each of these sequences: those of ``begin``, or some of them.
+        """Return which tokens may follow each of these sequences, all or some of the sequences of ``begin``.
 
         Returns:
             Bits ``[n, width]``: token ``t`` is bit ``t % 8``, the lowest first, of byte ``t // 8``.

@@ -78,7 +78,7 @@ def grammar_text(constraint: Constraint, special: Set[str] = frozenset()) -> str
 
     Args:
         constraint: The form of an answer.
-        special: Special tokens of the tokenizer: a trigger that is one of them is the token, and else its text.
+        special: Special tokens of the tokenizer: a trigger among them stands for the token, any other for its text.
 
     Raises:
         ValueError: The text is malformed.

@@ -1,8 +1,8 @@
 """Check, read and pack the files of adapters, in whichever process it is.
 
 By default that is a reader process (``reader_service``). ``InlineReader`` does it in the engine's own process, where
-none may be started: an isolated function. A hostile file then meets the process of its own tenant alone, and steps wait
-for the interpreter lock while it is parsed.
+none may be started: an isolated function. A hostile file then meets only the process of its own tenant, and steps
+wait for the interpreter lock while it is parsed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AdapterFiles:
         )
 
     def check(self, name: str, path: str) -> AdapterVersion:
-        """Return the version of an adapter from its header alone.
+        """Return the version of an adapter from its header.
 
         Raises:
             AdapterError: It cannot be served on this base.

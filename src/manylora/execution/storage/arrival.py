@@ -78,7 +78,7 @@ class Arrival:
             watcher()
 
     def fail(self, error: str) -> None:
-        """Give the pages up that have not arrived; the first reason stays, and nothing changes once all are there."""
+        """End the arrival: no page will come any more. The first reason stays; once all pages are there, do nothing."""
         with self._changed:
             if self._is_over:
                 return
@@ -134,7 +134,7 @@ class Arrival:
         return event is None or bool(event.query())
 
     def _notify(self) -> list[Callable[[], None]]:
-        """Wake the waiting threads; return the watchers, which are let go of after the last change."""
+        """Wake the waiting threads; return the watchers, which are dropped after the last change."""
         self._changed.notify_all()
         watchers = self._watchers
         self._watchers = [] if self._is_over else list(watchers)

@@ -96,7 +96,7 @@ class DeviceLoad:
         adapter.arrival.watch(lambda: self._submit(lambda: self._copy(adapter)))
 
     def fail(self, error: str) -> None:
-        """End the load with a reason; what steps read of its pages from now on is zeros. Once it has ended, nothing."""
+        """End the load with a reason, unless it has ended; steps read zeros from its pages from now on."""
         self._submit(lambda: self._fail(error))
 
     def abandon(self, error: str) -> None:

@@ -46,7 +46,7 @@ class HostAdapter:
     def in_place(self) -> ResidentAdapter:
         """Return views of the image for kernels that read it where it lies; the same ones every time.
 
-        They are made at the first call, for few adapters are ever read here. One thread alone may call.
+        They are made at the first call, for few adapters are ever read here. For one thread.
         """
         if self._in_place is None:
             self._in_place = read_in_place(self.layout, self.image)

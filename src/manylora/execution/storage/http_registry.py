@@ -49,7 +49,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
 class _BrokenOff(Exception):
-    """An answer that is not the last word: the same may be asked again."""
+    """An answer that ended early, or a server that is busy: the question may be asked again."""
 
 
 class HttpRegistry:
@@ -101,7 +101,7 @@ class HttpRegistry:
         return b"".join(self.parts(name, url, head, offset, length))
 
     def parts(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> Iterator[bytes]:
-        """Yield a range of a file as it comes; errors as of ``Registry.read``."""
+        """Yield a range of a file as it comes; raises the errors of ``Registry.read``."""
         url = resolve_url(name, url, self._prefixes)
         end = offset + length
         with self._lock:
@@ -139,7 +139,7 @@ class HttpRegistry:
         return RemoteHead(size, etag, modified, first)
 
     def _range(self, name: str, url: str, head: RemoteHead, begin: int, end: int) -> Iterator[bytes]:
-        """Yield bytes from ``begin`` on, ``end`` at most; of one answer, or of the one body."""
+        """Yield bytes from ``begin`` to ``end`` at most: those of one answer, or of the whole body that is kept."""
         body = self._body
         if body is None or body.of != (url, head):
             answer = self._ask(name, url, f"bytes={begin}-{end - 1}", head)
@@ -245,7 +245,7 @@ class _WholeBody:
         self._file.seek(position)
 
     def close(self) -> None:
-        """Drop it."""
+        """Close the answer, and delete the file."""
         self._end()
         self._file.close()
 

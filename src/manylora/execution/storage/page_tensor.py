@@ -115,7 +115,7 @@ class Link:
 
     Args:
         pages: The pages.
-        bytes_per_s: The bandwidth to keep to; ``None`` for that of the machine.
+        bytes_per_s: The bandwidth to keep to; ``None`` for the machine's own.
     """
 
     def __init__(self, pages: PageTensor, bytes_per_s: int | None = None) -> None:

@@ -4,9 +4,9 @@ The engine's process never parses, hashes or packs an adapter: that takes second
 that hold the interpreter lock. It maps the finished image and keeps it. An engine that may start no process reads them
 itself (``InlineReader``).
 
-A read from a registry may take minutes, and so may a few of them. So urgent reads come first, and never are all readers
-busy with registries, nor all of those with one host: one is left for adapters on disk, whose reads take a fraction of a
-second, and some for the hosts that answer.
+A read from a registry may take minutes, and so may a few of them. So urgent reads come first. One
+reader is always left for adapters on disk, whose reads take a fraction of a second, and a host that hangs occupies a
+part of the others.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ NUM_REMOTE = 4
 """Most reads from registries at once: a slow server may hold each up for minutes."""
 
 NUM_PER_HOST = 2
-"""Of them from one host: a host that hangs leaves the others their places."""
+"""Most reads from one host at once: a host that hangs leaves places for the other hosts."""
 
 NUM_READERS = NUM_REMOTE + 1
-"""Most processes; one is always left for adapters on disk."""
+"""Most reader processes; one is always left for adapters on disk."""
 
 
 def open_processes() -> list[FileReader]:
@@ -64,11 +64,11 @@ def open_processes() -> list[FileReader]:
 
 
 class RemotePlaces:
-    """Places for reads from registries, some of them for each host. For one thread at a time.
+    """Counts reads from registries, in all and by host. For one thread at a time.
 
     Args:
         num_places: Reads at once.
-        num_per_host: Of them from one host, at most.
+        num_per_host: Reads from one host at once.
     """
 
     def __init__(self, num_places: int, num_per_host: int) -> None:
@@ -128,7 +128,7 @@ class HostReader:
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Check adapters by name and path without their weights, which stay on disk until ``read_again``.
 
-        Those of one registry come together, apart from others: all wait for the slowest.
+        The caller asks for adapters of one registry at a time: all wait for the slowest.
         """
         registry = next(filter(None, (host_of(path) for _, path in adapters)), None)
         with self._free_reader(registry) as reader:
@@ -213,7 +213,7 @@ class ReadQueue:
 
     Args:
         num_threads: Reads at once.
-        places: Of them from registries.
+        places: Places for reads from registries.
     """
 
     def __init__(self, num_threads: int, places: RemotePlaces) -> None:
@@ -243,7 +243,7 @@ class ReadQueue:
         self._threads.shutdown(wait=wait, cancel_futures=True)
 
     def _run(self) -> None:
-        """Run reads until none may: one that had to wait for a registry's place may run after another's end."""
+        """Run reads until none may begin: a read that waited for a place may begin once another has ended."""
         while (read := self._take()) is not None:
             try:
                 read.result.set_result(read.work())

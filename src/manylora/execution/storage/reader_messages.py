@@ -53,9 +53,9 @@ class ReaderSettings:
         max_pages: Most pages of an adapter; ``None`` for no limit.
         roots: Real paths below which all files of adapters must lie; ``None`` for no limit.
         registries: URLs below which adapters may be read from servers; empty for no such adapters.
-        dtype: Type of the packed weights, as of ``read_adapter``.
+        dtype: Type of the packed weights; see ``read_adapter``.
         hashes: File of the hash cache; ``None`` for none.
-        limit_s: Time that the next part of an adapter may take, in seconds, before it is given up.
+        limit_s: Time in seconds for the next part of an adapter; an adapter that takes longer is refused.
         memory_bytes: Memory that a reader may add once it runs.
     """
 
@@ -78,7 +78,7 @@ class Again(NamedTuple):
 
 
 class Check(NamedTuple):
-    """The question for adapters by name and path, from their headers alone.
+    """The question for adapters by name and path, from their headers.
 
     It is answered by an empty ``Checked``, then in order by one for each with ``is_each``, else for some at a time.
     """
@@ -121,7 +121,7 @@ class Pages(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Identity(NamedTuple):
-    """The fields of a version that are its own: the others are those of its shape."""
+    """The fields of a version that differ among versions of one shape."""
 
     key: AdapterKey
     layer_digests: bytes

@@ -7,7 +7,7 @@
               map the file: the image is in host memory, without a copy
     here      a version that was registered  ----->  reader   as above, and the image fills layer by layer
               layout, descriptor, then a number of full pages after each layer  <-----
-    here      [(name, path), ...]  ----->  reader   check configurations and headers alone, in order
+    here      [(name, path), ...]  ----->  reader   check configurations and headers only, in order
               some at a time: the number of its shape, its key and digests, or a refusal; the shapes  <-----
 
 The process starts with the first adapter, or earlier (``start``), and ends when the pipe closes. It works at a lower
@@ -72,7 +72,7 @@ CHECK_S = 10.0
 """Time for a header: two requests to a registry, each tried again as long as a server may take to come back."""
 SLOW_CHECKS_S = 60.0
 HURRIED_CHECK_S = 2.0
-"""Time for a header, once headers that were given up took ``SLOW_CHECKS_S``: a start has an end."""
+"""Time for a header once headers that timed out took ``SLOW_CHECKS_S``: a start must end."""
 
 
 class ReaderProcess:
@@ -89,7 +89,7 @@ class ReaderProcess:
         self._pipe: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._registry: subprocess.Popen[bytes] | None = None
-        self._slow_s = 0.0  # of checks that were given up
+        self._slow_s = 0.0  # time of checks that timed out
         self._lay_out = lru_cache(maxsize=256)(self._lay_out_again)
 
     def start(self) -> None:
@@ -103,10 +103,10 @@ class ReaderProcess:
         self._settings = settings
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
-        """Return the version of each adapter by name and path, from its header alone, or the reason against it.
+        """Return the version of each adapter by name and path, from its header, or the reason against it.
 
-        A header costs a millisecond, or a few requests to a registry. One that takes seconds is refused alone, and a
-        folder with many such delays a start by little: then they have less time.
+        A header costs a millisecond, or a few requests to a registry. One that takes seconds is refused without the
+        others. A folder with many such headers delays a start by little: then later headers have less time.
 
         Raises:
             CapacityError: No process could be started.
@@ -307,7 +307,7 @@ class ReaderProcess:
 
 
 def _identity(folder: str) -> tuple[int, int] | None:
-    """Return the identity of a folder: a confined process may read the one it was started for, and no successor."""
+    """Return the identity of a folder: a confined process may read that folder, but none that takes its place."""
     try:
         status = os.lstat(folder)
     except OSError:

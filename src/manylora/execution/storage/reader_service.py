@@ -202,7 +202,7 @@ class _MemoryFile:
         self._num_written = 0
 
     def allocate(self, num_bytes: int) -> mmap.mmap | NDArray[np.uint8]:
-        """Make it of zeros; return memory for its content, which counts once ``fill`` was called."""
+        """Make the file, of zeros; return memory for its content, which is valid once ``fill`` was called."""
         if hasattr(os, "memfd_create"):
             # The engine seals its size, so that the memory cannot be taken away under a step.
             self.descriptor = os.memfd_create("manylora-adapter", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -220,7 +220,7 @@ class _MemoryFile:
         return content
 
     def fill(self, num_bytes: int) -> None:
-        """Write its content up to so many bytes, unless it is mapped."""
+        """Write the first ``num_bytes`` of the content to the file, unless the file is mapped."""
         while part := self._unwritten[: num_bytes - self._num_written]:
             num_now = os.pwrite(self.descriptor, part, self._num_written)
             self._unwritten = self._unwritten[num_now:]

@@ -138,7 +138,7 @@ def make_resident(
 def read_in_place(layout: AdapterLayout, image: torch.Tensor) -> ResidentAdapter:
     """Return an adapter in its host image ``[num_pages, elements]``, which it keeps alive.
 
-    The image has the layout of the pages, so kernels of the CPU read the one as they read the others.
+    The image has the layout of the pages, so kernels of the CPU read either in the same way.
     """
     return _adapter(AdapterMemory(layout, image, range(layout.num_pages)))
 

@@ -74,7 +74,7 @@ class GroupDirectory:
 
     @classmethod
     def of(cls, base: BaseShape) -> GroupDirectory:
-        """Number the groups of ``base``; the embedding is not among them (its A is gathered, not multiplied)."""
+        """Return the groups of ``base`` by number, without the embedding, whose A is gathered instead of multiplied."""
         modules: dict[str, list[tuple[int, int]]] = {}
         inputs: dict[str, int] = {}
         places: dict[str, tuple[str, int]] = {}

@@ -1,7 +1,7 @@
 """Run a compiled loop on torch's own OpenMP threads.
 
 A second thread pool beside torch's, such as numba's, is slow on a CPU: after every product torch's threads spin for the
-next one, and the others would wait for their cores. So a kernel here is a C function compiled by numba, which
+next one, and a second pool would wait for their cores. So a kernel here is a C function compiled by numba, which
 ``GOMP_parallel`` of torch's own library runs: the spinning threads take it, in about three microseconds.
 
 Only imported where numba is installed (``support.find_compiled``).

@@ -67,7 +67,7 @@ Table = NDArray[np.int64]
 
 
 class MemorySpan(NamedTuple):
-    """A stretch of memory that offsets count from the beginning of."""
+    """A stretch of memory; offsets count from its beginning."""
 
     address: int
     num_bytes: int
@@ -81,7 +81,7 @@ class TableLines:
         table: ``[n, NUM_FIELDS]``, for one row at a cost of one; OFFSET counts from the front of the piece's page.
         pages: The piece's page, as a number among the adapter's own ``[n]``.
         first: First line of each group, and 0 for one more that has none ``[groups + 1]``.
-        count: Lines of each, likewise.
+        count: Number of lines of each group, and 0 for one more ``[groups + 1]``.
     """
 
     table: Table
@@ -114,8 +114,8 @@ class TableTemplate:
         shrink: Pieces of the A stacks.
         expand: Pieces of B^T; a module's columns begin at BEGIN.
         ranks: Rank of each group, and 0 for one more that has no weights ``[groups + 1]``.
-        expand_costs: Work of each group's modules, likewise.
-        sizes: Weights of each group, likewise.
+        expand_costs: Work of each group's modules, and 0 for one more.
+        sizes: Number of weights of each group, and 0 for one more.
         element_bytes: Bytes of a weight.
     """
 
@@ -267,7 +267,7 @@ def _common_memory(tables: Sequence[AdapterTables]) -> tuple[MemorySpan, Table]:
     """Return memory that all adapters lie in, and by how much each one's offsets grow there, in its own numbers.
 
     Adapters on the device lie in one pool; each one that is read from the host lies in an image of its own. The memory
-    begins with the lowest of them, so that no offset is negative, and what is between them is never read.
+    begins with the lowest of them, so that no offset is negative, and the memory between them is never read.
     """
     memory = tables[0].memory
     if all(table.memory == memory for table in tables):
