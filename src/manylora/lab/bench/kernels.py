@@ -36,7 +36,6 @@ class KernelCost:
     """One kernel over a step.
 
     Args:
-        kernel: Its name.
         step_s: Median seconds for all groups of all layers.
         bytes_per_s: Adapter weights read in that time, per second.
         floor_share: The floor over its time: 1 is as fast as memory allows.
@@ -53,7 +52,6 @@ class KernelsResult:
     """A run.
 
     Args:
-        num_adapters: Adapters in the step.
         rows_each: Rows of each.
         num_bytes: Their weights together.
         floor_s: Median seconds that a plain sum over as many bytes took.
