@@ -99,7 +99,7 @@ def test_an_adapter_stays_where_it_is_while_load_allows():
 
 
 def test_a_popular_adapter_spills_over_within_the_bound():
-    dispatcher = Dispatcher(AffinityRouter(overload=1.25), 4)
+    dispatcher = Dispatcher(AffinityRouter(), 4)
     sent = Counter(dispatcher.dispatch(request(index, "popular")) for index in range(100))
     assert max(sent.values()) <= 1.25 * 100 / 4 + 1
     assert len(sent) == 4
@@ -298,5 +298,3 @@ def test_wrong_settings_are_named():
         make_router("nearest", Random(0))
     with pytest.raises(ConfigError, match="tbt_s"):
         make_router("auto", Random(0), {"tbt_s": -1.0})
-    with pytest.raises(ConfigError, match="overload"):
-        AffinityRouter(overload=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness import make_rig, policy_context, request, sequence
 
 from manylora.core.scheduling import FifoPolicy, Outcome
-from manylora.core.scheduling.policies.waiting import MAX_BYPASS
+from manylora.core.scheduling.policies.fifo import MAX_BYPASS
 
 
 def offered(policy: FifoPolicy, outcome: Outcome) -> list[int]:

@@ -34,7 +34,7 @@ from manylora.core.scheduling import (
     make_policy,
 )
 from manylora.core.scheduling.policies.chameleon import queue_plan
-from manylora.core.scheduling.policies.waiting import MAX_BYPASS
+from manylora.core.scheduling.policies.fifo import MAX_BYPASS
 from manylora.core.types import Request, SamplingParams
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor

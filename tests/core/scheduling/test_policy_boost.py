@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness import policy_context, sequence, version
 
 from manylora.core.scheduling import BoostPolicy, Outcome, Sequence
-from manylora.core.scheduling.policies.waiting import MAX_BYPASS
+from manylora.core.scheduling.policies.fifo import MAX_BYPASS
 
 
 def boost(prompt_s: float = 0.001) -> BoostPolicy:

@@ -11,7 +11,7 @@ from manylora.core.events import RequestSquashed
 from manylora.core.scheduling import ChameleonPolicy, Nearness, Outcome, Sequence
 from manylora.core.scheduling.policies.chameleon.queue_plan import QueuePlan
 from manylora.core.scheduling.policies.chameleon.quota import QuotaLedger
-from manylora.core.scheduling.policies.waiting import MAX_BYPASS
+from manylora.core.scheduling.policies.fifo import MAX_BYPASS
 
 # Sizes are answer lengths over 100: small below 0.2, medium below 0.6. Demands are prompt and answer, twice the length.
 SMALL, MEDIUM, LARGE = 10, 40, 100

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from harness import make_rig, policy_context, request, sequence, version
 
 from manylora.core.scheduling import AdapterAwarePolicy, Nearness, Outcome, Policy, Sequence, ShortestFirstPolicy
-from manylora.core.scheduling.policies.waiting import MAX_BYPASS
+from manylora.core.scheduling.policies.fifo import MAX_BYPASS
 
 
 def step(policy: Policy, outcome: Callable[[Sequence], Outcome], seats: int = 100) -> list[int]:

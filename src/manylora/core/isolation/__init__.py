@@ -4,7 +4,7 @@ Every measure of the kernel is taken that is to be had, and a report names those
 """
 
 from manylora.core.isolation.cgroups import Cgroup, ProcessorShare, enter_own_share, remove_groups_of_the_dead
-from manylora.core.isolation.confine import MEASURES, READABLE_OF_SYSTEM, Confinement, Measure, confine
+from manylora.core.isolation.confine import MEASURES, READABLE_OF_SYSTEM, Confinement, Measure, confine, receive_answer
 from manylora.core.isolation.landlock import FileRules, landlock_version
 from manylora.core.isolation.namespaces import NEW_PROCESSES, enter_namespaces
 from manylora.core.isolation.seccomp import restrict_calls
@@ -22,6 +22,7 @@ __all__ = [
     "enter_namespaces",
     "enter_own_share",
     "landlock_version",
+    "receive_answer",
     "remove_groups_of_the_dead",
     "restrict_calls",
 ]

@@ -14,6 +14,10 @@ import resource
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+import msgspec
 
 from manylora.core.errors import ConfigError
 from manylora.core.isolation.landlock import FileRules
@@ -21,7 +25,9 @@ from manylora.core.isolation.namespaces import NEW_IPC, NEW_NETWORK, enter_names
 from manylora.core.isolation.seccomp import restrict_calls
 from manylora.core.isolation.system import MACHINE, end_with_parent, keep_capabilities, prctl
 
-__all__ = ["MEASURES", "READABLE_OF_SYSTEM", "Confinement", "Measure", "confine"]
+__all__ = ["MEASURES", "READABLE_OF_SYSTEM", "Confinement", "Measure", "confine", "receive_answer"]
+
+T = TypeVar("T")
 
 MEASURES = frozenset(
     {
@@ -121,6 +127,29 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
         _try("calls", lambda: restrict_calls(makes_files=to.file_bytes > 0)),
     ]
     return tuple(measures)
+
+
+def receive_answer(pipe: Connection, limit_s: float, decode: Callable[[bytes], T], *, max_bytes: int) -> T:
+    """Return the next answer of a process that handles hostile input, and may die of it.
+
+    Args:
+        pipe: From the process.
+        limit_s: Time to wait for it, in seconds.
+        decode: Decodes an answer.
+        max_bytes: Length of the longest answer that is read.
+
+    Raises:
+        TimeoutError: There is none within ``limit_s`` seconds.
+        OSError: The process died, or its answer cannot be read.
+    """
+    if not pipe.poll(limit_s):
+        raise TimeoutError
+    try:
+        return decode(pipe.recv_bytes(max_bytes))
+    except EOFError as error:
+        raise ConnectionResetError from error
+    except msgspec.MsgspecError as error:
+        raise OSError(f"its answer is malformed: {error}") from error
 
 
 def _try(name: str, act: Callable[[], str | None]) -> Measure:

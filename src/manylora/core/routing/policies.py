@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from manylora.core.errors import ConfigError
 from manylora.core.plugins import find_factory, made_by, options_for, takes
 from manylora.core.routing.auto import AutoRouter
 from manylora.core.routing.rank_aware import RankAwareRouter
@@ -101,22 +100,18 @@ class PowerOfTwoRouter:
 class AffinityRouter:
     """The home replica of an adapter; the next in the adapter's own order while that one is overloaded.
 
-    Every adapter has an order of the replicas (``Rendezvous``). A replica is skipped while it has ``overload`` times
+    Every adapter has an order of the replicas (``Rendezvous``). A replica is skipped while it has ``OVERLOAD`` times
     its share of the load, so a popular adapter spreads over as many as it needs, always the same replicas. Requests for
     the base go to the least loaded replica.
 
     Args:
         base_name: The base model's name in requests.
-        overload: Most load, relative to the mean; above 1.
 
     Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018.
     """
 
-    def __init__(self, base_name: str = "", overload: float = OVERLOAD) -> None:
-        if overload <= 1.0:
-            raise ConfigError(f"Got {overload = }, expected a number above 1")
+    def __init__(self, base_name: str = "") -> None:
         self._base_name = base_name
-        self._overload = overload
         self._rendezvous = Rendezvous()
 
     def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
@@ -124,7 +119,7 @@ class AffinityRouter:
         if request.model in ("", self._base_name):
             return _least_loaded(replicas, among)
         num_requests = 1 + sum([replicas[index].load for index in among])
-        most = math.ceil(self._overload * num_requests / len(among))
+        most = math.ceil(OVERLOAD * num_requests / len(among))
         order = self._rendezvous.order(request.model, len(replicas))
         return next(index for index in order if index in among and replicas[index].load < most)
 

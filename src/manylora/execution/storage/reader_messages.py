@@ -19,7 +19,7 @@ from manylora.core import errors
 from manylora.core.adapters.layout import AdapterLayout
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.errors import AdapterError
-from manylora.core.isolation.answers import receive_answer
+from manylora.core.isolation import receive_answer
 from manylora.core.types import AdapterKey, AdapterVersion
 
 if TYPE_CHECKING:

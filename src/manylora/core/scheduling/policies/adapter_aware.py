@@ -17,8 +17,7 @@ cold requests starve; the due date is ours. Only the oldest ``LOOK_AHEAD`` are p
 
 from __future__ import annotations
 
-from manylora.core.scheduling.policies.fifo import StrictFifoPolicy
-from manylora.core.scheduling.policies.waiting import LOOK_AHEAD, MAX_BYPASS
+from manylora.core.scheduling.policies.fifo import LOOK_AHEAD, MAX_BYPASS, StrictFifoPolicy
 from manylora.core.scheduling.policy import Outcome, PolicyContext
 from manylora.core.scheduling.sequence import Sequence
 

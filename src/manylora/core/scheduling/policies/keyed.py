@@ -6,7 +6,7 @@ Orders by size, by deadline or by importance differ only in the number. Everythi
         return KeyedPolicy(lambda sequence, now: sequence.num_to_run)
 
 No request starves. The first in line stays so until admitted, even if a sequence with a lesser key arrives. The oldest
-of all is passed by at most ``MAX_BYPASS`` admissions (``waiting.py``), whether it was offered or not; then it is first
+of all is passed by at most ``MAX_BYPASS`` admissions (``fifo.py``), whether it was offered or not; then it is first
 in line, and no other is admitted. So every request comes to be the oldest, and one behind ``n`` others waits for at
 most ``n + 1`` times as many admissions. A key that grows with the time of arrival needs no such bound, because late
 requests never go before.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from manylora.core.options import check_options, option
-from manylora.core.scheduling.policies.waiting import LOOK_AHEAD, Bypass, Line
+from manylora.core.scheduling.policies.fifo import LOOK_AHEAD, Bypass, Line
 from manylora.core.scheduling.policy import Outcome, Policy, PolicyContext
 from manylora.core.scheduling.sequence import Sequence
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from manylora.core.errors import CapacityError
-from manylora.core.isolation.answers import receive_answer
+from manylora.core.isolation import receive_answer
 from manylora.core.types import Constraint
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ No request starves. A queue's quota returns as its running requests end, and its
 an empty queue lends nothing once it has work. For memory, the oldest that has its quota is first in line: one without
 could at most borrow, and no other may drop the adapters that waiting requests need. The oldest of a queue that has its
 quota and is not admitted, for want of memory or because smaller requests took the seats, is passed a bounded number of
-times (``policies/waiting.py``), then is first in line, and no other is offered. Squashing ends: only older requests
+times (``policies/fifo.py``), then is first in line, and no other is offered. Squashing ends: only older requests
 squash younger ones.
 
 Source: Chameleon, section 4.3, algorithm 1. Our choices where it is silent are in ``docs/adr/0010`` to ``0013``.
@@ -35,8 +35,8 @@ from manylora.core.scheduling.policies.chameleon import queue_plan
 from manylora.core.scheduling.policies.chameleon.opportunity import Opportunity, Running, steps_to_end
 from manylora.core.scheduling.policies.chameleon.queue_plan import QueuePlan, RequestHistory, plan_queues, plan_static
 from manylora.core.scheduling.policies.chameleon.quota import QuotaLedger
+from manylora.core.scheduling.policies.fifo import LOOK_AHEAD, Bypass, Line
 from manylora.core.scheduling.policies.request_size import Demand, RequestSizer, SizeOptions
-from manylora.core.scheduling.policies.waiting import LOOK_AHEAD, Bypass, Line
 from manylora.core.scheduling.policy import Outcome, PolicyContext, QueueStatus
 from manylora.core.scheduling.sequence import Sequence
 
