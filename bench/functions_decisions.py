@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, PreloadProblem
 from manylora.functions.decisions.offload import Held, choose_offload
-from manylora.functions.decisions.preload import Preloader, choose_preload
+from manylora.functions.decisions.preload import Preloader
 
 GB = 10**9
 REPEATS = 200
@@ -124,7 +124,7 @@ def shares_of_preloading(num_instances: int) -> list[float]:
             rng, rng.choice([4, 8, 12, 20]), num_nodes=rng.choice([1, 2]), num_devices=rng.choice([1, 2])
         )
         best = value_of(problem, solve_preload(problem))
-        shares.append(value_of(problem, choose_preload(problem)) / best if best else 1.0)
+        shares.append(value_of(problem, Preloader(problem).choose()) / best if best else 1.0)
     return shares
 
 

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.demo import demo_model_path
 from manylora.functions.controller.bill import Bill, make_bill
-from manylora.functions.controller.process import LEDGER
+from manylora.functions.controller.server import LEDGER
 from manylora.functions.controller.store import read_ledger
 from manylora.functions.decisions.billing import PriceList
 from manylora.serving.hosting.fleet.adapter_book import LoraModule

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from manylora.core.errors import ConfigError
 from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, Placed, PreloadProblem
 from manylora.functions.decisions.batching import BatchWindow, FirstTokenTime, FixedWindow, deadline_margin_s
-from manylora.functions.decisions.billing import PLATFORM, Interval, PriceList, Usage, charge, split_evenly
+from manylora.functions.decisions.billing import PLATFORM, MachineState, PriceList, Usage, charge, split_evenly
 from manylora.functions.decisions.offload import choose_offload
 from manylora.functions.decisions.placement import Candidate, choose_place
-from manylora.functions.decisions.preload import Preloader, choose_preload
+from manylora.functions.decisions.preload import Preloader
 
 GB = 10**9
 
@@ -27,7 +27,7 @@ def test_the_greedy_pre_loading_is_within_three_percent_of_the_optimum_on_averag
         problem = preload_instance(
             rng, rng.choice([4, 8, 12]), num_nodes=rng.choice([1, 2]), num_devices=rng.choice([1, 2])
         )
-        chosen, best = choose_preload(problem), solve_preload(problem)
+        chosen, best = Preloader(problem).choose(), solve_preload(problem)
         assert violations(problem, best) == []
         assert violations(problem, chosen) == []
         shares.append(value_of(problem, chosen) / value_of(problem, best) if best else 1.0)
@@ -48,7 +48,7 @@ def test_a_pre_loading_is_feasible_and_leaves_nothing_that_fits(
         num_devices=num_devices,
         num_backbones=num_backbones,
     )
-    chosen = choose_preload(problem)
+    chosen = Preloader(problem).choose()
     assert violations(problem, chosen) == []
     value = value_of(problem, chosen)
     for artefact in problem.artefacts:
@@ -78,7 +78,7 @@ def test_a_large_backbone_is_chosen_before_a_denser_one_that_would_keep_it_out()
         ),
         (Place(name="device", memory=MemoryKind.DEVICE, node="0", free_bytes=28 * GB),),
     )
-    assert choose_preload(problem) == {Placed("large", "device"), Placed("b", "device")}
+    assert Preloader(problem).choose() == {Placed("large", "device"), Placed("b", "device")}
 
 
 def _child(name: str, parent: str) -> Artefact:
@@ -149,7 +149,7 @@ def test_offloading_spares_what_is_in_use_and_leaves_no_orphan(
         return
     gone = set(chosen.names)
     assert len(gone) == len(chosen.names) and not gone & busy
-    assert chosen.freed_bytes == sum(by_name[name].num_bytes for name in gone) >= num_bytes
+    assert sum(by_name[name].num_bytes for name in gone) >= num_bytes
     assert all(one.name in gone for one in held if one.parent in gone), "a child stays without its parent"
     assert chosen.kept <= gone
     assert sum(by_name[name].host_bytes for name in chosen.kept) <= host_free_bytes
@@ -165,9 +165,9 @@ def test_offloading_spares_what_is_in_use_and_leaves_no_orphan(
     st.floats(0.0, 20.0),
 )
 def test_a_batch_that_leaves_in_time_is_answered_in_time(
-    alone_s: float, each_s: float, objective_s: float, cap: int, size: int, num_batches: int, waited_s: float
+    single_s: float, each_s: float, objective_s: float, cap: int, size: int, num_batches: int, waited_s: float
 ) -> None:
-    window = BatchWindow(FirstTokenTime(alone_s, each_s), objective_s, cap)
+    window = BatchWindow(FirstTokenTime(single_s, each_s), objective_s, cap)
     size = min(size, window.size_limit(num_batches))
     now = 100.0
     leaves_at = window.leaves_at(now - waited_s, size, now, num_batches)
@@ -207,8 +207,7 @@ def test_a_bill_adds_up_to_the_machine(
     own: dict[str, int],
     shared: int,
 ) -> None:
-    interval = Interval(
-        duration_ns=duration_ns,
+    state = MachineState(
         num_devices=num_devices,
         running=running,
         awake=awake,
@@ -216,7 +215,7 @@ def test_a_bill_adds_up_to_the_machine(
         shared_device_bytes=[(shared, awake)],
     )
     total = Usage()
-    for usage in charge(interval).values():
+    for usage in charge(state, duration_ns).values():
         total = total.plus(usage)
     assert total.active_device_ns + total.idle_device_ns == num_devices * duration_ns
     assert total.device_byte_ns == (sum(own.values()) + shared) * duration_ns
@@ -232,12 +231,12 @@ def test_a_price_is_the_sum_of_its_parts() -> None:
 
 def test_a_batch_is_as_patient_as_its_window():
     time = FirstTokenTime(0.2, 0.01)
-    at_once, half = (BatchWindow(time, 1.0, 8, patience) for patience in (0.0, 0.5))
+    at_once, half = (BatchWindow(time, 1.0, 8, share) for share in (0.0, 0.5))
     assert at_once.leaves_at(0.0, 2, 0.0) == 0.0
     assert half.leaves_at(0.0, 2, 0.0) == pytest.approx(0.5 * (1.0 - 0.21))
     busy = 2  # on a busy device all of them wait alike
     assert at_once.leaves_at(0.0, 2, 0.0, busy) == half.leaves_at(0.0, 2, 0.0, busy) == pytest.approx(1.0 - 0.42)
-    with pytest.raises(ConfigError, match="patience"):
+    with pytest.raises(ConfigError, match="wait_share"):
         BatchWindow(time, 1.0, 8, 1.5)
 
 

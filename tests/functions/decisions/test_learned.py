@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 
 from manylora.functions.decisions.batching import RATE_WINDOW_S, FirstTokenFit, FirstTokenTime, RequestRate
-from manylora.functions.decisions.billing import PLATFORM, Usage
-from manylora.functions.decisions.holding import HoldingCost, Wanted, revise_holding
-from manylora.functions.decisions.meter import MachineState, UsageMeter
+from manylora.functions.decisions.billing import PLATFORM, MachineState, Usage, UsageMeter
+from manylora.functions.decisions.placement import HoldingCost, Wanted, revise_holding
 
 
 def test_every_state_of_a_machine_is_charged_until_the_next() -> None:
     meter = UsageMeter(0, num_cpus=2)
     meter.change(10, MachineState(awake=["a", "b"], host_bytes={"a": 3}, shared_host_bytes=[(10, ["a", "b"])]))
-    meter.change(25, MachineState(running=["a"], awake=["a", "b"]))
+    meter.change(25, MachineState(running={0: ["a"]}, awake=["a", "b"]))
     meter.use_cpu("a", 7)
     meter.use_cpu("b", 1000)  # readings may exceed the machine's time: the rest is charged with the next interval
     taken = meter.take(30)
@@ -34,7 +33,7 @@ def test_the_time_of_a_batch_is_learned_from_batches() -> None:
     fit = FirstTokenFit(FirstTokenTime(1.0, 1.0))
     for size in (1, 4, 2, 8, 3):
         fit.observe(size, 0.2 + 0.05 * (size - 1))
-    assert fit.time.alone_s == pytest.approx(0.2)
+    assert fit.time.single_s == pytest.approx(0.2)
     assert fit.time.each_s == pytest.approx(0.05)
 
 

@@ -38,27 +38,27 @@ RATE_WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTime:
-    """Time to the first token of a batch that has the device to itself: ``alone_s + each_s * (size - 1)``.
+    """Time to the first token of a batch that has the device to itself: ``single_s + each_s * (size - 1)``.
 
     Args:
-        alone_s: Time for one request, in seconds.
+        single_s: Time for one request, in seconds.
         each_s: Time that every further one adds.
     """
 
-    alone_s: float
+    single_s: float
     each_s: float
 
     def __post_init__(self) -> None:
-        if self.alone_s <= 0.0 or self.each_s < 0.0:
+        if self.single_s <= 0.0 or self.each_s < 0.0:
             raise ConfigError(f"Got {self}, expected a positive time for one request and no negative one for others")
 
     def of(self, size: int, num_batches: int = 1) -> float:
         """Return the time of a batch of ``size``, one of ``num_batches`` on its device, in seconds."""
-        return num_batches * (self.alone_s + self.each_s * (size - 1))
+        return num_batches * (self.single_s + self.each_s * (size - 1))
 
     def largest_batch(self, objective_s: float, num_batches: int = 1) -> int:
         """Return the most requests that are answered within ``objective_s``; at least 1, for one must be served."""
-        spare = objective_s / num_batches - self.alone_s
+        spare = objective_s / num_batches - self.single_s
         if spare < 0.0:
             return 1
         return 1 + math.floor(spare / self.each_s) if self.each_s else 2**31
@@ -72,18 +72,18 @@ class BatchWindow:
         time: Its times.
         objective_s: Its objective for the first token, in seconds.
         cap: Most requests in a batch, whatever the objective allows; the memory for their KV sets it.
-        patience: Share of the spare time that a batch waits while it would have the device to itself: 1 is equation 3,
-            and 0 leaves an idle device at once. On a busy device a batch waits all of its spare time.
+        wait_share: Share of the spare time that a batch waits while it would have the device to itself: 1 is equation
+            3, with 0 it leaves for an idle device at once. On a busy device a batch waits all of its spare time.
     """
 
     time: FirstTokenTime
     objective_s: float
     cap: int
-    patience: float = 1.0
+    wait_share: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.patience <= 1.0:
-            raise ConfigError(f"Got patience = {self.patience!r}, expected a share from 0 to 1")
+        if not 0.0 <= self.wait_share <= 1.0:
+            raise ConfigError(f"Got wait_share = {self.wait_share!r}, expected a share from 0 to 1")
 
     def size_limit(self, num_batches: int = 1) -> int:
         """Return the size at which a batch is full."""
@@ -97,7 +97,7 @@ class BatchWindow:
         if size >= self.size_limit(num_batches):
             return now
         spare_s = self.objective_s - self.time.of(size, num_batches)
-        return max(now, oldest_at + (self.patience if num_batches == 1 else 1.0) * spare_s)
+        return max(now, oldest_at + (self.wait_share if num_batches == 1 else 1.0) * spare_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class FirstTokenFit:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of the weight, x, y, xx, xy
 
     def observe(self, size: int, took_s: float) -> None:
-        """Take a batch of ``size`` into account, whose last first token came after ``took_s`` seconds alone."""
+        """Take a batch of ``size`` into account, whose last first token came after ``took_s`` seconds."""
         x = size - 1
         new = (1.0, x, took_s, x * x, x * took_s)
         self._sums = (weight, sum_x, sum_y, sum_xx, sum_xy) = tuple(  # type: ignore[assignment]
@@ -166,16 +166,11 @@ class FirstTokenFit:
         self.time = FirstTokenTime(max(1e-4, (sum_y - each_s * sum_x) / weight), each_s)
 
 
-FIRST_GUESS = FirstTokenTime(alone_s=0.1, each_s=0.02)
+FIRST_GUESS = FirstTokenTime(single_s=0.1, each_s=0.02)
 
 
 class BatchTimes:
-    """Times the batches of a function, from their leaving to the last of their first tokens, and learns from them.
-
-    Args:
-        objective_s: The function's objective for the first token, in seconds.
-        cap: Most requests in a batch.
-    """
+    """Times the batches of a function, from their leaving to the last of their first tokens, and learns from them."""
 
     def __init__(self, objective_s: float, cap: int) -> None:
         self._objective_s = objective_s

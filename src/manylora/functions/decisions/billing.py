@@ -8,6 +8,7 @@ that the sum over all accounts is the machine's time exactly. The rules:
 * Idle time, and the bytes of a shared backbone, belong to the functions that are awake on the machine, in equal parts:
   they are what keeps them there. With none awake they belong to the platform's own account.
 * A function's own bytes (KV, adapter, context) belong to it.
+* Processor time belongs to the functions that used it; the live platform bears the rest of its machine's.
 
 Source: ServerlessLoRA, section 6.1 and footnote 5, for what is billed and for cost-effectiveness; how shared costs are
 split is not stated there.
@@ -21,7 +22,17 @@ from typing import NamedTuple
 
 from manylora.core.errors import ConfigError
 
-__all__ = ["PLATFORM", "Interval", "PriceList", "Usage", "charge", "cost_effectiveness", "split_evenly"]
+__all__ = [
+    "PLATFORM",
+    "MachineState",
+    "PriceList",
+    "Taken",
+    "Usage",
+    "UsageMeter",
+    "add_usage",
+    "charge",
+    "split_evenly",
+]
 
 PLATFORM = ""
 """The account of the machine's time that no function caused."""
@@ -50,34 +61,37 @@ class Usage(NamedTuple):
         return Usage(self[0] + active, self[1] + idle, self[2] + cpu, self[3] + device, self[4] + host)
 
 
-_ACTIVE, _IDLE, _CPU, _DEVICE_BYTES, _HOST_BYTES = range(len(Usage._fields))
+_ACTIVE, _IDLE, _, _DEVICE_BYTES, _HOST_BYTES = range(len(Usage._fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A stretch of time on a machine in which none of this changed.
+class MachineState:
+    """All that is charged by time, while none of it changes.
 
     Args:
-        duration_ns: Its length.
         num_devices: Devices of the machine.
-        running: Functions that ran steps, by device number.
+        running: Functions that run steps, by device number.
         awake: Functions with a process on the machine.
-        cpu_ns: Processor time by account; the rest of the machine's is not sold by time.
         device_bytes: Device memory of its own, by function.
         host_bytes: Host memory of its own, by function.
         shared_device_bytes: Device memory of shared backbones, each with the functions that are awake on it.
-        shared_host_bytes: Host memory of shared backbones and libraries, likewise.
+        shared_host_bytes: Host memory of shared backbones and libraries, each with its functions that are awake.
     """
 
-    duration_ns: int
     num_devices: int = 1
     running: Mapping[int, Sequence[str]] = field(default_factory=dict)
     awake: Sequence[str] = ()
-    cpu_ns: Mapping[str, int] = field(default_factory=dict)
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     host_bytes: Mapping[str, int] = field(default_factory=dict)
     shared_device_bytes: Sequence[tuple[int, Sequence[str]]] = ()
     shared_host_bytes: Sequence[tuple[int, Sequence[str]]] = ()
+
+
+def add_usage(accounts: dict[str, Usage], more: Mapping[str, Usage]) -> None:
+    """Add usages to accounts."""
+    for account, usage in more.items():
+        before = accounts.get(account)
+        accounts[account] = usage if before is None else before.plus(usage)
 
 
 def split_evenly(amount: int, accounts: Sequence[str]) -> dict[str, int]:
@@ -91,7 +105,7 @@ def split_evenly(amount: int, accounts: Sequence[str]) -> dict[str, int]:
     return {name: each + (place < rest) for place, name in enumerate(sorted(accounts))}
 
 
-def charge(interval: Interval) -> dict[str, Usage]:
+def charge(state: MachineState, duration_ns: int) -> dict[str, Usage]:
     """Return the usage by account: device time adds up to ``num_devices * duration_ns``, bytes to those held."""
     bill: dict[str, list[int]] = {}
 
@@ -103,24 +117,106 @@ def charge(interval: Interval) -> dict[str, Usage]:
         for account, part in split_evenly(amount, accounts).items():
             add(account, what, part)
 
-    duration_ns = interval.duration_ns
-    for device in range(interval.num_devices):
-        running = interval.running.get(device, ())
+    for device in range(state.num_devices):
+        running = state.running.get(device, ())
         if running:
             split(duration_ns, running, _ACTIVE)
         else:
-            split(duration_ns, interval.awake, _IDLE)
-    for account, cpu_ns in interval.cpu_ns.items():
-        add(account, _CPU, cpu_ns)
+            split(duration_ns, state.awake, _IDLE)
     for own, shared, what in (
-        (interval.device_bytes, interval.shared_device_bytes, _DEVICE_BYTES),
-        (interval.host_bytes, interval.shared_host_bytes, _HOST_BYTES),
+        (state.device_bytes, state.shared_device_bytes, _DEVICE_BYTES),
+        (state.host_bytes, state.shared_host_bytes, _HOST_BYTES),
     ):
         for account, num_bytes in own.items():
             add(account, what, num_bytes * duration_ns)
         for num_bytes, sharers in shared:
             split(num_bytes * duration_ns, sharers, what)
     return {account: Usage(*amounts) for account, amounts in bill.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The use of an interval.
+
+    Args:
+        since_ns: Its begin.
+        until_ns: Its end.
+        accounts: Usage by account. Device time adds up to ``device_ns``, and so on.
+        device_ns: Time of the machine's devices.
+        cpu_ns: Time of its processors; the part that no function used is the platform's.
+        host_byte_ns: Memory held.
+    """
+
+    since_ns: int
+    until_ns: int
+    accounts: Mapping[str, Usage]
+    device_ns: int
+    cpu_ns: int
+    host_byte_ns: int
+
+
+class UsageMeter:
+    """Counts the use of a machine with one device, from its states: each is charged until the next one.
+
+    The amounts of the machine are counted apart from those of the accounts, so that the ledger can be checked against
+    them.
+    """
+
+    def __init__(self, now_ns: int, *, num_cpus: int) -> None:
+        self._num_cpus = num_cpus
+        self._since_ns = self._charged_ns = now_ns
+        self._state = MachineState()
+        self._accounts: dict[str, Usage] = {}
+        self._host_byte_ns = 0
+        self._cpu_owed: dict[str, int] = {}
+
+    def change(self, now_ns: int, state: MachineState) -> None:
+        """Charge the state until now, and begin another."""
+        self._charge(now_ns)
+        self._state = state
+
+    def use_cpu(self, account: str, cpu_ns: int) -> None:
+        """Add processor time that an account has used since the last call."""
+        self._cpu_owed[account] = self._cpu_owed.get(account, 0) + cpu_ns
+
+    def take(self, now_ns: int) -> Taken:
+        """Return the use since the last call."""
+        self._charge(now_ns)
+        since_ns, self._since_ns = self._since_ns, self._charged_ns
+        duration_ns = self._charged_ns - since_ns
+        self._charge_cpu(room_ns := self._num_cpus * duration_ns)
+        accounts, self._accounts = self._accounts, {}
+        host_byte_ns, self._host_byte_ns = self._host_byte_ns, 0
+        return Taken(
+            since_ns=since_ns,
+            until_ns=self._charged_ns,
+            accounts=accounts,
+            device_ns=duration_ns,
+            cpu_ns=room_ns,
+            host_byte_ns=host_byte_ns,
+        )
+
+    def _charge(self, now_ns: int) -> None:
+        duration_ns = now_ns - self._charged_ns
+        if duration_ns <= 0:
+            return
+        state = self._state
+        add_usage(self._accounts, charge(state, duration_ns))
+        held = sum(state.host_bytes.values()) + sum(num_bytes for num_bytes, _ in state.shared_host_bytes)
+        self._host_byte_ns += held * duration_ns
+        self._charged_ns = now_ns
+
+    def _charge_cpu(self, room_ns: int) -> None:
+        """Charge processor time; readings of several processes can exceed the machine's, and wait for the next take."""
+        for account in sorted(self._cpu_owed):
+            paid = min(self._cpu_owed[account], room_ns)
+            room_ns -= paid
+            self._cpu_owed[account] -= paid
+            if paid:
+                add_usage(self._accounts, {account: Usage(cpu_ns=paid)})
+        self._cpu_owed = {account: owed for account, owed in self._cpu_owed.items() if owed}
+        if room_ns:
+            add_usage(self._accounts, {PLATFORM: Usage(cpu_ns=room_ns)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +227,10 @@ class PriceList:
     and idle; the others are the usual ones of functions on CPUs.
 
     Args:
-        active_device_gb_s: Of a device's gigabyte, while a step runs.
-        idle_device_gb_s: While it is kept ready.
-        cpu_s: Of a processor's second.
-        host_gb_s: Of a gigabyte of host memory.
+        active_device_gb_s: Price of a device's gigabyte for a second, while a step runs.
+        idle_device_gb_s: The same, while it is kept ready.
+        cpu_s: Price of a processor's second.
+        host_gb_s: Price of a gigabyte of host memory for a second.
         device_gb: Gigabytes of a device, which its time is multiplied by.
     """
 
@@ -157,8 +253,3 @@ class PriceList:
             + usage.cpu_ns * self.cpu_s
             + usage.host_byte_ns / 1e9 * self.host_gb_s
         )
-
-
-def cost_effectiveness(end_to_end_s: float, cost: float) -> float:
-    """Return ``1 / (latency * cost)``, the paper's figure of merit."""
-    return 1.0 / (end_to_end_s * cost)

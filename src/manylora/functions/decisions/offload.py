@@ -44,13 +44,11 @@ class Offload:
     Args:
         names: Artefacts to take off the device, children before their parents.
         kept: Those of them to keep in host memory.
-        freed_bytes: Bytes that this frees on the device.
         lost: Value that is lost, in seconds saved per second.
     """
 
     names: tuple[str, ...]
     kept: frozenset[str]
-    freed_bytes: int
     lost: float
 
 
@@ -87,10 +85,7 @@ def choose_offload(held: Sequence[Held], num_bytes: int, *, host_free_bytes: int
     by_name = choice.by_name
     kept = _keep([by_name[name] for name in best[1]], host_free_bytes)
     return Offload(
-        names=tuple(best[1]),
-        kept=kept,
-        freed_bytes=sum(by_name[name].num_bytes for name in best[1]),
-        lost=sum(values_lost(by_name[name])[name in kept] for name in best[1]),
+        names=tuple(best[1]), kept=kept, lost=sum(values_lost(by_name[name])[name in kept] for name in best[1])
     )
 
 

@@ -1,11 +1,19 @@
-"""The choice of a place: of the process that serves a batch, and of the node that serves a function.
+r"""Where functions run, and the artefacts that a node holds ready for them.
 
-The place that is expected to answer first is taken. One that has more loaded is ready earlier; one whose device is busy
-runs slower, because processes take turns on it. Both are seconds, so they add up. Of equal places that with less to
-load is taken, then that with fewer bytes to evict, then that with fewer functions.
+Of the places that could serve a batch or a function, the one that is expected to answer first is taken. A place that
+has more loaded is ready earlier; one whose device is busy runs slower, because processes take turns on it. Both are
+seconds, so they add up. Ties go to the place with less to load, then with fewer bytes to evict, then with fewer
+functions. A simulation asks for every batch, since its processes can start on any device. A live controller asks once
+for each function, whose requests then go to one node, and again when that node is lost or another one joins.
 
-A simulation asks for every batch, since its processes can start on any device. A live controller asks once for each
-function, whose requests then go to one node, and again when that node is lost or another one joins.
+On a CPU the artefacts of a function are its backbone in sealed memory, a zygote over it with libraries and kernels
+ready, and its adapter's file in the page cache, or its process, awake::
+
+    backbone:B ---> libraries:B ---> adapter:F
+                                \--> process:F
+
+A process has read its adapter, so it saves that time as well, and does not need the file. What a node holds is the
+problem of pre-loading, from measured times and sizes.
 
 Source: ServerlessLoRA, section 3.3, step 4: "a function instance that has the optimal pre-loaded components". Loads
 alone would send every batch to the device with everything loaded, however many run there (equation 4).
@@ -13,10 +21,23 @@ alone would send every batch to the device with everything loaded, however many 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-__all__ = ["Candidate", "choose_place"]
+from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, Placed, PreloadProblem
+from manylora.functions.decisions.preload import Preloader
+
+__all__ = [
+    "BackboneCost",
+    "Candidate",
+    "HoldingCost",
+    "Wanted",
+    "choose_place",
+    "hold_name",
+    "needed_by",
+    "revise_holding",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +60,114 @@ class Candidate:
     evicts_bytes: int = 0
     num_functions: int = 0
 
-    def answers_in_s(self, alone_s: float) -> float:
-        """Return the seconds until a batch is answered that takes ``alone_s`` on a device of its own."""
-        return max(self.load_s, self.wait_s) + (1 + self.num_batches) * alone_s
+    def answers_in_s(self, batch_s: float) -> float:
+        """Return the seconds until a batch is answered that takes ``batch_s`` on a device of its own."""
+        return max(self.load_s, self.wait_s) + (1 + self.num_batches) * batch_s
 
-    def order(self, alone_s: float) -> tuple[float, ...]:
-        """Return the key by which places are compared, the best first; ``alone_s`` as of ``answers_in_s``."""
-        return self.answers_in_s(alone_s), self.load_s, self.evicts_bytes, self.num_functions
+    def order(self, batch_s: float) -> tuple[float, ...]:
+        """Return the key by which places are compared, the best first, for a batch of ``batch_s``."""
+        return self.answers_in_s(batch_s), self.load_s, self.evicts_bytes, self.num_functions
 
 
-def choose_place(candidates: Sequence[Candidate], alone_s: float) -> Candidate | None:
-    """Return the place for a batch that takes ``alone_s`` on a device of its own; ``None`` without candidates."""
-    return min(candidates, key=lambda one: (*one.order(alone_s), one.place), default=None)
+def choose_place(candidates: Sequence[Candidate], batch_s: float) -> Candidate | None:
+    """Return the place for a batch that takes ``batch_s`` on a device of its own; ``None`` without candidates."""
+    return min(candidates, key=lambda one: (*one.order(batch_s), one.place), default=None)
+
+
+_KINDS = {
+    "backbone": ArtefactKind.BACKBONE,
+    "libraries": ArtefactKind.LIBRARIES,
+    "adapter": ArtefactKind.ADAPTER,
+    "process": ArtefactKind.KERNELS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingCost:
+    """The size of an artefact in host memory, and the time of its load in seconds."""
+
+    num_bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A function that gets requests.
+
+    Args:
+        name: The function.
+        backbone: Its backbone.
+        requests_per_s: Rate of its requests.
+        adapter: Its adapter's file.
+        process: Its process; the time without the adapter's.
+    """
+
+    name: str
+    backbone: str
+    requests_per_s: float
+    adapter: HoldingCost
+    process: HoldingCost
+
+
+BackboneCost: TypeAlias = tuple[HoldingCost, HoldingCost]
+"""The memory of a backbone, and its libraries: a zygote."""
+
+
+def hold_name(kind: str, owner: str) -> str:
+    """Return the name of an artefact: ``process:sql``."""
+    return f"{kind}:{owner}"
+
+
+def needed_by(function: Wanted, backbone: BackboneCost) -> dict[str, HoldingCost]:
+    """Return the artefacts without which a function does not answer, by name."""
+    memory, libraries = backbone
+    return {
+        hold_name("backbone", function.backbone): memory,
+        hold_name("libraries", function.backbone): libraries,
+        hold_name("process", function.name): _with_adapter(function),
+    }
+
+
+def revise_holding(
+    held: Iterable[str], functions: Iterable[Wanted], backbones: Mapping[str, BackboneCost], free_bytes: int
+) -> frozenset[str]:
+    """Return the names of the artefacts that a node is to hold from now on; ``Preloader.revise`` says when they change.
+
+    Args:
+        held: The artefacts of the last decision.
+        functions: The node's functions.
+        backbones: The cost of each backbone.
+        free_bytes: Bytes that artefacts may take.
+    """
+    functions = [one for one in functions if one.requests_per_s > 0.0 and one.backbone in backbones]
+    rates: dict[str, float] = {}
+    for one in functions:
+        rates[one.backbone] = rates.get(one.backbone, 0.0) + one.requests_per_s
+    artefacts = []
+    for name, rate in rates.items():
+        memory, libraries = backbones[name]
+        artefacts.append(_artefact("backbone", name, memory, rate, None))
+        artefacts.append(_artefact("libraries", name, libraries, rate, hold_name("backbone", name)))
+    for one in functions:
+        needs = hold_name("libraries", one.backbone)
+        artefacts.append(_artefact("adapter", one.name, one.adapter, one.requests_per_s, needs))
+        artefacts.append(_artefact("process", one.name, _with_adapter(one), one.requests_per_s, needs))
+    node = Place(name="node", memory=MemoryKind.HOST, node="node", free_bytes=free_bytes)
+    before = frozenset(Placed(name, node.name) for name in held)
+    chosen = Preloader(PreloadProblem(tuple(artefacts), (node,))).revise(before, {})
+    return frozenset(one.artefact for one in chosen)
+
+
+def _with_adapter(one: Wanted) -> HoldingCost:
+    return HoldingCost(one.process.num_bytes, one.process.took_s + one.adapter.took_s)
+
+
+def _artefact(kind: str, owner: str, load: HoldingCost, rate: float, parent: str | None) -> Artefact:
+    return Artefact(
+        name=hold_name(kind, owner),
+        kind=_KINDS[kind],
+        num_bytes={MemoryKind.HOST: load.num_bytes},
+        saves_s={MemoryKind.HOST: load.took_s},
+        requests_per_s=rate,
+        parent=parent,
+    )

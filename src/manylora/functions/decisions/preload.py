@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 
 from manylora.functions.decisions.artefacts import ArtefactKind, Placed, PreloadProblem
 
-__all__ = ["Preloader", "choose_preload"]
+__all__ = ["Preloader"]
 
 
 class Preloader:
@@ -73,11 +73,6 @@ class Preloader:
             item = items.number[one]
             free[items.place[item]] -= items.num_bytes[item]
         return min(free, default=0) >= 0
-
-
-def choose_preload(problem: PreloadProblem) -> frozenset[Placed]:
-    """Return the artefacts to hold, by place: within every place's bytes, each with its ancestors."""
-    return Preloader(problem).choose()
 
 
 class _NumberedItems:
@@ -151,7 +146,7 @@ class _GrowingChoice:
         self._offers: list[tuple[float, int]] = []
         self.held: dict[int, None] = {}
         if first is not None:
-            _, added = self._price(first, alone=True)
+            _, added = self._price(first, with_children=False)
             for item in added:
                 self._hold(item)
         offers = ((self._price(item)[0], item) for item in items.at_first)
@@ -189,13 +184,8 @@ class _GrowingChoice:
             if density > 0.0:
                 heappush(self._offers, (-density, child))
 
-    def _price(self, item: int, *, alone: bool = False) -> tuple[float, Sequence[int]]:
-        """Return the density of an item and the items to add for it; 0 if it cannot or need not be added.
-
-        Args:
-            item: The item.
-            alone: Leave out its children.
-        """
+    def _price(self, item: int, *, with_children: bool = True) -> tuple[float, Sequence[int]]:
+        """Return the density of an item and the items to add for it; 0 if it cannot or need not be added."""
         items, held, gained = self._items, self.held, self._gained
         if item in held:
             return 0.0, ()
@@ -214,7 +204,7 @@ class _GrowingChoice:
             weight += items.weight[one]
         if min(room) < 0:
             return 0.0, ()
-        if not alone:
+        if with_children:
             value, weight = self._add_children(item, added, value, weight, room)
         return (value / (weight or 1e-30) if value > 0.0 else 0.0), added
 

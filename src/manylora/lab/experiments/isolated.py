@@ -10,12 +10,12 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.functions.decisions.billing import PLATFORM, Usage, cost_effectiveness
+from manylora.functions.decisions.billing import PLATFORM, Usage
 from manylora.lab.experiments.cases import Case, read_workload
 from manylora.lab.experiments.result import Curve, Result, cdf
 from manylora.lab.experiments.spec import Table
 from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation
-from manylora.lab.functions.batch import Call
+from manylora.lab.functions.device import Call
 from manylora.lab.workloads import make_workload
 from manylora.lab.workloads.tables import TableReader
 
@@ -125,8 +125,8 @@ def _paid(run: FunctionsRun, setup: FunctionsSetup, suffix: str, functions: Seq[
     figures = {
         "cost": cost / hours,
         "invocation_cost": invocations / hours,
-        "effectiveness": cost_effectiveness(e2e_s, cost / hours),
-        "invocation_effectiveness": cost_effectiveness(e2e_s, invocations / hours),
+        "effectiveness": 1.0 / (e2e_s * (cost / hours)),  # the figure of merit of ServerlessLoRA, footnote 5
+        "invocation_effectiveness": 1.0 / (e2e_s * (invocations / hours)),
         "busy_devices": total.active_device_ns * 1e-9 / run.duration_s,
         "paid_devices": (total.active_device_ns + total.idle_device_ns) * 1e-9 / run.duration_s,
     }

@@ -1,6 +1,6 @@
 """Isolated functions on devices, in virtual time: cold starts, batches, memory and the ledger.
 
-The decisions are those of `manylora.functions.decisions`; the durations of steps are those of `manylora.core.costs`.
+`manylora.functions.decisions` decides; `manylora.lab.costs` prices the steps.
 """
 
 from manylora.lab.functions.setup import FunctionsSetup, LoadTimes

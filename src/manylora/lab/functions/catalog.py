@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, PreloadProblem
 from manylora.lab.catalog.hardware import find_hardware
@@ -11,7 +11,16 @@ from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.functions.setup import FunctionsSetup
 from manylora.lab.workloads import AdapterSpec
 
-__all__ = ["LIBRARIES", "Model", "SimulatedFunction", "device_name", "lay_out", "node_name", "preload_problem"]
+__all__ = [
+    "LIBRARIES",
+    "Model",
+    "SimulatedFunction",
+    "artefacts",
+    "device_name",
+    "lay_out",
+    "node_name",
+    "preload_problem",
+]
 
 LIBRARIES = "libraries"
 
@@ -40,9 +49,6 @@ class SimulatedFunction:
     """An adapter of a model.
 
     Args:
-        name: The adapter.
-        model: Its base.
-        rank: Its rank.
         adapter_bytes: Bytes of its weights.
         backbone: Name of the copy of the base that it maps: of all functions of the model, or its own.
     """
@@ -110,20 +116,14 @@ def preload_problem(
             Place(name=device_name(node, device), memory=MemoryKind.DEVICE, node=name, free_bytes=device_bytes)
             for device in range(setup.devices_per_node if setup.preload_devices else 0)
         ]
-    offered = [one for one in _artefacts(functions, setup) if one.kind.value in setup.preloads]
+    offered = [one for one in artefacts(functions, setup) if one.kind.value in setup.preloads]
     known = {one.name for one in offered}
-    kept = tuple(one if one.parent in known or one.parent is None else _without_parent(one) for one in offered)
-    return PreloadProblem(kept, tuple(places))
+    # An artefact does not ask for a parent that this system does not pre-load.
+    return PreloadProblem([one if one.parent in known else replace(one, parent=None) for one in offered], places)
 
 
-def _without_parent(one: Artefact) -> Artefact:
-    """Return an artefact whose parent this system does not pre-load, and so does not ask for."""
-    return Artefact(
-        name=one.name, kind=one.kind, num_bytes=one.num_bytes, saves_s=one.saves_s, requests_per_s=one.requests_per_s
-    )
-
-
-def _artefacts(functions: Sequence[SimulatedFunction], setup: FunctionsSetup) -> Iterator[Artefact]:
+def artefacts(functions: Sequence[SimulatedFunction], setup: FunctionsSetup) -> Iterator[Artefact]:
+    """Yield the artefacts of all functions, with all rates at 0."""
     loads = setup.loads
     yield Artefact(
         name=LIBRARIES,

@@ -11,11 +11,47 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from manylora.functions.decisions.batching import Window
-from manylora.functions.decisions.billing import PLATFORM, Interval, Usage, charge
-from manylora.lab.functions.batch import Call, Stretch
+from manylora.functions.decisions.billing import PLATFORM, MachineState, Usage, add_usage, charge, split_evenly
 from manylora.lab.functions.catalog import Model, SimulatedFunction
+from manylora.lab.workloads import RequestSpec
 
-__all__ = ["Copy", "Device", "FunctionEngine", "Ledger", "Process", "SimulatedNode", "Turns"]
+__all__ = ["Call", "Copy", "Device", "FunctionEngine", "Ledger", "Process", "SimulatedNode", "Stretch", "Turns"]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request to a function, and its course.
+
+    Args:
+        number: Its place in the workload.
+        spec: Lengths and arrival.
+        left: Tokens to generate after those it has; in the midst of a stretch it may be a fraction.
+        waited_s: Seconds in which it waited for stages of a cold start, by stage.
+    """
+
+    number: int
+    function: SimulatedFunction
+    spec: RequestSpec
+    left: float = 0.0
+    started_at: float | None = None
+    answered_from: float | None = None
+    finished_at: float | None = None
+    batch_size: int = 0
+    waited_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of its KV at its end."""
+        tokens = self.spec.num_prompt_tokens + self.spec.num_output_tokens
+        return tokens * self.function.model.kv_bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Decode steps of one batch: their number, and their device time."""
+
+    num_steps: float
+    work_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +59,7 @@ class FunctionEngine:
     """The unit that has processes: a function, or all functions of a model where they are tenants of one process.
 
     Args:
-        alone_s: Time of a batch on a device of its own, in seconds, as far as seen.
+        batch_s: Time of a batch on a device of its own, in seconds, as far as seen.
         check_at: Time of the next look at its window; infinite for none.
     """
 
@@ -31,7 +67,7 @@ class FunctionEngine:
     functions: tuple[SimulatedFunction, ...]
     model: Model
     window: Window
-    alone_s: float
+    batch_s: float
     queue: deque[Call] = field(default_factory=deque)
     check_at: float = math.inf
 
@@ -131,11 +167,6 @@ class Ledger:
         passed, self._at_ns = now_ns - self._at_ns, now_ns
         return passed
 
-    def add(self, interval: Interval) -> None:
-        """Charge an interval."""
-        for account, usage in charge(interval).items():
-            self.accounts[account] = self.accounts.get(account, Usage()).plus(usage)
-
 
 class SimulatedNode:
     """A node's host memory and disk."""
@@ -163,15 +194,14 @@ class SimulatedNode:
             shared = [
                 (copy.num_bytes, [one for one in users[name] if one in awake]) for name, copy in self.held.items()
             ]
-            self.ledger.add(Interval(duration_ns=duration_ns, num_devices=0, shared_host_bytes=shared))
+            add_usage(self.ledger.accounts, charge(MachineState(num_devices=0, shared_host_bytes=shared), duration_ns))
 
 
 class Device:
     """A device: its memory, processes and time."""
 
-    def __init__(self, name: str, number: int, node: SimulatedNode, capacity: int) -> None:
+    def __init__(self, name: str, node: SimulatedNode, capacity: int) -> None:
         self.name = name
-        self.number = number
         self.node = node
         self.capacity = capacity
         self.held: dict[str, Copy] = {}
@@ -201,36 +231,32 @@ class Device:
         # A process whose keep-alive ends now was awake until now.
         began_at = now - duration_ns / 1e9
         awake = self.awake(began_at)
-        running = [name for process in self.processes.values() if process.is_busy for name in process.accounts]
         own = dict(self.kv_bytes)
         shared: list[tuple[int, list[str]]] = []
         for name, copy in self.held.items():
             kind, _, owner = name.partition("/")
             if kind == "backbone":
-                users = [
-                    function.name
-                    for process in self.processes.values()
-                    if process.is_awake(began_at)
-                    for function in process.engine.functions
-                    if function.backbone == name
-                ]
-                shared.append((copy.num_bytes, users))
+                shared.append((copy.num_bytes, self._users_of(name, began_at)))
             else:
                 owner = owner if owner in awake else PLATFORM
                 own[owner] = own.get(owner, 0) + copy.num_bytes
-        busy_ns: dict[str, int] = {}
-        for process in self.processes.values():
-            accounts = process.accounts
-            for place, account in enumerate(accounts):
-                part = duration_ns // len(accounts) + (place < duration_ns % len(accounts))
-                busy_ns[account] = busy_ns.get(account, 0) + part
-        self.ledger.add(
-            Interval(
-                duration_ns=duration_ns,
-                running={0: sorted(set(running))} if running else {},
-                awake=awake,
-                cpu_ns=busy_ns,
-                device_bytes=own,
-                shared_device_bytes=shared,
-            )
+        running = [process.accounts for process in self.processes.values() if process.is_busy]
+        state = MachineState(
+            running={0: sorted({name for accounts in running for name in accounts})},
+            awake=awake,
+            device_bytes=own,
+            shared_device_bytes=shared,
         )
+        add_usage(self.ledger.accounts, charge(state, duration_ns))
+        for accounts in running:  # each process keeps one processor
+            parts = split_evenly(duration_ns, accounts)
+            add_usage(self.ledger.accounts, {name: Usage(cpu_ns=part) for name, part in parts.items()})
+
+    def _users_of(self, backbone: str, now: float) -> list[str]:
+        return [
+            function.name
+            for process in self.processes.values()
+            if process.is_awake(now)
+            for function in process.engine.functions
+            if function.backbone == backbone
+        ]

@@ -1,17 +1,17 @@
-"""The artefacts that devices and nodes hold: pre-loaded ones, those of processes, and those that make room."""
+"""The artefacts that devices and nodes hold: pre-loaded, or of processes; and the choice of what leaves them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
 
-from manylora.functions.decisions.artefacts import Artefact, MemoryKind, Placed
+from manylora.functions.decisions.artefacts import MemoryKind, Placed
 from manylora.functions.decisions.offload import Held, choose_offload
 from manylora.functions.decisions.preload import Preloader
-from manylora.lab.functions.catalog import LIBRARIES, SimulatedFunction, preload_problem
+from manylora.lab.functions.catalog import LIBRARIES, SimulatedFunction, artefacts, preload_problem
 from manylora.lab.functions.device import Device, FunctionEngine, Process, SimulatedNode
+from manylora.lab.functions.processes import Start
 from manylora.lab.functions.setup import FunctionsSetup
-from manylora.lab.functions.starts import Start
 from manylora.lab.workloads import Workload
 
 __all__ = ["Holding"]
@@ -33,13 +33,12 @@ class Holding:
         workload: Workload,
     ) -> None:
         self._setup = setup
-        self._functions = functions
         self._devices = {one.name: one for one in devices}
         self._nodes = {one.name: one for one in nodes}
         every = range(setup.num_nodes)
         groups = [every] if setup.preload_copies == "cluster" else [(node,) for node in every]
         problems = [preload_problem(functions, setup, group) for group in groups]
-        self._artefacts: dict[str, Artefact] = dict(problems[0].by_name)
+        self._artefacts = {one.name: one for one in artefacts(functions, setup)}
         self._preloaders = [Preloader(one) for one in problems]
         self._choices = [frozenset[Placed]() for _ in problems]
         self.chosen: frozenset[Placed] = frozenset()
@@ -117,7 +116,7 @@ class Holding:
         values = self._value_rates()
         held = []
         for name, copy in device.held.items():
-            artefact = self._known(name)
+            artefact = self._artefacts[name]
             rate = values.get(name, 0.0)
             on_host = rate * artefact.saves_s.get(MemoryKind.HOST, 0.0)
             is_new = MemoryKind.HOST in artefact.num_bytes and name not in host.held
@@ -144,14 +143,6 @@ class Holding:
                 if name in chosen.kept:
                     host.hold(name, copy.num_bytes, now)
         return True, len(chosen.names)
-
-    def _known(self, name: str) -> Artefact:
-        if name not in self._artefacts:  # one that this system does not pre-load: as if it did
-            every = FunctionsSetup(
-                models=self._setup.models, slo_s=self._setup.slo_s, sharing=self._setup.sharing, loads=self._setup.loads
-            )
-            self._artefacts = {**preload_problem(self._functions, every, ()).by_name, **self._artefacts}
-        return self._artefacts[name]
 
     def _value_rates(self) -> dict[str, float]:
         return {name: sum(self._rates[one] for one in users) for name, users in self.users.items()}

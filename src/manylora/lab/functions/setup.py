@@ -70,10 +70,7 @@ class FunctionsSetup:
     sharing: bool = option(True, help="Functions of one model map one copy of it on a device.")
     one_process: bool = option(False, help="Functions of one model are tenants of one process: no isolation.")
     always_on: int = option(
-        0,
-        at_least=0,
-        unit="processes",
-        help="Processes of each engine that are loaded at first and never end.",
+        0, at_least=0, unit="processes", help="Processes of each engine that are loaded at first and never end."
     )
     preloads: tuple[str, ...] = PRELOADED
     preload_devices: bool = option(True, help="Pre-load into devices; otherwise into host memory alone.")
@@ -83,7 +80,7 @@ class FunctionsSetup:
     rate_window_s: float = option(900.0, above=0, unit="s", help="Rates are counted over so long.")
     offloads: bool = option(True, help="Take idle artefacts off a device when requests need its memory.")
     batching: Literal["adaptive", "fixed"] = "adaptive"
-    patience: float = option(0.0, at_least=0, at_most=1, help="Adaptive: see ``BatchWindow.patience``.")
+    patience: float = option(0.0, at_least=0, at_most=1, help="Adaptive: see ``BatchWindow.wait_share``.")
     batch_size: int = option(128, at_least=1, unit="requests", help="Largest batch; the size of a fixed one.")
     batch_delay_s: float = option(0.0, at_least=0, unit="s", help="Fixed: longest wait.")
     joins: bool = option(False, help="Requests join a batch that runs (continuous batching).")

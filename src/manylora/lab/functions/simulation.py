@@ -16,30 +16,21 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from manylora.core.clock import VirtualClock
 from manylora.core.errors import ConfigError, Stalled
-from manylora.functions.decisions.batching import (
-    BatchWindow,
-    FirstTokenTime,
-    FixedWindow,
-    Window,
-    deadline_margin_s,
-    most_urgent,
-)
-from manylora.functions.decisions.billing import Usage
+from manylora.functions.decisions.batching import deadline_margin_s, most_urgent
+from manylora.functions.decisions.billing import Usage, add_usage
 from manylora.functions.decisions.placement import Candidate, choose_place
 from manylora.lab.catalog.hardware import find_hardware
-from manylora.lab.functions.batch import Call, prompt_s
-from manylora.lab.functions.catalog import Model, SimulatedFunction, device_name, lay_out, node_name
-from manylora.lab.functions.device import Device, FunctionEngine, Process, SimulatedNode
+from manylora.lab.functions.catalog import SimulatedFunction, device_name, lay_out, node_name
+from manylora.lab.functions.device import Call, Device, FunctionEngine, Process, SimulatedNode
 from manylora.lab.functions.holding import Holding
-from manylora.lab.functions.serving import begin_batch, step_done
+from manylora.lab.functions.processes import Batches, Start, plan_start
 from manylora.lab.functions.setup import FunctionsSetup
-from manylora.lab.functions.starts import Start, plan_start
 from manylora.lab.workloads import Workload
 
 __all__ = ["FunctionsRun", "FunctionsSimulation"]
@@ -54,7 +45,6 @@ class FunctionsRun:
 
     Args:
         calls: Every request, in order of arrival.
-        functions: The functions.
         accounts: Usage of each account, over all machines; the platform's own is ``""``.
         duration_s: Virtual time of the end.
         num_devices: Devices of all nodes.
@@ -74,10 +64,6 @@ class FunctionsRun:
 class FunctionsSimulation:
     """Serves a workload by functions in virtual time.
 
-    Args:
-        workload: The requests; its adapters are the functions.
-        setup: The system.
-
     Raises:
         ConfigError: A model does not fit on a device.
     """
@@ -87,24 +73,24 @@ class FunctionsSimulation:
         self._workload = workload
         self._clock = VirtualClock()
         self._functions = lay_out(workload.adapters, setup)
-        self._by_name = {one.name: one for one in self._functions}
         capacity = int(setup.utilization * find_hardware(setup.hardware).memory_bytes)
         self._nodes = [SimulatedNode(node_name(index), setup.host_bytes) for index in range(setup.num_nodes)]
         self._devices: list[Device] = []
         for index, node in enumerate(self._nodes):
             node.devices = [
-                Device(device_name(index, place), len(self._devices) + place, node, capacity)
-                for place in range(setup.devices_per_node)
+                Device(device_name(index, place), node, capacity) for place in range(setup.devices_per_node)
             ]
             self._devices += node.devices
+        self._batches = Batches(setup)
         mean_prompt = sum(one.num_prompt_tokens for one in workload.requests) / max(1, len(workload.requests))
-        self._engines = {one.key: one for one in self._make_engines(round(mean_prompt), capacity)}
-        self._engine_of = {one.name: engine for engine in self._engines.values() for one in engine.functions}
-        self._events: list[tuple[float, int, str, Any]] = []
+        self._engines = list(self._make_engines(round(mean_prompt), capacity))
+        self._engine_of = {one.name: engine for engine in self._engines for one in engine.functions}
+        self._holding = Holding(setup, self._functions, self._devices, self._nodes, workload)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
+        self._num_left = 0
         self.counts = {"starts": 0, "offloads": 0, "batches": 0, "peak_batch": 0, "waits_for_memory": 0}
         self._starts: list[dict[str, float]] = []
-        self._holding = Holding(setup, self._functions, self._devices, self._nodes, workload)
 
     def _make_engines(self, mean_prompt: int, capacity: int) -> Iterator[FunctionEngine]:
         groups: dict[str, list[SimulatedFunction]] = {}
@@ -114,24 +100,9 @@ class FunctionsSimulation:
             model = functions[0].model
             if model.num_bytes + self._setup.loads.context_bytes >= capacity:
                 raise ConfigError(f"{model.name} does not fit on one {self._setup.hardware}")
-            window = self._make_window(functions[0], mean_prompt)
+            window = self._batches.window(functions[0], mean_prompt)
             # Until a batch has been seen, decoding is taken to be as long as ten prompts.
-            yield FunctionEngine(key, tuple(functions), model, window, alone_s=10 * window.time.alone_s)
-
-    def _make_window(self, function: SimulatedFunction, mean_prompt: int) -> Window:
-        setup, model = self._setup, function.model
-        one, two = (self._prompt_s(model, [(mean_prompt, function)] * size) for size in (1, 2))
-        times = FirstTokenTime(one, max(0.0, two - one))  # the second prompt is free while a step reads the weights
-        if setup.batching == "fixed":
-            return FixedWindow(times, model.slo_s, setup.batch_size, setup.batch_delay_s)
-        return BatchWindow(times, model.slo_s, setup.batch_size, setup.patience)
-
-    def _prompt_s(self, model: Model, prompts: list[tuple[int, SimulatedFunction]]) -> float:
-        setup = self._setup
-        if setup.alpha_s is None:
-            return setup.loads.first_step_s + setup.prompt_factor * prompt_s(model.cost, prompts)
-        first_s = setup.prompt_factor * prompt_s(model.cost, prompts[:1])  # equation 2
-        return setup.loads.first_step_s + first_s + setup.alpha_s * (len(prompts) - 1)
+            yield FunctionEngine(key, tuple(functions), model, window, batch_s=10 * window.time.single_s)
 
     def run(self) -> FunctionsRun:
         """Serve all requests to their end.
@@ -139,59 +110,25 @@ class FunctionsSimulation:
         Raises:
             Stalled: Without offloading, artefacts that are held ready leave no room for a function.
         """
-        calls = [
-            Call(number, self._by_name[str(one.adapter)], one) for number, one in enumerate(self._workload.requests)
-        ]
+        functions = {one.name: one for one in self._functions}
+        calls = [Call(number, functions[str(one.adapter)], one) for number, one in enumerate(self._workload.requests)]
         for call in calls:
-            self._post(call.spec.arrival_s, "arrive", call)
+            self._post(call.spec.arrival_s, partial(self._arrive, call))
         self._start_always_on()
         self.revise(0.0)
-        num_left = len(calls)
-        while num_left and self._events:
-            at, _, kind, item = heapq.heappop(self._events)
+        self._num_left = len(calls)
+        while self._num_left and self._events:
+            at, _, happen = heapq.heappop(self._events)
             self._clock.wait_until(at)
-            now = self._clock.now()
-            if kind == "arrive":
-                engine = self._engine_of[item.function.name]
-                engine.queue.append(item)
-                self._holding.count(item.function)
-                self.decide(now)
-            elif kind == "device":
-                device, due = item
-                if due == device.due:
-                    num_left -= self._turn(device, now)
-            elif kind == "ready":
-                device, process = item
-                if device.processes.get(process.engine.key) is process:
-                    process.is_ready = True
-                    self.decide(now)
-                    if not process.is_busy and process.awake_until == math.inf:  # another one has served its requests
-                        self._rest(device, process, now)
-            elif kind == "look":
-                if item.check_at <= now:
-                    item.check_at = math.inf
-                    self.decide(now)
-            elif kind == "sleep":
-                device, process = item
-                if device.processes.get(process.engine.key) is process and not process.is_awake(now):
-                    self._settle(device, now)
-                    self._holding.let_go(device, process)
-                    self.decide(now)
-            else:
-                self.decide(now)
-                if not self._events:
-                    break
-                self.revise(now)
-        if num_left:
-            raise Stalled(f"{num_left} requests wait for memory of artefacts that nothing takes off")
+            happen(self._clock.now())
+        if self._num_left:
+            raise Stalled(f"{self._num_left} requests wait for memory of artefacts that nothing takes off")
         end = self._clock.now()
-        accounts: dict[str, Usage] = {}
         for device in self._devices:
             self._settle(device, end)
-        ledgers = [*(one.ledger for one in self._devices), *(one.ledger for one in self._nodes)]
-        for ledger in ledgers:
-            for name, usage in ledger.accounts.items():
-                accounts[name] = accounts.get(name, Usage()).plus(usage)
+        accounts: dict[str, Usage] = {}
+        for ledger in (*(one.ledger for one in self._devices), *(one.ledger for one in self._nodes)):
+            add_usage(accounts, ledger.accounts)
         return FunctionsRun(
             calls=calls,
             functions=self._functions,
@@ -202,15 +139,76 @@ class FunctionsSimulation:
             starts=self._starts,
         )
 
-    def decide(self, now: float) -> None:
-        """Make a scheduling round: functions with waiting requests, the most urgent first."""
-        margins = []
-        for engine in self._engines.values():
-            if engine.queue:
-                size = min(len(engine.queue), engine.window.size_limit())
-                margins.append((deadline_margin_s(engine.window, engine.queue[0].spec.arrival_s, size, now), engine))
-        for engine in most_urgent(margins):
-            self._serve(engine, now)
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _post(self, at: float, happen: Callable[[float], None]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (at, self._num_events, happen))
+
+    def _arrive(self, call: Call, now: float) -> None:
+        self._engine_of[call.function.name].queue.append(call)
+        self._holding.count(call.function)
+        self.decide(now)
+
+    def _look(self, engine: FunctionEngine, now: float) -> None:
+        """Decide again: the window of an engine has expired."""
+        if engine.check_at <= now:
+            engine.check_at = math.inf
+            self.decide(now)
+
+    def _become_ready(self, device: Device, process: Process, now: float) -> None:
+        if device.processes.get(process.engine.key) is process:
+            process.is_ready = True
+            self.decide(now)
+            if not process.is_busy and process.awake_until == math.inf:  # another process has served its requests
+                self._rest(device, process, now)
+
+    def _fall_asleep(self, device: Device, process: Process, now: float) -> None:
+        if device.processes.get(process.engine.key) is process and not process.is_awake(now):
+            self._settle(device, now)
+            self._holding.let_go(device, process)
+            self.decide(now)
+
+    def _revise_again(self, now: float) -> None:
+        self.decide(now)
+        if self._events:
+            self.revise(now)
+
+    def _turn(self, device: Device, due: int, now: float) -> None:
+        """Go on with the processes of a device whose step or stretch has ended."""
+        if due != device.due:
+            return
+        ended = device.turns.advance(now)
+        device.settle(now)
+        for key in ended:
+            process = device.processes[key]
+            engine = process.engine
+            finished = self._batches.go_on(device, process, now)
+            self._num_left -= len(finished)
+            if self._setup.joins:
+                for call in finished:
+                    took_s = (now - (call.started_at or now)) / max(1, len(device.turns))
+                    engine.batch_s += RECENT * (took_s - engine.batch_s)
+            if not process.is_busy:
+                if not self._setup.joins:
+                    engine.batch_s += RECENT * (process.work_s - engine.batch_s)
+                process.work_s = 0.0
+                if not self._setup.always_on:
+                    self._rest(device, process, now)
+        self._schedule(device)
+        self.decide(now)
+
+    def _schedule(self, device: Device) -> None:
+        device.due += 1
+        at = device.turns.next_at()
+        if at < math.inf:
+            self._post(max(at, self._clock.now()), partial(self._turn, device, device.due))
+
+    def _rest(self, device: Device, process: Process, now: float) -> None:
+        process.awake_until = now + self._setup.keep_alive_s
+        self._post(process.awake_until, partial(self._fall_asleep, device, process))
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
 
     def revise(self, now: float) -> None:
         """Decide again which artefacts are held ready, and begin to load them."""
@@ -220,50 +218,51 @@ class FunctionsSimulation:
             self._settle(machine, now)
         for engine, device in self._holding.revise(now, self._engine_of):
             self._launch(self._plan(engine, device, now), engine, now, awake_until=-math.inf)
-        self._post(now + self._setup.preload_every_s, "revise", None)
+        self._post(now + self._setup.preload_every_s, self._revise_again)
 
-    def _serve(self, engine: FunctionEngine, now: float) -> None:
-        """Let batches of an engine leave, as far as its window, the processes and the memory allow."""
-        while engine.queue:
-            limit = engine.window.size_limit()
-            starting = sum(
-                not process.is_ready
-                for device in self._devices
-                if (process := device.processes.get(engine.key)) is not None
-            )
-            if len(engine.queue) <= limit * starting:
-                return
-            best = choose_place(self._candidates(engine, now), engine.alone_s)
-            if best is None:
-                self.counts["waits_for_memory"] += 1
-                return
-            device = next(one for one in self._devices if one.name == best.place)
-            process = device.processes.get(engine.key)
-            if process is None:
-                start = self._plan(engine, device, now)
-                need = start.num_bytes + engine.queue[0].kv_bytes
-                if not self._make_room(device, engine, need, now):
-                    return
-                start = self._plan(engine, device, now)  # room may have been made of copies that it counted on
-                self._launch(start, engine, now, awake_until=math.inf)
-                self.counts["starts"] += 1
-                stages: dict[str, float] = {}
-                for name, began_at, ended_at in start.stages:
-                    stages[name] = stages.get(name, 0.0) + ended_at - began_at
-                self._starts.append(stages)
-                continue
-            if process.is_busy and not self._setup.joins:
-                return  # its end is the next round
-            num_batches = len(device.turns) + (not process.is_busy)
-            oldest_at = engine.queue[0].spec.arrival_s
-            leaves_at = engine.window.leaves_at(oldest_at, len(engine.queue), now, num_batches)
-            if leaves_at > now:
-                if leaves_at < engine.check_at:
-                    engine.check_at = leaves_at
-                    self._post(leaves_at, "look", engine)
-                return
-            if not self._begin(engine, device, process, engine.window.size_limit(num_batches), now):
-                return
+    def decide(self, now: float) -> None:
+        """Make a scheduling round: functions with waiting requests, the most urgent first."""
+        margins = []
+        for engine in self._engines:
+            if engine.queue:
+                size = min(len(engine.queue), engine.window.size_limit())
+                margins.append((deadline_margin_s(engine.window, engine.queue[0].spec.arrival_s, size, now), engine))
+        for engine in most_urgent(margins):
+            while self._serve_batch(engine, now):
+                pass
+
+    def _serve_batch(self, engine: FunctionEngine, now: float) -> bool:
+        """Let a batch leave, or start a process for it, if its window, the processes and the memory allow.
+
+        Returns:
+            Whether the engine may have another one to serve now.
+        """
+        starting = sum(
+            not process.is_ready
+            for device in self._devices
+            if (process := device.processes.get(engine.key)) is not None
+        )
+        if len(engine.queue) <= engine.window.size_limit() * starting:
+            return False
+        best = choose_place(self._candidates(engine, now), engine.batch_s)
+        if best is None:
+            self.counts["waits_for_memory"] += 1
+            return False
+        device = next(one for one in self._devices if one.name == best.place)
+        process = device.processes.get(engine.key)
+        if process is None:
+            return self._start(engine, device, now)
+        if process.is_busy and not self._setup.joins:
+            return False  # its end is the next round
+        num_batches = len(device.turns) + (not process.is_busy)
+        oldest_at = engine.queue[0].spec.arrival_s
+        leaves_at = engine.window.leaves_at(oldest_at, len(engine.queue), now, num_batches)
+        if leaves_at > now:
+            if leaves_at < engine.check_at:
+                engine.check_at = leaves_at
+                self._post(leaves_at, partial(self._look, engine))
+            return False
+        return self._begin(engine, device, process, engine.window.size_limit(num_batches), now)
 
     def _candidates(self, engine: FunctionEngine, now: float) -> list[Candidate]:
         """Return the processes that could serve the next batch of an engine, and those that could be started."""
@@ -276,7 +275,7 @@ class FunctionsSimulation:
             wait_s = 0.0
             if process.is_busy and not self._setup.joins:
                 ahead = math.ceil(len(engine.queue) / engine.window.size_limit()) - 0.5
-                wait_s = ahead * engine.alone_s * (1 + others)
+                wait_s = ahead * engine.batch_s * (1 + others)
             found.append(Candidate(device.name, 0.0, wait_s, others))
         if self._setup.always_on or any(not one.wait_s and not one.num_batches for one in found):
             return found  # no start can be earlier than a free process on a free device
@@ -289,18 +288,47 @@ class FunctionsSimulation:
                     found.append(Candidate(device.name, start.at - now, 0.0, len(device.turns), evicts_bytes))
         return found
 
+    # -- processes and batches ---------------------------------------------------------------------------------------
+
     def _plan(self, engine: FunctionEngine, device: Device, now: float) -> Start:
         return plan_start(engine, device, self._setup.loads, now, is_shared=self._setup.sharing)
+
+    def _start(self, engine: FunctionEngine, device: Device, now: float) -> bool:
+        """Start a process for the requests that wait; return whether there is room for it."""
+        need = self._plan(engine, device, now).num_bytes + engine.queue[0].kv_bytes
+        if not self._make_room(device, engine, need, now):
+            return False
+        start = self._plan(engine, device, now)  # room may have been made of copies that the first plan counted on
+        self._launch(start, engine, now, awake_until=math.inf)
+        self.counts["starts"] += 1
+        stages: dict[str, float] = {}
+        for name, began_at, ended_at in start.stages:
+            stages[name] = stages.get(name, 0.0) + ended_at - began_at
+        self._starts.append(stages)
+        return bool(engine.queue)
 
     def _launch(self, start: Start, engine: FunctionEngine, now: float, *, awake_until: float) -> None:
         device = start.device
         self._settle(device, now)
         start.commit()
         process = device.processes[engine.key] = Process(engine, start.at, start.stages, awake_until)
-        self._post(start.at, "ready", (device, process))
+        self._post(start.at, partial(self._become_ready, device, process))
+
+    def _start_always_on(self) -> None:
+        for index, engine in enumerate(self._engines):
+            for copy in range(self._setup.always_on):
+                device = self._devices[(index * self._setup.always_on + copy) % len(self._devices)]
+                start = self._plan(engine, device, 0.0)
+                if start.num_bytes > device.free_bytes:
+                    raise ConfigError(f"{engine.key} does not fit on {device.name} beside what it holds")
+                start.commit()
+                device.processes[engine.key] = Process(engine, 0.0, [], math.inf, is_ready=True)
+                for held in device.held.values():
+                    held.ready_at = 0.0
+                device.link_free_at = device.node.disk_free_at = 0.0
 
     def _begin(self, engine: FunctionEngine, device: Device, process: Process, limit: int, now: float) -> bool:
-        """Begin a batch with as many requests as there is memory for; return whether there was any."""
+        """Begin a batch with as many requests as there is memory for; return whether requests are left after it."""
         room = self._holding.room(device, engine, now)
         running = len(process.prompts) + len(process.decoding) + len(process.joining)
         calls: list[Call] = []
@@ -319,37 +347,9 @@ class FunctionsSimulation:
         device.turns.advance(now)
         self.counts["batches"] += 1
         self.counts["peak_batch"] = max(self.counts["peak_batch"], len(calls) + running)
-        begin_batch(device, process, calls, now, self._prompt_s)
+        self._batches.begin(device, process, calls, now)
         self._schedule(device)
-        return True
-
-    def _turn(self, device: Device, now: float) -> int:
-        """Go on with the processes whose step or stretch has ended; return how many requests have."""
-        ended = device.turns.advance(now)
-        device.settle(now)
-        num_finished = 0
-        for key in ended:
-            process = device.processes[key]
-            engine = process.engine
-            finished = step_done(device, process, now, self._prompt_s)
-            num_finished += len(finished)
-            if self._setup.joins:
-                for call in finished:
-                    took_s = (now - (call.started_at or now)) / max(1, len(device.turns))
-                    engine.alone_s += RECENT * (took_s - engine.alone_s)
-            if not process.is_busy:
-                if not self._setup.joins:
-                    engine.alone_s += RECENT * (process.work_s - engine.alone_s)
-                process.work_s = 0.0
-                if not self._setup.always_on:
-                    self._rest(device, process, now)
-        self._schedule(device)
-        self.decide(now)
-        return num_finished
-
-    def _rest(self, device: Device, process: Process, now: float) -> None:
-        process.awake_until = now + self._setup.keep_alive_s
-        self._post(process.awake_until, "sleep", (device, process))
+        return bool(engine.queue)
 
     def _make_room(self, device: Device, engine: FunctionEngine, num_bytes: int, now: float) -> bool:
         if num_bytes <= device.free_bytes:
@@ -359,30 +359,6 @@ class FunctionsSimulation:
         self.counts["offloads"] += num_gone
         return made
 
-    def _start_always_on(self) -> None:
-        for index, engine in enumerate(self._engines.values()):
-            for copy in range(self._setup.always_on):
-                device = self._devices[(index * self._setup.always_on + copy) % len(self._devices)]
-                start = self._plan(engine, device, 0.0)
-                if start.num_bytes > device.free_bytes:
-                    raise ConfigError(f"{engine.key} does not fit on {device.name} beside what it holds")
-                start.commit()
-                process = Process(engine, 0.0, [], math.inf, is_ready=True)
-                device.processes[engine.key] = process
-                for held in device.held.values():
-                    held.ready_at = 0.0
-                device.link_free_at = device.node.disk_free_at = 0.0
-
     def _settle(self, device: Device, now: float) -> None:
         device.settle(now)
         device.node.settle(now, self._holding.users)
-
-    def _schedule(self, device: Device) -> None:
-        device.due += 1
-        at = device.turns.next_at()
-        if at < math.inf:
-            self._post(max(at, self._clock.now()), "device", (device, device.due))
-
-    def _post(self, at: float, kind: str, item: Any) -> None:
-        self._num_events += 1
-        heapq.heappush(self._events, (at, self._num_events, kind, item))

@@ -14,8 +14,7 @@ from manylora.functions.decisions.billing import PLATFORM
 from manylora.lab.costs.alone import request_alone
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation, LoadTimes
-from manylora.lab.functions.batch import Call
-from manylora.lab.functions.device import Turns
+from manylora.lab.functions.device import Call, Turns
 from manylora.lab.sim.run.simulation import simulate
 from manylora.lab.sim.setup import Setup, make_config
 from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
