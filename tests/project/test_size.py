@@ -27,12 +27,10 @@ MOST_ARGUMENTS = 8
 LONG_FUNCTIONS: dict[str, int] = {
     "demo/train.py:train_base": 83,
     "execution/kernels/triton/attention.py:attend": 108,  # a kernel: half is its arguments and their shapes
-    "lab/functions/simulation.py:run": 68,
 }
 """Lines of the functions that are longer, until they are cut."""
 
 LONG_CLASSES: dict[str, int] = {
-    "lab/functions/simulation.py:FunctionsSimulation": 315,
 }
 MANY_ARGUMENTS: dict[str, int] = {}
 

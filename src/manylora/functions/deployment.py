@@ -58,23 +58,23 @@ Bytes = Annotated[int, Meta(ge=1, le=2**50)]
 T = TypeVar("T")
 
 
-class BackboneSpec(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab", omit_defaults=True
-):
+class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab", omit_defaults=True):
+    """A table of the file; also the body of a request."""
+
+
+class BackboneSpec(_Table, frozen=True, kw_only=True):
     """A base that functions share.
 
     Args:
         model: Folder of the checkpoint, or ``demo``.
-        dtype: As of ``manylora backbone``.
+        dtype: Type of the weights: ``auto`` or ``float32``.
     """
 
     model: PathText
     dtype: str = "auto"
 
 
-class FunctionSpec(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab", omit_defaults=True
-):
+class FunctionSpec(_Table, frozen=True, kw_only=True):
     """A function.
 
     Args:
@@ -90,7 +90,9 @@ class FunctionSpec(
         adapter_bytes: Host memory for its adapter's packed weights.
         keep_alive_s: Seconds without a request after which its process ends; ``None`` for the node's.
         threads: Threads of its engine; ``None`` for the machine's cores.
-        memory_bytes: As of ``FunctionPlace``, like the next two.
+        memory_bytes: Most address space that its process may add to the zygote's; ``None`` for no limit.
+        cgroup_bytes: Most memory of a control group of its own; ``None`` for no limit.
+        cgroup_cpus: Most processors of the group; ``None`` for no limit.
     """
 
     backbone: FunctionName
@@ -113,9 +115,7 @@ class FunctionSpec(
         return not self.callers or caller in self.callers
 
 
-class NodeSpec(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename="kebab", omit_defaults=True
-):
+class NodeSpec(_Table, frozen=True, kw_only=True):
     """The limits of every node.
 
     Args:
@@ -209,7 +209,7 @@ def _check_open_to_all(name: str, folder: Path) -> None:
 
 
 def read_prices_file(path: Path) -> PriceList:
-    """Return the prices in a file of functions; errors as of ``read_deployment``."""
+    """Return the prices in a file of functions; raise ``ConfigError`` like ``read_deployment``."""
     return _prices(_tables(path).get("prices", {}))
 
 

@@ -57,7 +57,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackboneState(msgspec.Struct, frozen=True, kw_only=True):
-    """A backbone on a node; the times are those of the last load, 0 before the first."""
+    """A backbone on a node; the times are of the last load, 0 before the first."""
 
     name: FunctionName
     state: Text
@@ -78,10 +78,11 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
         since_ns: Begin of the interval, in nanoseconds since the epoch.
         until_ns: Its end.
         accounts: Usage in the interval.
-        device_ns: Time of all devices in the interval, which the accounts add up to; likewise the next two.
+        device_ns: Time of all devices in the interval, which the accounts add up to, as to ``cpu_ns`` and
+            ``host_byte_ns``.
         address: Where the node serves the functions.
         pid: The agent's process.
-        generation: Of the orders that it has.
+        generation: Generation of the orders that it has.
         free_bytes: Memory for artefacts, with those that it holds.
         lines: Lines that functions have written since the last report, by function.
     """
@@ -110,11 +111,11 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Args:
         recorded_until_ns: End of the node's ledger.
-        generation: Of the functions.
-        functions: Those of the node; ``None`` if the agent has this generation.
-        hold: Artefacts to hold ready (``functions.holding``).
+        generation: Generation of the functions.
+        functions: The node's functions; ``None`` if the agent has this generation.
+        hold: Names of artefacts to hold ready (`decisions/placement.py`).
         api_keys: Keys of the HTTP server in front of the functions, if the agent was started without.
-        admin_key: Likewise.
+        admin_key: Key of their administrators.
     """
 
     recorded_until_ns: int
@@ -180,10 +181,10 @@ class ControllerSetup(msgspec.Struct, frozen=True, kw_only=True):
         token: Token of all calls; ``None`` for none, on loopback or with TLS.
         tls: Its certificate, and the authority of its callers; ``None`` for no TLS.
         socket: Descriptor of its listening socket; ``None`` to bind ``host`` and ``port``.
-        lifeline: Descriptor of a pipe with whose end this process ends; ``None`` for none.
+        parent_pipe: Descriptor of a pipe with whose end this process ends; ``None`` for none.
         has_adapters: Whether the adapters are on this machine, so that one that cannot be read is refused.
         api_keys: Keys of the HTTP servers of agents that were started without.
-        admin_key: Likewise.
+        admin_key: Key of their administrators.
     """
 
     config: str
@@ -193,7 +194,7 @@ class ControllerSetup(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     socket: int | None = None
-    lifeline: int | None = None
+    parent_pipe: int | None = None
     has_adapters: bool = False
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
@@ -211,7 +212,7 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
         server: The HTTP server in front of the functions.
         folder: Where sockets of backbones are made.
         socket: Descriptor of its listening socket; ``None`` to bind one.
-        lifeline: Descriptor of a pipe with whose end this process and its backbones end; ``None`` for none.
+        parent_pipe: Descriptor of a pipe with whose end this process and its backbones end; ``None`` for none.
     """
 
     node: str
@@ -221,5 +222,5 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
     server: ServerConfig
     folder: str
     socket: int | None = None
-    lifeline: int | None = None
+    parent_pipe: int | None = None
     log_level: int = logging.INFO

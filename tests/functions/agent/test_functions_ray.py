@@ -19,7 +19,7 @@ from manylora.core.errors import CapacityError
 from manylora.core.isolation import landlock_version
 from manylora.functions.controller.bill import make_bill
 from manylora.functions.controller.client import ControllerClient
-from manylora.functions.controller.process import LEDGER
+from manylora.functions.controller.server import LEDGER
 from manylora.functions.controller.store import read_ledger
 from manylora.functions.decisions.billing import PriceList
 from manylora.functions.wire import Overview, TlsFiles

@@ -16,10 +16,9 @@ from msgspec import structs
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError, RequestError
 from manylora.functions.agent.supervise import supervise
-from manylora.functions.controller.app import make_app
 from manylora.functions.controller.bill import make_bill, write_csv
 from manylora.functions.controller.controller import LOST_AFTER_S, Controller
-from manylora.functions.controller.process import bind_guarded
+from manylora.functions.controller.server import bind_guarded, make_app
 from manylora.functions.controller.store import Store, read_ledger, read_prices
 from manylora.functions.decisions.billing import Usage
 from manylora.functions.deployment import Deployment, FunctionSpec, read_deployment

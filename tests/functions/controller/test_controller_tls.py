@@ -13,7 +13,7 @@ import trustme
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, RequestError
 from manylora.functions.controller.client import ControllerClient
 from manylora.functions.controller.credentials import TOKEN, own_token, read_token, tls_files
-from manylora.functions.controller.process import ControllerServer, member_of
+from manylora.functions.controller.server import ControllerServer, member_of
 from manylora.functions.wire import ControllerSetup, NodeReport, TlsFiles
 
 FILE = '[backbones.base]\nmodel = "base"\n[functions.one]\nbackbone = "base"\nadapter = "one"\n'

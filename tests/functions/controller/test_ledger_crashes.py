@@ -6,7 +6,9 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,12 +98,11 @@ def test_a_kill_between_any_two_writes_leaves_a_ledger_that_adds_up_and_goes_on(
                     shutil.copy(file, at / file.name)
             copies.append((at, *ends))
 
-        def connect(path: str) -> sqlite3.Connection:
-            connection = sqlite3.connect(path, factory=WatchedConnection)
-            connection.before = copy
-            return connection
+        class Watched(WatchedConnection):
+            before = staticmethod(copy)
 
-        store = Store(folder / "ledger.db", connect=connect)
+        with mock.patch.object(sqlite3, "connect", partial(sqlite3.connect, factory=Watched)):
+            store = Store(folder / "ledger.db")
         at_ns, run = 0, 0
         last = report(0, 0, [], incarnation="0", is_first=True)
         store.record("node", last, {})

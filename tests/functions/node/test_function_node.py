@@ -121,7 +121,7 @@ class Rig:
         self.node = FunctionNode(
             tmp_path,
             memory_bytes=4 * PROCESS_BYTES,
-            lifeline=None,
+            parent_pipe=None,
             timeouts=timeouts,
             on_observed=lambda *_: None,
         )

@@ -148,7 +148,7 @@ def controller_command(
 ) -> None:
     """Run the controller of several nodes, each with an agent."""
     log_to_stderr(log_level, "controller")
-    from manylora.functions.controller.process import run_controller
+    from manylora.functions.controller.server import run_controller
 
     own = chosen.make(ControllerOptions)
     folder, token, tls = own.make_folder(), own.token(), own.tls()
@@ -240,7 +240,7 @@ def bill_command(
     if by not in ("tenant", "function"):
         raise typer.BadParameter(f"Got {by!r}, expected tenant or function", param_hint="--by")
     from manylora.functions.controller.bill import make_bill, write_csv
-    from manylora.functions.controller.process import LEDGER
+    from manylora.functions.controller.server import LEDGER
     from manylora.functions.controller.store import read_ledger, read_prices
     from manylora.functions.deployment import read_prices_file
 

@@ -28,8 +28,8 @@ from manylora.core.logs import configure_logging
 from manylora.execution.machine import available_bytes
 from manylora.functions.agent.app import backbone_apps, http_server
 from manylora.functions.controller.client import ControllerClient
-from manylora.functions.controller.process import exit_code_of
-from manylora.functions.decisions.meter import Taken
+from manylora.functions.controller.server import exit_code_of
+from manylora.functions.decisions.billing import Taken
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.launch import Timeouts
@@ -51,11 +51,6 @@ logger = logging.getLogger(__name__)
 
 class Agent:
     """An agent, from start to stop, on one event loop.
-
-    Args:
-        setup: Its set-up.
-        controller: The controller.
-        bound: The socket of the HTTP server.
 
     Raises:
         ConfigError: The system does not tell the memory that is available.
@@ -80,12 +75,12 @@ class Agent:
         self.node = FunctionNode(
             Path(setup.folder),
             memory_bytes=int(SHARE_OF_AVAILABLE * memory_bytes),
-            lifeline=setup.lifeline,
+            parent_pipe=setup.parent_pipe,
             timeouts=Timeouts.of(setup.server),
             on_observed=self._observed,
         )
-        if setup.lifeline is not None:
-            asyncio.get_running_loop().add_reader(setup.lifeline, os._exit, 1)  # its other end has gone
+        if setup.parent_pipe is not None:
+            asyncio.get_running_loop().add_reader(setup.parent_pipe, os._exit, 1)  # its other end has gone
 
     @property
     def is_stopping(self) -> bool:
@@ -178,7 +173,7 @@ class Agent:
                 logger.warning("controller_away error=%s", error)
                 await asyncio.wait({stopping}, timeout=RETRY_S)
                 continue
-            self.node.begin_account(orders.recorded_until_ns)
+            self.node.accounts.begin(orders.recorded_until_ns)
             self._follow(orders)
             return orders
         return None

@@ -139,12 +139,7 @@ class Dispatch:
     """
 
     def __init__(
-        self,
-        apps: Mapping[str, ASGIApp],
-        backbone_of: Callable[[str], str | None],
-        *,
-        gate: Gate,
-        max_body_bytes: int,
+        self, apps: Mapping[str, ASGIApp], backbone_of: Callable[[str], str | None], *, gate: Gate, max_body_bytes: int
     ) -> None:
         self._apps = apps
         self._backbone_of = backbone_of

@@ -10,6 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -19,15 +23,15 @@ import msgspec
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError, EngineDead
 from manylora.core.server_config import FleetConfig
-from manylora.functions.agent.actor import AgentActor
 from manylora.functions.agent.supervise import RESTARTS, keep_until_stopped, open_controller
 from manylora.functions.controller.credentials import read_token
 from manylora.functions.deployment import read_deployment
 from manylora.functions.wire import AgentSetup, ControllerSetup, TlsFiles
 from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources
 from manylora.serving.hosting.ray.nodes import NodeActor, RayNode, fitting_nodes, own_address
+from manylora.serving.http.listening import BACKLOG, bind
 
-__all__ = ["supervise_cluster"]
+__all__ = ["AgentActor", "supervise_cluster"]
 
 LOOK_EVERY_S = 2.0
 """Seconds between two looks for nodes that have joined."""
@@ -98,13 +102,7 @@ async def _serve(setup: ControllerSetup, server: ServerConfig, fleet: FleetConfi
 
 
 class _Agents:
-    """The agents of all nodes.
-
-    Args:
-        cluster: The cluster.
-        setup: The set-up of each agent, without its node.
-        token_file: File with the controller's token, on each node; ``None`` for no token.
-    """
+    """The agents of all nodes."""
 
     def __init__(self, cluster: RayCluster, setup: AgentSetup, token_file: str | None) -> None:
         self._cluster = cluster
@@ -166,3 +164,57 @@ class _Agents:
         finally:
             del self._actors[node.node_id]
             await actor.remove()
+
+
+class AgentActor:
+    """The Ray actor of a node: runs the node's agent and reports its end. It ends with the process that created it.
+
+    Its socket listens here and its folder is made here, so that an agent that starts again has the address and the
+    bases of the one before. A pipe ends with the actor, and with it the agent, its bases and its functions.
+
+    Args:
+        setup: The ``AgentSetup``, as JSON; its folder, socket and parent_pipe are made here.
+        token_file: File with the controller's token, on this node; ``None`` for no token.
+        version: Version of this package where the actor was created.
+
+    Raises:
+        ConfigError: This node has another version, or cannot listen on the address.
+    """
+
+    def __init__(self, setup: bytes, token_file: str | None, version: str) -> None:
+        if version != (here := metadata.version("manylora")):
+            raise ConfigError(f"Got manylora {here} on this node, expected {version}")
+        given = msgspec.json.decode(setup, type=AgentSetup)
+        self._socket = bind(given.server.host, given.server.port)
+        self._socket.listen(BACKLOG)
+        self._parent_pipe, self._held = os.pipe()
+        self._setup = msgspec.structs.replace(
+            given,
+            token=None if token_file is None else read_token(Path(token_file)),
+            folder=tempfile.mkdtemp(prefix="manylora-agent-"),
+            socket=self._socket.fileno(),
+            parent_pipe=self._parent_pipe,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopped = False
+
+    def run(self) -> int:
+        """Start an agent and wait for its end; return its exit code, or minus the number of a signal."""
+        if self._is_stopped:
+            return 0
+        process = self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "manylora.functions.agent.agent"],
+            stdin=subprocess.PIPE,
+            pass_fds=(self._socket.fileno(), self._parent_pipe),
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(msgspec.json.encode(self._setup))
+        return process.wait()
+
+    def stop(self) -> None:
+        """End the agent gracefully; ``run`` returns then."""
+        self._is_stopped = True
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()

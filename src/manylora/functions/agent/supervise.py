@@ -59,7 +59,7 @@ def supervise(
     setup = ControllerSetup(
         config=str(config.resolve()), folder=str(folder), token=token, has_adapters=True, log_level=log_level
     )
-    with bind(server.host, server.port) as public, open_controller(setup, "127.0.0.1") as (controller, url, lifeline):
+    with bind(server.host, server.port) as public, open_controller(setup, "127.0.0.1") as (controller, url, pipe):
         public.listen(BACKLOG)
         agent = AgentSetup(
             node=node,
@@ -68,7 +68,7 @@ def supervise(
             server=server,
             folder=str(folder),
             socket=public.fileno(),
-            lifeline=lifeline,
+            parent_pipe=pipe,
             log_level=log_level,
         )
         asyncio.run(keep_until_stopped(controller, Child("manylora.functions.agent.agent", agent)))
@@ -76,12 +76,7 @@ def supervise(
 
 
 class Child:
-    """A process that is started again when it ends.
-
-    Args:
-        module: Its program.
-        setup: Its set-up, whose descriptors it inherits.
-    """
+    """A process that is started again when it ends."""
 
     def __init__(self, module: str, setup: AgentSetup | ControllerSetup) -> None:
         self._module = module
@@ -102,7 +97,7 @@ class Child:
             process = self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", self._module),
                 stdin=asyncio.subprocess.PIPE,
-                pass_fds=[one for one in (self._setup.socket, self._setup.lifeline) if one is not None],
+                pass_fds=[one for one in (self._setup.socket, self._setup.parent_pipe) if one is not None],
                 start_new_session=True,  # Ctrl-C is for this process
             )
             await process.communicate(msgspec.json.encode(self._setup))
@@ -128,17 +123,17 @@ def open_controller(setup: ControllerSetup, host: str) -> Iterator[tuple[Child, 
 
     The address is in the folder of state, where commands find it.
     """
-    lifeline, held = os.pipe()
+    parent_pipe, held = os.pipe()
     try:
         with bind(host, 0) as bound:
             bound.listen(BACKLOG)
             url = url_of(bound, is_tls=setup.tls is not None)
             (Path(setup.folder) / CONTROLLER).write_text(json.dumps({"url": url}))
-            setup = msgspec.structs.replace(setup, socket=bound.fileno(), lifeline=lifeline)
-            yield Child("manylora.functions.controller.process", setup), url, lifeline
+            setup = msgspec.structs.replace(setup, socket=bound.fileno(), parent_pipe=parent_pipe)
+            yield Child("manylora.functions.controller.server", setup), url, parent_pipe
     finally:
         os.close(held)
-        os.close(lifeline)
+        os.close(parent_pipe)
 
 
 class Kept(Protocol):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from manylora.functions.controller.store import Bucket, MachineBucket
+from manylora.functions.controller.store import MachineUse
 from manylora.functions.decisions.billing import PLATFORM, PriceList, Usage
+from manylora.functions.wire import Account
 
 __all__ = ["COLUMNS", "PLATFORM_NAME", "Bill", "BillLine", "make_bill", "write_csv"]
 
@@ -50,7 +51,7 @@ class Bill:
     Args:
         lines: The most expensive first; the platform's own last.
         total: The sum of the lines.
-        device_ns: Time of the machines' devices, counted apart; likewise the next two.
+        device_ns: Time of the machines' devices, counted apart, as are ``cpu_ns`` and ``host_byte_ns``.
         lost_ns: Time without an agent's report, which the platform bears.
     """
 
@@ -74,22 +75,21 @@ class Bill:
 
 
 def make_bill(
-    accounts: Iterable[Bucket], machines: Iterable[MachineBucket], prices: PriceList, *, by_tenant: bool
+    accounts: Iterable[Account], machines: Sequence[MachineUse], prices: PriceList, *, by_tenant: bool
 ) -> Bill:
-    """Return the bill of rows of a ledger."""
+    """Return the bill of a ledger."""
     lines: dict[str, BillLine] = {}
     total = Usage()
-    for row in accounts:
-        payer = row.tenant or "(no tenant)" if by_tenant else row.account
-        name = PLATFORM_NAME if row.account == PLATFORM else payer
+    for one in accounts:
+        payer = one.tenant or "(no tenant)" if by_tenant else one.name
+        name = PLATFORM_NAME if one.name == PLATFORM else payer
         line = lines.setdefault(name, BillLine(name))
-        line.usage = line.usage.plus(row.usage)
-        line.num_requests += row.num_requests
-        line.num_tokens += row.num_tokens
-        total = total.plus(row.usage)
+        line.usage = line.usage.plus(one.usage)
+        line.num_requests += one.num_requests
+        line.num_tokens += one.num_tokens
+        total = total.plus(one.usage)
     for line in lines.values():
         line.cost = prices.cost(line.usage)
-    machines = list(machines)
     ordered = sorted(lines.values(), key=lambda line: (line.name == PLATFORM_NAME, -line.cost, line.name))
     return Bill(
         lines=tuple(ordered),

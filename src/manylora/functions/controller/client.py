@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from types import TracebackType
 from urllib.parse import quote
 
 import httpx
@@ -11,7 +10,6 @@ import msgspec
 
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, RequestError
 from manylora.functions.controller.credentials import client_context, find_refusal
-from manylora.functions.deployment import FunctionSpec
 from manylora.functions.wire import NodeReport, Orders, Overview, TlsFiles
 
 __all__ = ["ControllerClient"]
@@ -21,11 +19,6 @@ TIMEOUT_S = 10.0
 
 class ControllerClient:
     """The controller at an address; a context.
-
-    Args:
-        url: Its address.
-        token: Its token, if it has one.
-        tls: This side's certificate, if the controller asks for one.
 
     Raises:
         ConfigError: A file cannot be used, or the address is not one of TLS.
@@ -50,48 +43,38 @@ class ControllerClient:
             CertificateRefused: One side refuses the other's certificate.
             RequestError: It refuses the report.
         """
-        body = await self._send("POST", f"/v1/nodes/{node}/report", msgspec.json.encode(report))
+        body = await self._send("POST", f"/v1/nodes/{quote(node)}/report", msgspec.json.encode(report))
         return msgspec.json.decode(body, type=Orders)
 
     async def overview(self) -> Overview:
-        """Return the platform's state; errors as of ``report``."""
+        """Return the platform's state, or raise an error like ``report``."""
         return msgspec.json.decode(await self._send("GET", "/v1/functions"), type=Overview)
 
     async def logs(self, name: str) -> list[str]:
-        """Return the last lines that a function has written; errors as of ``report``."""
+        """Return the last lines that a function has written, or raise an error like ``report``."""
         lines: list[str] = msgspec.json.decode(await self._send("GET", f"/v1/functions/{quote(name)}/logs"))["lines"]
         return lines
-
-    async def register(self, name: str, spec: FunctionSpec) -> None:
-        """Add a function, or replace it; errors as of ``report``."""
-        await self._send("PUT", f"/v1/functions/{name}", msgspec.json.encode(spec))
-
-    async def remove(self, name: str) -> None:
-        """Forget a function; errors as of ``report``."""
-        await self._send("DELETE", f"/v1/functions/{name}")
 
     async def __aenter__(self) -> ControllerClient:
         """Return itself."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         """Close the connections."""
         await self._http.aclose()
 
     async def _send(self, method: str, path: str, content: bytes | None = None) -> bytes:
+        url = self._http.base_url
         try:
             answer = await self._http.request(method, path, content=content)
         except httpx.HTTPError as error:
-            url = self._http.base_url
             if url.scheme == "https":
                 refusal = await find_refusal(error, url.host, url.port or 443, self._tls)
                 if refusal is not None:
                     raise CertificateRefused(f"No connection to the controller at {url}: {refusal}") from error
-            raise CapacityError(f"The controller at {self._http.base_url} does not answer: {error!r}") from error
+            raise CapacityError(f"The controller at {url} does not answer: {error!r}") from error
         if answer.status_code >= 500:
-            raise CapacityError(f"The controller at {self._http.base_url} failed: {answer.status_code}")
+            raise CapacityError(f"The controller at {url} failed: {answer.status_code}")
         if answer.status_code != 200:
             try:
                 reason = str(answer.json()["error"])

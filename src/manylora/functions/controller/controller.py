@@ -14,7 +14,7 @@ from collections.abc import Callable
 from manylora.core.errors import ConfigError, RequestError
 from manylora.functions.controller.placing import NodeView, backbone_costs, choose_nodes, wanted
 from manylora.functions.controller.store import Store
-from manylora.functions.decisions.holding import revise_holding
+from manylora.functions.decisions.placement import revise_holding
 from manylora.functions.deployment import MAX_FUNCTIONS, Deployment, FunctionSpec, check_function
 from manylora.functions.wire import MAX_LOG_LINES, FunctionRow, NodeReport, NodeRow, Orders, Overview
 from manylora.serving.metrics.status_report import FunctionState
@@ -31,14 +31,14 @@ MAX_NODES = 1024
 
 
 class Controller:
-    """The controller. For one thread alone.
+    """The controller. Only for one thread.
 
     Args:
         store: Its database.
         deployment: The configuration, whose functions are registered.
         now: Returns monotonic seconds.
         api_keys: Keys of the HTTP servers of agents that were started without.
-        admin_key: Likewise.
+        admin_key: Key of their administrators.
     """
 
     def __init__(
@@ -70,12 +70,7 @@ class Controller:
     # -- nodes -------------------------------------------------------------------------------------------------------
 
     def report(self, node: str, report: NodeReport, *, member: str | None = None) -> Orders:
-        """Record a node's report, and return its orders.
-
-        Args:
-            node: Its name.
-            report: The report.
-            member: Names in the certificate of the caller; ``None`` without one.
+        """Record a node's report, and return its orders; ``member`` is the caller's names in its certificate.
 
         Raises:
             ConfigError: The report cannot be recorded.
@@ -91,10 +86,11 @@ class Controller:
             raise RequestError(f"Got node {node!r}, and there are {MAX_NODES} already")
         if not report.is_first and (end is None or end.incarnation != report.incarnation):
             raise RequestError(f"Got a report of node {node!r} from an agent that another one has replaced")
-        starts = {}
-        for state in report.functions:
-            if state.last_start is not None and self._starts.get(state.name) != state.last_start:
-                starts[state.name] = state.last_start
+        starts = {
+            state.name: state.last_start
+            for state in report.functions
+            if state.last_start is not None and self._starts.get(state.name) != state.last_start
+        }
         recorded_until_ns = self._store.record(node, report, starts)
         self._starts |= starts
         if end is None or report.until_ns > end.until_ns:  # not sent again
@@ -156,17 +152,13 @@ class Controller:
     # -- functions ---------------------------------------------------------------------------------------------------
 
     def check(self, name: str, spec: FunctionSpec) -> None:
-        """Raise an error as of ``register``."""
+        """Raise ``ConfigError`` if its name or its backbone is wrong, or there are too many functions."""
         check_function(name, spec, self._backbones)
         if name not in self._functions and len(self._functions) >= MAX_FUNCTIONS:
             raise ConfigError(f"Got functions.{name}, and there are {MAX_FUNCTIONS} already")
 
     def register(self, name: str, spec: FunctionSpec) -> None:
-        """Add a function, or replace it.
-
-        Raises:
-            ConfigError: Its name or its backbone is wrong, or there are too many.
-        """
+        """Add a function, or replace it; raise ``ConfigError`` like ``check``."""
         self.check(name, spec)
         self._store.register(name, spec)
         self._functions[name] = spec
@@ -198,7 +190,7 @@ class Controller:
         return list(self._lines.get(name, ()))
 
     def overview(self) -> Overview:
-        """Return nodes and functions, as of the last reports."""
+        """Return nodes and functions, from the last reports."""
         up = self._up()
         rows = []
         for name, spec in self._functions.items():

@@ -89,12 +89,6 @@ async def find_refusal(error: Exception, host: str, port: int, context: ssl.SSLC
 
     In TLS 1.3 a server refuses after the client has finished its part, and event loops send no alert then. So a
     connection is made that sends no request: a controller that takes it waits, and one that refuses it closes it.
-
-    Args:
-        error: The error of the call.
-        host: The controller's host.
-        port: The controller's port.
-        context: The settings of the call.
     """
     if (found := _refusal_in(error)) is not None:
         return found

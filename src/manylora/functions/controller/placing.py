@@ -1,4 +1,4 @@
-"""Nodes as of their last reports, and the node for each function: the one that is expected to answer first."""
+"""Nodes at their last reports, and the node for each function: the one that is expected to answer first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from manylora.functions.decisions.holding import BackboneCost, HoldingCost, Wanted, hold_name, needed_by
-from manylora.functions.decisions.placement import Candidate, choose_place
+from manylora.functions.decisions.placement import (
+    BackboneCost,
+    Candidate,
+    HoldingCost,
+    Wanted,
+    choose_place,
+    hold_name,
+    needed_by,
+)
 from manylora.functions.deployment import FunctionSpec
 from manylora.functions.wire import BackboneState, NodeReport
 from manylora.serving.metrics.status_report import FunctionStart, FunctionState
@@ -84,11 +91,11 @@ def choose_nodes(
             continue
         start = starts.get(name)
         needed = needed_by(wanted(name, spec, None, start), backbones[spec.backbone])
-        alone_s = (None if start is None else start.first_token_s) or UNMEASURED.took_s
+        batch_s = (None if start is None else start.first_token_s) or UNMEASURED.took_s
         candidates = {node: view.candidate(node, needed, placed[node] - (node == home)) for node, view in up.items()}
-        best = choose_place(list(candidates.values()), alone_s)
+        best = choose_place(list(candidates.values()), batch_s)
         assert best is not None
-        if home is not None and home in up and candidates[home].order(alone_s) <= best.order(alone_s):
+        if home is not None and home in up and candidates[home].order(batch_s) <= best.order(batch_s):
             continue
         placed[best.place] += 1
         if home is not None:

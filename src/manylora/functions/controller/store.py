@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +23,17 @@ import msgspec
 from manylora.core.errors import ConfigError
 from manylora.functions.decisions.billing import PLATFORM, PriceList, Usage
 from manylora.functions.deployment import FunctionSpec
-from manylora.functions.wire import NodeReport
+from manylora.functions.wire import Account, NodeReport
 from manylora.serving.metrics.status_report import FunctionStart
 
-__all__ = ["BUCKET_NS", "Bucket", "MachineBucket", "NodeEnd", "Store", "read_ledger", "read_prices"]
+__all__ = ["BUCKET_NS", "MachineUse", "NodeEnd", "Store", "read_ledger", "read_prices"]
 
 BUCKET_NS = 60 * 10**9
 """Resolution of the ledger: usage of one account within a minute is one row."""
 
 VERSION = 1
+LOCKED_S = 5.0
+"""Longest wait for another process that writes."""
 
 _SCHEMA = """
 CREATE TABLE functions (name TEXT PRIMARY KEY, spec BLOB NOT NULL, is_configured INTEGER NOT NULL) WITHOUT ROWID;
@@ -59,32 +61,16 @@ class NodeEnd(NamedTuple):
     until_ns: int
 
 
-class Bucket(NamedTuple):
-    """A row of the ledger: one account in one minute (``at_ns`` is its begin) on one node."""
-
-    at_ns: int
-    node: str
-    account: str
-    tenant: str
-    usage: Usage
-    num_requests: int
-    num_tokens: int
-
-
-class MachineBucket(NamedTuple):
+class MachineUse(NamedTuple):
     """The amounts of a node in one minute, counted apart from the accounts.
 
     Args:
-        at_ns: Begin of the minute.
-        node: The node.
         device_ns: Time of all its devices.
         cpu_ns: Time of all its processors.
         host_byte_ns: Memory held.
         lost_ns: The part of the minute's recorded time in which no agent reported.
     """
 
-    at_ns: int
-    node: str
     device_ns: int
     cpu_ns: int
     host_byte_ns: int
@@ -92,20 +78,15 @@ class MachineBucket(NamedTuple):
 
 
 class Store:
-    """The database, for one writer: a second one waits, and then fails.
-
-    Args:
-        path: The file; made if there is none.
-        connect: Opens it; a test counts its statements.
+    """The database, made if there is none, for one writer: a second one waits, and then fails.
 
     Raises:
         ConfigError: It is no database of this version, or another process writes it.
     """
 
-    def __init__(self, path: Path, *, connect: Callable[[str], sqlite3.Connection] | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         try:
-            self._db = _connect(str(path)) if connect is None else connect(str(path))
-            self._db.isolation_level = None
+            self._db = sqlite3.connect(path, timeout=LOCKED_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")  # whole after a kill; a power cut may lose the last seconds
             with self._transaction():
@@ -127,7 +108,7 @@ class Store:
     # -- desired state -----------------------------------------------------------------------------------------------
 
     def configure(self, functions: Mapping[str, FunctionSpec], prices: PriceList) -> None:
-        """Make ``functions`` those of the configuration, and keep its prices; functions registered over REST stay."""
+        """Register the configured functions, and no formerly configured ones; those from REST stay. Keep the prices."""
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO prices VALUES (0, ?)", (msgspec.json.encode(prices),))
             for (name,) in self._db.execute("SELECT name FROM functions WHERE is_configured").fetchall():
@@ -196,15 +177,13 @@ class Store:
                 if report.until_ns > until_ns:
                     raise ConfigError(f"Got a report since {report.since_ns}, but the ledger ends at {until_ns}")
                 return until_ns
-            lost_ns = max(0, report.since_ns - until_ns)
-            if lost_ns:
-                self._add(node, report.since_ns, [_lost(lost_ns, report)], _machine_of_lost(lost_ns, report), lost_ns)
+            if (lost_ns := report.since_ns - until_ns) > 0:
+                device_ns, cpu_ns = lost_ns * report.num_devices, lost_ns * report.num_cpus
+                lost = Account(name=PLATFORM, usage=Usage(idle_device_ns=device_ns, cpu_ns=cpu_ns))
+                self._add(node, report.since_ns, [lost], (device_ns, cpu_ns, 0), lost_ns)
             if report.until_ns > report.since_ns:
-                accounts = [
-                    (one.name, one.tenant, one.usage, one.num_requests, one.num_tokens) for one in report.accounts
-                ]
                 amounts = (report.device_ns, report.cpu_ns, report.host_byte_ns)
-                self._add(node, report.until_ns, accounts, amounts, 0)
+                self._add(node, report.until_ns, report.accounts, amounts, 0)
             until_ns = max(until_ns, report.until_ns)
             self._db.execute(
                 "INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?, ?)",
@@ -217,17 +196,13 @@ class Store:
             return until_ns
 
     def _add(
-        self,
-        node: str,
-        until_ns: int,
-        accounts: Sequence[tuple[str, str, Usage, int, int]],
-        amounts: tuple[int, int, int],
-        lost_ns: int,
+        self, node: str, until_ns: int, accounts: Sequence[Account], amounts: tuple[int, int, int], lost_ns: int
     ) -> None:
         """Add amounts to the bucket in which they end."""
         bucket = max(0, until_ns - 1) // BUCKET_NS
-        for account, tenant, usage, num_requests, num_tokens in accounts:
-            key = (bucket, node, account, tenant)
+        for one in accounts:
+            usage, num_requests, num_tokens = one.usage, one.num_requests, one.num_tokens
+            key = (bucket, node, one.name, one.tenant)
             row = self._db.execute(
                 "SELECT usage, num_requests, num_tokens FROM accounts"
                 " WHERE bucket = ? AND node = ? AND account = ? AND tenant = ?",
@@ -260,29 +235,37 @@ class Store:
         self._db.execute("COMMIT")
 
 
-def read_ledger(path: Path, since_ns: int, until_ns: int) -> tuple[list[Bucket], list[MachineBucket]]:
-    """Return the ledger's rows whose minutes begin within a time; the controller may write meanwhile.
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a ledger for reading; the controller may write meanwhile. ``ConfigError`` if there is none."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", timeout=LOCKED_S, uri=True)) as db:
+            yield db
+    except sqlite3.Error as error:
+        raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be read: {error}") from None
+
+
+def read_ledger(path: Path, since_ns: int, until_ns: int) -> tuple[list[Account], list[MachineUse]]:
+    """Return the use by account and by node, each of a minute that begins within a time.
 
     Raises:
         ConfigError: There is no ledger.
     """
     within = (-(-since_ns // BUCKET_NS), -(-min(until_ns, 2**62) // BUCKET_NS))
-    try:
-        with contextlib.closing(_connect(f"file:{path}?mode=ro")) as db:
-            db.execute("BEGIN")  # both tables as of one moment
-            accounts = db.execute("SELECT * FROM accounts WHERE bucket >= ? AND bucket < ?", within).fetchall()
-            machines = db.execute("SELECT * FROM machines WHERE bucket >= ? AND bucket < ?", within).fetchall()
-    except sqlite3.Error as error:
-        raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be read: {error}") from None
-    buckets = [
-        Bucket(bucket * BUCKET_NS, node, account, tenant, Usage(*_numbers(usage)), num_requests, num_tokens)
-        for bucket, node, account, tenant, usage, num_requests, num_tokens in accounts
-    ]
-    return buckets, [
-        MachineBucket(bucket * BUCKET_NS, node, device_ns, cpu_ns, host_byte_ns, lost_ns)
-        for bucket, node, amounts, lost_ns in machines
-        for device_ns, cpu_ns, host_byte_ns in (_numbers(amounts),)
-    ]
+    rows = "WHERE bucket >= ? AND bucket < ?"
+    with _reading(path) as db:
+        db.execute("BEGIN")  # both tables at one moment
+        accounts = db.execute(f"SELECT account, tenant, usage, num_requests, num_tokens FROM accounts {rows}", within)
+        used = [
+            Account(name=name, tenant=tenant, usage=Usage(*_numbers(usage)), num_requests=requests, num_tokens=tokens)
+            for name, tenant, usage, requests, tokens in accounts
+        ]
+        machines = db.execute(f"SELECT amounts, lost_ns FROM machines {rows}", within)
+        return used, [
+            MachineUse(device_ns, cpu_ns, host_byte_ns, lost_ns)
+            for amounts, lost_ns in machines
+            for device_ns, cpu_ns, host_byte_ns in (_numbers(amounts),)
+        ]
 
 
 def read_prices(path: Path) -> PriceList:
@@ -291,16 +274,9 @@ def read_prices(path: Path) -> PriceList:
     Raises:
         ConfigError: There is no ledger.
     """
-    try:
-        with contextlib.closing(_connect(f"file:{path}?mode=ro")) as db:
-            row = db.execute("SELECT list FROM prices").fetchone()
-    except sqlite3.Error as error:
-        raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be read: {error}") from None
+    with _reading(path) as db:
+        row = db.execute("SELECT list FROM prices").fetchone()
     return PriceList() if row is None else msgspec.json.decode(row[0], type=PriceList)
-
-
-def _connect(path: str) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=5.0, isolation_level=None, uri=path.startswith("file:"))
 
 
 def _check_sums(report: NodeReport) -> None:
@@ -318,15 +294,6 @@ def _check_sums(report: NodeReport) -> None:
     sums = (total.active_device_ns + total.idle_device_ns, total.cpu_ns, total.host_byte_ns)
     if sums != (report.device_ns, report.cpu_ns, report.host_byte_ns):
         raise ConfigError(f"Got a report whose accounts sum to {sums}, expected {expected} and {report.host_byte_ns}")
-
-
-def _lost(lost_ns: int, report: NodeReport) -> tuple[str, str, Usage, int, int]:
-    device_ns, cpu_ns, _ = _machine_of_lost(lost_ns, report)
-    return PLATFORM, "", Usage(idle_device_ns=device_ns, cpu_ns=cpu_ns), 0, 0
-
-
-def _machine_of_lost(lost_ns: int, report: NodeReport) -> tuple[int, int, int]:
-    return lost_ns * report.num_devices, lost_ns * report.num_cpus, 0
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -10,8 +10,7 @@ import os
 import time
 from collections.abc import Collection, Iterable
 
-from manylora.functions.decisions.billing import PLATFORM, Usage
-from manylora.functions.decisions.meter import MachineState, Taken, UsageMeter
+from manylora.functions.decisions.billing import PLATFORM, MachineState, Taken, Usage, UsageMeter
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.instance import FunctionInstance, FunctionPhase
 from manylora.functions.node.readings import cpu_ns
@@ -21,7 +20,7 @@ __all__ = ["NodeAccounts", "keep_alive_of", "machine_state"]
 
 
 class NodeAccounts:
-    """Counts the use of this machine, on a clock that never goes back. For one thread alone."""
+    """Counts the use of this machine, on a clock that never goes back. Only for one thread."""
 
     def __init__(self) -> None:
         self._origin_ns = time.time_ns() - time.monotonic_ns()
@@ -88,14 +87,7 @@ class NodeAccounts:
 def machine_state(
     present: Collection[FunctionInstance], hosts: Iterable[BackboneHost], now: float, keep_alive_s: float
 ) -> MachineState:
-    """Return the payers of the machine's time and memory.
-
-    Args:
-        present: Functions that have a process, or are about to have one.
-        hosts: Backbones.
-        now: The event loop's time, in seconds.
-        keep_alive_s: Keep-alive of functions without their own, in seconds.
-    """
+    """Return the payers of the machine's time and memory; functions without a keep-alive have ``keep_alive_s``."""
     charged = {one: one.account for one in present if _pays(one, now, keep_alive_s)}
     own: dict[str, int] = {}
     for one in present:
@@ -111,7 +103,7 @@ def machine_state(
         if host.num_bytes
     ]
     return MachineState(  # a function that was replaced may be there twice
-        running=list(dict.fromkeys(account for one, account in charged.items() if one.is_running)),
+        running={0: list(dict.fromkeys(account for one, account in charged.items() if one.is_running))},
         awake=list(dict.fromkeys(charged.values())),
         host_bytes=own,
         shared_host_bytes=shared,

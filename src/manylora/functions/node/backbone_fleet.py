@@ -6,7 +6,9 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import (
@@ -19,6 +21,7 @@ from manylora.core.errors import (
 )
 from manylora.core.types import Request
 from manylora.functions.node.instance import FunctionInstance
+from manylora.functions.node.launch import AwakeFunction
 from manylora.functions.node.node import FunctionNode
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import Replica
@@ -37,33 +40,26 @@ SNAPSHOT_S = 2.0
 
 
 class BackboneFleet:
-    """A ``FleetPort`` of functions, and its engines and requests as well. For the event loop's thread alone.
-
-    Args:
-        name: The backbone's name.
-        node: The node's functions.
-        model: Folder of the backbone's model.
-    """
+    """A ``FleetPort`` of functions: its own engines, requests and adapters. Only for the event loop's thread."""
 
     scaling = None
 
     def __init__(self, name: str, node: FunctionNode, model: str) -> None:
         self.served_name = name
-        self.adapters = _Registered(name, node)
         self.info = describe_base(name, model)
         self.in_progress = AnswersInProgress()
         self._node = node
         self._is_draining = False
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._num_changes_seen = -1
 
     @property
     def engines(self) -> BackboneFleet:
         """The functions as engines."""
         return self
 
-    @property
-    def requests(self) -> BackboneFleet:
-        """The requests of functions."""
-        return self
+    requests = adapters = engines
+    """The functions, by what the server asks of them."""
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -72,7 +68,7 @@ class BackboneFleet:
 
         Raises:
             ModelNotFound: There is no such function, or the caller may not know of it.
-            ManyloraError: As of ``FunctionInstance.submit``.
+            ManyloraError: The function cannot start, too many requests wait, or its engine refuses a request.
         """
         self.check_serving()
         instance = self._instance(requests[0].model)
@@ -88,136 +84,22 @@ class BackboneFleet:
         """Refuse new requests from now on."""
         self._is_draining = True
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- adapters: functions are registered with the controller alone -------------------------------------------------
 
-    @property
-    def state(self) -> EngineState:
-        """Serving, whether functions are awake or not."""
-        return EngineState.DRAINING if self._is_draining else EngineState.SERVING
-
-    @property
-    def num_serving(self) -> int:
-        """Number of functions that are awake and serve."""
-        return sum(
-            one.engine is not None and one.engine.fleet.engines.state is EngineState.SERVING
-            for one in self._instances()
-        )
-
-    @property
-    def resumes(self) -> ResumeStats:
-        """Counters of requests that outlived a process of functions that are awake."""
-        total = ResumeStats()
-        for one in self._instances():
-            if one.engine is not None:
-                stats = one.engine.fleet.resumes
-                total.num_resumes += stats.num_resumes
-                total.num_resumed += stats.num_resumed
-                total.num_ended += stats.num_ended
-                total.num_poison += stats.num_poison
-                total.num_waiting += stats.num_waiting
-                total.longest_pause_s = max(total.longest_pause_s, stats.longest_pause_s)
-        return total
-
-    def hidden_from(self, tenant: str) -> frozenset[str]:
-        """Return the names of functions whose callers do not include a tenant."""
-        return frozenset([one.name for one in self._instances() if not one.spec.may_call(tenant)])
-
-    def check_room(self) -> None:
-        """Return: each function has a queue of its own, and the model of the request is not known yet."""
-
-    def check_serving(self) -> None:
-        """Raise ``CapacityError`` once it drains."""
-        if self._is_draining:
-            raise CapacityError(
-                "The server is shutting down and takes no new requests.", retry_after_s=10.0, status=503
-            )
-
-    def functions(self) -> list[FunctionState]:
-        """Return the state of every function that has been awake."""
-        return self._node.states(self.served_name)
-
-    async def snapshots(
-        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
-    ) -> dict[int, Snapshot]:
-        """Return the snapshot of each function that is awake and answers, by its number; arguments as of an engine's.
-
-        Raises:
-            CapacityError: No function is awake.
-        """
-        awake = {index: one.engine for index, one in enumerate(self._instances()) if one.engine is not None}
-        taking = [
-            asyncio.wait_for(one.fleet.engines.snapshots(num_adapters, only_in_use=only_in_use, name=name), SNAPSHOT_S)
-            for one in awake.values()
-        ]
-        taken = await asyncio.gather(*taking, return_exceptions=True)
-        found = {index: one[0] for index, one in zip(awake, taken, strict=True) if not isinstance(one, BaseException)}
-        for part in taken:  # a function that answers wrongly is left out, like one that does not answer
-            if isinstance(part, BaseException) and not isinstance(part, ManyloraError | TimeoutError):
-                raise part
-        if not found:
-            raise CapacityError("No function is awake.", retry_after_s=1.0, status=503)
-        return found
-
-    def replicas(self) -> list[Replica]:
-        """Return the engine of every function; that of a function that sleeps is idle."""
-        return [
-            Replica(index=index, state=EngineState.IDLE)
-            if one.engine is None
-            else Replica(
-                index=index,
-                state=one.engine.fleet.engines.state,
-                pid=one.pid,
-                num_restarts=one.engine.fleet.engines.num_restarts,
-                num_in_flight=one.engine.num_in_flight,
-            )
-            for index, one in enumerate(self._instances())
-        ]
-
-    async def drain_replica(self, index: int, timeout_s: float) -> None:
-        """Refuse: functions are not drained by number."""
-        raise RequestError(f"Got replica {index}, expected no call of this kind: functions sleep by themselves")
-
-    def _instances(self) -> list[FunctionInstance]:
-        return [one for one in self._node.functions.values() if one.host.name == self.served_name]
-
-    def _instance(self, model: str) -> FunctionInstance:
-        for name in (model, model.removeprefix(f"{self.served_name}:")):
-            found = self._node.functions.get(name)
-            if found is not None and found.host.name == self.served_name:
-                return found
-        raise _no_such(model)
-
-
-def _no_such(model: str) -> ModelNotFound:
-    return ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
-
-
-class _Registered:
-    """The functions of a backbone as ``AdaptersPort``: they are registered with the controller alone."""
-
-    def __init__(self, backbone: str, node: FunctionNode) -> None:
-        self._backbone = backbone
-        self._node = node
-        self._loaded: dict[str, LoadedAdapter] = {}
-        self._as_of = -1
+    unavailable: Mapping[str, UnavailableAdapter] = MappingProxyType({})
+    """None: a function's adapter is read where the function starts."""
 
     @property
     def loaded(self) -> Mapping[str, LoadedAdapter]:
         """The functions."""
-        if self._as_of != self._node.num_changes:
-            self._as_of = self._node.num_changes
+        if self._num_changes_seen != self._node.num_changes:
+            self._num_changes_seen = self._node.num_changes
             at = int(time.time())
             self._loaded = {
-                name: self._loaded.get(name) or LoadedAdapter(path=one.spec.adapter, loaded_at=at)
-                for name, one in self._node.functions.items()
-                if one.host.name == self._backbone
+                one.name: self._loaded.get(one.name) or LoadedAdapter(path=one.spec.adapter, loaded_at=at)
+                for one in self._instances()
             }
         return self._loaded
-
-    @property
-    def unavailable(self) -> Mapping[str, UnavailableAdapter]:
-        """None: a function's adapter is read where the function starts."""
-        return {}
 
     @property
     def num_changes(self) -> int:
@@ -239,6 +121,104 @@ class _Registered:
     async def warm(self, name: str) -> AdapterStatus:
         """Refuse."""
         raise AdapterForbidden(name, "functions are not warmed; pre-loading decides")
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """Serving, whether functions are awake or not."""
+        return EngineState.DRAINING if self._is_draining else EngineState.SERVING
+
+    @property
+    def num_serving(self) -> int:
+        """Number of functions that are awake and serve."""
+        return sum(engine.fleet.engines.state is EngineState.SERVING for engine in self._awake().values())
+
+    @property
+    def resumes(self) -> ResumeStats:
+        """Counters of requests that outlived a process of functions that are awake."""
+        parts = [engine.fleet.resumes for engine in self._awake().values()]
+        sums = {one.name: sum(getattr(part, one.name) for part in parts) for one in fields(ResumeStats)}
+        sums["longest_pause_s"] = max((part.longest_pause_s for part in parts), default=0.0)
+        return ResumeStats(**sums)
+
+    def hidden_from(self, tenant: str) -> frozenset[str]:
+        """Return the names of functions whose callers do not include a tenant."""
+        return frozenset([one.name for one in self._instances() if not one.spec.may_call(tenant)])
+
+    def check_room(self) -> None:
+        """Return: each function has a queue of its own, and the model of the request is not known yet."""
+
+    def check_serving(self) -> None:
+        """Raise ``CapacityError`` once it drains."""
+        if self._is_draining:
+            message = "The server is shutting down and takes no new requests."
+            raise CapacityError(message, retry_after_s=10.0, status=503)
+
+    def functions(self) -> list[FunctionState]:
+        """Return the state of every function that has been awake."""
+        return self._node.states(self.served_name)
+
+    async def snapshots(
+        self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
+    ) -> dict[int, Snapshot]:
+        """Return the snapshot of each function that is awake and answers, by its number.
+
+        Raises:
+            CapacityError: No function is awake.
+        """
+        taking = {
+            index: asyncio.wait_for(
+                engine.fleet.engines.snapshots(num_adapters, only_in_use=only_in_use, name=name), SNAPSHOT_S
+            )
+            for index, engine in self._awake().items()
+        }
+        found: dict[int, Snapshot] = {}
+        for index, taken in zip(taking, await asyncio.gather(*taking.values(), return_exceptions=True), strict=True):
+            if not isinstance(taken, BaseException):
+                found[index] = taken[0]
+            elif not isinstance(taken, ManyloraError | TimeoutError):  # a function that answers wrongly is left out
+                raise taken
+        if not found:
+            raise CapacityError("No function is awake.", retry_after_s=1.0, status=503)
+        return found
+
+    def replicas(self) -> list[Replica]:
+        """Return the engine of every function; a function that sleeps has an idle one."""
+        return [
+            Replica(index=index, state=EngineState.IDLE)
+            if one.engine is None
+            else Replica(
+                index=index,
+                state=one.engine.fleet.engines.state,
+                pid=one.pid,
+                num_restarts=one.engine.fleet.engines.num_restarts,
+                num_in_flight=one.engine.num_in_flight,
+            )
+            for index, one in enumerate(self._instances())
+        ]
+
+    async def drain_replica(self, index: int, timeout_s: float) -> None:
+        """Refuse: functions are not drained by number."""
+        raise RequestError(f"Got replica {index}, expected no call of this kind: functions sleep by themselves")
+
+    def _instances(self) -> list[FunctionInstance]:
+        return [one for one in self._node.functions.values() if one.host.name == self.served_name]
+
+    def _awake(self) -> dict[int, AwakeFunction]:
+        """Return the engines of functions that are awake, by the number of the function."""
+        return {index: one.engine for index, one in enumerate(self._instances()) if one.engine is not None}
+
+    def _instance(self, model: str) -> FunctionInstance:
+        for name in (model, model.removeprefix(f"{self.served_name}:")):
+            found = self._node.functions.get(name)
+            if found is not None and found.host.name == self.served_name:
+                return found
+        raise _no_such(model)
+
+
+def _no_such(model: str) -> ModelNotFound:
+    return ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
 
 
 _WHERE = "functions are registered with the controller: in its configuration, or over its REST"

@@ -49,18 +49,16 @@ logger = logging.getLogger(__name__)
 
 
 class BackboneHost:
-    """One backbone. For the event loop's thread alone.
+    """One backbone. Only for the event loop's thread.
 
     Args:
-        name: Its name.
-        spec: Its model.
         folder: Where its sockets are made.
-        lifeline: Descriptor of a pipe with which the holder ends; ``None`` to outlive this process.
+        parent_pipe: Descriptor of a pipe with which the holder ends; ``None`` to outlive this process.
         on_change: Called when its memory or its zygote comes or goes.
     """
 
     def __init__(
-        self, name: str, spec: BackboneSpec, folder: Path, *, lifeline: int | None, on_change: Callable[[], None]
+        self, name: str, spec: BackboneSpec, folder: Path, *, parent_pipe: int | None, on_change: Callable[[], None]
     ) -> None:
         self.name = name
         self.spec = spec
@@ -71,11 +69,11 @@ class BackboneHost:
         self._failed_at = float("-inf")
         self._model = str(demo_model_path() if spec.model == "demo" else Path(spec.model).resolve())
         self._path = folder / f"backbone-{name.replace('/', '%')}"
-        self._lifeline = lifeline
+        self._parent_pipe = parent_pipe
         self._on_change = on_change
         self._backbone: Backbone | None = None
         self.pid: int | None = None
-        """The holder's process, as of the last look."""
+        """The holder's process at the last look."""
         self._holder: subprocess.Popen[bytes] | None = None  # None if another agent started it
         self._zygote: Zygote | None = None
         self._starting: asyncio.Task[Zygote] | None = None
@@ -106,7 +104,7 @@ class BackboneHost:
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes that the base will take: those of its files."""
+        """Bytes that the base will take: the size of its files."""
         return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
 
     @property
@@ -249,11 +247,11 @@ class BackboneHost:
     def _hold(self) -> None:
         """Start the process that holds the memory for later agents."""
         assert self._backbone is not None
-        lifeline = -1 if self._lifeline is None else self._lifeline
-        keep = [self._backbone.base.file, *([] if self._lifeline is None else [self._lifeline])]
+        parent_pipe = -1 if self._parent_pipe is None else self._parent_pipe
+        keep = [self._backbone.base.file, *([] if self._parent_pipe is None else [self._parent_pipe])]
         with in_memory(msgspec.msgpack.encode(self._backbone)) as stdin:
             self._holder = subprocess.Popen(
-                hold_command(self._path, self._backbone.base.file, lifeline=lifeline),
+                hold_command(self._path, self._backbone.base.file, parent_pipe=parent_pipe),
                 stdin=stdin,
                 pass_fds=keep,
                 start_new_session=True,

@@ -98,14 +98,7 @@ class HostNode(Protocol):
 
 
 class FunctionInstance:
-    """A function on its node. For the event loop's thread alone.
-
-    Args:
-        name: Its name.
-        spec: Its registration.
-        host: Its backbone.
-        node: Its node.
-    """
+    """A function on its node. Only for the event loop's thread."""
 
     def __init__(self, name: str, spec: FunctionSpec, host: BackboneHost, node: HostNode) -> None:
         self.name = name
@@ -123,7 +116,7 @@ class FunctionInstance:
         """Whether the controller wants it awake, whatever its requests."""
         self.last_used = float("-inf")
         self.own_bytes = 0
-        """Memory of its process alone at the last reading; while asleep, that of the previous process."""
+        """Memory of its own process at the last reading; while asleep, of the previous process."""
         self.pss_bytes = 0
         """Proportional set size of its process at the last reading."""
         self._node = node

@@ -62,7 +62,7 @@ class Timeouts:
 
     @classmethod
     def of(cls, config: ServerConfig) -> Timeouts:
-        """Return those of a server, where 0 is never."""
+        """Return the timeouts of a server, where 0 is never."""
         return cls(hang_s=config.hang_timeout_s or None, start_s=config.start_timeout_s or None)
 
 

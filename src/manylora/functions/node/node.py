@@ -18,15 +18,15 @@ from typing import Any
 
 from manylora.core.errors import CapacityError, ConfigError, ManyloraError
 from manylora.functions.decisions.batching import most_urgent
-from manylora.functions.decisions.holding import hold_name
-from manylora.functions.decisions.meter import Taken
+from manylora.functions.decisions.billing import Taken
+from manylora.functions.decisions.placement import hold_name
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec, check_folder
 from manylora.functions.node.accounts import NodeAccounts, keep_alive_of, machine_state
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.instance import FunctionInstance, FunctionPhase
 from manylora.functions.node.launch import ProcessUsers, Timeouts
 from manylora.functions.node.room import NodeRoom
-from manylora.functions.wire import Account, BackboneState
+from manylora.functions.wire import Account
 from manylora.serving.hosting.protocol import Observations
 from manylora.serving.metrics.status_report import FunctionState
 
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 
 
 class FunctionNode:
-    """Backbones and functions of one machine. For the event loop's thread alone.
+    """Backbones and functions of one machine. Only for the event loop's thread.
 
     Args:
         folder: Where sockets of backbones are made.
         memory_bytes: Memory for backbones, zygotes and functions, unless the controller's orders set it.
-        lifeline: Descriptor of a pipe with which holders of backbones end; ``None`` to outlive this process.
+        parent_pipe: Descriptor of a pipe with which holders of backbones end; ``None`` to outlive this process.
         timeouts: Bounds of the silence of functions.
         on_observed: Called with the name of a backbone and the observations of a function on it.
     """
@@ -60,7 +60,7 @@ class FunctionNode:
         folder: Path,
         *,
         memory_bytes: int,
-        lifeline: int | None,
+        parent_pipe: int | None,
         timeouts: Timeouts,
         on_observed: Callable[[str, Observations], None],
     ) -> None:
@@ -74,10 +74,10 @@ class FunctionNode:
         self._present: dict[FunctionInstance, None] = {}  # those with a process, or about to have one; removed ones too
         self._woken: dict[str, FunctionInstance] = {}  # those that have been present
         self.room = NodeRoom(memory_bytes, self.hosts, self.functions, self._woken, self._present.keys())
-        self._accounts = NodeAccounts()
+        self.accounts = NodeAccounts()
         self._default_bytes = memory_bytes
         self._folder = folder
-        self._lifeline = lifeline
+        self._parent_pipe = parent_pipe
         self._on_observed = on_observed
         self._spec = NodeSpec()
         self._hold: dict[str, None] = {}
@@ -100,7 +100,7 @@ class FunctionNode:
         for name, backbone in backbones.items():
             if name not in self.hosts:
                 self.hosts[name] = BackboneHost(
-                    name, backbone, self._folder, lifeline=self._lifeline, on_change=self.changed
+                    name, backbone, self._folder, parent_pipe=self._parent_pipe, on_change=self.changed
                 )
         if functions is not None:
             self._set_functions(functions)
@@ -128,7 +128,7 @@ class FunctionNode:
         self.num_changes += 1
 
     def _preload(self, new: Collection[str]) -> None:
-        """Begin to load artefacts that are to be held and are not there; ``new`` are those of the last orders."""
+        """Begin to load artefacts that are to be held and are not there; the last orders are the first with ``new``."""
         for name, host in self.hosts.items():
             if hold_name("libraries", name) in self._hold and host.state in ("absent", "loaded"):
                 self._begin(self._load(host))
@@ -195,7 +195,7 @@ class FunctionNode:
 
     def enter(self, instance: FunctionInstance, phase: FunctionPhase) -> None:
         """Charge a function for its phase until now, and set the next one."""
-        self._accounts.read_cpu(instance)
+        self.accounts.read_cpu(instance)
         instance.phase = phase
         if phase is FunctionPhase.AWAKE:
             self.room.read_memory(instance)
@@ -234,25 +234,21 @@ class FunctionNode:
         """Count the requests that a function's engine has ended, and pass its observations on."""
         if seen.finished:
             num_tokens = sum(one.num_prompt_tokens + one.num_output_tokens for one in seen.finished)
-            self._accounts.count(instance.account, len(seen.finished), num_tokens)
+            self.accounts.count(instance.account, len(seen.finished), num_tokens)
         self._on_observed(instance.host.name, seen)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
-    def begin_account(self, since_ns: int) -> None:
-        """Begin to count at the ledger's end, if the clock is behind it."""
-        self._accounts.begin(since_ns)
-
     def take(self) -> tuple[Taken, list[Account]]:
         """Return the use of the machine since the last call, by account."""
         for instance in self._present:
-            self._accounts.read_cpu(instance)
+            self.accounts.read_cpu(instance)
         self._charge(asyncio.get_running_loop().time())
-        return self._accounts.take([one.pid for one in self._present])
+        return self.accounts.take([one.pid for one in self._present])
 
     def _charge(self, now: float) -> None:
         state = machine_state(self._present, self.hosts.values(), now, self._spec.keep_alive_s)
-        self._accounts.change(state)
+        self.accounts.change(state)
 
     def states(self, backbone: str | None = None) -> list[FunctionState]:
         """Return the states of functions that have been awake, of one backbone or of all."""
@@ -260,10 +256,6 @@ class FunctionNode:
         woken = [one for one in self._woken.values() if backbone in (None, one.host.name)]
         states = [one.describe(now) for one in woken]
         return [one for one in states if one.state != "asleep" or one.num_starts]
-
-    def backbone_states(self) -> list[BackboneState]:
-        """Return the states of all backbones."""
-        return [host.describe() for host in self.hosts.values()]
 
     def take_lines(self) -> dict[str, list[str]]:
         """Return lines that functions have written since the last call; at some length, the rest stays for the next."""

@@ -32,12 +32,7 @@ class _QueuedRequests:
 
 
 class BatchQueue:
-    """The queue of one function. For the event loop's thread alone.
-
-    Args:
-        objective_s: The function's objective for the first token, in seconds.
-        max_batch: Most requests that leave as one batch.
-    """
+    """The queue of one function. Only for the event loop's thread."""
 
     def __init__(self, objective_s: float, max_batch: int) -> None:
         self.times = BatchTimes(objective_s, max_batch)

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Collection, Mapping
 
 from manylora.core.errors import CapacityError
-from manylora.functions.decisions.holding import hold_name
 from manylora.functions.decisions.offload import Held, choose_offload
+from manylora.functions.decisions.placement import hold_name
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.instance import FunctionInstance, FunctionPhase
 from manylora.functions.node.readings import memory_of
@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class NodeRoom:
-    """Memory for backbones, zygotes and functions. For the event loop's thread alone.
+    """Memory for backbones, zygotes and functions. Only for the event loop's thread.
 
     Args:
-        num_bytes: All of it.
+        num_bytes: All memory.
         hosts: The node's backbones, by name.
-        functions: Its functions, by name.
-        woken: Those that have been awake.
-        present: Those with a process, or about to have one; removed functions too, until their process has ended.
+        functions: The node's functions, by name.
+        woken: Functions that have been awake.
+        present: Functions with a process, or about to have one; removed ones too, until their process has ended.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class NodeRoom:
         self._woken = woken
         self._present = present
         self._usual_bytes = LEAST_BYTES
-        self._reserved: dict[FunctionInstance, None] = {}  # those that memory is reserved for
+        self._reserved: dict[FunctionInstance, None] = {}  # functions that memory is reserved for
         self._making_room = asyncio.Lock()
         self._has_changed = asyncio.Event()
 
@@ -64,7 +64,7 @@ class NodeRoom:
         return bases + sum(map(self.bytes_of, self._reserved))
 
     def bytes_of(self, instance: FunctionInstance) -> int:
-        """Return the memory that a process takes, or is expected to; at least that of a full pool and its adapter."""
+        """Return the memory that a process takes, or is expected to; at least its full pool and its adapter."""
         spec = instance.spec
         return max(instance.own_bytes or self._usual_bytes, spec.kv_bytes + spec.adapter_bytes)
 

@@ -32,7 +32,7 @@ from manylora.serving.hosting.protocol import (
 __all__ = ["MessageCheck", "TimeBudget"]
 
 MAX_SECONDS = 1e9
-MAX_COUNT = 2**31
+MAX_COUNT = 2**31 - 1
 MAX_CHARS = 4096
 MAX_ENTRIES = 2**17
 """Most values of one kind in a message: more than the requests that a function may have."""
@@ -155,25 +155,21 @@ class MessageCheck:
 
     def _check_observations(self, seen: Observations) -> None:
         self._check_names((*seen.ttft_s, *seen.inter_token_s, *(one.adapter for one in seen.finished)))
-        _check_times("queue_s", seen.queue_s)
+        for what in ("queue_s", "device_loads_s", "host_loads_s"):
+            _check_range(what, getattr(seen, what), MAX_SECONDS)
         for times in seen.ttft_s.values():
-            _check_times("ttft_s", times)
+            _check_range("ttft_s", times, MAX_SECONDS)
         for times in seen.inter_token_s.values():
-            _check_times("inter_token_s", times)
-        _check_times("device_loads_s", seen.device_loads_s)
-        _check_times("host_loads_s", seen.host_loads_s)
-        _check_number("finished", seen.finished)
-        if seen.step_tokens:
-            _check_number("step_tokens", seen.step_tokens)
-            _check_counts("step_tokens", seen.step_tokens)
-        _check_counts("num_failed_loads", (seen.num_failed_loads,))
+            _check_range("inter_token_s", times, MAX_SECONDS)
+        _check_range("step_tokens", seen.step_tokens, MAX_COUNT)
+        _check_range("num_failed_loads", (seen.num_failed_loads,), MAX_COUNT)
+        if len(seen.finished) > MAX_ENTRIES:
+            raise FrameError(f"finished has {len(seen.finished)} values, at most {MAX_ENTRIES}")
         for one in seen.finished:
             _check_known("reason", one.reason, REASONS)
-            _check_times("times of a request", [one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0])
-            _check_counts(
-                "tokens of a request",
-                (one.num_prompt_tokens, one.num_output_tokens, one.num_cached_tokens, one.max_tokens),
-            )
+            _check_range("seconds of a request", (one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0), MAX_SECONDS)
+            counts = (one.num_prompt_tokens, one.num_output_tokens, one.num_cached_tokens, one.max_tokens)
+            _check_range("tokens of a request", counts, MAX_COUNT)
 
     def _check_names(self, names: Collection[str]) -> None:
         if not self.names.issuperset(names):
@@ -184,7 +180,7 @@ def _start(report: StartReport) -> StartReport:
     """Return the report of a start, with notes of a bounded length."""
     for stage in report.took_s:
         _check_known("stage", stage, STAGES)
-    _check_times("took_s", list(report.took_s.values()))
+    _check_range("took_s", report.took_s.values(), MAX_SECONDS)
     names = [one.name for one in report.measures]
     if len(names) > len({*names}) or not MEASURES.issuperset(names):
         raise FrameError(f"its {len(names)} measures are not some of {len(MEASURES)} known ones")
@@ -212,22 +208,13 @@ def _check_known(what: str, text: str, known: Collection[str]) -> None:
         raise FrameError(f"{what} is {text[:100]!r}, expected one of {', '.join(sorted(known))}")
 
 
-def _check_number(what: str, values: Collection[object]) -> None:
+def _check_range(what: str, values: Collection[float], most: float) -> None:
+    """Check that times or counts are from 0 to ``most``, which a NaN is not."""
     if len(values) > MAX_ENTRIES:
         raise FrameError(f"{what} has {len(values)} values, at most {MAX_ENTRIES}")
-
-
-def _check_times(what: str, times: list[float]) -> None:
-    _check_number(what, times)
-    # A sum, because ``min`` and ``max`` may pass over a NaN.
-    if times and not (min(times) >= 0.0 and sum(times) <= MAX_SECONDS):
-        raise FrameError(f"{what} is below 0 s, not a number, or above {MAX_SECONDS:g} s in all")
-
-
-def _check_counts(what: str, counts: Iterable[int]) -> None:
-    for count in counts:
-        if not 0 <= count < MAX_COUNT:
-            raise FrameError(f"{what}: {count} is out of range 0..{MAX_COUNT - 1}")
+    for one in values:
+        if not 0 <= one <= most:
+            raise FrameError(f"{what}: {one} is out of range 0..{most:.0f}")
 
 
 def _check_all(what: str, value: Any) -> None:

@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class FunctionLog:
-    """Reads the pipes of one function, logs each line with its name and keeps the last ones. For the event loop alone.
-
-    Args:
-        name: The function's.
-    """
+    """Reads the pipes of one function, logs each line with its name, and keeps the last lines."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -45,11 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartStages:
-    """Times the stages of a start; each ends with ``note``.
-
-    Args:
-        began_at: Monotonic seconds.
-    """
+    """Times the stages of a start; each ends with ``note``."""
 
     def __init__(self, began_at: float) -> None:
         self.took_s: dict[str, float] = {}
@@ -73,13 +69,7 @@ def run_function(
 ) -> int:
     """Serve one function on ``connection`` until it closes; return the exit code. Called once, right after the fork.
 
-    Args:
-        fork: The request.
-        connection: The function's only socket.
-        backbone: Its base.
-        make_builder: Returns the builder of its engine.
-        zygote: Descriptor of the zygote's process, with which it ends.
-        taken: Measures that the zygote has taken.
+    It ends with the process ``zygote``, a descriptor, and reports the measures that the zygote has ``taken``.
     """
     stages = StartStages(fork.asked_at)
     stages.note("fork")

@@ -1,9 +1,9 @@
-"""Hold a sealed base and hand it out: ``python -m manylora.functions.processes.holder SOCKET LIFELINE FILE TEXT``.
+"""Hold a sealed base and hand it out: ``python -m manylora.functions.processes.holder SOCKET PARENT_PIPE FILE TEXT``.
 
-The process that loads a base has imported torch, and its agent much else. This one imports the standard library alone
+The process that loads a base has imported torch, and its agent much else. This one imports only the standard library
 and takes the memory's descriptor over, so that the loader can end and the base outlives the agent. It ends with the
-pipe ``LIFELINE`` (a descriptor; -1 for none), which no process writes: its readers learn of the end of the process that
-holds the other end.
+pipe ``PARENT_PIPE`` (a descriptor; -1 for none), which no process writes: its readers learn of the end of the process
+that holds the other end.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 class BackboneSocket:
     """A Unix socket, for its owner alone, that gives each caller the sealed memory; a context, which removes it.
 
-    Args:
-        path: Where the socket is made; one without a listener is replaced.
+    One without a listener is replaced.
 
     Raises:
         ConfigError: There is another file, another backbone listens, or the folder cannot be written.
@@ -115,13 +114,13 @@ def _credentials_of(other: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
-def hold_command(path: Path, file: int, *, lifeline: int = -1, text: str = "") -> list[str]:
+def hold_command(path: Path, file: int, *, parent_pipe: int = -1, text: str = "") -> list[str]:
     """Return the command of a holder, which reads its encoded ``Backbone`` from standard input.
 
     Args:
         path: Where its socket is made.
         file: Descriptor of the memory.
-        lifeline: Descriptor of the pipe that it ends with.
+        parent_pipe: Descriptor of the pipe that it ends with.
         text: A line that it prints once it listens.
     """
     return [
@@ -130,7 +129,7 @@ def hold_command(path: Path, file: int, *, lifeline: int = -1, text: str = "") -
         "-m",
         "manylora.functions.processes.holder",
         str(path),
-        str(lifeline),
+        str(parent_pipe),
         str(file),
         text,
     ]
@@ -146,8 +145,8 @@ def become_holder(path: Path, backbone: bytes, file: int, text: str) -> NoReturn
 
 
 def main() -> int:
-    """Serve until SIGTERM, SIGINT or the end of the lifeline; return the exit code."""
-    path, lifeline, file, text = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    """Serve until SIGTERM, SIGINT or the end of the parent_pipe; return the exit code."""
+    path, parent_pipe, file, text = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     backbone = sys.stdin.buffer.read()
     with BackboneSocket(path) as listening:
         if text:
@@ -157,16 +156,16 @@ def main() -> int:
             path.unlink(missing_ok=True)
             os._exit(0)
 
-        def end_with_lifeline() -> None:
+        def end_with_parent_pipe() -> None:
             poll = select.poll()  # not a read: another process may have made the pipe one whose reads do not wait
-            poll.register(lifeline, 0)  # the end alone
+            poll.register(parent_pipe, 0)  # the end alone
             poll.poll()
             end()
 
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
-        if lifeline >= 0:
-            threading.Thread(target=end_with_lifeline, daemon=True).start()
+        if parent_pipe >= 0:
+            threading.Thread(target=end_with_parent_pipe, daemon=True).start()
         listening.serve(backbone, file)
     return 0
 

@@ -52,8 +52,6 @@ class FunctionLink(asyncio.Protocol):
 
     Args:
         engine: Its engine, with the model of the zygote's backbone.
-        zygote: Forks it.
-        place: Its place.
         log: Takes the lines that it writes; by default one of its own.
         on_gone: Called once its process has ended, or could not be forked.
     """

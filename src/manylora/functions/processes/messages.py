@@ -90,8 +90,6 @@ class Fork(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Args:
         number: Names the function in later messages.
-        engine: Its engine.
-        place: Its place.
         asked_at: Monotonic time of the request, in seconds.
     """
 

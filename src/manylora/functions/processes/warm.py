@@ -87,11 +87,7 @@ def let_file_pages_go() -> None:
 
 
 def clean_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
-    """Yield the addresses of private mappings of files of which no page was written: the others would lose that.
-
-    Args:
-        smaps: Lines of the kernel's file.
-    """
+    """Yield the addresses of private mappings of files of which no page was written: the others would lose that."""
     place: tuple[int, int] | None = None
     for line in smaps:
         if line[0] in "0123456789abcdef":

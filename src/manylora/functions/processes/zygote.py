@@ -58,8 +58,8 @@ class ForkedFunction:
 
     Args:
         number: Its number at the zygote.
-        exited: Its exit code, as of ``subprocess``; ``None`` if the zygote ended first, and the function with it. It
-            is there once the process has ended.
+        exited: Done once the process has ended, with its exit code or minus the number of a signal; with ``None`` if
+            the zygote ended first, and the function with it.
         pid: Its process; ``None`` before the fork.
         process: Descriptor of the process while it lives; ``None`` before the fork.
     """
@@ -103,7 +103,7 @@ def harmless(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Zygote:
-    """One zygote, replaced by another when it ends. For the event loop's thread alone.
+    """One zygote, replaced by another when it ends. Only for the event loop's thread.
 
     Args:
         backbone: The base of its functions.
