@@ -30,8 +30,7 @@ LONG_FUNCTIONS: dict[str, int] = {
 }
 """Lines of the functions that are longer, until they are cut."""
 
-LONG_CLASSES: dict[str, int] = {
-}
+LONG_CLASSES: dict[str, int] = {}
 MANY_ARGUMENTS: dict[str, int] = {}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from manylora.functions.decisions.batching import Window
 from manylora.functions.decisions.billing import PLATFORM, MachineState, Usage, add_usage, charge, split_evenly
-from manylora.lab.functions.catalog import Model, SimulatedFunction
+from manylora.lab.functions.catalog import Model, SimulatedFunction, device_name, node_name
 from manylora.lab.workloads import RequestSpec
 
 __all__ = ["Call", "Copy", "Device", "FunctionEngine", "Ledger", "Process", "SimulatedNode", "Stretch", "Turns"]
@@ -169,14 +169,14 @@ class Ledger:
 
 
 class SimulatedNode:
-    """A node's host memory and disk."""
+    """A node's host memory and disk, and its devices of equal memory."""
 
-    def __init__(self, name: str, host_bytes: int) -> None:
-        self.name = name
+    def __init__(self, number: int, host_bytes: int, num_devices: int, device_bytes: int) -> None:
+        self.name = node_name(number)
+        self.devices = [Device(device_name(number, place), self, device_bytes) for place in range(num_devices)]
         self.held: dict[str, Copy] = {}
         self.free_bytes = host_bytes
         self.disk_free_at = 0.0
-        self.devices: list[Device] = []
         self.ledger = Ledger()
 
     def hold(self, name: str, num_bytes: int, ready_at: float) -> None:

@@ -26,7 +26,7 @@ from manylora.functions.decisions.batching import deadline_margin_s, most_urgent
 from manylora.functions.decisions.billing import Usage, add_usage
 from manylora.functions.decisions.placement import Candidate, choose_place
 from manylora.lab.catalog.hardware import find_hardware
-from manylora.lab.functions.catalog import SimulatedFunction, device_name, lay_out, node_name
+from manylora.lab.functions.catalog import SimulatedFunction, lay_out
 from manylora.lab.functions.device import Call, Device, FunctionEngine, Process, SimulatedNode
 from manylora.lab.functions.holding import Holding
 from manylora.lab.functions.processes import Batches, Start, plan_start
@@ -74,13 +74,11 @@ class FunctionsSimulation:
         self._clock = VirtualClock()
         self._functions = lay_out(workload.adapters, setup)
         capacity = int(setup.utilization * find_hardware(setup.hardware).memory_bytes)
-        self._nodes = [SimulatedNode(node_name(index), setup.host_bytes) for index in range(setup.num_nodes)]
-        self._devices: list[Device] = []
-        for index, node in enumerate(self._nodes):
-            node.devices = [
-                Device(device_name(index, place), node, capacity) for place in range(setup.devices_per_node)
-            ]
-            self._devices += node.devices
+        self._nodes = [
+            SimulatedNode(number, setup.host_bytes, setup.devices_per_node, capacity)
+            for number in range(setup.num_nodes)
+        ]
+        self._devices = [device for node in self._nodes for device in node.devices]
         self._batches = Batches(setup)
         mean_prompt = sum(one.num_prompt_tokens for one in workload.requests) / max(1, len(workload.requests))
         self._engines = list(self._make_engines(round(mean_prompt), capacity))
