@@ -362,7 +362,8 @@ def test_progress_is_shown_when_asked(engine: Engine, capsys: pytest.CaptureFixt
 
 
 def test_the_public_names_are_exact_and_cheap_to_import() -> None:
-    assert sorted(manylora.__all__) == manylora.__all__ == ["Constraint", "Engine", "Generation", "SamplingParams"]
+    names = ["Constraint", "Engine", "Generation", "SamplingParams", "__version__"]
+    assert sorted(manylora.__all__) == manylora.__all__ == names
     assert dir(manylora) == manylora.__all__
     assert manylora.Generation is Generation
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manylora.serving.http.bounds import SHORT_BODY_BYTES
 from manylora.serving.http.errors import HttpError
-from manylora.serving.http.room import ArrivingBody, BodyRoom
+from manylora.serving.http.room import SHORT_BODY_BYTES, ArrivingBody, BodyRoom
 
 LONG = SHORT_BODY_BYTES + 1
 ROOM = 12 * LONG

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 
 from manylora.core.config import ServerConfig
 from manylora.serving.api import prompt_part
-from manylora.serving.http import bounds
 from manylora.serving.server import BackgroundServer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -210,8 +209,8 @@ def test_a_wrong_detail_is_refused_by_name(
 
 
 def test_reports_are_bounded(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prompt_part.MAX_PROMPT_LOGPROBS > 17
     monkeypatch.setattr(prompt_part, "MAX_PROMPT_LOGPROBS", 17)
-    assert bounds.MAX_PROMPT_LOGPROBS > 17
     ask(http, prompt=["say", "so"], prompt_logprobs=2)
     error = ask(http, status=400, prompt=["say", "say"], prompt_logprobs=2)["error"]
     assert "18 log-probabilities, expected at most 17" in error["message"]

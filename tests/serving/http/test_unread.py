@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
-from manylora.serving.http.bounds import SHORT_BODY_BYTES
-from manylora.serving.http.room import PATIENCE_S, UnreadAnswers
+from manylora.serving.http.room import PATIENCE_S, SHORT_BODY_BYTES, UnreadAnswers
 
 MIB = 1 << 20
 

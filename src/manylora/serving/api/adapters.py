@@ -30,6 +30,7 @@ from manylora.serving.api.request import Context, context_of, hidden_from_caller
 from manylora.serving.hosting.fleet.adapter_book import UnavailableAdapter
 from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
+from manylora.serving.metrics.status_report import adapter_fields
 from manylora.serving.ports import AdaptersPort
 
 __all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "admin_routes"]
@@ -79,8 +80,12 @@ def _unknown(name: str, param: str = "name") -> HttpError:
 
 
 async def _load(
-    context: Context, name: str, path: str, *, in_place: bool, name_field: str, path_field: str
+    context: Context, name: str | None, path: str | None, fields: tuple[str, str], *, in_place: bool = False
 ) -> Response:
+    """Load an adapter; ``fields`` are the names of its name and its path in the body."""
+    name_field, path_field = fields
+    if not name or not path:
+        raise _invalid(f"Both '{name_field}' and '{path_field}' must be provided.", path_field if name else name_field)
     try:
         check_name(name)
     except AdapterError as error:
@@ -98,26 +103,22 @@ async def _load(
             resolved = str(await asyncio.to_thread(resolve_path, path, context.lora_roots))
         await context.fleet.adapters.load(name, resolved, replace_existing=in_place)
     except AdapterExists:
-        if name == context.fleet.served_name:
-            raise _invalid(
-                f"The name '{name}' is the base model's; an adapter needs another one.", name_field
-            ) from None
-        raise _invalid(
-            f"The lora adapter '{name}' has already been loaded. "
-            "If you want to load the adapter in place, set 'load_inplace' to True.",
-            name_field,
-        ) from None
-    except AdapterForbidden as error:
-        hint = "" if is_url(path) else " (--lora-dir and --allowed-lora-path allow them)"
-        raise HttpError(error.status, f"{error}{hint}", param=path_field) from None
-    except AdapterNotFound as error:
-        raise HttpError(error.status, str(error), param=path_field) from None
-    except AdapterUnavailable as error:
-        headers = {"Retry-After": str(UNAVAILABLE_RETRY_S)}
-        raise HttpError(error.status, str(error), param=path_field, headers=headers) from None
+        reason = (
+            f"The name '{name}' is the base model's; an adapter needs another one."
+            if name == context.fleet.served_name
+            else f"The lora adapter '{name}' has already been loaded. "
+            "If you want to load the adapter in place, set 'load_inplace' to True."
+        )
+        raise _invalid(reason, name_field) from None
     except AdapterError as error:
+        message, headers = str(error), {}
         # vLLM answers 500 to an invalid adapter, and tests of its clients expect that.
-        raise HttpError(500, str(error), param=path_field) from None
+        status = error.status if isinstance(error, AdapterForbidden | AdapterNotFound | AdapterUnavailable) else 500
+        if isinstance(error, AdapterForbidden) and not is_url(path):
+            message += " (--lora-dir and --allowed-lora-path allow them)"
+        elif isinstance(error, AdapterUnavailable):
+            headers["Retry-After"] = str(UNAVAILABLE_RETRY_S)
+        raise HttpError(status, message, param=path_field, headers=headers) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -133,18 +134,8 @@ async def load_lora_adapter(request: Request) -> Response:
     """``POST /v1/load_lora_adapter``."""
     context = _admin_context(request)
     body = await read_body(request, LoadBody)
-    if not body.lora_name or not body.lora_path:
-        raise _invalid(
-            "Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if body.lora_name else "lora_name"
-        )
-    return await _load(
-        context,
-        body.lora_name,
-        body.lora_path,
-        in_place=bool(body.load_inplace),
-        name_field="lora_name",
-        path_field="lora_path",
-    )
+    names = ("lora_name", "lora_path")
+    return await _load(context, body.lora_name, body.lora_path, names, in_place=bool(body.load_inplace))
 
 
 async def unload_lora_adapter(request: Request) -> Response:
@@ -160,9 +151,7 @@ async def create_adapter(request: Request) -> Response:
     """``POST /adapters``: load, as SageMaker names it."""
     context = _admin_context(request)
     body = await read_body(request, SageMakerBody)
-    if not body.name or not body.src:
-        raise _invalid("Both 'name' and 'src' must be provided.", "src" if body.name else "name")
-    return await _load(context, body.name, body.src, in_place=False, name_field="name", path_field="src")
+    return await _load(context, body.name, body.src, ("name", "src"))
 
 
 async def delete_adapter(request: Request) -> Response:
@@ -172,29 +161,16 @@ async def delete_adapter(request: Request) -> Response:
 
 
 def _status_json(status: AdapterStatus, *, shows_paths: bool) -> dict[str, Any]:
-    version = status.version
-    error = status.error
+    version, error = status.version, status.error
     return {
-        "name": status.name,
-        "tier": status.tier.value,
-        "state": status.state,
-        "pinned": status.is_pinned,
-        "generation": status.generation,
+        **adapter_fields(status),
         "version": version.key,
         "source": version.source if shows_paths else status.name,
-        "rank": version.rank,
         "num_modules": version.num_modules,
         "target_modules": list(version.target_modules),
-        "num_pages": version.num_pages,
         "weight_bytes": version.weight_bytes,
         "host_bytes": version.host_bytes,
         "disk_bytes": version.disk_bytes,
-        "num_running": status.num_running,
-        "num_waiting": status.num_waiting,
-        "num_requests": status.num_requests,
-        "num_hits": status.num_hits,
-        "last_used_s": status.last_used_s,
-        "price": status.price,
         "error": error if shows_paths or error is None else hide_paths(error),
     }
 

@@ -15,19 +15,23 @@ from manylora.core.errors import RequestError
 from manylora.serving.api.json_body import free_form, is_null
 from manylora.serving.api.model_settings import Settings
 from manylora.serving.api.request import Context
-from manylora.serving.api.schemas import ChatBody, ContentPart, Message, TokenizeBody
+from manylora.serving.api.schemas import INLINE_CHARS, MAX_MESSAGES, ChatBody, ContentPart, Message, TokenizeBody
 from manylora.serving.api.tools import arguments_bytes, called
-from manylora.serving.http.bounds import (
-    INLINE_CHARS,
-    MAX_MESSAGES,
-    MAX_TEMPLATE_BYTES,
-    MAX_TEMPLATE_CHARS,
-    MAX_TEMPLATE_DEPTH,
-    MAX_TEMPLATE_NUMBER,
-)
 from manylora.serving.text.tools import TOOL_PARSERS, ToolParser, parser_of_template
 
 __all__ = ["ChatTemplate", "chat_tokens", "joined_text", "log_once", "template_kwargs", "template_of", "tool_parser"]
+
+MAX_TEMPLATE_BYTES = 16 * 1024
+"""JSON of ``chat_template_kwargs``."""
+
+MAX_TEMPLATE_CHARS = 64 * 1024
+"""Characters of a request's ``chat_template``."""
+
+MAX_TEMPLATE_DEPTH = 16
+"""Nesting of ``chat_template_kwargs``."""
+
+MAX_TEMPLATE_NUMBER = 1_000_000
+"""Largest number in ``chat_template_kwargs``: a template can repeat or indent by it."""
 
 CHARS_PER_MESSAGE = 50
 """Characters of text that take as long as the template's work on a message."""

@@ -17,9 +17,8 @@ from manylora.serving.api.prompt_part import Details, PromptPart
 from manylora.serving.api.request import Context, read_call
 from manylora.serving.api.respond import respond
 from manylora.serving.api.sampling import check_token_ids, sampling_params
-from manylora.serving.api.schemas import CompletionBody
+from manylora.serving.api.schemas import INLINE_CHARS, CompletionBody
 from manylora.serving.api.submit import Truncation, check_lengths, check_num_answers
-from manylora.serving.http.bounds import INLINE_CHARS
 from manylora.serving.http.turns import next_turn
 
 __all__ = ["completion_routes", "decode_prompts"]

@@ -6,14 +6,12 @@ Both are made once, at the first request, and sent as bytes. The page has no scr
 from __future__ import annotations
 
 import functools
-import html
 import re
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
+import jinja2
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -60,7 +58,7 @@ class Error(msgspec.Struct):
 
 def openapi(routes: Sequence[Route], *, root_path: str) -> dict[str, Any]:
     """Return the description of routes in OpenAPI 3.1."""
-    structs = [*map(_without_raw, dict.fromkeys(BODIES.values())), Error]
+    structs = [*dict.fromkeys(BODIES.values()), Error]
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF + "{name}")
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -78,33 +76,6 @@ def openapi(routes: Sequence[Route], *, root_path: str) -> dict[str, Any]:
         },
         "security": [{}, {"key": []}],
     }
-
-
-@functools.cache
-def _without_raw(struct: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Return a struct of the same fields, those of any JSON as such: schemas are made of no ``Raw``."""
-    fields: list[tuple[str, Any, Any]] = []
-    for one in msgspec.structs.fields(struct):
-        default: Any = msgspec.field(name=one.encode_name)
-        if one.default_factory is not msgspec.NODEFAULT:
-            default = msgspec.field(default_factory=one.default_factory, name=one.encode_name)
-        elif one.default is not msgspec.NODEFAULT:
-            default = None if isinstance(one.default, msgspec.Raw) else one.default
-            default = msgspec.field(default=default, name=one.encode_name)
-        fields.append((one.name, _type_without_raw(one.type), default))
-    return msgspec.defstruct(struct.__name__, fields, kw_only=True, namespace={"__doc__": struct.__doc__})
-
-
-def _type_without_raw(kind: Any) -> Any:
-    if kind is msgspec.Raw:
-        return Any
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return _without_raw(kind)
-    parts = tuple(map(_type_without_raw, typing.get_args(kind)))
-    origin = typing.get_origin(kind)
-    if not parts or origin is typing.Literal:
-        return kind
-    return typing.Union[parts] if origin in (types.UnionType, typing.Union) else origin[parts]  # noqa: UP007
 
 
 def _operation(route: Route, method: str) -> dict[str, Any]:
@@ -168,26 +139,9 @@ def docs_routes(routes: Sequence[Route], *, root_path: str) -> list[Route]:
 
 
 def _page(document: Mapping[str, Any]) -> str:
-    schemas = document["components"]["schemas"]
-    parts = [_HEAD.format(version=html.escape(document["info"]["version"]))]
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            summary = html.escape(operation["summary"])
-            body = operation.get("requestBody")
-            fields = _fields(body["content"]["application/json"]["schema"], schemas) if body else ""
-            parts.append(f"<h2><b>{method.upper()}</b> {html.escape(path)}</h2><p>{summary}</p>{fields}")
-    return "".join(parts)
-
-
-def _fields(schema: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
-    made = schemas[schema["$ref"].removeprefix(_REF)]
-    required = made.get("required", ())
-    rows = "".join(
-        f"<tr><td><code>{html.escape(name)}</code></td><td>{html.escape(_kind(one))}</td>"
-        f"<td>{'required' if name in required else html.escape(_default(one))}</td></tr>"
-        for name, one in made["properties"].items()
-    )
-    return f"<table>{rows}</table>"
+    page = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE)
+    schemas = {_REF + name: schema for name, schema in document["components"]["schemas"].items()}
+    return page.render(document, schemas=schemas, kind=_kind, default=_default)
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
@@ -208,9 +162,18 @@ def _default(schema: Mapping[str, Any]) -> str:
     return "" if default is None or default == {} else msgspec.json.encode(default).decode()
 
 
-_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>manylora</title><style>
-body{{font:16px/1.5 system-ui,sans-serif;max-width:50em;margin:2em auto;padding:0 1em}}
-h2{{font-size:1em;font-family:monospace;border-top:1px solid #ccc;padding-top:1em}}
-td{{padding:0 1.5em 0 0;vertical-align:top}}</style>
-<h1>manylora {version}</h1><p>The API of OpenAI with vLLM's extensions; <a href="openapi.json">openapi.json</a> has the
-same for programs.</p>"""
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>manylora</title><style>
+body{font:16px/1.5 system-ui,sans-serif;max-width:50em;margin:2em auto;padding:0 1em}
+h2{font-size:1em;font-family:monospace;border-top:1px solid #ccc;padding-top:1em}
+td{padding:0 1.5em 0 0;vertical-align:top}</style>
+<h1>manylora {{ info.version }}</h1><p>The API of OpenAI with vLLM's extensions;
+<a href="openapi.json">openapi.json</a> has the same for programs.</p>
+{% for path, operations in paths.items() %}{% for method, operation in operations.items() %}
+<h2><b>{{ method | upper }}</b> {{ path }}</h2><p>{{ operation.summary }}</p>
+{% if operation.requestBody %}<table>
+{% set body = schemas[operation.requestBody.content["application/json"].schema["$ref"]] %}
+{% for name, field in body.properties.items() %}
+<tr><td><code>{{ name }}</code></td><td>{{ kind(field) }}</td>
+<td>{{ "required" if name in body.required else default(field) }}</td></tr>
+{% endfor %}</table>{% endif %}
+{% endfor %}{% endfor %}"""

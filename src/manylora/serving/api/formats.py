@@ -99,10 +99,7 @@ class _WholeAnswer(Generic[Items]):
 class CompletionFormat(AnswerFormat[dict[str, bytes]]):
     """JSON of completions.
 
-    Args:
-        echoes: Text to put before each answer: its prompt, or nothing.
-        prompt: The prompts' part of the response.
-        has_logprobs: Whether log-probabilities were requested.
+    ``echoes`` has the text to put before each answer: its prompt, or nothing.
     """
 
     object = "text_completion"
@@ -165,11 +162,7 @@ class ChatFormat(AnswerFormat[bytes]):
 
     Reasoning has two names, ``reasoning_content`` and vLLM's later ``reasoning``: clients read one or the other.
 
-    Args:
-        prompt: The prompt's part of the response.
-        use: The part of tools in the request.
-        make_reader: Makes the reader of an answer; ``None`` if its text is all content.
-        has_logprobs: Whether log-probabilities were requested.
+    Without ``make_reader`` the text of an answer is all content.
     """
 
     object = "chat.completion"

@@ -20,12 +20,7 @@ MAX_KNOWN = 8192
 
 
 class FormChecks:
-    """Checks forms, and remembers the results. For the event loop's thread alone.
-
-    Args:
-        process: Checks a form, in at most a few seconds.
-        turns: The turns of callers with new forms.
-    """
+    """Checks forms, and remembers the results. For the event loop's thread alone."""
 
     def __init__(self, process: FormProcess, turns: FairWork) -> None:
         self._process = process

@@ -36,6 +36,7 @@ __all__ = [
     "is_null",
     "num_bytes",
     "parse",
+    "raw_field",
     "split",
 ]
 
@@ -54,7 +55,7 @@ MAX_REPORTED, MAX_NAME_CHARS = 100, 100
 """Unknown fields that are logged, and characters of a name by which they are told apart."""
 
 NULL = msgspec.Raw(b"null")
-"""The default of a field of any shape."""
+"""The JSON of a field that is absent."""
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -144,6 +145,11 @@ def _not_json(error: Exception) -> RequestError:
     if isinstance(error, RecursionError):
         return RequestError("The body is nested too deeply")
     return RequestError(f"The body is not valid JSON: {error}")
+
+
+def raw_field() -> Any:
+    """Return the default of a field of any shape: ``NULL``."""
+    return msgspec.field(default_factory=lambda: NULL)  # a default as such could not be in a JSON schema
 
 
 def num_bytes(raw: msgspec.Raw) -> int:

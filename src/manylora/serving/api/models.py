@@ -19,10 +19,9 @@ from manylora.core.errors import CapacityError, EngineDead, ModelNotFound, Reque
 from manylora.serving.api.chat_prompt import chat_tokens, template_of
 from manylora.serving.api.request import Context, context_of, read_body
 from manylora.serving.api.sampling import check_token_ids
-from manylora.serving.api.schemas import DetokenizeBody, TokenizeBody
+from manylora.serving.api.schemas import INLINE_CHARS, TOKENIZE_CONTEXTS, DetokenizeBody, TokenizeBody
 from manylora.serving.api.tools import read_tool_use
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
-from manylora.serving.http.bounds import INLINE_CHARS, TOKENIZE_CONTEXTS
 from manylora.serving.http.turns import next_turn
 
 __all__ = ["json_response", "model_routes"]

@@ -18,7 +18,6 @@ import msgspec
 from manylora.core.errors import RequestError
 from manylora.core.types import PromptLogprobs
 from manylora.serving.api.schemas import SamplingFields
-from manylora.serving.http.bounds import MAX_PROMPT_LOGPROBS
 from manylora.serving.http.turns import next_turn
 from manylora.serving.text import Tokenizer, TokenLogprob, describe_prompt
 
@@ -34,6 +33,9 @@ __all__ = [
     "named_by_id",
 ]
 
+MAX_PROMPT_LOGPROBS = 1 << 20
+"""Log-probabilities of the prompts of a request: each is some 70 bytes of JSON."""
+
 LEAST_LOGPROB = -9999.0
 """vLLM's number for minus infinity, which JSON does not have."""
 
@@ -46,11 +48,7 @@ encode = msgspec.json.encode
 
 
 class JsonParts:
-    """JSON of a value in parts; ``encode_parts`` takes it as a value of other JSON.
-
-    Args:
-        parts: The JSON, in order.
-    """
+    """JSON of a value in parts; ``encode_parts`` takes it as a value of other JSON."""
 
     __slots__ = ("parts",)
 
@@ -132,12 +130,6 @@ NO_DETAILS = Details()
 
 class PromptPart:
     """The prompts' part of one response.
-
-    Args:
-        tokenizer: The base model's tokenizer.
-        prompts: Token ids of each prompt.
-        num_answers: Answers per prompt.
-        details: The details to show.
 
     Raises:
         RequestError: The log-probabilities of all prompts are too many.

@@ -26,7 +26,6 @@ from manylora.serving.api.json_body import parse
 from manylora.serving.api.model_settings import ModelSettings, Settings
 from manylora.serving.api.schemas import SamplingFields
 from manylora.serving.http.auth import Gate
-from manylora.serving.http.bounds import MAX_FORMS_WAITING, MAX_MODEL_CHARS, MAX_TEXT_WAITING
 from manylora.serving.http.errors import HttpError
 from manylora.serving.http.refusals import RetryTimes
 from manylora.serving.http.room import BodyRoom, CallerRoom, UnreadAnswers, default_body_bytes, room_of_engine
@@ -38,6 +37,15 @@ from manylora.serving.text import Tokenizer
 from manylora.serving.text.forms import FormProcess, FormSettings
 
 __all__ = ["AnswerCall", "Context", "context_of", "hidden_from_caller", "make_context", "read_body", "read_call"]
+
+MAX_MODEL_CHARS = 600
+"""Characters of ``model``: the base's name, a colon and an adapter's."""
+
+MAX_TEXT_WAITING = 256
+"""Long texts that wait for their turn to be tokenized, half of them of one caller; more get a 429."""
+
+MAX_FORMS_WAITING = 64
+"""Requests with new forms that wait for their turn to be checked, half of them of one caller; more get a 429."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,11 +63,7 @@ async def respond(
 
 
 class EventStream(Response, ABC):
-    """Answers as server-sent events: an ASGI application, which Starlette calls as a response.
-
-    Args:
-        answers: Started answers.
-    """
+    """Answers as server-sent events: an ASGI application, which Starlette calls as a response."""
 
     _is_long = False
     """Whether pieces may become long JSON, which is sent in parts, between which others have their turns."""
@@ -144,11 +140,7 @@ def _envelope(head: dict[str, Any], answers: RequestAnswers, context: Context) -
 class _AnswerStream(EventStream):
     """Answers in the chunks of a format.
 
-    Args:
-        call: The request.
-        answers: Started answers.
-        form: Formats the chunks.
-        head: The first fields of every chunk.
+    ``head`` has the first fields of every chunk.
     """
 
     def __init__(

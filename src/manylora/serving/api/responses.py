@@ -18,11 +18,12 @@ from manylora.core.errors import RequestError
 from manylora.core.types import SamplingParams
 from manylora.serving.api.chat_prompt import ChatTemplate, chat_tokens, joined_text, template_kwargs, tool_parser
 from manylora.serving.api.formats import message_readers
-from manylora.serving.api.json_body import NULL, free_form, is_null
+from manylora.serving.api.json_body import free_form, is_null, raw_field
 from manylora.serving.api.request import read_call
 from manylora.serving.api.responses_output import BuiltResponse, ResponseStream, WholeResponse
 from manylora.serving.api.sampling import sampling_params
 from manylora.serving.api.schemas import (
+    MAX_MESSAGES,
     CalledFunction,
     ContentPart,
     FunctionName,
@@ -37,7 +38,6 @@ from manylora.serving.api.schemas import (
 )
 from manylora.serving.api.submit import submit
 from manylora.serving.api.tools import read_tool_use
-from manylora.serving.http.bounds import MAX_MESSAGES
 from manylora.serving.text import MessageReader
 
 __all__ = ["ResponsesBody", "response_routes"]
@@ -51,7 +51,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
     type: str
     name: str | None = None
-    schema: msgspec.Raw = NULL
+    schema: msgspec.Raw = raw_field()
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -66,7 +66,7 @@ class FlatTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     type: str | None = None
     name: str | None = None
     description: str | None = None
-    parameters: msgspec.Raw = NULL
+    parameters: msgspec.Raw = raw_field()
     strict: bool | None = None
 
 
@@ -98,17 +98,17 @@ class ResponsesBody(SamplingFields, kw_only=True):
     tools: list[FlatTool] | None = None
     tool_choice: str | FlatToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: msgspec.Raw = NULL
+    chat_template_kwargs: msgspec.Raw = raw_field()
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     previous_response_id: str | None = None
-    conversation: msgspec.Raw = NULL
+    conversation: msgspec.Raw = raw_field()
     background: bool | None = None
-    prompt: msgspec.Raw = NULL
+    prompt: msgspec.Raw = raw_field()
     truncation: str | None = None
     include: list[str] | None = None
-    reasoning: msgspec.Raw = NULL
+    reasoning: msgspec.Raw = raw_field()
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
 

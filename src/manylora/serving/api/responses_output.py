@@ -105,11 +105,7 @@ def _new_id(prefix: str) -> str:
 class BuiltResponse:
     """A response while it is built.
 
-    Args:
-        answers: Started answers, of one request.
-        reader: Reads the answer's text.
-        fields: Fields of the response that are known before its output.
-        new_call_id: Returns an id for a call.
+    ``fields`` are the fields of the response that are known before its output.
     """
 
     def __init__(

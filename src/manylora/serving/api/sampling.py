@@ -11,17 +11,26 @@ from manylora.core.errors import RequestError
 from manylora.core.generation import NO_DEFAULTS, GenerationDefaults
 from manylora.core.types import Constraint, SamplingParams
 from manylora.serving.api.json_body import NULL, free_form, is_null
-from manylora.serving.api.schemas import ConstraintFields, ResponseFormat, SamplingFields, StructuredOutputs
-from manylora.serving.http.bounds import (
+from manylora.serving.api.schemas import (
     INLINE_CHARS,
-    MAX_BAD_WORDS,
-    MAX_BIAS_BYTES,
     MAX_SCHEMA_BYTES,
-    MAX_STOP_TOKEN_IDS,
+    ConstraintFields,
+    ResponseFormat,
+    SamplingFields,
+    StructuredOutputs,
 )
 from manylora.serving.text import Tokenizer
 
 __all__ = ["check_token_ids", "constraint_field", "sampling_params"]
+
+MAX_BAD_WORDS = 128
+"""Entries of ``bad_words``; together at most ``INLINE_CHARS`` characters."""
+
+MAX_STOP_TOKEN_IDS = 1024
+"""Entries of ``stop_token_ids``."""
+
+MAX_BIAS_BYTES = 64 * 1024
+"""JSON of ``logit_bias``, which has at most 1024 entries: some floats take microseconds to decode."""
 
 JSON_OBJECT = '{"type":"object"}'
 

@@ -7,12 +7,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from manylora.serving.api.json_body import NULL, FieldRules
-from manylora.serving.http.bounds import MAX_CHOICES
+from manylora.serving.api.json_body import FieldRules, raw_field
 
 __all__ = [
     "HARMLESS",
+    "INLINE_CHARS",
+    "MAX_MESSAGES",
+    "MAX_SCHEMA_BYTES",
     "REFUSED",
+    "TOKENIZE_CONTEXTS",
     "CalledFunction",
     "ChatBody",
     "CompletionBody",
@@ -31,6 +34,21 @@ __all__ = [
     "ToolChoice",
     "ToolFunction",
 ]
+
+MAX_CHOICES = 128
+"""Answers per prompt, ``n``."""
+
+INLINE_CHARS = 4_000
+"""Characters up to which text is tokenized on the event loop, in a millisecond or two; more go to a thread."""
+
+MAX_MESSAGES = 2048
+"""Messages in a chat, and text parts in all of them."""
+
+MAX_SCHEMA_BYTES = 128 * 1024
+"""JSON of a response's schema, or of the parameters of all tools."""
+
+TOKENIZE_CONTEXTS = 4
+"""``/tokenize`` and ``/detokenize`` take so many contexts, so that a caller sees how far a text is too long."""
 
 
 _HARMLESS = """
@@ -71,7 +89,7 @@ class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     name: Name
     description: str | None = None
-    parameters: msgspec.Raw = NULL
+    parameters: msgspec.Raw = raw_field()
     strict: bool | None = None
 
 
@@ -99,7 +117,7 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     """The function of a call in the history."""
 
     name: Name
-    arguments: msgspec.Raw = NULL
+    arguments: msgspec.Raw = raw_field()
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
@@ -129,14 +147,14 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
     type: str
     json_schema: JsonSchema | None = None
-    structures: msgspec.Raw = NULL
+    structures: msgspec.Raw = raw_field()
     triggers: list[str] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's ``structured_outputs``: one of the first six."""
 
-    json: msgspec.Raw = NULL
+    json: msgspec.Raw = raw_field()
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -153,7 +171,7 @@ class ConstraintFields(msgspec.Struct, kw_only=True):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: msgspec.Raw = NULL
+    guided_json: msgspec.Raw = raw_field()
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -181,7 +199,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: msgspec.Raw = NULL
+    logit_bias: msgspec.Raw = raw_field()
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
@@ -209,7 +227,7 @@ class ContentPart(msgspec.Struct, kw_only=True, gc=False):
     """A part of a message; only text is supported."""
 
     type: str | None = None
-    text: msgspec.Raw = NULL
+    text: msgspec.Raw = raw_field()
 
 
 class Message(msgspec.Struct, kw_only=True, gc=False):
@@ -219,7 +237,7 @@ class Message(msgspec.Struct, kw_only=True, gc=False):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    function_call: msgspec.Raw = NULL
+    function_call: msgspec.Raw = raw_field()
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -234,7 +252,7 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: msgspec.Raw = NULL
+    chat_template_kwargs: msgspec.Raw = raw_field()
     echo: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
@@ -252,7 +270,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: msgspec.Raw = NULL
+    chat_template_kwargs: msgspec.Raw = raw_field()
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 

@@ -27,12 +27,15 @@ from manylora.serving.hosting.fleet.engines import Replica
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
-from manylora.serving.metrics.status_report import ReplicaRow, Resumes, StatusReport, adapter_row
+from manylora.serving.metrics.status_report import AdapterRow, ReplicaRow, StatusReport, adapter_fields
 
 __all__ = ["status_routes"]
 
 NUM_ADAPTERS = 100
 """Default number of adapters in a report."""
+
+OF_ENGINE = ("num_running", "num_waiting", "num_pages", "num_free_pages", "num_loads", "num_resident", "fits")
+"""Counters of an engine that its row shows."""
 
 
 async def status(request: Request) -> Response:
@@ -58,7 +61,8 @@ async def status(request: Request) -> Response:
         page_bytes=context.fleet.engines.info.page_bytes,
         engine=stats,
         adapters=tuple(
-            adapter_row(one, context.metrics.latency.of_adapter(one.name, now)) for one in statuses[:num_adapters]
+            AdapterRow(**adapter_fields(one), latency=context.metrics.latency.of_adapter(one.name, now))
+            for one in statuses[:num_adapters]
         ),
         replicas=tuple(
             _replica_row(one, snapshots.get(one.index), num_adapters)
@@ -111,7 +115,7 @@ def _report(context: Context, num_functions: int, hidden: Collection[str]) -> St
         latency=latency.total(now),
         base=latency.of_adapter("", now),
         replicas=() if hidden else tuple(_replica_row(one, None, 0) for one in _in_use(context)),
-        resumes=Resumes(**dataclasses.asdict(fleet.resumes)),
+        resumes=fleet.resumes,
         generation_defaults=context.settings.base.defaults.given(),
         scaling=fleet.scaling,
         functions=tuple([one for one in context.functions() if one.name not in hidden][:num_functions]),
@@ -125,27 +129,14 @@ def _in_use(context: Context) -> list[Replica]:
 
 def _replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int) -> ReplicaRow:
     """Return an engine's row, with at most ``num_adapters`` names of each kind."""
-    row = ReplicaRow(
-        index=replica.index,
-        state=replica.state.value,
-        pid=replica.pid,
-        num_restarts=replica.num_restarts,
-        num_in_flight=replica.num_in_flight,
-        node=replica.node,
-    )
+    row = ReplicaRow(**{**dataclasses.asdict(replica), "state": replica.state.value})
     if snapshot is None:
         return row
     stats, statuses = snapshot
     by_use = sorted(statuses, key=lambda one: -one.num_requests)
     return msgspec.structs.replace(
         row,
-        num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
-        num_pages=stats.num_pages,
-        num_free_pages=stats.num_free_pages,
-        num_loads=stats.num_loads,
-        num_resident=stats.num_resident,
-        fits=stats.fits,
+        **{name: getattr(stats, name) for name in OF_ENGINE},
         placed=tuple(one.name for one in by_use if one.tier is Tier.DEVICE)[:num_adapters],
         pinned=tuple(one.name for one in by_use if one.is_pinned)[:num_adapters],
     )

@@ -14,13 +14,18 @@ from manylora.serving.api.answers import RequestAnswers
 from manylora.serving.api.prompt_part import NO_DETAILS, Details
 from manylora.serving.api.request import AnswerCall, Context
 from manylora.serving.api.sampling import constraint_field
-from manylora.serving.api.schemas import SamplingFields
-from manylora.serving.http.bounds import MAX_ANSWER_LOGPROBS, MAX_SALT_CHARS, TOKENIZE_CONTEXTS
+from manylora.serving.api.schemas import TOKENIZE_CONTEXTS, SamplingFields
 from manylora.serving.http.room import room_of_engine
 from manylora.serving.http.turns import next_turn
 from manylora.serving.text import Tokenizer
 
 __all__ = ["Truncation", "check_lengths", "check_num_answers", "submit"]
+
+MAX_SALT_CHARS = 1024
+"""Characters of ``cache_salt``, which an engine hashes for each answer."""
+
+MAX_ANSWER_LOGPROBS = 1 << 22
+"""Log-probabilities of the answers of a request, or as many as an answer of the whole context has, if that is more."""
 
 REQUESTS_AT_ONCE = 256
 """Requests of the engine that are made at once, in a millisecond or two."""
@@ -29,10 +34,7 @@ REQUESTS_AT_ONCE = 256
 class Truncation:
     """The cut of a request's prompts by ``truncate_prompt_tokens``: their last tokens alone.
 
-    Args:
-        context: The server's parts.
-        body: The request.
-        max_tokens: Most tokens of the answer, for which ``truncate_prompt_tokens = -1`` leaves room.
+    ``truncate_prompt_tokens = -1`` leaves room for an answer of ``max_tokens``.
 
     Raises:
         RequestError: The number is out of range.

@@ -18,11 +18,16 @@ from manylora.core.errors import RequestError
 from manylora.core.types import Constraint, SamplingParams
 from manylora.serving.api.json_body import free_form, is_null, num_bytes
 from manylora.serving.api.request import Context
-from manylora.serving.api.schemas import Tool, ToolCall, ToolChoice, ToolFunction
-from manylora.serving.http.bounds import INLINE_CHARS, MAX_ARGUMENTS_BYTES, MAX_SCHEMA_BYTES, MAX_TOOLS
+from manylora.serving.api.schemas import INLINE_CHARS, MAX_SCHEMA_BYTES, Tool, ToolCall, ToolChoice, ToolFunction
 from manylora.serving.text.tools import NamedCall, RequiredCalls, ToolParser
 
 __all__ = ["NO_TOOLS", "ToolUse", "arguments_bytes", "called", "read_tool_use"]
+
+MAX_TOOLS = 128
+"""Tools of a request."""
+
+MAX_ARGUMENTS_BYTES = 64 * 1024
+"""JSON of the arguments of one call in the history."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ message is paid per step and not per token.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -32,6 +32,7 @@ __all__ = [
     "AdapterIdentity",
     "AddRequests",
     "Cancel",
+    "ChangeAdapter",
     "Command",
     "Ending",
     "EngineInfo",
@@ -43,7 +44,6 @@ __all__ = [
     "LoadAdapters",
     "Message",
     "Observations",
-    "PinAdapter",
     "ProcessSetup",
     "Ready",
     "Reply",
@@ -51,8 +51,6 @@ __all__ = [
     "StartReport",
     "TakeSnapshot",
     "Turn",
-    "UnloadAdapter",
-    "WarmAdapter",
     "decode_command",
     "decode_message",
     "encode",
@@ -171,26 +169,12 @@ class LoadAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):
     adapters: list[tuple[str, str, bool, AdapterIdentity | None]]
 
 
-class UnloadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Unregister an adapter; requests in flight finish on it."""
+class ChangeAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Unregister an adapter (requests in flight finish on it), pin or unpin it, or start to copy it to the device."""
 
     call: int
     name: str
-
-
-class PinAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Pin or unpin an adapter."""
-
-    call: int
-    name: str
-    pinned: bool
-
-
-class WarmAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Start to copy an adapter to the device."""
-
-    call: int
-    name: str
+    change: Literal["unload", "pin", "unpin", "warm"]
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -224,16 +208,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, error: errors.ManyloraError) -> Fault:
         """Return the fault of an error."""
-        return cls(
-            kind=type(error).__name__,
-            message=str(error),
-            param=getattr(error, "param", None),
-            adapter=getattr(error, "adapter", ""),
-            reason=getattr(error, "reason", ""),
-            retry_after_s=getattr(error, "retry_after_s", 1.0),
-            every_s=getattr(error, "every_s", 0.0),
-            status=error.status,
-        )
+        own = ("param", "adapter", "reason", "retry_after_s", "every_s", "status")
+        fields = {name: getattr(error, name) for name in own if hasattr(error, name)}
+        return cls(kind=type(error).__name__, message=str(error), **fields)
 
     def to_error(self) -> errors.ManyloraError:
         """Return the error."""
@@ -373,9 +350,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     observations: Observations | None = None
 
 
-Command: TypeAlias = (
-    AddRequests | Cancel | LoadAdapter | LoadAdapters | UnloadAdapter | PinAdapter | WarmAdapter | TakeSnapshot
-)
+Command: TypeAlias = AddRequests | Cancel | LoadAdapter | LoadAdapters | ChangeAdapter | TakeSnapshot
 Message: TypeAlias = Ready | StartRefused | Turn | Reply
 
 _encoder = msgspec.msgpack.Encoder()

@@ -44,13 +44,6 @@ class RequestFields(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     Two thousand answers may share 64 Ki token ids or a grammar of 256 KiB, so the message is of the size of the HTTP
     request, not of its product with the number of answers.
-
-    Args:
-        call: As of ``AddRequests``.
-        prompts: The prompts.
-        common: The fields that are shared.
-        answers: The fields of each request.
-        each: As of ``AddRequests``.
     """
 
     call: int

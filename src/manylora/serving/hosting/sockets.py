@@ -26,11 +26,7 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"  # libzmq asks there whether it may admit
 
 
 class UnixSockets(msgspec.Struct, frozen=True, tag="unix"):
-    """Sockets in a directory that the API process has made, and that this machine's other users cannot enter.
-
-    Args:
-        directory: The directory.
-    """
+    """Sockets in a directory that the API process has made, and that this machine's other users cannot enter."""
 
     directory: str
 

@@ -52,13 +52,7 @@ logger = logging.getLogger(__name__)
 class Acceptor:
     """Accepts the connections of one listening socket until closed. For the event loop's thread alone.
 
-    Args:
-        listening: The socket, bound; its owner closes it.
-        make_protocol: Makes the protocol of a connection.
-        bounds: Bounds of connections; it knows those that are open.
-        num_open: Returns the number of connections that are open.
-        backlog: Length of the kernel's queue.
-        tls: Settings of TLS; ``None`` for none.
+    ``bounds`` knows the connections that are open; the owner of the ``listening`` socket closes it.
     """
 
     def __init__(

@@ -44,12 +44,7 @@ TYPES = {
 class HttpError(ManyloraError):
     """An error of the HTTP layer: a key, a body, a media type.
 
-    Args:
-        status: HTTP status.
-        message: Text for the caller.
-        param: The wrong field, if there is one.
-        kind: The error's ``type``, if it is not that of the status.
-        headers: More response headers.
+    ``kind`` is the error's ``type`` in the body, if it is not that of the status.
     """
 
     def __init__(

@@ -221,9 +221,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 def bind_unix(path: str, mode: int) -> socket.socket:
     """Return a Unix socket bound to a path, in place of one that no process listens on.
 
-    Args:
-        path: Path of its file.
-        mode: Permissions of the file, which it has from the first moment on.
+    The file has the permissions ``mode`` from the first moment on.
 
     Raises:
         ConfigError: Another process listens there, or there can be no socket.

@@ -22,10 +22,27 @@ from dataclasses import dataclass
 
 from manylora.core.config import SchedulerConfig
 from manylora.core.errors import CapacityError
-from manylora.serving.http.bounds import MAX_BODIES_BYTES, MAX_UNREAD_BYTES, SHORT_BODY_BYTES
 from manylora.serving.http.errors import HttpError
 
-__all__ = ["ArrivingBody", "BodyRoom", "CallerRoom", "Places", "UnreadAnswers", "default_body_bytes", "room_of_engine"]
+__all__ = [
+    "SHORT_BODY_BYTES",
+    "ArrivingBody",
+    "BodyRoom",
+    "CallerRoom",
+    "Places",
+    "UnreadAnswers",
+    "default_body_bytes",
+    "room_of_engine",
+]
+
+MAX_BODIES_BYTES = 256 << 20
+"""Bytes of all bodies longer than ``SHORT_BODY_BYTES`` that arrive at a time; beyond them a body alone is taken."""
+
+MAX_UNREAD_BYTES = 256 << 20
+"""Bytes of all long answers that wait for their clients; beyond them the slowest readers are left."""
+
+SHORT_BODY_BYTES = 64 * 1024
+"""A body up to this is taken whatever else arrives: connections bound these."""
 
 
 LEAST_BODY_BYTES = 1 << 20
@@ -71,12 +88,7 @@ class Places:
 
 
 class CallerRoom:
-    """Counts the answers under way of each caller. For the event loop's thread alone.
-
-    Args:
-        num_each: Most answers of a caller on each engine.
-        num_engines: Returns the number of engines that serve.
-    """
+    """Counts the answers under way of each caller. For the event loop's thread alone."""
 
     def __init__(self, num_each: int, num_engines: Callable[[], int]) -> None:
         self._num_each = num_each

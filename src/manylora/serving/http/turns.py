@@ -190,11 +190,7 @@ MOST_AT_ONCE = 64
 
 
 class LoopTurns:
-    """The turns on one event loop. For that loop's thread alone.
-
-    Args:
-        now_s: Returns a time in seconds that never steps back.
-    """
+    """The turns on one event loop. For that loop's thread alone."""
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s

@@ -70,12 +70,7 @@ class BatchHistogram(Collector):
     Every token has its gap to the one before, and gaps of one step are often equal: counting equal values together
     costs a tenth of one ``Histogram.observe`` for each.
 
-    Args:
-        name: Name of the metric.
-        text: Its description.
-        labels: Its labels, by name.
-        registry: Shows it.
-        buckets: Upper edges, ascending, without infinity.
+    ``buckets`` are upper edges, ascending, without infinity.
     """
 
     def __init__(
@@ -104,12 +99,7 @@ class BatchHistogram(Collector):
 class Metrics:
     """All metrics of one server.
 
-    Args:
-        config: The engine's configuration, for the values that are labels.
-        has_adapter_histograms: Whether latencies are kept by adapter as well.
-        served_name: The base model's name: the label ``model_name`` of everything under vLLM's names.
-        epoch_s: Returns the time in seconds since the epoch.
-        monotonic_s: Returns a time in seconds that never steps back, for the latency window.
+    ``served_name`` is the label ``model_name`` of everything under vLLM's names.
     """
 
     def __init__(

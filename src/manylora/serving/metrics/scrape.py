@@ -152,15 +152,7 @@ def by_replica(families: Mapping[int, Iterable[Metric]]) -> Iterator[Metric]:
 def snapshot_metrics(
     stats: EngineStats, statuses: Sequence[AdapterStatus], config: EngineConfig, *, served_name: str, now_s: float
 ) -> Iterator[Metric]:
-    """Yield the metrics of a snapshot.
-
-    Args:
-        stats: Gauges and counters.
-        statuses: The adapters in use.
-        config: The engine's configuration, for the values that are labels.
-        served_name: The label ``model_name``.
-        now_s: The time in seconds since the epoch.
-    """
+    """Yield the metrics of a snapshot."""
     yield from _rows(VLLM, [([served_name], stats)], "model_name")
     yield from _computed_vllm_metrics(stats, statuses, config, served_name)
     yield _cache_config(stats, config)

@@ -6,7 +6,7 @@ Agents report the states of functions to their controller in the same types.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -14,6 +14,7 @@ from msgspec import Meta
 from manylora.core.costs.rank_fit import StepFit
 from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.scaling import ScalingDecision
+from manylora.serving.hosting.fleet.resumption import ResumeStats
 
 __all__ = [
     "AdapterRow",
@@ -24,9 +25,8 @@ __all__ = [
     "MeasureNote",
     "Percentiles",
     "ReplicaRow",
-    "Resumes",
     "StatusReport",
-    "adapter_row",
+    "adapter_fields",
 ]
 
 
@@ -167,17 +167,6 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
     pinned: tuple[str, ...] = ()
 
 
-class Resumes(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests whose engine was lost, since the start; see ``hosting.resumption.ResumeStats``."""
-
-    num_resumes: int
-    num_resumed: int
-    num_ended: int
-    num_poison: int
-    num_waiting: int
-    longest_pause_s: float
-
-
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """The server's state for a live view.
 
@@ -217,27 +206,22 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterRow, ...] = ()
     generation_defaults: dict[str, float] = {}
     replicas: tuple[ReplicaRow, ...] = ()
-    resumes: Resumes | None = None
+    resumes: ResumeStats | None = None
     scaling: ScalingDecision | None = None
     functions: tuple[FunctionState, ...] = ()
 
 
-def adapter_row(status: AdapterStatus, latency: Latency) -> AdapterRow:
-    """Return an adapter's row."""
-    return AdapterRow(
-        name=status.name,
-        tier=status.tier.value,
-        state=status.state,
-        pinned=status.is_pinned,
-        generation=status.generation,
-        rank=status.version.rank,
-        num_pages=status.version.num_pages,
-        num_running=status.num_running,
-        num_waiting=status.num_waiting,
-        num_requests=status.num_requests,
-        num_hits=status.num_hits,
-        last_used_s=status.last_used_s,
-        latency=latency,
-        price=status.price,
-        error=status.error,
-    )
+def adapter_fields(status: AdapterStatus) -> dict[str, Any]:
+    """Return the fields of an adapter that both ``GET /status`` and ``GET /adapters`` show."""
+    return {name: getattr(status, name) for name in _OF_ADAPTER} | {
+        "tier": status.tier.value,
+        "pinned": status.is_pinned,
+        "rank": status.version.rank,
+        "num_pages": status.version.num_pages,
+    }
+
+
+_OF_ADAPTER = (
+    *("name", "state", "generation", "num_running", "num_waiting", "num_requests", "num_hits"),
+    *("last_used_s", "price", "error"),
+)

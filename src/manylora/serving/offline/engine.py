@@ -31,8 +31,7 @@ from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.links.link import LINKS
 from manylora.serving.hosting.protocol import EngineSpec
-from manylora.serving.offline.batch import Batch
-from manylora.serving.offline.generation import Generation, Job
+from manylora.serving.offline.batch import Batch, Generation, Job
 from manylora.serving.text import Detokenizer, Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
 
@@ -272,7 +271,7 @@ class Engine:
         jobs = [answer for answer in answers if isinstance(answer, Job)]
         with _progress(len(given), progress) as advance:
             advance(len(given) - len(jobs))
-            self._call(Batch(self._fleet, jobs, window=self._window, on_ended=advance).run())
+            self._call(Batch(self._fleet.requests, jobs, window=self._window, on_ended=advance).run())
         return [answer.generation(self._tokenizer) if isinstance(answer, Job) else answer for answer in answers]
 
     def _check_names(self, adapters: Sequence[str | None]) -> None:

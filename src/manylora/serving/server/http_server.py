@@ -73,13 +73,7 @@ def make_http_server(
 ) -> HttpServer:
     """Load the tokenizer and return the server, which does not listen yet.
 
-    Args:
-        engine: Configuration of the engines.
-        server: Configuration of the HTTP server.
-        fleet: The engines.
-        metrics: The server's metrics.
-        named_paths: Folders of adapters named at the start, which may be loaded again.
-        on_listening: Called when clients can connect.
+    ``named_paths`` are folders of adapters named at the start, which may be loaded again.
 
     Raises:
         ConfigError: There is no such tokenizer, or TLS cannot be set up.

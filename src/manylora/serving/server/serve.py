@@ -50,13 +50,6 @@ logger = logging.getLogger(__name__)
 class Server:
     """One server, from start to stop, on one event loop.
 
-    Args:
-        engine: Configuration of the engine.
-        server: Configuration of the HTTP server.
-        modules: Adapters to load at start.
-        builder: Builds the engine's parts, as ``module:function``.
-        restarts: When to restart a dead engine.
-
     Raises:
         ConfigError: The server cannot listen on the address.
     """

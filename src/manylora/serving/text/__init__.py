@@ -3,9 +3,15 @@
 The engine knows only token ids; the server and the offline API use this package.
 """
 
-from manylora.serving.text.detokenizer import Detokenizer, TextDelta, TokenLogprob, describe_prompt
+from manylora.serving.text.detokenizer import (
+    Detokenizer,
+    StopMatch,
+    StopStrings,
+    TextDelta,
+    TokenLogprob,
+    describe_prompt,
+)
 from manylora.serving.text.message_reader import MessageReader, ReasoningSplitter
-from manylora.serving.text.stop_strings import StopMatch, StopStrings
 from manylora.serving.text.tokenizer import Tokenizer
 
 __all__ = [

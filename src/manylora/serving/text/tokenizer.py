@@ -21,8 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from manylora.core.errors import ConfigError, ContextExceeded, RequestError
 from manylora.execution.model.checkpoint import check_checkpoint
 from manylora.serving.text.model_files import load_hugging_face
-from manylora.serving.text.pieces import BytePieces, DecodedPieces, TextPieces
-from manylora.serving.text.token_bytes import TokenBytes, byte_tables
+from manylora.serving.text.pieces import BytePieces, DecodedPieces, TextPieces, TokenBytes, byte_tables
 
 __all__ = ["Tokenizer"]
 
@@ -47,9 +46,7 @@ _TEMPLATE_NAMES = frozenset({"self", "messages", "conversations", "kwargs", "com
 class Tokenizer:
     """Turn text and chats into token ids and back; safe to share between threads.
 
-    Args:
-        hf: A ``PreTrainedTokenizerFast``; nothing else may use it afterwards.
-        name: Its name in messages.
+    ``hf`` is a ``PreTrainedTokenizerFast``, which nothing else may use afterwards.
     """
 
     def __init__(self, hf: Any, name: str) -> None:

@@ -143,9 +143,7 @@ class AdapterReads:
     def _read(self, commands: Sequence[LoadAdapter], take: Callable[[], Sequence[LoadAdapter]] | None = None) -> None:
         """Read an adapter on a reader thread and post the version or the error to the loop. Never raises.
 
-        Args:
-            commands: The loads, of one path.
-            take: Returns those that have joined, once the read has ended.
+        ``take`` returns the loads that have joined it, once the read has ended.
         """
         began_at = self._clock.now()
         command = commands[0]

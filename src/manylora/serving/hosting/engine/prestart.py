@@ -24,9 +24,7 @@ _waiting: dict[str, subprocess.Popen[bytes]] = {}
 def spawn_engine(builder: str | None = None, files: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Start an engine process in a group of its own, with a pipe to its standard input; it ends with this thread.
 
-    Args:
-        builder: Imported before the process reads its set-up.
-        files: Descriptors that it inherits.
+    It imports ``builder`` before it reads its set-up, and inherits the descriptors ``files``.
     """
     # -P: do not import files from the working directory.
     command = [sys.executable, "-P", "-m", "manylora.serving.hosting.engine.process"]

@@ -33,6 +33,7 @@ from manylora.serving.hosting.engine.runtime import collector_paused
 from manylora.serving.hosting.protocol import (
     AddRequests,
     Cancel,
+    ChangeAdapter,
     Command,
     EngineInfo,
     EngineRoom,
@@ -41,14 +42,11 @@ from manylora.serving.hosting.protocol import (
     LoadAdapter,
     LoadAdapters,
     Message,
-    PinAdapter,
     Ready,
     Reply,
     StartRefused,
     TakeSnapshot,
     Turn,
-    UnloadAdapter,
-    WarmAdapter,
 )
 
 __all__ = ["BuildParts", "Builder", "EngineService", "builder_for", "load_builder"]
@@ -87,11 +85,7 @@ def load_builder(builder: Builder) -> BuildParts:
 class EngineService:
     """One engine behind commands and messages.
 
-    Args:
-        engine: The engine.
-        clock: Live time.
-        send: Sends a message; called on the loop's thread alone.
-        base: The base's weights, if another engine has loaded them; given to the builder as ``shared``.
+    ``send`` is called on the loop's thread alone; ``base`` has the weights that another engine has loaded, if one has.
     """
 
     def __init__(
@@ -214,12 +208,8 @@ class EngineService:
                 self._reads.load(command)
             case LoadAdapters():
                 self._reads.check(command)
-            case UnloadAdapter(call, name):
-                post(lambda core, now: self._reply(call, lambda: core.adapters.unregister(name, now)))
-            case PinAdapter(call, name, pinned):
-                post(lambda core, now: self._reply(call, lambda: core.adapters.pin(name, pinned, now)))
-            case WarmAdapter(call, name):
-                post(lambda core, now: self._reply(call, lambda: core.adapters.warm(name, now)))
+            case ChangeAdapter():
+                post(lambda core, now: self._change(core, now, command))
             case TakeSnapshot():
                 post(lambda core, now: self._snapshot(core, now, command))
 
@@ -237,13 +227,21 @@ class EngineService:
             dtype=base.page.dtype,
         )
 
-    def _reply(self, call: int, work: Callable[[], AdapterStatus | None]) -> None:
+    def _change(self, core: EngineCore, now: float, command: ChangeAdapter) -> None:
+        name, adapters = command.name, core.adapters
+        status: AdapterStatus | None = None
         try:
-            status = work()
+            match command.change:
+                case "unload":
+                    adapters.unregister(name, now)
+                case "warm":
+                    status = adapters.warm(name, now)
+                case _:
+                    status = adapters.pin(name, command.change == "pin", now)
         except ManyloraError as error:
-            self._send(Reply(call, Fault.of(error)))
+            self._send(Reply(command.call, Fault.of(error)))
         else:
-            self._send(Reply(call, statuses=() if status is None else (status,)))
+            self._send(Reply(command.call, statuses=() if status is None else (status,)))
 
     def _add(
         self,

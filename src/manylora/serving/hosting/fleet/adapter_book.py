@@ -89,12 +89,7 @@ class UnavailableAdapter:
 
 
 class AdapterBook:
-    """The adapters that every engine must hold, by name. For the event loop's thread alone.
-
-    Args:
-        served_name: The base model's name, which no adapter may have.
-        epoch_s: Returns the time in seconds since the epoch.
-    """
+    """The adapters that every engine must hold, by name. For the event loop's thread alone."""
 
     def __init__(self, *, served_name: str, epoch_s: Callable[[], float] = time.time) -> None:
         self.served_name = served_name

@@ -31,10 +31,7 @@ RETRIED_TOGETHER = 8
 class FleetAdapters:
     """Loads, unloads, pins and warms adapters on all engines. For the event loop's thread alone.
 
-    Args:
-        book: The adapters that engines hold.
-        engines: The engines.
-        keeps_required: Whether an adapter that the start requires is required of engines that start later as well.
+    With ``keeps_required`` an adapter that the start requires is required of engines that start later as well.
     """
 
     def __init__(self, book: AdapterBook, engines: FleetEngines, *, keeps_required: bool) -> None:
@@ -205,9 +202,7 @@ class FleetAdapters:
 
         The error of an engine that dies is ignored if another succeeds: the book brings its successor up to date.
 
-        Args:
-            act: The change.
-            undo: Reverts the change where it succeeded, if it failed elsewhere.
+        ``undo`` reverts the change where it succeeded, if it failed elsewhere.
 
         Returns:
             The results of the engines that are alive, at least one.

@@ -230,8 +230,7 @@ class FleetEngines:
     async def run(self, beside: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Watch the engines and restart those that die, until all are drained or stopped.
 
-        Args:
-            beside: Other work of the fleet, for as long.
+        ``beside`` is other work of the fleet, for as long.
 
         Raises:
             EngineDead: An engine died too often, and no other serves or may soon.
@@ -274,12 +273,7 @@ class FleetEngines:
         logger.warning("replica_drained replica=%d", index)
 
     async def give_back(self, engine: int, timeout_s: float) -> None:
-        """End an engine whose place may be filled again: its requests may finish for a time, then they go on elsewhere.
-
-        Args:
-            engine: Its number; it is watched.
-            timeout_s: The time, in seconds.
-        """
+        """End a watched engine whose place may be filled again; its requests may finish for a time, or move on."""
         await self.keepers[engine].retire(timeout_s)
         await self._watching[engine]
 

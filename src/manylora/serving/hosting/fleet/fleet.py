@@ -28,8 +28,7 @@ from manylora.serving.hosting.fleet.engines import FleetEngines
 from manylora.serving.hosting.fleet.keeper import EngineKeeper, EngineState, RestartPolicy
 from manylora.serving.hosting.fleet.requests import FleetRequests
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
-from manylora.serving.hosting.fleet.routing import FleetRouting, MakeRouter
-from manylora.serving.hosting.fleet.scaling import FleetScaling
+from manylora.serving.hosting.fleet.routing import FleetRouting, FleetScaling, MakeRouter
 from manylora.serving.hosting.links.client import EngineClient
 from manylora.serving.hosting.links.link import EngineLink
 from manylora.serving.hosting.protocol import Observations

@@ -57,11 +57,7 @@ class AnswersInProgress:
 class FleetRequests:
     """Submits, cancels and resumes requests. For the event loop's thread alone.
 
-    Args:
-        engines: The engines that take requests.
-        adapters: Tells which adapters are unavailable.
-        route: Chooses among several engines; ``None`` for one engine.
-        policy: When a request goes on elsewhere.
+    ``route`` chooses among several engines; it is ``None`` for one engine.
     """
 
     def __init__(

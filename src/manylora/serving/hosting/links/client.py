@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.errors import EngineDead, ManyloraError
@@ -20,6 +20,7 @@ from manylora.serving.hosting.protocol import (
     AdapterIdentity,
     AddRequests,
     Cancel,
+    ChangeAdapter,
     Command,
     EngineInfo,
     EngineRoom,
@@ -27,14 +28,11 @@ from manylora.serving.hosting.protocol import (
     LoadAdapters,
     Message,
     Observations,
-    PinAdapter,
     Ready,
     Reply,
     StartRefused,
     TakeSnapshot,
     Turn,
-    UnloadAdapter,
-    WarmAdapter,
 )
 
 __all__ = ["EngineClient"]
@@ -218,9 +216,6 @@ class EngineClient:
     ) -> tuple[dict[str, AdapterIdentity], dict[str, ManyloraError]]:
         """Check adapters without their weights and register those that pass.
 
-        Args:
-            adapters: As of ``LoadAdapters``.
-
         Returns:
             Each that is registered, and the error of each that is not, by name.
         """
@@ -229,15 +224,16 @@ class EngineClient:
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter's name."""
-        await self._call(lambda call: UnloadAdapter(call, name))
+        await self._call(lambda call: ChangeAdapter(call, name, "unload"))
 
     async def pin_adapter(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin or unpin an adapter: a pinned one is not evicted."""
-        return (await self._call(lambda call: PinAdapter(call, name, pinned))).statuses[0]
+        change: Literal["pin", "unpin"] = "pin" if pinned else "unpin"
+        return (await self._call(lambda call: ChangeAdapter(call, name, change))).statuses[0]
 
     async def warm_adapter(self, name: str) -> AdapterStatus:
         """Start to copy an adapter to the device."""
-        return (await self._call(lambda call: WarmAdapter(call, name))).statuses[0]
+        return (await self._call(lambda call: ChangeAdapter(call, name, "warm"))).statuses[0]
 
     async def snapshot(
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None

@@ -70,9 +70,7 @@ def engines_on_node(node: Mapping[str, float], each: Mapping[str, float], most: 
 class RayCluster:
     """The cluster of one fleet. For the event loop's thread alone.
 
-    Args:
-        fleet: Its address, and the labels of nodes.
-        resources: Amounts that each engine takes of its node.
+    ``resources`` are the amounts that each engine takes of its node.
 
     Raises:
         ConfigError: Ray is not installed, or the address cannot be one.
@@ -181,9 +179,6 @@ class RayPlace:
 
     The resources are a placement group of one bundle, so that Ray chooses among all nodes and counts the engine's
     device and memory; its removal ends every process there, even one that is stopped.
-
-    Args:
-        cluster: The cluster.
     """
 
     def __init__(self, cluster: RayCluster) -> None:

@@ -58,11 +58,7 @@ class FormChecked(msgspec.Struct, frozen=True):
 
 
 class FormProcess:
-    """Checks one form at a time in a process of its own; blocks, safe from any thread.
-
-    Args:
-        settings: Its settings.
-    """
+    """Checks one form at a time in a process of its own; blocks, safe from any thread."""
 
     def __init__(self, settings: FormSettings) -> None:
         self._settings = settings

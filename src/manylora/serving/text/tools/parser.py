@@ -58,11 +58,7 @@ class NotACall(Exception):
 
 
 class ToolParser(ABC):
-    """Find the tool calls in one answer.
-
-    Args:
-        tools: The functions that the request offers.
-    """
+    """Find the tool calls in one answer."""
 
     needs_special_tokens: ClassVar[bool] = False
     """Whether the text must contain special tokens, because one of them marks a call."""
