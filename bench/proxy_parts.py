@@ -20,7 +20,8 @@ from typing import Any
 
 import httptools
 import uvloop
-from paced import TICK_S, chunk
+from http_floor import chunk
+from paced import TICK_S
 
 MODELS = json.dumps({"object": "list", "data": [{"id": "paced", "owned_by": "vllm", "root": "/paced", "parent": None}]})
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -84,6 +84,7 @@ class ModelNames:
 
     Args:
         base: The base model's name.
+        adapters: Its adapters'.
     """
 
     base: str

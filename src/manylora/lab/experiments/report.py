@@ -41,6 +41,7 @@ class Picture:
 
     Args:
         name: Of its file, without folder or ending.
+        png: Its bytes.
     """
 
     name: str

@@ -31,6 +31,7 @@ class Result:
 
     Args:
         figures: Numbers by name; times in seconds unless the name says otherwise, shares in [0, 1].
+        curves: By name.
     """
 
     figures: dict[str, float]
