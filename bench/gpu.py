@@ -34,7 +34,7 @@ from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion
 from manylora.execution.attention.call import AttentionCall, Rotation
 from manylora.execution.attention.kv import KvPages
-from manylora.execution.attention.triton import PageTables, TritonBatch
+from manylora.execution.attention.triton import PageTables, TritonAttention, attend_step
 from manylora.execution.device import make_device_ops
 from manylora.execution.fusion.layers import FusedNorm, activate
 from manylora.execution.lora.tables import BatchTables, StepTables
@@ -152,7 +152,7 @@ class Bench:
         for batch in self.sizes.batches:
             plan = engine.plan(batch, (), 0)
             width = len(plan.sequences[0].pages)
-            step = TritonBatch(ops, KvPages(pool), PageTables(ops, num_lines=batch, width=width), plan.sequences)
+            step = attend_step(ops, KvPages(pool), PageTables(ops, num_lines=batch, width=width), plan.sequences)
             query = torch.randn(heads, batch, shape.head_dim, device=self.device).to(dtype)
             key, value = (
                 torch.randn(shape.num_kv_heads, batch, shape.head_dim, device=self.device).to(dtype) for _ in range(2)
@@ -163,7 +163,7 @@ class Bench:
                 for i in range(shape.num_layers)
             ]
 
-            def work(step: TritonBatch = step, calls: list[AttentionCall] = calls) -> None:
+            def work(step: TritonAttention = step, calls: list[AttentionCall] = calls) -> None:
                 for call in calls:
                     step.attend(call)
 

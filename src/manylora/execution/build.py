@@ -119,6 +119,8 @@ def build_parts(
         stages.done("weights", then="modules and memory")
         model = _adapt(config, loaded, weights)
         assistant = start_assistant(loaded.device, model.base)
+        if assistant is not None:
+            undo.callback(assistant.close)
         runner, graphs = _runner(config, model, make_sampler, assistant)
         stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
         if not is_checked:

@@ -209,6 +209,7 @@ class DecodeGraphs:
         blocks = self._blocks[:bucket]
         attention = TritonAttention(
             kv=self._kv,
+            positions=positions,
             slots=slots,
             tables=self._page_tables.table,
             blocks=lambda _: blocks,

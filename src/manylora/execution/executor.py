@@ -263,27 +263,28 @@ class TorchExecutor:
         return adapter.in_place()
 
     def _submit_read(self, load: AdapterLoad, *, is_urgent: bool) -> Future[LoadResult]:
-        return self._reads.submit(
-            partial(_carry_out, self._read, load), is_urgent=is_urgent, host=host_of(load.version.source)
-        )
+        host = host_of(load.version.source)
+        return self._reads.submit(partial(self._read, load), is_urgent=is_urgent, host=host)
 
-    def _read(self, load: AdapterLoad) -> bytes:
+    def _read(self, load: AdapterLoad) -> LoadResult:
         """Bring an adapter to the host tier, and let the loads that wait for its image follow it.
 
-        Returns the digests of its layers if it was read for the first time.
+        Every failure is a result, since one broken adapter must not end the engine.
         """
-        key = load.version.key
+        key, began_at = load.version.key, time.perf_counter()
 
         def begun(adapter: HostAdapter) -> None:
             for follower in self._take_followers(key):
                 follower.follow(adapter)
 
         try:
-            return self._reader.read_again(load.version, begun, is_urgent=load.is_urgent).first_digests
+            adapter = self._reader.read_again(load.version, begun, is_urgent=load.is_urgent)
         except Exception as error:
+            logger.warning("load_failed adapter=%s tier=%s error=%s", key, load.tier.value, error)
             for follower in self._take_followers(key):
                 follower.fail(reason_of(error))
-            raise
+            return LoadResult(error=reason_of(error))  # clients read it: not the folder, which the log names
+        return LoadResult(device_s=time.perf_counter() - began_at, layer_digests=adapter.first_digests)
 
     def _take_followers(self, key: AdapterKey) -> list[DeviceLoad]:
         with self._lock:
@@ -294,14 +295,3 @@ class TorchExecutor:
         self._resident[load.key] = weights
         if self._arriving.get(load.key) is load:
             del self._arriving[load.key]
-
-
-def _carry_out(read: Callable[[AdapterLoad], bytes], load: AdapterLoad) -> LoadResult:
-    """Run a read; every failure is a result, since one broken adapter must not end the engine."""
-    began_at = time.perf_counter()
-    try:
-        layer_digests = read(load)
-    except Exception as error:
-        logger.warning("load_failed adapter=%s tier=%s error=%s", load.version.key, load.tier.value, error)
-        return LoadResult(error=reason_of(error))  # clients read it: not the folder, which the log names
-    return LoadResult(device_s=time.perf_counter() - began_at, layer_digests=layer_digests)

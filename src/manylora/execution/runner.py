@@ -259,6 +259,8 @@ class ModelRunner:
         batch = self._attention.prepare(sequences)
         ids = [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]]
         token_ids = self._ops.upload(np.asarray(ids, dtype=np.int64))
+        ends = accumulate(sequence.num_tokens for sequence in sequences)
+        sampled = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.is_sampled]
         self._step.lora, self._step.token_ids, self._step.assist = lora, token_ids, assist
         try:
             with self._recorded.recording() if is_recorded else nullcontext():
@@ -266,7 +268,7 @@ class ModelRunner:
                     input_ids=token_ids[None],
                     position_ids=batch.positions[None],
                     use_cache=False,
-                    logits_to_keep=self._ops.upload(np.asarray(_sampled_rows(sequences), dtype=np.int64)),
+                    logits_to_keep=self._ops.upload(np.asarray(sampled, dtype=np.int64)),
                     paged=batch,
                 )
         finally:
@@ -324,11 +326,6 @@ def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:
     for sequence in sequences:
         rank.setdefault(sequence.adapter, len(rank))
     return sorted(sequences, key=lambda sequence: rank[sequence.adapter])
-
-
-def _sampled_rows(sequences: Sequence[PlannedSequence]) -> list[int]:
-    ends = accumulate(sequence.num_tokens for sequence in sequences)
-    return [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.is_sampled]
 
 
 def _find_lost(sequences: Sequence[PlannedSequence], lost: Sequence[LostRows]) -> set[int]:

@@ -14,7 +14,7 @@ from manylora.core.plan import PlannedSequence
 from manylora.core.types import SamplingParams
 from manylora.execution.attention.call import AttentionCall, Rotation, rotate
 from manylora.execution.attention.kv import KvPages
-from manylora.execution.attention.triton import PageTables, TritonBatch
+from manylora.execution.attention.triton import PageTables, attend_step
 from manylora.execution.device import make_device_ops
 from manylora.execution.storage.page_tensor import PageTensor
 
@@ -106,7 +106,7 @@ def check(
             row += count
     before = pool.blocks.cpu().clone()
     ops = make_device_ops(DEVICE)
-    batch = TritonBatch(ops, KvPages(pool), PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
+    batch = attend_step(ops, KvPages(pool), PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
     module = SimpleNamespace(layer_idx=LAYER)
     call = AttentionCall(module, *given, 0.3, window, softcap, None, {}, rotation)  # type: ignore[arg-type]
     found = batch.attend(call)

@@ -119,9 +119,12 @@ class AttentionSink(Protocol):
 
 
 class StepAttention(AttentionSink, Protocol):
-    """A step's attention, for every layer; ``positions`` ``[rows]``, int64, count within the rows' sequences."""
+    """A step's attention, for every layer."""
 
-    positions: torch.Tensor
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of each row in its sequence ``[rows]``, int64."""
+        ...
 
 
 class AttentionKernel(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import num_programs, power_of_two
 from manylora.execution.storage.page_tensor import PageTensor
 
-__all__ = ["PageTables", "TritonAttention", "TritonAttentionKernel", "TritonBatch"]
+__all__ = ["PageTables", "TritonAttention", "TritonAttentionKernel", "attend_step"]
 
 MIN_LINES = 16
 """Rows of a matrix instruction; query blocks are padded to it."""
@@ -41,9 +42,9 @@ class TritonAttentionKernel:
         # Two more for the check at start; further lines for sequences that are pre-empted meanwhile.
         self.tables = PageTables(ops, num_lines=max_num_seqs + max(2, max_num_seqs // 4), width=width)
 
-    def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonBatch:
+    def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonAttention:
         """Return the step's attention."""
-        return TritonBatch(self._ops, self.kv, self.tables, sequences)
+        return attend_step(self._ops, self.kv, self.tables, sequences)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Free the table lines of sequences that have left the engine."""
@@ -107,6 +108,7 @@ class TritonAttention:
     """The launches of one step, for any layer.
 
     Args:
+        positions: Position of each row in its sequence ``[rows]``, int64.
         slots: Row of each token's K in layer 0 ``[rows]``, int64; below 0 for none.
         tables: Pages of each sequence ``[lines, width]``, int32.
         blocks: Returns query blocks (``BLOCK_FIELDS``), given the most tokens of a block.
@@ -117,6 +119,7 @@ class TritonAttention:
     """
 
     kv: KvPages
+    positions: torch.Tensor
     slots: torch.Tensor
     tables: torch.Tensor
     blocks: Callable[[int], torch.Tensor]
@@ -205,55 +208,40 @@ class TritonAttention:
         return min(MAX_SPLITS, power_of_two(max(1, wanted)))
 
 
-class TritonBatch:
-    """One step's attention: the slots of K and V, and the positions that each row attends to.
+def attend_step(
+    ops: DeviceOps,
+    kv: KvPages,
+    tables: PageTables,
+    sequences: Sequence[PlannedSequence],
+    splits: int | None = None,
+) -> TritonAttention:
+    """Return the attention of a step whose rows are those of ``sequences``, in their order."""
+    spans: list[tuple[int, int, int, int]] = []
+    row = 0
+    for sequence, line in zip(sequences, tables.place(sequences), strict=True):
+        spans.append((row, sequence.num_tokens, sequence.start, line))
+        row += sequence.num_tokens
 
-    Args:
-        sequences: In the order of their rows.
-        splits: See ``TritonAttention``.
-    """
+    @cache
+    def blocks(num_tokens: int) -> torch.Tensor:
+        cut = [
+            (row + done, min(num_tokens, count - done), start + done, line)
+            for row, count, start, line in spans
+            for done in range(0, count, num_tokens)
+        ]
+        cut.sort(key=lambda block: -block[2])  # long contexts first: the programs that start last should be short
+        return ops.upload(np.asarray(cut, dtype=np.int64))
 
-    def __init__(
-        self,
-        ops: DeviceOps,
-        kv: KvPages,
-        tables: PageTables,
-        sequences: Sequence[PlannedSequence],
-        splits: int | None = None,
-    ) -> None:
-        self._ops = ops
-        self._spans: list[tuple[int, int, int, int]] = []
-        row = 0
-        for sequence, line in zip(sequences, tables.place(sequences), strict=True):
-            self._spans.append((row, sequence.num_tokens, sequence.start, line))
-            row += sequence.num_tokens
-        positions, slots = kv.places(sequences)
-        self.positions = ops.upload(positions)
-        self._blocks: dict[int, torch.Tensor] = {}
-        self._attention = TritonAttention(
-            kv=kv,
-            slots=ops.upload(slots),
-            tables=tables.table,
-            blocks=self._make_blocks,
-            is_decode=all(sequence.num_tokens == 1 for sequence in sequences),
-            splits=splits,
-        )
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
-        return self._attention.attend(call)
-
-    def _make_blocks(self, num_tokens: int) -> torch.Tensor:
-        if num_tokens not in self._blocks:
-            blocks = [
-                (row + done, min(num_tokens, count - done), start + done, line)
-                for row, count, start, line in self._spans
-                for done in range(0, count, num_tokens)
-            ]
-            # Long contexts first: the programs that start last should be short.
-            blocks.sort(key=lambda block: -block[2])
-            self._blocks[num_tokens] = self._ops.upload(np.asarray(blocks, dtype=np.int64))
-        return self._blocks[num_tokens]
+    positions, slots = kv.places(sequences)
+    return TritonAttention(
+        kv=kv,
+        positions=ops.upload(positions),
+        slots=ops.upload(slots),
+        tables=tables.table,
+        blocks=blocks,
+        is_decode=all(sequence.num_tokens == 1 for sequence in sequences),
+        splits=splits,
+    )
 
 
 def _angles(call: AttentionCall) -> Rotation:

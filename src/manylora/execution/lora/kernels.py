@@ -64,13 +64,16 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None
     kernels.add_lora(x.contiguous(), out, of_group[parts.parts[0].weights.layout.group])
 
 
-def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-    """Add LoRA by table; see ``LoraKernel``."""
-    if len(parts.parts) == 1 and parts.parts[0].stop - parts.parts[0].start >= MIN_PRODUCT_ROWS:
-        apply_grouped(x, out, parts)
-        return
+def apply_padded(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
+    """Add LoRA by table, in row blocks of one row (``lora.tables.PADDED``); see ``LoraKernel``."""
     assert parts.tables is not None and parts.span is not None, "the step was made without tables"
     parts.tables().apply(x, out, parts.span)
+
+
+def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
+    """Add LoRA by table, but that of one adapter with many rows by plain products; see ``LoraKernel``."""
+    is_product = len(parts.parts) == 1 and parts.parts[0].stop - parts.parts[0].start >= MIN_PRODUCT_ROWS
+    (apply_grouped if is_product else apply_padded)(x, out, parts)
 
 
 def _apply(x: torch.Tensor, out: torch.Tensor, weights: ResidentGroup) -> None:
@@ -131,12 +134,6 @@ def apply_naive(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
                 column = module.offset + piece.col
                 weight = piece.weight.to(x.dtype)
                 target[:, column : column + num_cols] += shrunk[:, piece.row : piece.row + num_rows] @ weight
-
-
-def apply_padded(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-    """Add LoRA by tables whose row blocks have one row; see ``lora.tables.PADDED``."""
-    assert parts.tables is not None and parts.span is not None, "the step was made without tables"
-    parts.tables().apply(x, out, parts.span)
 
 
 def add_embedding(
