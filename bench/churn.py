@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from live_engine import LiveEngine
+from live import LiveEngine
 from publishing import Others, arguments, publish, reason_to_refuse, table
 from rich.progress import Progress
 

@@ -1,6 +1,6 @@
 """When does CPU assistance pay? Time to first token of a cold request by rank, prompt, link, cores, device and queue.
 
-    python bench/cold_map.py [--quick] [--live results/cold_start.json]
+    python bench/cold_map.py [--quick]
 
 Each point is one cold request that arrives at the end of a step, beside a batch that decodes, with other adapters'
 copies queued on the link before its own. It starts in four ways on the simulated executor, whose steps wait layer by
@@ -12,19 +12,16 @@ layer for weights, or for CPU workers, as live ones do:
 * *both*: as assist, and the device computes each layer whose weights have arrived when the step comes to it.
 
 The gain of assistance is the share that it saves of the time to first token of the better of wait and layers. The
-requests beside it pay the delay of that step. Live points are those of `bench/cold_start.py`. Writes
-`results/cold_map.json`, `.md` and `.png`: the same digits on any machine.
+requests beside it pay the delay of that step. Writes `results/cold_map.json` and `.md`: the same digits on any machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from cold_map_picture import LivePoint, draw, read_live
 from cold_map_points import CORES, DEVICES, LINKS, MODEL, PROMPTS, QUEUED, RANKS, Point, make_points
-from publishing import RESULTS, arguments, publish, table
+from publishing import arguments, publish, table
 
 from manylora.lab.catalog.hardware import HARDWARE
 
@@ -64,7 +61,7 @@ class Map:
         return "-"
 
 
-def page(points: Sequence[Point], live: Sequence[LivePoint]) -> str:
+def page(points: Sequence[Point]) -> str:
     """Return the tables."""
     found = Map(points)
     lines = [
@@ -74,8 +71,6 @@ def page(points: Sequence[Point], live: Sequence[LivePoint]) -> str:
         "Simulated, with steps by the data sheet, 34 us per token, layer and core for rank 64 on q, k and v (measured "
         "with AVX-512), 10 us a handoff, and activations over the link. The gain is the share of the time to first "
         "token that assistance saves against the better of *wait* and *layers*.",
-        "",
-        "![Gain of assistance by prompt, queue, rank and device](cold_map.png)",
         "",
         "## Queued copies from which assistance saves 5 % of the time to first token",
         "",
@@ -132,7 +127,6 @@ def page(points: Sequence[Point], live: Sequence[LivePoint]) -> str:
             ),
         ),
         "",
-        *_live_lines(live),
         *_losses(points),
         "",
         *_advice(found),
@@ -176,19 +170,6 @@ def _times(one: Point) -> tuple[str, ...]:
     return (*(f"{1e3 * one:.1f}" for one in times), f"{one.gain:+.0%}", *(f"{1e3 * one:.1f}" for one in delays))
 
 
-def _live_lines(live: Sequence[LivePoint]) -> list[str]:
-    if not live:
-        return []
-    return [
-        "## Live points",
-        "",
-        "From [cold_start.md](cold_start.md): a paced link, on a CPU, which reads the host image in place.",
-        "",
-        *table(("copy, in steps", "gain"), ((f"{one.copy_steps:g}", f"{one.gain:+.0%}") for one in live)),
-        "",
-    ]
-
-
 def as_figures(points: Sequence[Point]) -> dict[str, object]:
     """Return the gains in per cent by place, one line for each, over the numbers of queued copies."""
     gains: dict[str, list[str]] = {}
@@ -200,17 +181,14 @@ def as_figures(points: Sequence[Point]) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = arguments(__doc__, quick="a few points")
-    parser.add_argument("--live", type=Path, default=RESULTS / "cold_start.json", help="live figures to lay on the map")
-    options = parser.parse_args()
-    points, live = list(make_points(is_quick=options.quick)), read_live(options.live)
+    options = arguments(__doc__, quick="a few points").parse_args()
+    points = list(make_points(is_quick=options.quick))
     if options.quick:
         print(
             f"{len(points)} points, gains from {min(p.gain for p in points):+.0%} to {max(p.gain for p in points):+.0%}"
         )
         return
-    publish("cold_map", as_figures(points), page(points, live))
-    draw(points, live, RESULTS / "cold_map.png")
+    publish("cold_map", as_figures(points), page(points))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 import torch
 from churn import percentile_ms
-from live_engine import LiveEngine
+from live import LiveEngine
 from publishing import Others, Steps, arguments, publish, reason_to_refuse, table
 
 from manylora.core.clock import WallClock

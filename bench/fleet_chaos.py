@@ -42,11 +42,10 @@ from typing import Any
 
 import aiohttp
 import psutil
-from fleet_account import Asked, Chaos, ask
+from fleet_account import Asked, Chaos, RoutedAdapters, ask
 from fleet_faults import HANG_S, disturb, send
 from fleet_reports import STRANDED, ask_lone, check_ends, read, strand
 from fleet_rig import Clock, Command, Disk, Link, disk_at, set_content, write_adapters
-from fleet_routed import RoutedAdapters
 from publishing import arguments, publish, table
 
 from manylora.lab.bench.rounds import machine

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from gpu_rig import ALL_LINEAR, DTYPES, LLAMA_3_8B, SMOKE, Engine, Report, Sizes, captured, seconds, wait, wall_seconds
-from live_arrivals import live_arrivals
+from live import live_arrivals
 
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore

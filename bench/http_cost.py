@@ -49,7 +49,7 @@ class HttpResult:
         seen: Figures of the client.
         api_cpu_us: Microseconds of the API process per token; ``None`` where the system does not tell.
         engine_cpu_us: Microseconds of the engine process per token.
-        floor: Figures of the same client with an application that only writes (see ``http_floor``).
+        floor: Figures of the same client with an application that only writes (see ``paced``).
         floor_cpu_us: Microseconds of that process per token.
     """
 
@@ -80,7 +80,7 @@ def measure_http(
         command = ["manylora", "serve", str(tokenizer), "--served-model-name", "paced"]
         command += ["--builder", "paced:build_paced_parts", "--port", "0", "--log-level", "error"]
         command += ["--max-num-seqs", str(num_streams), "--num-pages", str(num_streams * 512)]
-        with _process(command) as server, _process(["http_floor", str(num_streams)]) as floor:
+        with _process(command) as server, _process(["paced", str(num_streams)]) as floor:
             return [
                 _measure(server, floor, num_streams, rate, seconds, is_floor_first=number % 2 == 1)
                 for number in range(rounds)

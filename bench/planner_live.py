@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from live_arrivals import live_arrivals
+from live import live_arrivals
 from publishing import Others, arguments, publish, reason_to_refuse
 
 from manylora.core.clock import WallClock

@@ -20,8 +20,7 @@ from typing import Any
 
 import httptools
 import uvloop
-from http_floor import chunk
-from paced import TICK_S
+from paced import TICK_S, chunk
 
 MODELS = json.dumps({"object": "list", "data": [{"id": "paced", "owned_by": "vllm", "root": "/paced", "parent": None}]})
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from live_arrivals import VOCABULARY, http_arrivals, write_adapters
+from live import VOCABULARY, http_arrivals, write_adapters
 from publishing import Others, arguments, publish, reason_to_refuse, table
 
 from manylora.demo import demo_model_path

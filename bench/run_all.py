@@ -43,7 +43,7 @@ COMMANDS: dict[str, list[str]] = {
 """Commands of manylora by name."""
 
 BY_HAND = (
-    *("clients.py", "gpu.py", "http_client.py", "http_floor.py", "peers.py", "proxy_parts.py"),
+    *("clients.py", "gpu.py", "http_client.py", "paced.py", "peers.py", "proxy_parts.py"),
     *("scaling.py", "scaling_live.py", "versions.py"),
 )
 """Not run here: `clients.py` installs packages (`make clients`), `gpu.py` needs a GPU, `peers.py` is for a model of

@@ -1,12 +1,8 @@
-"""The map of cold starts: points agree with closed forms, and live figures are read."""
+"""The map of cold starts: points agree with closed forms."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from cold_map_picture import read_live
 from cold_map_points import MODEL, Rig
 
 from manylora.lab.catalog.models import base_shape
@@ -26,17 +22,6 @@ def test_points_agree_with_closed_forms() -> None:
         assert one.both_s <= one.assist_s, "the device is never slower than the workers here"
     assert rig.point(64, 32, 0).gain < 0 < rig.point(64, 32, 16).gain
     assert rig.point(64, 64, 4).assist_s < rig.point(64, 8, 4).assist_s
-
-
-def test_live_points_are_read_from_a_result(tmp_path: Path) -> None:
-    def figures(ms: float) -> dict[str, object]:
-        return {"ms": {"first token of cold requests": {"P50": ms}}}
-
-    times = {"all resident": 5.0, "wait, 4 steps": 40.0, "layers, 4 steps": 20.0, "assist, 4 steps": 10.0}
-    path = tmp_path / "cold_start.json"
-    assert read_live(path) == []
-    path.write_text(json.dumps({"engines": {name: figures(ms) for name, ms in times.items()}}))
-    assert read_live(path) == [(4.0, 0.5)]
 
 
 def test_a_request_that_a_step_gives_up_waits_for_all_of_its_adapter() -> None:

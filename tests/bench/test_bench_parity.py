@@ -21,10 +21,13 @@ from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, Mode
 from manylora.core.costs.step_log import LoggedExecutor, LogLine
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Request
+from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.fitted import FittedCost
+from manylora.lab.costs.model import FixedCost
 from manylora.lab.costs.profile import CostProfile, DriftComponent, Noise, SpeedDrift
-from manylora.lab.sim.build import build_simulated_parts
+from manylora.lab.sim.build import simulated_parts
 from manylora.lab.sim.run.executor import SimulatedExecutor
+from manylora.lab.sim.run.simulation import SimulationConfig
 
 Requests = list[tuple[float, Request]]
 
@@ -43,7 +46,9 @@ class SimulatedBench(parity.Bench):
     )
 
     def __post_init__(self) -> None:
-        self.parts: EngineParts = build_simulated_parts(self.config, VirtualClock())
+        self.parts: EngineParts = simulated_parts(
+            SimulationConfig(base=base_shape("llama-3-8b"), cost=FixedCost(), num_pages=160), "synthetic"
+        )
         self.folders = [Path(f"adapter-{index}") for index in range(parity.NUM_ADAPTERS)]
 
     def read_adapters(self) -> list[AdapterVersion]:

@@ -18,7 +18,10 @@ from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.events import Event, RequestFinished
 from manylora.core.types import AdapterKey, AdapterVersion, Request, SamplingParams
-from manylora.lab.sim.build import build_simulated_parts
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.costs.model import FixedCost
+from manylora.lab.sim.build import simulated_parts
+from manylora.lab.sim.run.simulation import SimulationConfig
 
 DIGEST = "1735a0d48b0cdf740459afec18449901"
 NUM_REQUESTS = 400
@@ -33,7 +36,8 @@ def simulate() -> tuple[list[Event], EngineCore]:
         adapters=AdapterConfig(max_cpu_loras=30),
     )
     clock = VirtualClock()
-    parts = build_simulated_parts(config, clock)
+    target = SimulationConfig(base=base_shape("llama-3-8b"), cost=FixedCost(), num_pages=400)
+    parts = simulated_parts(target, "synthetic")
     events: list[Event] = []
     core = EngineCore(parts, config, sinks=[events.append])
     for index in range(40):

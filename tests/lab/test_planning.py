@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
 from manylora.cli.commands.plan import PlanProgress
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import ConfigError
-from manylora.lab.costs.model import FixedCost
+from manylora.lab.costs.model import CostModel, FixedCost
 from manylora.lab.measure import Slo
 from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget, at_rate
 from manylora.lab.planning.plan import Plan, TrafficDemand, make_plan
 from manylora.lab.planning.report import plan_tables
 from manylora.lab.planning.search import Capacity, expected_load_tests, find_capacity
+from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads import AdapterSet, WorkloadSpec
@@ -57,14 +58,27 @@ def served_within(sojourn_s: float, rate: float) -> float:
     return (1 - load) * sum(terms)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PricedScenario(Scenario):
+    """A scenario with prices of its own."""
+
+    cost: CostModel
+
+    def make_config(self) -> SimulationConfig:
+        return replace(Scenario.make_config(self), cost=self.cost)
+
+
+def priced(scenario: Scenario, cost: CostModel) -> Scenario:
+    return PricedScenario(**{one.name: getattr(scenario, one.name) for one in fields(scenario)}, cost=cost)
+
+
 @pytest.mark.parametrize(("limit_s", "percentile"), [(0.25, 90.0), (0.35, 80.0)])
 def test_capacity_of_one_server_is_that_of_queueing_theory(limit_s: float, percentile: float) -> None:
     """One sequence at a time, one step each, no adapter: Poisson arrivals, deterministic service, one server."""
     load_tests = LoadTests(
-        scenario(),
+        priced(scenario(), FixedCost(step_s=STEP_S, token_s=0.0)),
         Objective(slo=Slo(ttft_s=limit_s), percentile=percentile),
         SearchBudget(num_requests=3000, seeds=1),
-        cost=FixedCost(step_s=STEP_S, token_s=0.0),
     )
     found = find_capacity(load_tests.at, start=5.0, tolerance=0.02)
     low, high = 0.1, 1 / STEP_S
@@ -105,10 +119,9 @@ def test_a_limit_that_is_never_met_is_said_so() -> None:
 
 def test_hopeless_rates_are_given_up_early() -> None:
     load_tests = LoadTests(
-        scenario(),
+        priced(scenario(), FixedCost(step_s=STEP_S, token_s=0.0)),
         Objective(slo=Slo(ttft_s=0.2)),
         SearchBudget(num_requests=2000, seeds=2),
-        cost=FixedCost(step_s=STEP_S, token_s=0.0),
     )
     hopeless = load_tests.at(100.0)
     assert not hopeless.is_kept and hopeless.runs == () and hopeless.measured == {"ttft": math.inf}
@@ -126,7 +139,7 @@ def test_refused_requests_break_a_promise() -> None:
     crowded = scenario(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=1))
     objective = Objective(slo=Slo(ttft_s=10.0))
     load_test = LoadTests(
-        crowded, objective, SearchBudget(num_requests=500, seeds=1, spans=0), cost=FixedCost(step_s=STEP_S)
+        priced(crowded, FixedCost(step_s=STEP_S)), objective, SearchBudget(num_requests=500, seeds=1, spans=0)
     ).at(9.0)
     assert not load_test.is_kept and load_test.measured["ttft"] == math.inf
 
@@ -136,9 +149,8 @@ def test_refused_requests_break_a_promise() -> None:
 
 def plan(one: Scenario, slo: Slo, cost: FixedCost | None, **demand: float) -> Plan:
     search_budget = SearchBudget(num_requests=200, seeds=1, spans=10.0)
-    return make_plan(
-        one, Objective(slo=slo), TrafficDemand(search_budget=search_budget, tolerance=0.1, **demand), cost=cost
-    )  # type: ignore[arg-type]
+    demanded = TrafficDemand(search_budget=search_budget, tolerance=0.1, **demand)  # type: ignore[arg-type]
+    return make_plan(one if cost is None else priced(one, cost), Objective(slo=slo), demanded)
 
 
 def test_prompts_that_never_fit_are_said_before_any_search() -> None:

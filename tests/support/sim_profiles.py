@@ -13,7 +13,8 @@ from manylora.lab.bench.sweep import run_sweep
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.fitted import FittedCost
 from manylora.lab.costs.profile import CostProfile, LoadCost, RowTimes
-from manylora.lab.sim.build import build_simulated_parts
+from manylora.lab.sim.build import simulated_parts
+from manylora.lab.sim.run.simulation import SimulationConfig
 
 TRUTH = {
     "step": 3e-3,
@@ -59,7 +60,15 @@ def sweep(profile: CostProfile, *, seconds: float = 4.0, rng: random.Random | No
         adapters=AdapterConfig(eviction="none", max_cpu_loras=6),
     )
     clock = VirtualClock()
-    parts = build_simulated_parts(config, clock, cost=FittedCost(profile, rng), shape=profile.base)  # type: ignore[arg-type]
+    cost = FittedCost(profile, rng)
+    target = SimulationConfig(
+        base=profile.base,
+        cost=cost,
+        num_pages=profile.num_pages,
+        interference=cost.interference,
+        speed=cost.speed,
+    )
+    parts = simulated_parts(target, "synthetic")
     adapters = [version(f"key-{index}", num_pages=4 + index % 4 * 8, rank=8 << index % 4) for index in range(12)]
     header = LogHeader(base=parts.base, num_pages=parts.num_pages, machine="a machine", reads_host=profile.reads_host)
     lines: list[LogLine] = [header]

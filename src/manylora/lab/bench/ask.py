@@ -31,7 +31,6 @@ class LoadRequest:
     """One request, ready to be sent.
 
     Args:
-        request_id: For the record.
         at_s: When it is due, in seconds from the start of the run.
         adapter: Name for the record; empty for the base.
         num_prompt_tokens: As planned; the server's own count replaces it.

@@ -36,7 +36,6 @@ class KernelCost:
     """One kernel over a step.
 
     Args:
-        kernel: Its name.
         step_s: Median seconds for all groups of all layers.
         bytes_per_s: Adapter weights read in that time, per second.
         floor_share: The floor over its time: 1 is as fast as memory allows.
@@ -53,7 +52,6 @@ class KernelsResult:
     """A run.
 
     Args:
-        num_adapters: Adapters in the step.
         rows_each: Rows of each.
         num_bytes: Their weights together.
         floor_s: Median seconds that a plain sum over as many bytes took.
@@ -74,7 +72,6 @@ def measure_kernels(
     ranks: Sequence[int],
     rows_each: int = 1,
     rounds: int = 5,
-    kernels: Sequence[str] = TABLELESS,
     device: str = "cpu",
 ) -> KernelsResult:
     """Time every kernel and the floor in turns, after a round that does not count.
@@ -85,7 +82,6 @@ def measure_kernels(
         ranks: Ranks of the adapters, assigned in turn.
         rows_each: Rows of each: 1 is decoding.
         rounds: Rounds that count.
-        kernels: Names, of those in ``TABLELESS``.
         device: Name of the device.
 
     Raises:
@@ -95,7 +91,7 @@ def measure_kernels(
     layouts = [
         lay_out(dict.fromkeys(base.all_linear, ranks[index % len(ranks)]), base) for index in range(num_adapters)
     ]
-    seconds = _seconds(base, layouts, rows_each, rounds, kernels, place)
+    seconds = _seconds(base, layouts, rows_each, rounds, place)
     element_bytes = base.page.element_bytes
     num_bytes = sum(layout.used_elements for layout in layouts) * element_bytes
     return KernelsResult(
@@ -110,7 +106,7 @@ def measure_kernels(
                 bytes_per_s=num_bytes / statistics.median(seconds[kernel]),
                 floor_share=ratio_by_round(seconds[""], seconds[kernel]),
             )
-            for kernel in kernels
+            for kernel in TABLELESS
         ),
     )
 
@@ -135,7 +131,6 @@ def _seconds(
     layouts: Sequence[AdapterLayout],
     rows_each: int,
     rounds: int,
-    kernels: Sequence[str],
     place: torch.device,
 ) -> dict[str, list[float]]:
     """Return the seconds of every round, by kernel; under an empty name those of a plain sum over as many elements."""
@@ -160,7 +155,7 @@ def _seconds(
         return run_and_wait
 
     systems = {"": waited_for(plain.sum)}
-    systems |= {kernel: waited_for(partial(run, kernel)) for kernel in kernels}
+    systems |= {kernel: waited_for(partial(run, kernel)) for kernel in TABLELESS}
     with torch.inference_mode():
         return time_in_turns(systems, rounds)
 

@@ -77,7 +77,7 @@ class LoadReport:
             tables.append(replace(table, columns=tuple(table.columns[index] for index in seen), rows=rows))
         if self.errors:
             told = tuple((kind, f"{count:,}", example) for kind, (count, example) in self.errors.items())
-            tables.append(FigureTable(title="", columns=("error", "requests", "for example"), rows=told))
+            tables.append(FigureTable(columns=("error", "requests", "for example"), rows=told))
         tables.append(self._generator_table())
         return tables
 
@@ -110,7 +110,7 @@ class LoadReport:
         ):
             if count:
                 rows.append((name, f"{count:,}"))
-        return FigureTable(title="", columns=("", ""), rows=tuple(rows))
+        return FigureTable(columns=("", ""), rows=tuple(rows))
 
 
 def make_report(run: LoadRun, *, slo: Slo, offered_per_s: float, warm_up_s: float = 0.0) -> LoadReport:

@@ -46,8 +46,6 @@ class Burst:
     """Requests of one size.
 
     Args:
-        num_requests: Number of requests.
-        num_prompt_tokens: Length of each prompt.
         num_output_tokens: Length of each answer.
         adapters: Indices of the adapters that they name in turn; ``None`` among them is the base.
         stagger_s: Delay of the second half, in seconds.

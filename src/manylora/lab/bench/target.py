@@ -84,7 +84,6 @@ class ModelNames:
 
     Args:
         base: The base model's name.
-        adapters: Its adapters'.
     """
 
     base: str

@@ -21,12 +21,8 @@ class ModelDims:
     """The dimensions of a decoder with a gated MLP, dense or a mixture of experts.
 
     Args:
-        name: Name in tables.
         hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
-        num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        head_dim: Width of a head.
         intermediate_size: Width of the MLP; of one expert in a mixture.
         vocab_size: Rows of the embedding.
         max_model_len: Longest context in tokens.

@@ -79,7 +79,6 @@ class AdapterTargets:
         weights: Weights per unit of rank.
         weight_bytes: Bytes per unit of rank.
         row_bytes: Bytes of activations read and written per adapted token, independent of the rank.
-        num_modules: Modules.
         num_groups: Groups of modules with one input.
     """
 
@@ -167,7 +166,6 @@ class CopyPath:
     """A way of copying adapters from host to device.
 
     Args:
-        name: Name in options.
         link_share: Part of the link's bandwidth that the copies reach.
         is_by_page: Whether an adapter is copied by pages; otherwise as two matrices per module.
         copy_s: Fixed time of each copy, in seconds.

@@ -88,7 +88,6 @@ class StepCost:
 
     Args:
         terms: Seconds per unit, by name; a missing term is 0.
-        rows: Cost of rows.
     """
 
     def __init__(self, terms: Mapping[str, float], rows: RowTimes) -> None:
@@ -183,8 +182,6 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         base: The base model's shape.
         num_pages: Pages in the pool of the measured engine.
-        machine: The machine, in words.
-        lora_kernel: Implementation of LoRA.
         command: The command that wrote this profile.
         terms: Seconds per unit, by the names in ``TERMS``.
         rows: Cost of rows.

@@ -41,7 +41,6 @@ class Picture:
 
     Args:
         name: Of its file, without folder or ending.
-        png: Its bytes.
     """
 
     name: str

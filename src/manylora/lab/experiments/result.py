@@ -31,7 +31,6 @@ class Result:
 
     Args:
         figures: Numbers by name; times in seconds unless the name says otherwise, shares in [0, 1].
-        curves: By name.
     """
 
     figures: dict[str, float]

@@ -52,9 +52,6 @@ class Plot:
         at: Points to draw; all by default.
         setups: Setups to draw; all by default.
         versus: Divide by this setup at the same point.
-        title: Above it.
-        x_label: Below it.
-        y_label: Beside it.
         log: Whether the vertical axis is logarithmic.
         limit: A horizontal line.
     """
@@ -76,7 +73,6 @@ class Claim:
     """Something that was published, how ours is made, and how near is near.
 
     Args:
-        text: The claim.
         figure: Name of the figure it is about.
         form: The compared quantity:
 
@@ -87,7 +83,6 @@ class Claim:
             * ``crossing``: where on the axis the figure first exceeds ``limit``;
             * ``crossing-ratio``: that, relative to another setup;
             * ``order``: setups in rising order of the figure; published is 1, ours the share of pairs in order.
-        setup: The setup of the figure.
         point: Where, by label; ``relative`` instead gives shares of the place where ``versus`` crosses ``limit``.
         relative: See ``point``; figures are interpolated between points, and the mean over the shares is compared.
         versus: Relative to whom.
@@ -95,9 +90,7 @@ class Claim:
         bound: The setup of no overhead; see ``form``.
         limit: See ``form``.
         order: Setups in the published order, each at ``point`` unless it is written ``setup@label``.
-        published: The published number.
         tolerance: Largest difference of two figures that agree, in the claim's unit.
-        unit: Unit of the numbers.
     """
 
     text: str
@@ -133,16 +126,12 @@ class Experiment:
 
     Args:
         name: ``suite/file``.
-        title: Its title in the report.
-        source: The publication.
         calculation: Name of a calculation (``calculations.py``) where nothing has to be simulated.
         setups: Tables of what is compared, by name, complete.
         workload: Table of the workload, complete.
-        points: The axis.
         num_seeds: Runs of each case.
         slo_s: Limit on the time to first token, in seconds.
         warm_up_s: Requests that arrive this early are not counted, in seconds.
-        plots: Pictures.
         claims: The published figures.
         shown: Figures of the table of results.
         why: Why ours differs, where it does, and what shows that.

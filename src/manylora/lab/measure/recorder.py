@@ -58,8 +58,6 @@ class Recorder:
 
     Args:
         ranks: Rank of each adapter by name; 0 where it is not known.
-        stats: ``EngineCore.stats``, for samples of the timeline; ``watch`` sets it after the engine is built. Without
-            it the timeline has no samples.
         sample_every_s: Seconds between two samples.
     """
 
@@ -68,14 +66,13 @@ class Recorder:
         *,
         replica: int = 0,
         ranks: Mapping[str, int] | None = None,
-        stats: Callable[[], EngineStats] | None = None,
         sample_every_s: float = 1.0,
     ) -> None:
         self.records: list[RequestRecord] = []
         self.timeline = Timeline()
         self._replica = replica
         self._ranks = ranks or {}
-        self._stats = stats
+        self._stats: Callable[[], EngineStats] | None = None
         self._sample_every_s = sample_every_s
         self._next_sample_at = 0.0
         self._in_flight: dict[str, _OpenRequest] = {}
@@ -97,7 +94,7 @@ class Recorder:
         }
 
     def watch(self, stats: Callable[[], EngineStats]) -> None:
-        """Sample an engine from now on."""
+        """Sample an engine (its ``EngineCore.stats``) from now on; without one the timeline has no samples."""
         self._stats = stats
 
     def __call__(self, event: Event) -> None:

@@ -97,7 +97,6 @@ class Steps:
 
     Args:
         took_s: Seconds from its launch to its results.
-        num_sequences: Sequences in it.
     """
 
     took_s: array[float] = field(default_factory=_column)

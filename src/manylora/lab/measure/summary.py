@@ -43,7 +43,6 @@ class PercentileSummary:
     """Mean, percentiles and maximum of a distribution, in the unit of its values.
 
     Args:
-        count: Number of values.
         p50: The median; percentiles are interpolated linearly.
     """
 

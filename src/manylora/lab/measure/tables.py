@@ -28,9 +28,9 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 class FigureTable:
     """A table of text: the first column labels the row, the others are numbers."""
 
-    title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    title: str = ""
 
     def markdown(self) -> str:
         """Return Markdown, with the title in bold."""
@@ -69,7 +69,7 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f}"
 
 
-def latencies(summary: Summary, title: str = "") -> FigureTable:
+def latencies(summary: Summary) -> FigureTable:
     """Return every latency of a summary, in milliseconds."""
     rows = {
         "time to first token": summary.ttft,
@@ -81,16 +81,13 @@ def latencies(summary: Summary, title: str = "") -> FigureTable:
     }
     columns = ("ms", "mean", "P50", "P90", "P99", "highest")
     cells = ((name, *_percentile_cells(one)) for name, one in rows.items() if one is not None)
-    return FigureTable(title=title, columns=columns, rows=tuple(cells))
+    return FigureTable(columns=columns, rows=tuple(cells))
 
 
-def figures(summary: Summary, title: str = "", *, slo: Slo | None = None) -> FigureTable:
+def figures(summary: Summary, *, slo: Slo | None = None) -> FigureTable:
     """Return the figures of a summary other than latencies, without those that do not apply.
 
-    Args:
-        summary: Of a run.
-        title: Of the table.
-        slo: The limits that ``summary`` was made with, to name them.
+    ``slo`` names the limits that the summary was made with.
     """
     limits = "" if slo is None else f" ({slo})"
     rows: list[tuple[str, str]] = [
@@ -118,10 +115,10 @@ def figures(summary: Summary, title: str = "", *, slo: Slo | None = None) -> Fig
     ):
         if share:
             rows.append((name, f"{share:.1%}"))
-    return FigureTable(title=title, columns=("", ""), rows=tuple(rows))
+    return FigureTable(columns=("", ""), rows=tuple(rows))
 
 
-def failures(records: Iterable[RequestRecord], title: str = "") -> FigureTable:
+def failures(records: Iterable[RequestRecord]) -> FigureTable:
     """Return the reasons of requests without a full answer, the most frequent first.
 
     Reasons that differ in their numbers alone are one, with the numbers of the first.
@@ -134,10 +131,10 @@ def failures(records: Iterable[RequestRecord], title: str = "") -> FigureTable:
             examples.setdefault(kind, record.error)
             counts[kind] += 1
     rows = tuple((examples[kind], f"{count:,}") for kind, count in counts.most_common(MOST_REASONS))
-    return FigureTable(title=title, columns=("no full answer, because", "requests"), rows=rows)
+    return FigureTable(columns=("no full answer, because", "requests"), rows=rows)
 
 
-def groups(summary: Summary, title: str = "") -> FigureTable:
+def groups(summary: Summary) -> FigureTable:
     """Return a summary's groups, times in milliseconds."""
     rows = tuple(
         (
@@ -152,7 +149,7 @@ def groups(summary: Summary, title: str = "") -> FigureTable:
         for label, group in summary.groups.items()
     )
     columns = ("", "requests", "TTFT P50", "TTFT P99", "TBT P99", "in all P50", "of it waiting", "within the SLO")
-    return FigureTable(title=title, columns=columns, rows=rows)
+    return FigureTable(columns=columns, rows=rows)
 
 
 def compare(summaries: Mapping[str, Summary], title: str = "") -> FigureTable:

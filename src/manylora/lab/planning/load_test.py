@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from manylora.core.errors import ConfigError
 from manylora.core.events import Event, RequestFinished
 from manylora.core.options import require
-from manylora.lab.costs.model import CostModel
 from manylora.lab.costs.roofline import PriceMeter
 from manylora.lab.measure import RequestRecord, Slo, gaps_of
 from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
@@ -175,7 +174,6 @@ class LoadTests:
         scenario: Workload and setup; the workload's rate and number of requests are replaced.
         objective: The SLO.
         search_budget: Size of a load test.
-        cost: Prices of steps and loads; by default those of the scenario's setup.
         on_run: Called with a description of each run before it begins.
     """
 
@@ -185,20 +183,17 @@ class LoadTests:
         objective: Objective,
         search_budget: SearchBudget,
         *,
-        cost: CostModel | None = None,
         on_run: Callable[[str], None] | None = None,
     ) -> None:
         self.scenario = scenario
         self.objective = objective
         self.search_budget = search_budget
-        self._cost = cost
         self._on_run = on_run or (lambda text: None)
 
     def config(self, num_replicas: int = 1, seed: int = 0) -> SimulationConfig:
         """Return the simulated system."""
         setup = replace(self.scenario.setup, num_replicas=num_replicas)
-        config = replace(self.scenario, setup=setup, seed=self.scenario.seed + seed).make_config()
-        return config if self._cost is None else replace(config, cost=self._cost, speed=None)
+        return replace(self.scenario, setup=setup, seed=self.scenario.seed + seed).make_config()
 
     def workload(self, rate: float, num_replicas: int = 1, seed: int = 0) -> Workload:
         """Make the workload at a rate, long enough for a load test."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import require
-from manylora.lab.costs.model import CostModel
 from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget
 from manylora.lab.planning.search import Capacity, find_capacity, first_guess, most_requests_per_s
 from manylora.lab.planning.usage import LoadTestUsage, bottleneck_of, usage_of
@@ -90,7 +89,6 @@ def make_plan(
     objective: Objective,
     demand: TrafficDemand,
     *,
-    cost: CostModel | None = None,
     on_run: Callable[[str], None] | None = None,
 ) -> Plan:
     """Plan a service.
@@ -99,13 +97,12 @@ def make_plan(
         scenario: Workload and setup; rate, length and replicas are replaced.
         objective: The SLO.
         demand: Traffic and price.
-        cost: Prices of steps and loads; by default those of the scenario's setup.
         on_run: Called with a description of each simulated run before it begins.
 
     Raises:
         ConfigError: The scenario does not fit together, or no rate can keep its objective.
     """
-    load_tests = LoadTests(scenario, objective, demand.search_budget, cost=cost, on_run=on_run)
+    load_tests = LoadTests(scenario, objective, demand.search_budget, on_run=on_run)
     workload, config = load_tests.workload(1.0), load_tests.config()
     _check_prompts_fit(workload, config, objective)
     most_per_s = most_requests_per_s(workload.requests, config)

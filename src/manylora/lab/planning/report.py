@@ -46,9 +46,7 @@ def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureT
         if with_cost:
             row.append(f"{plan.cost.per_million_output_tokens:.2f}" if plan.cost else "-")
         rows.append(tuple(row))
-    return FigureTable(
-        title="", columns=(*columns, "per million output tokens") if with_cost else columns, rows=tuple(rows)
-    )
+    return FigureTable(columns=(*columns, "per million output tokens") if with_cost else columns, rows=tuple(rows))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def _outcome(plan: Plan) -> FigureTable:
             else "stopped early at every rate"
         )
         rows.append(("capacity", f"none: {tried}"))
-        return FigureTable(title="", columns=("", ""), rows=tuple(rows))
+        return FigureTable(columns=("", ""), rows=tuple(rows))
     assert usage is not None
     bound = "" if capacity.broken is not None else "at least "
     rows += [
@@ -134,7 +132,7 @@ def _outcome(plan: Plan) -> FigureTable:
             ("  per million tokens", f"{plan.cost.per_million_tokens:.3f}"),
             ("  per million requests", f"{plan.cost.per_million_requests:.0f}"),
         ]
-    return FigureTable(title="", columns=("", ""), rows=tuple(rows))
+    return FigureTable(columns=("", ""), rows=tuple(rows))
 
 
 def _memory(plan: Plan) -> FigureTable | None:

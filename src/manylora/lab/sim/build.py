@@ -18,14 +18,11 @@ from manylora.core.adapters.layout import lay_out, make_version
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import is_url
 from manylora.core.clock import Clock
-from manylora.core.config import EngineConfig, MemoryConfig
+from manylora.core.config import EngineConfig
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
 from manylora.core.plan import PlannedSequence
 from manylora.core.ports import EngineParts, check_each
 from manylora.core.types import AdapterVersion, SampledToken
-from manylora.lab.catalog.models import base_shape
-from manylora.lab.costs.fitted import FittedCost
-from manylora.lab.costs.model import CostModel, FixedCost
 from manylora.lab.costs.profile import read_profile
 from manylora.lab.sim.run.cold_steps import ColdSteps
 from manylora.lab.sim.run.contents import synthetic_token
@@ -33,9 +30,7 @@ from manylora.lab.sim.run.executor import SimulatedExecutor
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.setup import Setup, make_config
 
-__all__ = ["SimulatedReader", "build_simulated_parts", "find_target"]
-
-DEFAULT_POOL_BYTES = 1 << 30
+__all__ = ["SimulatedReader", "build_simulated_parts", "find_target", "simulated_parts"]
 
 MEAN_ANSWER_TOKENS = 200
 """Mean length of synthetic answers without a cap."""
@@ -88,34 +83,20 @@ class SimulatedReader:
         return check_each(self.read, adapters)
 
 
-def build_simulated_parts(
-    config: EngineConfig, clock: Clock, *, cost: CostModel | None = None, shape: BaseShape | None = None
-) -> EngineParts:
-    """Build parts whose executor makes synthetic tokens, at the speed of a cost model.
+def build_simulated_parts(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Build the parts of an engine that imitates the target ``config.simulate``.
 
-    Args:
-        config: Names the target (``simulate``), and sets the size of the pool.
-        clock: Unused, because simulated work ends by time alone; makes this builder interchangeable with the torch one.
-        cost: Step and load times; replaces those of the target.
-        shape: The base model's shape; replaces that of the target, by default Llama-3-8B's.
+    Simulated work ends by time alone, so ``clock`` is not used: the builder is interchangeable with the torch one.
 
     Raises:
         ConfigError: ``simulate`` names no target.
     """
-    if config.simulate is not None and cost is None and shape is None:
-        target, machine = find_target(config.simulate, config)
-    else:
-        base = shape or base_shape("llama-3-8b", block_size=config.memory.block_size)
-        pool_bytes = config.memory.memory_bytes or DEFAULT_POOL_BYTES
-        target = SimulationConfig(
-            base=base,
-            cost=cost or FixedCost(),
-            num_pages=config.memory.num_pages or max(2, pool_bytes // base.page.num_bytes),
-            memory=MemoryConfig(block_size=base.page.block_size),
-            interference=cost.interference if isinstance(cost, FittedCost) else {},
-            speed=cost.speed if isinstance(cost, FittedCost) else None,
-        )
-        machine = "synthetic"
+    assert config.simulate is not None
+    return simulated_parts(*find_target(config.simulate, config))
+
+
+def simulated_parts(target: SimulationConfig, machine: str) -> EngineParts:
+    """Return parts whose executor makes synthetic tokens, at the speed of a target; ``machine`` is its name."""
     base = target.base
     return EngineParts(
         base=base,

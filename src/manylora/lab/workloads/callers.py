@@ -45,7 +45,6 @@ class GammaCallers:
     Args:
         rate: Mean requests per second of each.
         cov: Coefficient of variation of the gaps: 1 is Poisson, above it bursts, below it regularity.
-        num_callers: Number of callers.
     """
 
     kind: ClassVar[str] = "gamma-callers"

@@ -39,7 +39,6 @@ class RequestSpec:
 
     Args:
         arrival_s: Seconds from the start of the workload.
-        num_prompt_tokens: Length of the prompt.
         num_output_tokens: Length of the answer, at least 1.
         adapter: Name of an adapter of the workload; ``None`` for the base.
         prefix: Names of the blocks its prompt begins with, as in Mooncake's traces: requests with equal leading

@@ -126,7 +126,6 @@ class Run:
     """The outcome of a simulated run.
 
     Args:
-        workload: Its name.
         records: Every request, in order of arrival; refused ones have an ``error``.
         timelines: One per replica.
         stats: The counters of each engine at its end.

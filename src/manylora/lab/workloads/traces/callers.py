@@ -78,7 +78,6 @@ class ClientWindow:
 
     Args:
         model: The model it asked.
-        client: Its number there.
         start_s: Beginning of the window, in seconds since the trace's midnight.
         rate: Mean requests per second.
         pattern: The distribution that was fitted to the gaps.

@@ -25,7 +25,6 @@ class RequestTrace:
 
     Args:
         arrival_s: Seconds since the first; ``None`` in a trace of lengths alone.
-        prompt: Prompt tokens.
         output: Answer tokens.
         prefix: Names of the blocks each prompt consists of, the last one perhaps in part; ``None`` if unknown.
         prefix_block_tokens: Tokens in a block.
