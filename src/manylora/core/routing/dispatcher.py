@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from collections.abc import Sequence as Seq
 
 from manylora.core.routing.router import Router
 from manylora.core.routing.view import MEAN_ANSWER_TOKENS, ReplicaReport, ReplicaView, Sent
@@ -19,7 +18,7 @@ PRIOR_ANSWERS = 4.0
 
 
 class Dispatcher:
-    """Chooses replicas and keeps their views; it reads no clock and waits for nothing.
+    """Chooses replicas and keeps their ``views``, by index; it reads no clock and waits for nothing.
 
     Args:
         router: Chooses.
@@ -31,17 +30,12 @@ class Dispatcher:
         assert num_replicas >= 1
         self._router = router
         self._ranks = {} if ranks is None else ranks
-        self._views = [ReplicaView() for _ in range(num_replicas)]
+        self.views = [ReplicaView() for _ in range(num_replicas)]
         self._every = range(num_replicas)
         self._in_flight: dict[str, Sent] = {}
         self._counted = [(0, 0)] * num_replicas  # answers and their tokens in the last report
         self._num_answers = PRIOR_ANSWERS
         self._num_answer_tokens = PRIOR_ANSWERS * MEAN_ANSWER_TOKENS
-
-    @property
-    def views(self) -> Seq[ReplicaView]:
-        """The replicas, by index."""
-        return self._views
 
     def dispatch(self, request: Request, serving: Container[int] | None = None, num_answered: int | None = None) -> int:
         """Return the replica for a request, and count it there until ``ended``. The router is asked once.
@@ -52,7 +46,7 @@ class Dispatcher:
             num_answered: Tokens of its answer so far, if it was at a replica that was lost; ``None`` for a new one.
         """
         among = self._every if serving is None else [index for index in self._every if index in serving]
-        replica = self._router.choose(request, self._views, among)
+        replica = self._router.choose(request, self.views, among)
         assert replica in among, f"the router chose {replica = }, expected one of {among}"
         rank = self._ranks.get(request.model)
         sent = Sent(
@@ -62,19 +56,19 @@ class Dispatcher:
             num_prompt_tokens=len(request.prompt) + (num_answered or 0),
         )
         self._in_flight[request.request_id] = sent
-        self._views[replica].add(sent)
+        self.views[replica].add(sent)
         return replica
 
     def started(self, request_id: str) -> None:
         """Learn that a request has its first token; a request that is not in flight is ignored."""
         sent = self._in_flight.get(request_id)
         if sent is not None:
-            self._views[sent.replica].start(sent)
+            self.views[sent.replica].start(sent)
 
     def ended(self, request_id: str) -> int:
         """Learn that a request ended or was refused; return its replica."""
         sent = self._in_flight.pop(request_id)
-        self._views[sent.replica].remove(sent)
+        self.views[sent.replica].remove(sent)
         return sent.replica
 
     def report(self, replica: int, report: ReplicaReport) -> None:
@@ -82,15 +76,15 @@ class Dispatcher:
 
         Replicas without a step-time model of their own are taken to be as fast as the one that reported last.
         """
-        self._views[replica].learn(report)
+        self.views[replica].learn(report)
         self._count_answers(replica, report)
         mean_answer_tokens = self._num_answer_tokens / self._num_answers
-        for view in self._views:
+        for view in self.views:
             view.guess(report.steps, mean_answer_tokens)
 
     def restarted(self, replica: int) -> None:
         """Learn that a replica's memory is empty: no adapter is on its device any more."""
-        self._views[replica].forget()
+        self.views[replica].forget()
         self._counted[replica] = 0, 0
 
     def _count_answers(self, replica: int, report: ReplicaReport) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from manylora.core.costs.rank_fit import model_of
@@ -106,6 +106,7 @@ class StepTimes(NamedTuple):
     row_rank: float
 
 
+@dataclass(slots=True, eq=False)
 class ReplicaView:
     """The requests in flight at one replica, and its last report.
 
@@ -115,44 +116,23 @@ class ReplicaView:
     are requests of other routers, by report. ``resident`` are the adapters believed to be on the device.
     """
 
-    __slots__ = (
-        "_most_sent",
-        "_times",
-        "adapters",
-        "is_guessed",
-        "kv_tokens",
-        "max_rank",
-        "mean_answer_tokens",
-        "num_foreign",
-        "num_prompt_tokens",
-        "num_requests",
-        "num_waiting",
-        "ranks",
-        "resident",
-        "steps",
-        "sum_rank",
-        "waiting_row_rank",
-        "waiting_tokens",
-    )
-
-    def __init__(self) -> None:
-        self.num_requests = 0
-        self.num_prompt_tokens = 0
-        self.num_waiting = 0
-        self.waiting_tokens = 0
-        self.waiting_row_rank = 0
-        self.sum_rank = 0
-        self.max_rank = 0
-        self.ranks: Counter[int] = Counter()
-        self.adapters: Counter[str] = Counter()
-        self.resident: dict[str, None] = {}  # in order of use
-        self.num_foreign = 0
-        self.kv_tokens: int | None = None
-        self.steps: StepModel = PRIOR
-        self.is_guessed = True  # its step-time model is the prior, or another replica's
-        self.mean_answer_tokens = MEAN_ANSWER_TOKENS
-        self._times: StepTimes | None = None  # of the present counts
-        self._most_sent = 0  # requests in flight at once since the last report
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    waiting_row_rank: int = 0
+    sum_rank: int = 0
+    max_rank: int = 0
+    ranks: Counter[int] = field(default_factory=Counter)
+    adapters: Counter[str] = field(default_factory=Counter)
+    resident: dict[str, None] = field(default_factory=dict)  # in order of use
+    num_foreign: int = 0
+    kv_tokens: int | None = None
+    steps: StepModel = PRIOR
+    is_guessed: bool = True  # its step-time model is the prior, or another replica's
+    mean_answer_tokens: float = MEAN_ANSWER_TOKENS
+    _times: StepTimes | None = None  # of the present counts
+    _most_sent: int = 0  # requests in flight at once since the last report
 
     @property
     def load(self) -> int:

@@ -29,7 +29,7 @@ class LinearCost:
     def __init__(self, fixed_s: float, per_unit_s: float, typical: float) -> None:
         self._scale = typical  # unit of amounts, for numerical stability
         self._guess = (fixed_s, per_unit_s * typical)
-        self._n = self._x = self._xx = self._t = self._xt = 0.0
+        self.num_observed = self._x = self._xx = self._t = self._xt = 0.0
         self._line = self._guess
         self._last = (0.0, fixed_s)
 
@@ -39,15 +39,10 @@ class LinearCost:
         amount, seconds = self._last
         return seconds - self.seconds(amount)
 
-    @property
-    def num_observed(self) -> float:
-        """Number of observations, earlier observations faded."""
-        return self._n
-
     def observe(self, amount: float, seconds: float) -> None:
         """Record that ``amount`` took ``seconds``."""
         x = amount / self._scale
-        self._n = self._n * FADE + 1.0
+        self.num_observed = self.num_observed * FADE + 1.0
         self._x = self._x * FADE + x
         self._xx = self._xx * FADE + x * x
         self._t = self._t * FADE + seconds
@@ -66,7 +61,7 @@ class LinearCost:
     def _fit(self) -> tuple[float, float]:
         """Fit the observations and the guess, at ``x = 0`` and ``x = 1``; no coefficient is negative."""
         fixed, slope = self._guess
-        n, x, xx = self._n + 2 * GUESS, self._x + GUESS, self._xx + GUESS
+        n, x, xx = self.num_observed + 2 * GUESS, self._x + GUESS, self._xx + GUESS
         t, xt = self._t + GUESS * (2 * fixed + slope), self._xt + GUESS * (fixed + slope)
         per_unit = (n * xt - x * t) / (n * xx - x * x)
         if per_unit <= 0.0:
