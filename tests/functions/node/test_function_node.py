@@ -123,7 +123,6 @@ class Rig:
             memory_bytes=4 * PROCESS_BYTES,
             parent_pipe=None,
             timeouts=timeouts,
-            on_observed=lambda *_: None,
         )
         self.spec = spec = FunctionSpec(
             backbone="base", adapter=str(tmp_path), max_batch=max_batch, slo_s=3600.0, kv_bytes=1, adapter_bytes=1

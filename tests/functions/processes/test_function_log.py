@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from manylora.functions.processes import function_log
-from manylora.functions.processes.function_log import FunctionLog
+from manylora.functions.processes import link as link_module
+from manylora.functions.processes.link import FunctionLog
 
 
 async def read_all(log: FunctionLog, num_lines: int) -> list[str]:
@@ -30,18 +30,18 @@ def test_lines_have_the_functions_name_and_cannot_forge_another(caplog: pytest.L
             process.write(b"ack\n\x1b[2Jcleared\r\nno utf-8: \xff\n" + b"long" * 2000 + b"\nunfinished")
         return await read_all(log, 5)
 
-    with caplog.at_level(logging.WARNING, function_log.__name__):
+    with caplog.at_level(logging.WARNING, link_module.__name__):
         lines = asyncio.run(scenario())
     assert lines[:3] == ["a traceback", "\\x1b[2Jcleared\\r", "no utf-8: \\xff"]
     assert lines[-1] == "unfinished"
-    assert max(map(len, lines)) == function_log.MAX_LINE_CHARS
+    assert max(map(len, lines)) == link_module.MAX_LINE_CHARS
     assert [record.getMessage() for record in caplog.records] == [
         f"function_says name=ada line={line}" for line in lines
     ]
 
 
 def test_a_flood_is_cut_and_its_end_never_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function_log, "BYTES_PER_S", 1)
+    monkeypatch.setattr(link_module, "LOG_BYTES_PER_S", 1)
 
     async def scenario() -> int:
         log = FunctionLog("ada")
@@ -55,8 +55,8 @@ def test_a_flood_is_cut_and_its_end_never_blocks(monkeypatch: pytest.MonkeyPatch
         assert num_lost > 50
         return num_lines
 
-    burst = function_log.BURST_BYTES // function_log.LINE_BYTES
-    assert 0 < asyncio.run(scenario()) < burst + function_log.CHUNK_BYTES
+    burst = link_module.LOG_BURST_BYTES // link_module.LOG_LINE_BYTES
+    assert 0 < asyncio.run(scenario()) < burst + link_module.LOG_CHUNK_BYTES
 
 
 def test_the_pipe_of_a_process_that_ended_is_closed() -> None:

@@ -31,9 +31,8 @@ from manylora.functions.deployment import FunctionSpec
 from manylora.functions.node.launch import AwakeFunction, Launcher, Timeouts
 from manylora.functions.processes.backbone import fetch_backbone
 from manylora.functions.processes.frames import FrameBuffer, FrameError, frame
-from manylora.functions.processes.function_log import FunctionLog
 from manylora.functions.processes.holder import BackboneSocket
-from manylora.functions.processes.link import FunctionLink
+from manylora.functions.processes.link import FunctionLink, FunctionLog
 from manylora.functions.processes.messages import Backbone, FunctionPlace
 from manylora.functions.processes.zygote import Zygote
 from manylora.serving.hosting.fleet.adapter_book import LoraModule

@@ -35,7 +35,6 @@ from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.launch import Timeouts
 from manylora.functions.node.node import FunctionNode
 from manylora.functions.wire import Account, AgentSetup, NodeReport, Orders
-from manylora.serving.hosting.protocol import Observations
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 from manylora.serving.metrics.status_report import FunctionState
 
@@ -66,7 +65,6 @@ class Agent:
         self._generation = 0
         self._unsent: NodeReport | None = None
         self._stop = asyncio.Event()
-        self._observers: Mapping[str, Callable[[Observations], None]] = {}
         self._fleets: list[BackboneFleet] = []
         self._backbones: Mapping[str, BackboneSpec] | None = None  # those of the first orders
         self._is_outdated = False
@@ -77,7 +75,6 @@ class Agent:
             memory_bytes=int(SHARE_OF_AVAILABLE * memory_bytes),
             parent_pipe=setup.parent_pipe,
             timeouts=Timeouts.of(setup.server),
-            on_observed=self._observed,
         )
         if setup.parent_pipe is not None:
             asyncio.get_running_loop().add_reader(setup.parent_pipe, os._exit, 1)  # its other end has gone
@@ -142,7 +139,6 @@ class Agent:
             config = replace(config, api_keys=orders.api_keys, admin_key=orders.admin_key)
         apps = backbone_apps(self.node, orders.backbones, config)
         self._fleets = [one.fleet for one in apps.values()]
-        self._observers = {name: one.metrics.observe for name, one in apps.items()}
         return http_server(apps, self.node, config, on_listening)
 
     async def _finish_in_flight(self) -> None:
@@ -152,10 +148,6 @@ class Agent:
                     await fleet.in_progress.ended()
         except TimeoutError:
             logger.warning("drain_timed_out after_s=%.1f", self._config.drain_timeout_s)
-
-    def _observed(self, backbone: str, seen: Observations) -> None:
-        if (observe := self._observers.get(backbone)) is not None:
-            observe(seen)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,6 @@ class BackboneApp:
 
     app: ASGIApp
     fleet: BackboneFleet
-    metrics: Metrics
     forms: FormChecks
 
 
@@ -77,6 +76,7 @@ def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: Ser
         epoch_s=time.time,
         monotonic_s=time.monotonic,
     )
+    node.subscribe(name, metrics.observe)
     context = make_context(
         engine,
         config,
@@ -95,7 +95,7 @@ def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: Ser
         serves_base=False,
         functions=fleet.functions,
     )
-    return BackboneApp(make_app(context), fleet, metrics, context.forms)
+    return BackboneApp(make_app(context), fleet, context.forms)
 
 
 def http_server(

@@ -25,7 +25,7 @@ from manylora.functions.deployment import FunctionSpec
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.launch import AwakeFunction, Launcher, ProcessUsers, Timeouts
 from manylora.functions.node.queue import BatchQueue
-from manylora.functions.processes.function_log import FunctionLog
+from manylora.functions.processes.link import FunctionLog
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.links.in_flight import OutputStream
 from manylora.serving.hosting.protocol import Observations

@@ -20,9 +20,8 @@ from manylora.core.errors import AdapterError, CapacityError, EngineDead, Manylo
 from manylora.core.isolation import ProcessorShare
 from manylora.functions.deployment import FunctionSpec
 from manylora.functions.node.backbone_host import BackboneHost
-from manylora.functions.processes.function_log import FunctionLog
 from manylora.functions.processes.function_process import PACKAGE, shared_folders
-from manylora.functions.processes.link import FunctionLink
+from manylora.functions.processes.link import FunctionLink, FunctionLog
 from manylora.functions.processes.messages import FunctionPlace
 from manylora.functions.processes.zygote import Zygote
 from manylora.serving.hosting.fleet.adapter_book import LoraModule

@@ -52,7 +52,6 @@ class FunctionNode:
         memory_bytes: Memory for backbones, zygotes and functions, unless the controller's orders set it.
         parent_pipe: Descriptor of a pipe with which holders of backbones end; ``None`` to outlive this process.
         timeouts: Bounds of the silence of functions.
-        on_observed: Called with the name of a backbone and the observations of a function on it.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class FunctionNode:
         memory_bytes: int,
         parent_pipe: int | None,
         timeouts: Timeouts,
-        on_observed: Callable[[str, Observations], None],
     ) -> None:
         self.functions: dict[str, FunctionInstance] = {}
         self.hosts: dict[str, BackboneHost] = {}
@@ -78,7 +76,7 @@ class FunctionNode:
         self._default_bytes = memory_bytes
         self._folder = folder
         self._parent_pipe = parent_pipe
-        self._on_observed = on_observed
+        self._observers: dict[str, Callable[[Observations], None]] = {}
         self._spec = NodeSpec()
         self._hold: dict[str, None] = {}
         self._beside: set[asyncio.Task[None]] = set()  # loads, and functions that end
@@ -235,7 +233,12 @@ class FunctionNode:
         if seen.finished:
             num_tokens = sum(one.num_prompt_tokens + one.num_output_tokens for one in seen.finished)
             self.accounts.count(instance.account, len(seen.finished), num_tokens)
-        self._on_observed(instance.host.name, seen)
+        if (observe := self._observers.get(instance.host.name)) is not None:
+            observe(seen)
+
+    def subscribe(self, backbone: str, observe: Callable[[Observations], None]) -> None:
+        """Call ``observe`` with the observations of functions on a backbone from now on."""
+        self._observers[backbone] = observe
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

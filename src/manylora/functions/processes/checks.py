@@ -173,7 +173,8 @@ class MessageCheck:
 
     def _check_names(self, names: Collection[str]) -> None:
         if not self.names.issuperset(names):
-            raise FrameError("it reports on adapters of others")
+            other = min(set(names) - self.names)
+            raise FrameError(f"it reports on adapter {other[:100]!r}, which is not its own")
 
 
 def _start(report: StartReport) -> StartReport:
