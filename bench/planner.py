@@ -43,14 +43,14 @@ class Outcome:
         rate: Requests per second.
         measured_s: Each limited metric at its percentile over all runs.
         single_runs_s: Its least and greatest over the runs.
-        is_kept: Whether the SLO was met.
+        is_met: Whether the SLO was met.
     """
 
     share: float
     rate: float
     measured_s: dict[str, float]
     single_runs_s: dict[str, tuple[float, float]]
-    is_kept: bool
+    is_met: bool
 
 
 def serve(scenario: Scenario, objective: Objective, rate: float, seed: int, num_requests: int) -> list[RequestRecord]:
@@ -70,7 +70,7 @@ def check(
         measured = objective.measure([record for run in runs for record in run])
         single = [objective.measure(run) for run in runs]
         ranges = {name: (min(one[name] for one in single), max(one[name] for one in single)) for name in measured}
-        outcomes.append(Outcome(share, share * capacity, measured, ranges, objective.is_kept(measured)))
+        outcomes.append(Outcome(share, share * capacity, measured, ranges, objective.is_met(measured)))
     return outcomes
 
 
@@ -100,7 +100,7 @@ def report(made: dict[str, tuple[Objective, Plan, list[Outcome]]], num_requests:
                 f"{what.upper()} {seconds:.3f} s ({one.single_runs_s[what][0]:.3f} to {one.single_runs_s[what][1]:.3f})"
                 for what, seconds in one.measured_s.items()
             )
-            rows.append((name, f"{one.share:g}", f"{one.rate:.3f}", measured, "met" if one.is_kept else "missed"))
+            rows.append((name, f"{one.share:g}", f"{one.rate:.3f}", measured, "met" if one.is_met else "missed"))
     return "\n".join([*lines, *table(heads, rows)])
 
 
@@ -122,7 +122,7 @@ def main() -> None:
         name: {
             "capacity_requests_per_s": plan.capacity.rate,
             "binds": plan.binds,
-            "load_tests": [[one.rate, one.is_kept] for one in plan.capacity.load_tests],
+            "load_tests": [[one.rate, one.is_met] for one in plan.capacity.load_tests],
             "checks": [asdict(one) for one in outcomes],
         }
         for name, (_, plan, outcomes) in made.items()

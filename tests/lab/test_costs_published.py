@@ -18,7 +18,7 @@ from manylora.core.errors import ConfigError
 from manylora.lab.catalog.hardware import HARDWARE, Hardware
 from manylora.lab.catalog.models import base_shape, find_dims
 from manylora.lab.costs.adapters import COPY_PATHS, S_LORA_FLOPS_SHARE
-from manylora.lab.costs.alone import decode_step, prompt_step, request_alone
+from manylora.lab.costs.idle import decode_step, prompt_step, time_on_idle_engine
 from manylora.lab.costs.roofline import RooflineCost, StepParts, memory_for_pool
 
 RANKS = (8, 16, 32, 64, 128)
@@ -177,7 +177,7 @@ def mean_alone_s(lengths: Lengths, scale: float) -> float:
     loads = {rank: copy_s(cost, rank) for rank in RANKS}
     scaled = [(max(1, round(prompt * scale)), max(1, round(output * scale))) for prompt, output in lengths]
     return fmean(
-        request_alone(cost, prompt, output, rank=rank, load_s=loads[rank]).e2e_s
+        time_on_idle_engine(cost, prompt, output, rank=rank, load_s=loads[rank]).e2e_s
         for place, (prompt, output) in enumerate(scaled)
         for rank in (RANKS[place % len(RANKS)],)
     )

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from manylora.cli.app import app
 from manylora.core.errors import ConfigError
-from manylora.lab.costs.alone import requests_alone
+from manylora.lab.costs.idle import times_on_idle_engine
 from manylora.lab.experiments.calculations import CALCULATIONS
 from manylora.lab.experiments.cases import cases_of, read_setup, read_workload
 from manylora.lab.experiments.clairvoyant import is_clairvoyant
@@ -345,7 +345,7 @@ def test_alone_is_what_a_run_with_nobody_else_shows(catalog):
     adapters = make_workload(spec, 0).adapters
     request = RequestSpec(arrival_s=1.0, num_prompt_tokens=300, num_output_tokens=41, adapter=adapters[0].name)
     run = simulate(Workload(name="alone", requests=(request,), adapters=adapters), config)
-    (alone,) = requests_alone([request], adapter_versions(adapters, config.base), config.cost)
+    (alone,) = times_on_idle_engine([request], adapter_versions(adapters, config.base), config.cost)
     assert run.records[0].ttft_s == pytest.approx(alone.ttft_s, rel=1e-9)
     assert run.records[0].e2e_s == pytest.approx(alone.e2e_s, rel=1e-6)
     assert alone.load_s > 0

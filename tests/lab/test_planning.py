@@ -86,7 +86,7 @@ def test_capacity_of_one_server_is_that_of_queueing_theory(limit_s: float, perce
         middle = (low + high) / 2
         low, high = (middle, high) if served_within(limit_s, middle) >= percentile / 100 else (low, middle)
     assert found.rate == pytest.approx(low, rel=0.05)
-    assert found.broken is not None and found.rate < found.broken.rate <= found.rate * 1.02
+    assert found.missed is not None and found.rate < found.missed.rate <= found.rate * 1.02
 
 
 # -- the search --------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_capacity_of_one_server_is_that_of_queueing_theory(limit_s: float, perce
 
 def search(limit: float, start: float, tolerance: float = 0.02) -> Capacity:
     return find_capacity(
-        lambda rate: LoadTest(rate=rate, num_replicas=1, is_kept=rate <= limit, measured={}),
+        lambda rate: LoadTest(rate=rate, num_replicas=1, is_met=rate <= limit, measured={}),
         start=start,
         tolerance=tolerance,
     )
@@ -104,17 +104,17 @@ def search(limit: float, start: float, tolerance: float = 0.02) -> Capacity:
 def test_the_search_ends_below_the_limit_and_near_it(start: float) -> None:
     found = search(3.05, start)
     assert 3.05 / 1.02 <= found.rate <= 3.05
-    assert found.kept is not None and found.kept.rate == found.rate
+    assert found.met is not None and found.met.rate == found.rate
 
 
 def test_a_promise_that_no_rate_keeps_is_no_capacity() -> None:
     found = search(0.0, 1.0)
-    assert found.rate == 0.0 and found.kept is None and found.broken is not None and len(found.load_tests) == 9
+    assert found.rate == 0.0 and found.met is None and found.missed is not None and len(found.load_tests) == 9
 
 
 def test_a_limit_that_is_never_met_is_said_so() -> None:
     found = search(math.inf, 1.0)
-    assert found.rate == 256.0 and found.broken is None
+    assert found.rate == 256.0 and found.missed is None
 
 
 def test_hopeless_rates_are_given_up_early() -> None:
@@ -124,7 +124,7 @@ def test_hopeless_rates_are_given_up_early() -> None:
         SearchBudget(num_requests=2000, seeds=2),
     )
     hopeless = load_tests.at(100.0)
-    assert not hopeless.is_kept and hopeless.runs == () and hopeless.measured == {"ttft": math.inf}
+    assert not hopeless.is_met and hopeless.runs == () and hopeless.measured == {"ttft": math.inf}
 
 
 def test_the_same_requests_come_at_every_rate() -> None:
@@ -141,7 +141,7 @@ def test_refused_requests_break_a_promise() -> None:
     load_test = LoadTests(
         priced(crowded, FixedCost(step_s=STEP_S)), objective, SearchBudget(num_requests=500, seeds=1, spans=0)
     ).at(9.0)
-    assert not load_test.is_kept and load_test.measured["ttft"] == math.inf
+    assert not load_test.is_met and load_test.measured["ttft"] == math.inf
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_traffic_gets_as_many_replicas_as_keep_the_promise() -> None:
     cost = FixedCost(step_s=STEP_S, token_s=0.0)
     made = plan(scenario(), Slo(ttft_s=0.5), cost, rate=15.0, price_per_hour=1.0)
     assert made.num_replicas is not None and made.served is not None and made.is_simulated
-    assert made.num_replicas >= 15.0 / 10 and made.served.is_kept and made.served.num_replicas == made.num_replicas
+    assert made.num_replicas >= 15.0 / 10 and made.served.is_met and made.served.num_replicas == made.num_replicas
     assert made.cost is not None and made.cost.per_hour == made.num_replicas
     many = plan(scenario(), Slo(ttft_s=0.5), cost, rate=500.0, price_per_hour=1.0)
     assert many.num_replicas == math.ceil(500.0 / many.capacity.rate) and not many.is_simulated
@@ -218,7 +218,7 @@ def test_no_number_is_named_that_was_not_seen_to_be_enough(monkeypatch: pytest.M
     def at(load_tests: LoadTests, rate: float, num_replicas: int = 1) -> LoadTest:
         if num_replicas == 1:
             return alone(load_tests, rate)
-        return LoadTest(rate=rate, num_replicas=num_replicas, is_kept=False, measured={"ttft": math.inf})
+        return LoadTest(rate=rate, num_replicas=num_replicas, is_met=False, measured={"ttft": math.inf})
 
     monkeypatch.setattr(LoadTests, "at", at)
     made = plan(scenario(), Slo(ttft_s=0.5), FixedCost(step_s=STEP_S, token_s=0.0), rate=30.0, price_per_hour=1.0)
@@ -272,7 +272,7 @@ def test_progress_says_how_long_it_takes_and_is_quiet_without_a_terminal() -> No
 @pytest.mark.parametrize(("tolerance", "most"), [(0.5, 1), (0.1, 1), (0.02, 1)])
 def test_the_number_of_load_tests_is_about_as_expected(tolerance: float, most: int) -> None:
     def load_test(rate: float) -> LoadTest:
-        return LoadTest(rate=rate, num_replicas=1, is_kept=rate <= 7.3, measured={})
+        return LoadTest(rate=rate, num_replicas=1, is_met=rate <= 7.3, measured={})
 
     found = find_capacity(load_test, start=6.0, tolerance=tolerance)
     assert abs(len(found.load_tests) - expected_load_tests(tolerance)) <= most

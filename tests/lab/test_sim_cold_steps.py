@@ -20,7 +20,7 @@ from manylora.core.plan import ARRIVING, IN_HOST, AdapterLoad, Placement, StepPl
 from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion, Request, SamplingParams, Tier
 from manylora.lab.catalog.models import base_shape
-from manylora.lab.costs.alone import prompt_step
+from manylora.lab.costs.idle import prompt_step
 from manylora.lab.costs.model import FixedCost, SyntheticSequence, synthetic_plan
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.costs.workers import AssistCost, CpuWorkers

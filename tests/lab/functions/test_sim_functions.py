@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from manylora.core.errors import ConfigError
 from manylora.functions.decisions.billing import PLATFORM
-from manylora.lab.costs.alone import request_alone
+from manylora.lab.costs.idle import time_on_idle_engine
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation, LoadTimes
 from manylora.lab.functions.device import Call, Turns
@@ -70,7 +70,7 @@ def check(outcome: FunctionsRun) -> None:
 
 def test_a_call_alone_takes_the_time_of_its_steps() -> None:
     found = run(workload((1.0, 0, 300, 41)), **ALONE)
-    alone = request_alone(RooflineCost("llama-2-7b", "l40s"), 300, 41, rank=16)
+    alone = time_on_idle_engine(RooflineCost("llama-2-7b", "l40s"), 300, 41, rank=16)
     assert ttft(found.calls[0]) == pytest.approx(alone.ttft_s, rel=1e-6)
     assert e2e(found.calls[0]) == pytest.approx(alone.e2e_s, rel=1e-3)
     check(found)

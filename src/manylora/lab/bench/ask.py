@@ -33,8 +33,8 @@ class LoadRequest:
     Args:
         at_s: When it is due, in seconds from the start of the run.
         adapter: Name for the record; empty for the base.
-        num_prompt_tokens: As planned; the server's own count replaces it.
-        body: Of the HTTP request.
+        num_prompt_tokens: Planned length; the server's own count replaces it.
+        body: Body of the HTTP request.
     """
 
     request_id: str
@@ -49,7 +49,7 @@ class LoadAnswer:
     """The outcome of a question.
 
     Args:
-        record: In the form that every run is reported from; times in seconds on the monotonic clock.
+        record: The record that reports are made from; times in seconds on the monotonic clock.
         num_chunks: Chunks that brought text.
         has_usage: Whether the server said how many tokens there were.
         num_retries: Times it was refused and sent again.

@@ -55,7 +55,7 @@ class KernelsResult:
         rows_each: Rows of each.
         num_bytes: Their weights together.
         floor_s: Median seconds that a plain sum over as many bytes took.
-        costs: Of every kernel.
+        costs: Cost of every kernel.
     """
 
     num_adapters: int
@@ -133,7 +133,7 @@ def _seconds(
     rounds: int,
     place: torch.device,
 ) -> dict[str, list[float]]:
-    """Return the seconds of every round, by kernel; under an empty name those of a plain sum over as many elements."""
+    """Return the seconds of every round, by kernel; the empty name is a plain sum over as many elements."""
     storage = PageTensor(base.page, sum(layout.num_pages for layout in layouts), place)
     torch.manual_seed(0)
     storage.flat.normal_(std=0.01)

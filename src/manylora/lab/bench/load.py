@@ -38,7 +38,7 @@ class LoadRun:
     """The outcome of a load.
 
     Args:
-        answers: Of every request that ended, in order of their end.
+        answers: Answers of the requests that ended, in order of their end.
         num_unsent: Requests that were due after the run was stopped.
         num_unfinished: Requests that were in flight then; they are in no figure.
         lag_s: Delay of each request at its sending, in seconds.
@@ -66,7 +66,7 @@ async def run_load(
 
     Args:
         target: The server.
-        questions: In order of their time.
+        questions: The requests, in order of their time.
         warm_up: Sent first, one after the other, and not counted.
         retries: Times that a question is sent again after a 429 or 503.
         timeout_s: Longest silence of a server, in seconds.

@@ -1,7 +1,7 @@
 """The one statistic of comparisons by time: the ratio of each round, its median, and an interval by bootstrap.
 
 The sides take turns within a round, so that both meet the machine at the same speed, and the order rotates, so that
-none always runs first. A ratio is taken within a round; over the rounds it has a median. The interval is that of the
+none always runs first. A ratio is taken within a round; over the rounds it has a median. The interval is of the
 median under resampling of rounds: it says how far this run of the benchmark is to be trusted, not how machines differ.
 Ratios of medians, means and best-of times are not used anywhere.
 

@@ -34,11 +34,11 @@ class Target:
     """How to ask.
 
     Args:
-        url: Of the server, without ``/v1``.
+        url: Address of the server, without ``/v1``.
         is_chat: Ask for chat completions instead of completions.
         api_key: Sent as a bearer token.
         ignore_eos: Ask for answers of exactly the length wanted, an extension that vLLM, SGLang and we know.
-        temperature: Of every request.
+        temperature: Temperature of every request.
         extra: Further fields of every body.
     """
 
@@ -80,7 +80,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNames:
-    """What a server serves.
+    """The models of a server.
 
     Args:
         base: The base model's name.
@@ -141,7 +141,7 @@ class TokenPrompts:
 
     Args:
         vocab_size: Ids are below this.
-        seed: Of every draw; two runs with one seed ask the same.
+        seed: Seed of every draw; two runs with one seed send the same prompts.
     """
 
     def __init__(self, vocab_size: int, seed: int) -> None:

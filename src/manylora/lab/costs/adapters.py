@@ -59,9 +59,9 @@ class DeviceRates:
     """Rates of all devices of a replica together.
 
     Args:
-        peak_flops_per_s: Of the data sheet.
-        flops_per_s: Of large products.
-        bytes_per_s: Of streaming reads.
+        peak_flops_per_s: Peak rate by the data sheet.
+        flops_per_s: Rate that large products reach.
+        bytes_per_s: Rate that streaming reads reach.
         launch_s: Seconds per kernel; devices launch in parallel.
     """
 

@@ -207,11 +207,11 @@ def _fit(
         num_steps=len(steps),
         reads_host=header.reads_host,
     )
-    alone = took - beside @ np.array(list(profile.interference.values()))  # without interference
+    undisturbed = took - beside @ np.array(list(profile.interference.values()))
     is_prompt = np.array([one.num_prompts > 0 for one in features])
     fitted = _fitted(profile, steps)
     noise = {
-        kind: noise_of(alone[of], fitted[of])
+        kind: noise_of(undisturbed[of], fitted[of])
         for kind, of in (("decode", ~is_prompt), ("prompt", is_prompt))
         if of.any()
     }
@@ -220,7 +220,7 @@ def _fit(
 
 
 def _fitted(profile: CostProfile, steps: Sequence[StepRecord]) -> Array:
-    """Return the durations of steps from turn to turn by the terms alone, in seconds."""
+    """Return the durations of steps from turn to turn by their terms, without noise, in seconds."""
     cost = StepCost(profile.terms, profile.rows)
     turn_s, sequence_s = profile.turn_s, profile.turn_sequence_s
     return np.array([cost.seconds(one.features) + turn_s + sequence_s * one.features.num_sequences for one in steps])

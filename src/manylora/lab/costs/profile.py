@@ -188,7 +188,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
         turn_s: Time of a turn of the loop beside the step (planning, waking up), in seconds.
         turn_sequence_s: The same per sequence.
         loads: Costs of loads, by tier: ``host`` (from disk) and ``device`` (from the host).
-        noise: By ``decode`` (steps without a prompt), ``prompt`` (the others), ``host`` and ``device`` (loads).
+        noise: Noise of ``decode`` (steps without a prompt), ``prompt`` (other steps), ``host`` and ``device`` (loads).
         interference: Slowdown of a step by a concurrent load, in seconds per second of the load, by tier.
         errors: On steps held out.
         num_steps: Steps it was fitted from.

@@ -1,21 +1,21 @@
-"""Calculations without a simulated run: requests alone, and one step priced with each family of kernels."""
+"""Calculations without a simulated run: requests on an idle engine, and one step priced with a family of kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from manylora.lab.costs.alone import requests_alone
+from manylora.lab.costs.idle import times_on_idle_engine
 from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.experiments.cases import Case, prepare
 from manylora.lab.experiments.result import Result, cdf
 
-__all__ = ["CALCULATIONS", "alone", "kernels"]
+__all__ = ["CALCULATIONS", "idle_engine", "kernels"]
 
 
-def alone(case: Case) -> Result:
-    """Time every request of a workload as if it were alone, and say what takes its time."""
+def idle_engine(case: Case) -> Result:
+    """Return the times of every request of a workload on an idle engine, by part."""
     workload, versions, config = prepare(case)
-    times = requests_alone(workload.requests, versions, config.cost)
+    times = times_on_idle_engine(workload.requests, versions, config.cost)
     count = len(times)
     ttft = sum(one.ttft_s for one in times) / count
     figures = {
@@ -63,4 +63,4 @@ def kernels(case: Case) -> Result:
     )
 
 
-CALCULATIONS: dict[str, Callable[[Case], Result]] = {"alone": alone, "kernels": kernels}
+CALCULATIONS: dict[str, Callable[[Case], Result]] = {"alone": idle_engine, "kernels": kernels}

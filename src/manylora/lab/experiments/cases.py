@@ -36,7 +36,7 @@ class Case:
 
     Args:
         setup: Table of the simulated system.
-        seed: Of all random streams.
+        seed: Seed of all random streams.
         warm_up_s: Requests that arrive this early are not counted, in seconds.
         slo_s: Limit on the time to first token, in seconds.
         slo_tpot_s: Limit on the mean time per token after the first, in seconds; ``None`` for no limit.

@@ -1,7 +1,7 @@
 """The findings of an experiment, compared with the published claims.
 
 Seeds are paired: a change or a ratio is taken between runs of the same arrivals, lengths and adapters, then averaged,
-so that its interval is that of the difference.
+so that its interval is the interval of the difference.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Findings:
 
     Args:
         experiment: The experiment that was run.
-        results: By setup and label of the point: one for each seed.
+        results: A result for each seed, by setup and label of the point.
     """
 
     def __init__(self, experiment: Experiment, results: Mapping[tuple[str, str], Seq[Result]]) -> None:
@@ -216,7 +216,7 @@ def _judge(claim: Claim, ours: Estimate) -> Verdict:
 
 
 def overall(comparisons: Seq[Comparison]) -> Verdict | None:
-    """Return an experiment's verdict: that of its worst claim, ``None`` without claims."""
+    """Return the verdict of an experiment's worst claim, ``None`` without claims."""
     verdicts = [one.verdict for one in comparisons]
     for verdict in (Verdict.ONE_RUN, Verdict.DIFFERS, Verdict.NOT_REACHED, Verdict.DIRECTION):
         if verdict in verdicts:

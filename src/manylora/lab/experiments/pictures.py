@@ -43,7 +43,7 @@ def draw(findings: Findings, plot: Plot) -> bytes:
 
 
 def _values(findings: Findings, plot: Plot, setup: str, point: Point) -> list[float]:
-    """Return what is shown at a point, by seed."""
+    """Return the figure that is drawn at a point, by seed."""
     values = [run.figures.get(plot.show, 0.0) for run in findings.runs(setup, point.label)]
     if plot.versus is not None:
         others = [run.figures.get(plot.show, 0.0) for run in findings.runs(plot.versus, point.label)]
@@ -73,7 +73,7 @@ def _bars(axes: Any, findings: Findings, plot: Plot, setups: Seq[str], points: S
 
 
 def _curves(axes: Any, findings: Findings, plot: Plot, setups: Seq[str], points: Seq[Point]) -> None:
-    """Draw curves that runs kept: those of the first seed, of several names where ``show`` lists them."""
+    """Draw curves that the runs of the first seed kept, of several names where ``show`` lists them."""
     names = plot.show.split()
     lines = [(setup, point, name) for setup in setups for point in points for name in names]
     for colour, (setup, point, name) in zip(_colours(len(lines)), lines, strict=True):

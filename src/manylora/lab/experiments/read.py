@@ -1,4 +1,4 @@
-"""Read suites and experiments from their TOML files, and say by name what is wrong with one."""
+"""Read suites and experiments from their TOML files; errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def read_experiment(name: str, folder: Path = CATALOG) -> Experiment:
     """Read an experiment and the suite it belongs to.
 
     Args:
-        name: ``suite/file`` in the folder, or the path of a file of one's own, which ends with ``.toml``. What that one
-            shares with others is in the suite of the folder that it names with ``suite``, else in one beside it.
+        name: ``suite/file`` in the folder, or the path of your own file, which ends with ``.toml``. Such a file shares
+            the settings of the suite that it names with ``suite``, else of a ``suite.toml`` beside it.
         folder: Folder of suites.
 
     Raises:
@@ -58,8 +58,8 @@ def read_experiment(name: str, folder: Path = CATALOG) -> Experiment:
             if own["suite"] not in suites:
                 raise ConfigError(f"Got suite = {own['suite']!r}, {nearest(str(own['suite']), suites)}")
             suite = folder / str(own["suite"]) / SUITE
-        is_alone = suite.parent == path.parent and not suite.exists()
-        return _make(called, {} if is_alone else _read(suite, _OF_SUITE), own)
+        has_no_suite = suite.parent == path.parent and not suite.exists()
+        return _make(called, {} if has_no_suite else _read(suite, _OF_SUITE), own)
     except ConfigError as error:
         raise ConfigError(f"experiment {name}: {error}") from None
 

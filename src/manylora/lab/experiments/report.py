@@ -40,7 +40,7 @@ class Picture:
     """A picture of an experiment.
 
     Args:
-        name: Of its file, without folder or ending.
+        name: Name of its file, without folder or ending.
     """
 
     name: str

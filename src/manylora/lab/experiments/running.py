@@ -32,12 +32,12 @@ def compute(case: Case) -> Result:
 
 
 class Runner:
-    """Runs what is not there yet.
+    """Runs the cases that have no kept result.
 
     Args:
         folder: Folder of the results; ``None`` keeps none.
         num_processes: Cases that run at once.
-        fresh: Run again what is there.
+        fresh: Run cases again that have a kept result.
     """
 
     def __init__(self, folder: Path | None, *, num_processes: int = 1, fresh: bool = False) -> None:
@@ -50,7 +50,7 @@ class Runner:
         """Return the results of all cases by key.
 
         Args:
-            cases: In any order; equal ones are run once.
+            cases: The cases, in any order; equal cases are run once.
             on_progress: Called after each case that had to be run, and once before.
 
         Raises:

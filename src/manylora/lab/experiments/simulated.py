@@ -12,7 +12,7 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.scheduling.policies.chameleon.clustering import cluster, cut_offs
 from manylora.core.scheduling.policies.request_size import Demand, RequestSizer
 from manylora.core.types import AdapterVersion, Tier
-from manylora.lab.costs.alone import RequestAlone, requests_alone
+from manylora.lab.costs.idle import IdleEngineTimes, times_on_idle_engine
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.experiments.cases import Case, prepare
 from manylora.lab.experiments.result import Curve, Result, cdf
@@ -23,7 +23,7 @@ __all__ = ["CLASSES", "run_case"]
 
 CLASSES = ("small", "medium", "large")
 BIN_S = 20.0
-"""Width of the bins of what is shown over time, in seconds."""
+"""Width of the bins of figures over time, in seconds."""
 
 
 def run_case(case: Case) -> Result:
@@ -34,7 +34,7 @@ def run_case(case: Case) -> Result:
     """
     workload, versions, config = prepare(case)
     run = simulate(workload, config)
-    alone = requests_alone(workload.requests, versions, config.cost)
+    idle = times_on_idle_engine(workload.requests, versions, config.cost)
     counted = [one for one in run.records if one.arrived_at >= case.warm_up_s]
     good = [one for one in counted if one.error is None]
     figures = {
@@ -44,13 +44,13 @@ def run_case(case: Case) -> Result:
         **_cold_starts(run),
         **_by_rank(good),
         **_by_class(good, versions, config.base),
-        **_against_alone(good, alone),
+        **_against_idle(good, idle),
     }
     curves = {
         "ttft_cdf": cdf(one.ttft_s for one in good if one.ttft_s is not None),
         "e2e_cdf": cdf(one.e2e_s for one in good),
         "adapter_wait_cdf": cdf(one.adapter_wait_s for one in good),
-        "slowdown_cdf": cdf(_slowdowns(good, alone)),
+        "slowdown_cdf": cdf(_slowdowns(good, idle)),
         "ttft_p99_over_time": _p99_over_time(run.records),
         **_memory_over_time(run, config),
     }
@@ -79,7 +79,7 @@ def _felt(run: Run, case: Case) -> dict[str, float]:
 
 
 def _prefill(records: Seq[RequestRecord]) -> dict[str, float]:
-    """Times from admission to the first token, and waits for an adapter alone."""
+    """Times from admission to the first token, with waits for the adapter."""
     times = [
         one.ttft_s - one.queueing_s + one.adapter_wait_s
         for one in records
@@ -160,22 +160,22 @@ def _by_class(records: Seq[RequestRecord], versions: dict[str, AdapterVersion], 
     return figures
 
 
-def _against_alone(records: Seq[RequestRecord], alone: Seq[RequestAlone]) -> dict[str, float]:
-    slowdowns = np.array(_slowdowns(records, alone))
+def _against_idle(records: Seq[RequestRecord], idle: Seq[IdleEngineTimes]) -> dict[str, float]:
+    slowdowns = np.array(_slowdowns(records, idle))
     ttft = [one.ttft_s for one in records if one.ttft_s is not None]
-    slo_s = 5.0 * _mean(one.e2e_s for one in alone)
+    slo_s = 5.0 * _mean(one.e2e_s for one in idle)
     return {
         "slowdown_p50": float(np.quantile(slowdowns, 0.5)) if len(slowdowns) else 0.0,
         "slowdown_p99": float(np.quantile(slowdowns, 0.99)) if len(slowdowns) else 0.0,
-        "alone_e2e_mean": _mean(one.e2e_s for one in alone),
-        "alone_ttft_mean": _mean(one.ttft_s for one in alone),
+        "alone_e2e_mean": _mean(one.e2e_s for one in idle),
+        "alone_ttft_mean": _mean(one.ttft_s for one in idle),
         "slo_by_alone": slo_s,
         "ttft_p99_in_slo": float(np.quantile(ttft, 0.99)) / slo_s if ttft else 0.0,
     }
 
 
-def _slowdowns(records: Seq[RequestRecord], alone: Seq[RequestAlone]) -> list[float]:
-    return [one.e2e_s / alone[int(one.request_id)].e2e_s for one in records]
+def _slowdowns(records: Seq[RequestRecord], idle: Seq[IdleEngineTimes]) -> list[float]:
+    return [one.e2e_s / idle[int(one.request_id)].e2e_s for one in records]
 
 
 def _p99_over_time(records: Seq[RequestRecord]) -> Curve:

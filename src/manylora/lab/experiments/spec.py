@@ -32,7 +32,7 @@ class Point:
     """One place on the horizontal axis.
 
     Args:
-        label: For people, and for claims to refer to.
+        label: Name in tables, to which claims refer.
         x: Its place on the x-axis.
         changes: Settings by dotted names that begin with ``workload.`` or ``setup.``.
     """
@@ -85,10 +85,10 @@ class Claim:
             * ``order``: setups in rising order of the figure; published is 1, ours the share of pairs in order.
         point: Where, by label; ``relative`` instead gives shares of the place where ``versus`` crosses ``limit``.
         relative: See ``point``; figures are interpolated between points, and the mean over the shares is compared.
-        versus: Relative to whom.
-        versus_point: Relative to which point, where that is another one.
+        versus: The setup to compare with.
+        versus_point: The point to compare with, where it is another point.
         bound: The setup of no overhead; see ``form``.
-        limit: See ``form``.
+        limit: The limit of a crossing; see ``form``.
         order: Setups in the published order, each at ``point`` unless it is written ``setup@label``.
         tolerance: Largest difference of two figures that agree, in the claim's unit.
     """
@@ -127,8 +127,8 @@ class Experiment:
     Args:
         name: ``suite/file``.
         calculation: Name of a calculation (``calculations.py``) where nothing has to be simulated.
-        setups: Tables of what is compared, by name, complete.
-        workload: Table of the workload, complete.
+        setups: Complete tables of the setups that are compared, by name.
+        workload: Complete table of the workload.
         num_seeds: Runs of each case.
         slo_s: Limit on the time to first token, in seconds.
         warm_up_s: Requests that arrive this early are not counted, in seconds.

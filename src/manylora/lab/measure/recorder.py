@@ -212,7 +212,7 @@ class Recorder:
 
 
 def _end_wait(request: _OpenRequest, now: float) -> None:
-    """End a span in which a request waited for its adapter alone, if one is open."""
+    """End a span in which a request waited for nothing but its adapter, if one is open."""
     if request.awaited_from is not None:
         request.adapter_wait_s += now - request.awaited_from
         request.awaited_from = None

@@ -37,8 +37,8 @@ class RequestRecord:
         first_token_at: ``None`` if it got no token.
         max_gap_s: Longest time between two of its tokens; 0 with fewer than two.
         was_resident: Whether the scheduler found its adapter on the device at first; ``None`` for the base.
-        adapter_wait_s: Seconds before its first token in which it waited for its adapter alone: the part of loading
-            that delayed the first token.
+        adapter_wait_s: Seconds before its first token in which it waited for nothing but its adapter: the part of
+            loading that delayed the first token.
         num_cached_tokens: Prompt tokens from the prefix cache.
         num_preemptions: Times it was pre-empted, squashes included.
         error: A message; ``None`` for a full answer.
@@ -126,7 +126,7 @@ class Timeline:
         at: Time of each sample of the gauges, in seconds.
         gauges: A column for each of ``GAUGES``.
         queues: Requests waiting in each of the policy's queues, a row for each sample; the number of queues may change.
-        loads: By target tier.
+        loads: Loads by target tier.
     """
 
     at: array[float] = field(default_factory=_column)

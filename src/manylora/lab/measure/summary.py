@@ -1,6 +1,6 @@
 """The summary of a run: latencies, throughput, SLO attainment and cache hits; intervals over repeated runs.
 
-It is computed from request records alone, so simulated runs, live engines and load tests of remote servers share it.
+It is computed from request records, so simulated runs, live engines and load tests of remote servers share it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run. Times in seconds, shares in [0, 1]; latencies are those of successful requests.
+    """A run. Times in seconds, shares in [0, 1]; latencies count successful requests.
 
     Args:
         num_errors: Requests that were refused, failed or were cancelled.
@@ -164,8 +164,8 @@ class Summary:
         slo_attainment: Share of all requests within the SLO.
         goodput_per_s: Requests per second within the SLO.
         hit_rate: Share of requests for an adapter that found it on the device; ``None`` where that is unknown.
-        adapter_wait_share: Share of all time to first token in which a request waited for its adapter alone.
-        num_adapter_waits: Requests that waited for their adapter alone at any time.
+        adapter_wait_share: Share of all time to first token in which a request waited for nothing but its adapter.
+        num_adapter_waits: Requests that at any time waited for nothing but their adapter.
         cached_share: Share of prompt tokens from the prefix cache.
         preempted_share: Share of requests pre-empted at least once, squashes included.
         adapter_spread: Distribution over adapters of their mean time to first token.
@@ -205,7 +205,7 @@ def summarise(
     """Summarise records, given in any order.
 
     Args:
-        records: Of all requests.
+        records: Records of all requests.
         slo: Without limits, every full answer meets it.
         warm_up_s: Requests that arrived this soon after the first are left out.
         group: Returns the label of a request's group.

@@ -121,7 +121,7 @@ def figures(summary: Summary, *, slo: Slo | None = None) -> FigureTable:
 def failures(records: Iterable[RequestRecord]) -> FigureTable:
     """Return the reasons of requests without a full answer, the most frequent first.
 
-    Reasons that differ in their numbers alone are one, with the numbers of the first.
+    Reasons that differ only in numbers count as one, shown with the numbers of the first.
     """
     examples: dict[str, str] = {}
     counts: Counter[str] = Counter()

@@ -60,7 +60,7 @@ class Objective:
         """Return the percentile of every limited metric, in seconds; infinite where too many requests failed."""
         return {name: _percentile(_pooled(name, records), self.percentile) for name, _ in self.limits()}
 
-    def is_kept(self, measured: dict[str, float]) -> bool:
+    def is_met(self, measured: dict[str, float]) -> bool:
         """Whether measured percentiles are within their limits."""
         return all(measured[name] <= limit for name, limit in self.limits())
 
@@ -133,14 +133,14 @@ class LoadTest:
 
     Args:
         rate: Requests per second, all replicas together.
-        is_kept: Whether the SLO was met.
+        is_met: Whether the SLO was met.
         measured: Each limited metric at its percentile, in seconds; infinite if the load test stopped early.
         runs: Empty if the load test stopped early.
     """
 
     rate: float
     num_replicas: int
-    is_kept: bool
+    is_met: bool
     measured: dict[str, float]
     runs: tuple[LoadTestRun, ...] = ()
 
@@ -218,7 +218,7 @@ class LoadTests:
                 run = simulate(workload, config, sinks=(watch,))
             except _StoppedEarly:
                 measured = {name: math.inf for name, _ in self.objective.limits()}
-                return LoadTest(rate=rate, num_replicas=num_replicas, is_kept=False, measured=measured)
+                return LoadTest(rate=rate, num_replicas=num_replicas, is_met=False, measured=measured)
             counted = [one for one in run.records if int(one.request_id) >= watch.first_counted]
             runs.append(LoadTestRun(run=run, counted=counted, meter=meter, config=config))
             watch.next_run()
@@ -226,7 +226,7 @@ class LoadTests:
         return LoadTest(
             rate=rate,
             num_replicas=num_replicas,
-            is_kept=self.objective.is_kept(measured),
+            is_met=self.objective.is_met(measured),
             measured=measured,
             runs=tuple(runs),
         )

@@ -30,7 +30,7 @@ class TrafficDemand:
 
     Args:
         rate: Traffic in requests per second, all replicas together; ``None`` plans for one full replica.
-        price_per_hour: Of a device, in any currency; ``None`` for no cost.
+        price_per_hour: Price of a device, in any currency; ``None`` for no cost.
         tolerance: Largest error of the capacity, as a share of the true one.
     """
 
@@ -63,10 +63,10 @@ class Plan:
 
     Args:
         most_per_s: Requests per second of a replica that is never idle, in closed form.
-        capacity: Of one replica.
+        capacity: Capacity of one replica.
         binds: The bottleneck; ``None`` if no rate meets the SLO.
-        usage: Of the service as planned, or of one replica at capacity; ``None`` if no rate meets the SLO.
-        num_replicas: For the traffic; 1 without a rate, ``None`` if ``MOST_SIMULATED`` replicas are not enough.
+        usage: Usage of the planned service, or of one replica at capacity; ``None`` if no rate meets the SLO.
+        num_replicas: Replicas for the traffic: 1 without a rate, ``None`` if ``MOST_SIMULATED`` are too few.
         is_simulated: Whether the replicas were simulated together, not computed by division.
         served: The load test of the service as planned.
         cost: ``None`` without a price, or without a plan.
@@ -107,17 +107,17 @@ def make_plan(
     _check_prompts_fit(workload, config, objective)
     most_per_s = most_requests_per_s(workload.requests, config)
     capacity = find_capacity(load_tests.at, start=first_guess(workload, config), tolerance=demand.tolerance)
-    if capacity.kept is None:
+    if capacity.met is None:
         return Plan(objective=objective, demand=demand, most_per_s=most_per_s, capacity=capacity)
-    full = usage_of(capacity.kept)
+    full = usage_of(capacity.met)
     served, num_replicas, is_simulated = _fit(load_tests, capacity, demand)
-    usage = full if served is capacity.kept else usage_of(served)
+    usage = full if served is capacity.met else usage_of(served)
     return Plan(
         objective=objective,
         demand=demand,
         most_per_s=most_per_s,
         capacity=capacity,
-        binds=bottleneck_of(capacity.kept, full, objective),
+        binds=bottleneck_of(capacity.met, full, objective),
         usage=usage,
         num_replicas=num_replicas,
         is_simulated=is_simulated,
@@ -143,18 +143,18 @@ def _fit(load_tests: LoadTests, capacity: Capacity, demand: TrafficDemand) -> tu
 
     The number is ``None`` if ``MOST_SIMULATED`` replicas miss the SLO although division says that they are enough.
     """
-    assert capacity.kept is not None
+    assert capacity.met is not None
     if demand.rate is None:
-        return capacity.kept, 1, True
+        return capacity.met, 1, True
     num = max(1, math.ceil(demand.rate / capacity.rate))
     if num > MOST_SIMULATED:
-        return capacity.kept, num, False
+        return capacity.met, num, False
     for more in range(num, MOST_SIMULATED + 1):
         # Replicas share bursts, but each sees an adapter less often; the net effect must be simulated.
         load_test = load_tests.at(demand.rate, more)
-        if load_test.is_kept:
+        if load_test.is_met:
             return load_test, more, True
-    return capacity.kept, None, True
+    return capacity.met, None, True
 
 
 def _price(

@@ -40,7 +40,7 @@ def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureT
     columns = (*labels, "req/s per replica", there, "replicas", "hit rate", "device busy", "limit")
     rows = []
     for settings, plan in plans:
-        row = [*settings.values(), f"{plan.capacity.rate:.2f}", _measured(plan.capacity.kept)]
+        row = [*settings.values(), f"{plan.capacity.rate:.2f}", _measured(plan.capacity.met)]
         row += [_count(plan), _share(plan.usage.hit_rate if plan.usage else None)]
         row += [_share(plan.usage.device_busy if plan.usage else None), plan.binds or "-"]
         if with_cost:
@@ -58,7 +58,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "demand": asdict(plan.demand),
             "never_idle_requests_per_s": plan.most_per_s,
             "capacity_requests_per_s": capacity.rate,
-            "is_bounded": capacity.broken is not None,
+            "is_bounded": capacity.missed is not None,
             "load_tests": [_load_test(load_test) for load_test in capacity.load_tests],
             "binds": plan.binds,
             "num_replicas": plan.num_replicas,
@@ -75,7 +75,7 @@ def _load_test(load_test: LoadTest) -> dict[str, Any]:
     return {
         "requests_per_s": load_test.rate,
         "num_replicas": load_test.num_replicas,
-        "is_kept": load_test.is_kept,
+        "is_kept": load_test.is_met,
         "measured_s": load_test.measured,
     }
 
@@ -91,8 +91,8 @@ def _finite(value: Any) -> Any:
 def _outcome(plan: Plan) -> FigureTable:
     capacity, usage = plan.capacity, plan.usage
     rows = [("objective", _objective(plan))]
-    if capacity.kept is None:
-        lowest = capacity.broken
+    if capacity.met is None:
+        lowest = capacity.missed
         assert lowest is not None
         tried = (
             f"{_with_percentile(plan, lowest)} at {lowest.rate:.3g} req/s"
@@ -102,10 +102,10 @@ def _outcome(plan: Plan) -> FigureTable:
         rows.append(("capacity", f"none: {tried}"))
         return FigureTable(columns=("", ""), rows=tuple(rows))
     assert usage is not None
-    bound = "" if capacity.broken is not None else "at least "
+    bound = "" if capacity.missed is not None else "at least "
     rows += [
         ("capacity of a replica", f"{bound}{capacity.rate:.2f} req/s"),
-        ("  measured there", _with_percentile(plan, capacity.kept)),
+        ("  measured there", _with_percentile(plan, capacity.met)),
         ("  if it were never idle", f"{plan.most_per_s:.2f} req/s"),
         ("bottleneck", BOTTLENECKS[plan.binds or "device"]),
     ]

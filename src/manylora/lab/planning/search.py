@@ -41,14 +41,14 @@ class Capacity:
 
     Args:
         rate: Requests per second; 0 if every rate missed the SLO.
-        kept: The load test at that rate; ``None`` if there is none.
-        broken: The load test at the lowest rate that missed the SLO; ``None`` if none did.
-        load_tests: In the order of the search.
+        met: The load test at that rate; ``None`` if there is none.
+        missed: The load test at the lowest rate that missed the SLO; ``None`` if none did.
+        load_tests: All load tests, in the order of the search.
     """
 
     rate: float
-    kept: LoadTest | None
-    broken: LoadTest | None
+    met: LoadTest | None
+    missed: LoadTest | None
     load_tests: tuple[LoadTest, ...]
 
 
@@ -76,28 +76,26 @@ def find_capacity(try_rate: Callable[[float], LoadTest], *, start: float, tolera
         load_tests.append(try_rate(rate))
         return load_tests[-1]
 
-    kept: LoadTest | None = None
-    broken: LoadTest | None = None
+    met: LoadTest | None = None
+    missed: LoadTest | None = None
     rate = start
     for _ in range(1 + MOST_WIDENINGS):
         load_test = attempt(rate)
-        if load_test.is_kept:
-            kept, rate = load_test, rate * WIDEN
+        if load_test.is_met:
+            met, rate = load_test, rate * WIDEN
         else:
-            broken, rate = load_test, rate / WIDEN
-        if kept is not None and broken is not None:
+            missed, rate = load_test, rate / WIDEN
+        if met is not None and missed is not None:
             break
-    if kept is None or broken is None:
-        return Capacity(
-            rate=kept.rate if kept is not None else 0.0, kept=kept, broken=broken, load_tests=tuple(load_tests)
-        )
-    while broken.rate > kept.rate * (1 + tolerance):
-        middle = attempt((kept.rate * broken.rate) ** 0.5)
-        if middle.is_kept:
-            kept = middle
+    if met is None or missed is None:
+        return Capacity(rate=met.rate if met is not None else 0.0, met=met, missed=missed, load_tests=tuple(load_tests))
+    while missed.rate > met.rate * (1 + tolerance):
+        middle = attempt((met.rate * missed.rate) ** 0.5)
+        if middle.is_met:
+            met = middle
         else:
-            broken = middle
-    return Capacity(rate=kept.rate, kept=kept, broken=broken, load_tests=tuple(load_tests))
+            missed = middle
+    return Capacity(rate=met.rate, met=met, missed=missed, load_tests=tuple(load_tests))
 
 
 def first_guess(workload: Workload, config: SimulationConfig) -> float:

@@ -82,7 +82,7 @@ class Variant:
 class PlanSettings:
     """Settings of a plan beside the scenario.
 
-    Without a ``rate``, which is that of all replicas together, the plan is for one full replica.
+    ``rate`` counts all replicas together; without it the plan is for one full replica.
 
     Args:
         price: Per device and hour, for kinds that are not in ``prices``.

@@ -36,8 +36,8 @@ class MemoryUse:
     Args:
         weights: The base model's; ``None`` under a measured profile, which has no sizes.
         pool: All pages.
-        mean: By owner, over time.
-        highest: By owner; maxima may be at different times.
+        mean: Mean over time, by owner.
+        highest: Maximum by owner; maxima may be at different times.
         over_time: Up to 200 moments of the first run: seconds, then bytes by owner.
     """
 
@@ -56,10 +56,10 @@ class LoadTestUsage:
         hit_rate: Share of requests for an adapter that found it on the device; ``None`` without adapters.
         device_busy: Share of time in which a step ran.
         link_busy: Share of time in which an adapter was copied to the device.
-        adapter_wait: Share of all time to first token in which a request waited for its adapter alone.
+        adapter_wait: Share of all time to first token in which a request waited for nothing but its adapter.
         preempted: Share of requests that were pre-empted.
         step_parts: Share of each part in the time of steps; empty where they are unknown.
-        prompt_tokens_per_s: Of successful requests, all replicas together, as are the output tokens.
+        prompt_tokens_per_s: Prompt tokens of successful requests, all replicas together; output tokens likewise.
         waited_for: Share of each reason (``seats``, ``memory``, ``device``) in all samples of waiting requests.
     """
 

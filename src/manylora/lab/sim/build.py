@@ -1,7 +1,7 @@
 """The parts of a simulated engine; no model is loaded.
 
-It imitates a machine that was measured, or one given by its data sheet. Its vocabulary is that of the checkpoint
-folder, like the tokenizer; costs do not depend on it.
+It imitates a machine that was measured, or one given by its data sheet. Its vocabulary comes from the checkpoint
+folder, as the tokenizer does; costs do not depend on it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MEAN_ANSWER_TOKENS = 200
 
 
 class SimulatedReader:
-    """Makes adapter versions from ``adapter_config.json`` alone; weights are not needed.
+    """Makes adapter versions from ``adapter_config.json``; no weights are needed.
 
     The identity is the hash of the configuration and of the weight file, if there is one, so a changed adapter is a new
     version here as well.
@@ -86,7 +86,7 @@ class SimulatedReader:
 def build_simulated_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     """Build the parts of an engine that imitates the target ``config.simulate``.
 
-    Simulated work ends by time alone, so ``clock`` is not used: the builder is interchangeable with the torch one.
+    Simulated work ends by time, so nothing wakes ``clock``; the builder takes it as the torch builder does.
 
     Raises:
         ConfigError: ``simulate`` names no target.

@@ -3,8 +3,8 @@
 A process that is watched for a while starts with a gap already under way: long gaps are more likely to be met, and
 part of it is over. With a duration, processes here start that way (in the *equilibrium* of their gaps), so that
 ``rate`` times the duration is the expected number of arrivals, however bursty they are and however short it is. With a
-number of requests alone they start with a whole gap, so that the last one is expected after the number over ``rate``.
-Gaps are never clipped: cutting the long ones off would make the process run hot.
+number of requests and no duration they start with a whole gap, so that the last one is expected after the number over
+``rate``. Gaps are never clipped: cutting the long ones off would make the process run hot.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class DrawnLengths:
         prompt: Prompt tokens, at least 1.
         output: Answer tokens, at least 1.
         prefix: Names of the blocks each prompt begins with, where a trace tells; shared names are shared tokens.
-        prefix_block_tokens: Tokens in each of those.
+        prefix_block_tokens: Tokens in each of those blocks.
     """
 
     prompt: IntArray
@@ -228,7 +228,7 @@ class GammaTokens:
 
     Args:
         shape: Below 1: most are short.
-        scale: In tokens.
+        scale: Scale in tokens.
     """
 
     kind: ClassVar[str] = "gamma"
@@ -270,10 +270,10 @@ class ParametricLengths:
     """Prompts and answers from two distributions.
 
     Args:
-        prompt: Of prompts.
-        output: Of answers.
-        correlation: Of the two, by rank: that of the normal scores they are ordered by (Iman and Conover), which
-            leaves both distributions as they are. Measured on public traces: about 0; 0.8 for translation.
+        prompt: Distribution of prompt tokens.
+        output: Distribution of answer tokens.
+        correlation: Rank correlation of the two: of the normal scores that order them (Iman and Conover), which leaves
+            both distributions as they are. Measured on public traces: about 0; 0.8 for translation.
         scale: Factor on both lengths.
         bounds: Limits, after scaling.
     """

@@ -2,7 +2,7 @@
 
 On a production trace a cache of 8 adapters serves 83 % of uses from memory, where independent draws of the same
 popularity would give it 10 %. Two models of that, and the trace itself. Each decides the *order* of adapters; the times
-are those of the arrival process, so that load and locality are set apart from each other.
+come from the arrival process, so that load and locality are set apart from each other.
 """
 
 from __future__ import annotations

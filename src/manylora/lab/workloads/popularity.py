@@ -126,7 +126,7 @@ class ZipfShares(_DrawnPlaces):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerShares(_DrawnPlaces):
-    """S-LoRA's law, ``(i/n) ** alpha - ((i-1)/n) ** alpha``: that of ``floor(n * U ** (1/alpha))``.
+    """S-LoRA's law, ``(i/n) ** alpha - ((i-1)/n) ** alpha``: the distribution of ``floor(n * U ** (1/alpha))``.
 
     Its published default, an ``alpha`` of 1, is uniform. Real adapters fit 0.27, where the first tenth gets about
     half of the requests.

@@ -146,7 +146,7 @@ class WorkloadSpec:
     """The parts of a workload.
 
     Args:
-        name: For titles and files.
+        name: Name in titles and of files.
         num_requests: At most; without it and ``duration_s`` a replayed trace is used once.
         duration_s: Seconds at most.
         popularity: Uniform when ``None``; not allowed with arrivals that name their callers.

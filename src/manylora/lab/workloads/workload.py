@@ -60,7 +60,7 @@ class Workload:
     """Requests in order of arrival, and the adapters they name.
 
     Args:
-        name: For titles and files.
+        name: Name in titles and of files.
         requests: Sorted by ``arrival_s``.
         adapters: Every adapter that is registered, asked for or not.
     """

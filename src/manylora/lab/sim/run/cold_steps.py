@@ -29,7 +29,7 @@ __all__ = ["ColdStep", "ColdSteps", "LoadTimeline"]
 class LoadTimeline:
     """A load that brings the layers of an adapter in their order; times in seconds.
 
-    Loads that begin later may put off those of its pieces that wait for the tier below.
+    Loads that begin later may put off its pieces that wait for the tier below.
 
     Args:
         arrivals: Time at which each layer has arrived.

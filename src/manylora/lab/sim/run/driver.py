@@ -6,7 +6,7 @@
                              |        |        |
                              +--- a turn of each engine with an event due or a new request
 
-The turn is that of ``EngineLoop``: collect, add arrivals, launch, deliver. Each engine has one when an event of its own
+A turn is as in ``EngineLoop``: collect, add arrivals, launch, deliver. Each engine has one when an event of its own
 is due, so its decisions never depend on the events of another. A fleet that scales starts and ends engines between two
 turns (``scaling.py``).
 """
@@ -36,7 +36,7 @@ class Control(Protocol):
         ...
 
     def turn(self, now: float) -> None:
-        """Add engines to those of the run, or remove some without requests."""
+        """Add engines to the run, or remove engines that have no requests."""
         ...
 
 

@@ -25,13 +25,13 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedScaling:
-    """How the replicas of a simulation scale.
+    """The scaling of a simulation's replicas.
 
     Args:
         policy: Bounds and prices; ``min_replicas`` serve from the beginning.
         start_s: Mean time from the order to a replica that can load adapters, in seconds.
         jitter: Each start takes this part less or more, evenly distributed.
-        make_scaler: Makes the scaler; ``None`` for that of a live fleet.
+        make_scaler: Makes the scaler; ``None`` for the scaler of a live fleet.
     """
 
     policy: ScalingPolicy

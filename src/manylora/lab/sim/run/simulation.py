@@ -1,6 +1,6 @@
 """A simulated run: a workload, one or more engines, and a virtual clock.
 
-Scheduling, caching and eviction are those of the server; only the device is simulated. A run is a deterministic
+The server's own code schedules, caches and evicts; only the device is simulated. A run is a deterministic
 function of its workload and its configuration, to the byte, on any machine.
 
 ::
@@ -66,7 +66,7 @@ class SimulationConfig:
     """The engines that serve the workload.
 
     Args:
-        base: The base model's shape; a page is that of one replica, over all its devices.
+        base: The base model's shape; a page spans all devices of a replica.
         cost: Times of steps and loads.
         num_pages: Pages in each replica's pool.
         memory: Block size and prefix caching; its sizes are not used.
@@ -204,8 +204,8 @@ class _Fleet:
         ]
         self._waiting: set[str] = set()
         self._num_ended, self._report_at = 0, REPORT_EVERY_S
-        self._engines: list[EngineCore] = []  # every one of the run
-        self.cores: dict[int, EngineCore] = {}  # those of this moment, by replica
+        self._engines: list[EngineCore] = []  # every engine of the run
+        self.cores: dict[int, EngineCore] = {}  # engines in use at this moment, by replica
         self.clock = VirtualClock()
         self.starts: SimulatedStarts | None = None
         self._dispatcher: Dispatcher

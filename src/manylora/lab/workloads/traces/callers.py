@@ -1,7 +1,7 @@
 """Traces of callers: serverless functions, and clients of production language models.
 
 *Azure Functions* (2019: counts per minute; 2021: single calls): papers on serving adapters replay them with a function
-for an adapter (dLoRA, OSDI '24). Their popularity is steeper than that of real adapters: Zipf exponents of 1.2 to 1.9
+for an adapter (dLoRA, OSDI '24). Functions are of steeper popularity than real adapters: Zipf exponents of 1.2 to 1.9
 against 0.92. *ServeGen* (Alibaba, arXiv 2505.09999): clients in windows of ten minutes; a client is the nearest public
 analogue of one adapter for one tenant.
 """

@@ -24,7 +24,7 @@ class RequestTrace:
     """Requests in order of arrival (or, without times, of the file).
 
     Args:
-        arrival_s: Seconds since the first; ``None`` in a trace of lengths alone.
+        arrival_s: Seconds since the first request; ``None`` in a trace that has only lengths.
         output: Answer tokens.
         prefix: Names of the blocks each prompt consists of, the last one perhaps in part; ``None`` if unknown.
         prefix_block_tokens: Tokens in a block.

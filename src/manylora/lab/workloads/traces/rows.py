@@ -20,7 +20,7 @@ class Row:
 
     Args:
         line: Its number, from 1, the header included.
-        values: By column.
+        values: Values by column.
     """
 
     __slots__ = ("_file", "_line", "_values")

@@ -1,7 +1,7 @@
-"""The time of a request by itself on an idle replica, by part: the reference for slowdowns and SLOs.
+"""The time of a request on an idle engine, by part: the reference for slowdowns and SLOs.
 
-Chameleon and many others set the SLO to five times the mean duration of a request by itself. By itself a prompt is one
-step, and every token after the first is another, with one more token of context each.
+Chameleon and many others set the SLO to five times the mean duration of a request on an idle engine. There a prompt is
+one step, and every token after the first is another step, with one more token of context each.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from manylora.lab.costs.model import CostModel, SyntheticSequence, synthetic_pla
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.workloads import RequestSpec
 
-__all__ = ["RequestAlone", "decode_step", "prompt_step", "request_alone", "requests_alone"]
+__all__ = ["IdleEngineTimes", "decode_step", "prompt_step", "time_on_idle_engine", "times_on_idle_engine"]
 
 
 @dataclass(frozen=True, slots=True)
-class RequestAlone:
-    """A request by itself on an idle replica, its adapter on the host; times in seconds.
+class IdleEngineTimes:
+    """A request on an idle engine; times in seconds.
 
     Args:
-        load_s: Bringing its adapter to the device.
+        load_s: Copy of its adapter to the device.
         base_s: The step of its prompt, without the adapter's part.
         adapter_s: The adapter's part of that step.
         decode_s: All further steps.
@@ -47,10 +47,10 @@ class RequestAlone:
         return self.ttft_s + self.decode_s
 
 
-def request_alone(
+def time_on_idle_engine(
     cost: RooflineCost, num_prompt_tokens: int, num_output_tokens: int, *, rank: int = 0, load_s: float = 0.0
-) -> RequestAlone:
-    """Return the time of a request alone, with its prompt in one step and at least one output token.
+) -> IdleEngineTimes:
+    """Return the times of a request on an idle engine, with its prompt in one step and at least one output token.
 
     ``rank`` is 0 for the base; ``load_s`` is the time to load its adapter before the prompt runs.
     """
@@ -58,7 +58,7 @@ def request_alone(
     num_steps = num_output_tokens - 1
     # A decode step's time is linear in its context, so the mean of the first and the last is the mean of all.
     first, last = (sum(cost.price(decode_step(num_prompt_tokens + done, rank))) for done in (1, max(1, num_steps)))
-    return RequestAlone(
+    return IdleEngineTimes(
         load_s=load_s,
         base_s=base_s,
         adapter_s=sum(cost.price(prompt_step(num_prompt_tokens, rank))) - base_s,
@@ -66,20 +66,20 @@ def request_alone(
     )
 
 
-def requests_alone(
+def times_on_idle_engine(
     requests: Sequence[RequestSpec], versions: Mapping[str, AdapterVersion], cost: CostModel
-) -> list[RequestAlone]:
-    """Return the time of every request of a workload alone, its adapter in host memory.
+) -> list[IdleEngineTimes]:
+    """Return the times of every request of a workload on an idle engine, its adapter in host memory.
 
     Raises:
         ConfigError: The prices are measured ones, which say nothing of a step's parts.
     """
     if not isinstance(cost, RooflineCost):
-        raise ConfigError("Experiments need a model and hardware by name: the time of a request alone is computed")
+        raise ConfigError("Experiments need a model and hardware by name: a measured profile has no parts of a step")
     ranks = {name: version.rank for name, version in versions.items()}
     loads_s = {name: cost.load_time_s(AdapterLoad(version=one, tier=Tier.DEVICE)) for name, one in versions.items()}
     return [
-        request_alone(
+        time_on_idle_engine(
             cost,
             one.num_prompt_tokens,
             one.num_output_tokens,
