@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from demo_tasks import is_held_out
+
 from manylora.cli.commands.demo import PROMPTS
-from manylora.demo import TASKS, is_held_out
+from manylora.demo import TASKS
 
 
 def test_the_demo_without_a_terminal_answers_rightly_and_ends() -> None:

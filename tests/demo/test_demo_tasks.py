@@ -6,18 +6,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from demo_tasks import SHAPES, draw_prompt, held_out_prompts, is_held_out
 
 import manylora.demo as demo
-from manylora.demo import (
-    EXAMPLE_PROMPTS,
-    TASKS,
-    check,
-    demo_adapters,
-    demo_model_path,
-    draw_prompt,
-    held_out_prompts,
-    is_held_out,
-)
+from manylora.demo import EXAMPLE_PROMPTS, TASKS, check, demo_adapters, demo_model_path
 
 ASSETS = demo_model_path().parent
 MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -124,7 +116,7 @@ def test_all_files_fit_in_ten_megabytes_and_name_no_local_path() -> None:
 
 def test_adapter_configs_say_what_the_tasks_say() -> None:
     for name, folder in demo_adapters().items():
-        task, config = TASKS[name], json.loads((folder / "adapter_config.json").read_text())
+        task, config = SHAPES[name], json.loads((folder / "adapter_config.json").read_text())
         assert config["peft_type"] == "LORA"
         assert config["base_model_name_or_path"] == "manylora/demo"
         assert config["r"] == task.rank
@@ -137,7 +129,7 @@ def test_adapter_configs_say_what_the_tasks_say() -> None:
 
 
 def test_adapters_vary_as_a_server_will_meet_them() -> None:
-    tasks = TASKS.values()
+    tasks = SHAPES.values()
     assert {task.rank for task in tasks} == {2, 4, 8, 16, 32}
     assert len({task.target_modules for task in tasks}) >= 5
     assert any(task.use_rslora for task in tasks)
@@ -147,7 +139,7 @@ def test_adapters_vary_as_a_server_will_meet_them() -> None:
 def test_adapter_weights_have_the_ranks_that_their_config_gives() -> None:
     safetensors = pytest.importorskip("safetensors")
     for name, folder in demo_adapters().items():
-        task = TASKS[name]
+        task = SHAPES[name]
         with safetensors.safe_open(folder / "adapter_model.safetensors", "np") as weights:
             modules = set()
             for key in weights.keys():  # noqa: SIM118 - safe_open is no mapping

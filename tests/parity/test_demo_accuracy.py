@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
+from demo_tasks import held_out_prompts
 
 from manylora import Engine, SamplingParams
-from manylora.demo import TASKS, check, held_out_prompts
+from manylora.demo import TASKS, check
 
 NUM_PROMPTS = 100
 SEED = 1

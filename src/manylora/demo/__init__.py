@@ -1,26 +1,16 @@
 """Demo models that ship with the package: one tiny base model and twelve LoRA adapters with checkable answers.
 
 The functions here return the paths of the files (`demo_model_path`, `demo_adapters`) and check answers (`TASKS`,
-`check`); they import no torch. `python -m manylora.demo.train` trains the models again.
+`check`); they import no torch. In a checkout `python bench/demo_train.py` trains the models again.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from manylora.demo.tasks import EXAMPLE_PROMPTS, TASKS, DemoTask, check, draw_prompt, held_out_prompts, is_held_out
+from manylora.demo.tasks import EXAMPLE_PROMPTS, TASKS, DemoTask, check
 
-__all__ = [
-    "EXAMPLE_PROMPTS",
-    "TASKS",
-    "DemoTask",
-    "check",
-    "demo_adapters",
-    "demo_model_path",
-    "draw_prompt",
-    "held_out_prompts",
-    "is_held_out",
-]
+__all__ = ["EXAMPLE_PROMPTS", "TASKS", "DemoTask", "check", "demo_adapters", "demo_model_path"]
 
 _ASSETS = Path(__file__).parent / "assets"
 

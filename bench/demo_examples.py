@@ -9,13 +9,12 @@ from random import Random
 from typing import Any
 
 import torch
+from demo_tasks import draw_prompt, is_held_out
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from manylora.demo.tasks import TASKS, draw_prompt, is_held_out
-
-__all__ = ["SKILLS", "ExampleSource", "TrainingBatch", "build_tokenizer", "chat_text"]
+from manylora.demo import TASKS
 
 PLAIN = "plain"
 

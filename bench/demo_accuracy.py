@@ -1,4 +1,4 @@
-"""Accuracy of the demo models on held-out prompts, as the table that `python -m manylora.demo.train --check` prints."""
+"""Accuracy of the demo models on held-out prompts, as the table that `python bench/demo_train.py --check` prints."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from random import Random
 from typing import Any
 
 import torch
+from demo_examples import chat_text
+from demo_tasks import MAX_PROMPT_CHARS, SHAPES, held_out_prompts
 from peft import PeftModel
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from manylora.demo.examples import chat_text
-from manylora.demo.tasks import EXAMPLE_PROMPTS, MAX_PROMPT_CHARS, TASKS, check, held_out_prompts
-
-__all__ = ["measure"]
+from manylora.demo import EXAMPLE_PROMPTS, check
 
 MIN_ADAPTER_ACCURACY = 0.95
 MAX_BASE_ACCURACY = 0.05
@@ -77,7 +76,7 @@ def measure(out: Path, *, names: Sequence[str], num_prompts: int, seed: int) -> 
         all_pass &= is_met
         size_kb = (folder / "adapter_model.safetensors").stat().st_size / 1000
         print(
-            f"| {name} | {TASKS[name].rank} | {accuracy:.1%} | {base_accuracy:.1%} | {num_examples}/{len(examples)} "
+            f"| {name} | {SHAPES[name].rank} | {accuracy:.1%} | {base_accuracy:.1%} | {num_examples}/{len(examples)} "
             f"| {size_kb:.0f} kB | `{examples[0]}` |{'' if is_met else ' <- MISSED'}",
             flush=True,
         )

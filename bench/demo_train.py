@@ -1,4 +1,4 @@
-"""Remake the demo models: `python -m manylora.demo.train --out DIR`, or measure them with `--check`.
+"""Remake the demo models: `python bench/demo_train.py --out DIR`, or measure them with `--check`.
 
 Thesis: an adapter of rank 2 cannot teach a tiny model to copy a string in rot13, but it can *select* a skill that the
 model already has. So the base is trained from scratch on twelve string skills, each behind a cryptic control token in
@@ -21,25 +21,24 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
+from demo_accuracy import measure
+from demo_examples import SKILLS, ExampleSource, TrainingBatch, build_tokenizer
+from demo_tasks import MAX_PROMPT_CHARS, SHAPES, LoraShape
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from manylora.demo import demo_model_path
-from manylora.demo.accuracy import measure
-from manylora.demo.examples import SKILLS, ExampleSource, TrainingBatch, build_tokenizer
-from manylora.demo.tasks import MAX_PROMPT_CHARS, TASKS, DemoTask
-
-__all__ = ["main"]
 
 BASE_NAME = "manylora/demo"
 
 _CURRICULUM_STEPS = 1500
 _MAX_TRAIN_CHARS = MAX_PROMPT_CHARS + 4  # a margin over the longest prompts served
-_ADAPTER_STEPS = dict.fromkeys(TASKS, 300) | {
+_ADAPTER_STEPS = dict.fromkeys(SHAPES, 300) | {
     "hashtag": 450,
     "pig_latin": 700,
     "repeat": 900,
@@ -47,7 +46,7 @@ _ADAPTER_STEPS = dict.fromkeys(TASKS, 300) | {
     "upper": 600,
 }
 # With large ranks on every module, the rate of small adapters destroys the base's skill instead of using it.
-_ADAPTER_RATES = dict.fromkeys(TASKS, 5e-3) | {
+_ADAPTER_RATES = dict.fromkeys(SHAPES, 5e-3) | {
     "hashtag": 2e-3,
     "loud_vowels": 2e-3,
     "pig_latin": 3e-3,
@@ -84,83 +83,110 @@ def _rate_factor(step: float) -> float:
     return 0.0
 
 
-def train_base(out: Path, *, num_steps: int, seed: int) -> None:
-    """Train the base from scratch and write it, with its tokenizer, to `out`.
+class BaseTraining:
+    """The training of the base from scratch, which an interrupted run continues from its checkpoint.
 
     Matrices are trained with Muon, which needs several times fewer steps than AdamW at this size; embeddings, head and
     norms with AdamW. Prompts grow from 8 to 24 characters over the first 1,500 steps: short strings teach the skills,
-    long ones teach to keep count. An interrupted run continues from `checkpoint.pt` beside the output.
+    long ones teach to keep count.
+
+    Args:
+        tokenizer: The tokenizer of ``build_tokenizer``.
+        seed: Seed of every draw.
+        checkpoint: The file that the state is kept in, once a minute.
     """
-    torch.manual_seed(seed)
-    tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = LlamaForCausalLM(config).train()
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers." in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers." not in name]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
-        torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
-    ]
-    peak_rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    rng = Random(seed)
-    source = ExampleSource(tokenizer, rng, skills=list(SKILLS), show_control=True)
-    checkpoint = out.parent / "checkpoint.pt"
-    step = 0
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=False)
-        model.load_state_dict(saved["model"])
-        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+
+    def __init__(self, tokenizer: Any, seed: int, checkpoint: Path) -> None:
+        torch.manual_seed(seed)
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=192,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+                head_dim=32,
+                max_position_embeddings=2048,
+                tie_word_embeddings=False,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        ).train()
+        matrices = [p for name, p in self.model.named_parameters() if p.ndim == 2 and "layers." in name]
+        self._others = [p for name, p in self.model.named_parameters() if p.ndim != 2 or "layers." not in name]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
+            torch.optim.AdamW(self._others, lr=3e-3, weight_decay=0.0, betas=(0.9, 0.98)),
+        ]
+        self._peak_rates = [optimizer.param_groups[0]["lr"] for optimizer in self._optimizers]
+        self._rng = Random(seed)
+        self._source = ExampleSource(tokenizer, self._rng, skills=list(SKILLS), show_control=True)
+        self._checkpoint = checkpoint
+        self._step = 0
+        if checkpoint.exists():
+            self._restore()
+
+    def run(self, num_steps: int) -> None:
+        """Train up to a number of steps."""
+        started_s = saved_s = time.perf_counter()
+        while self._step < num_steps:
+            max_chars = min(_MAX_TRAIN_CHARS, 8 + int(16 * self._step / _CURRICULUM_STEPS))
+            for batch in self._source.batches(batch_tokens=5000, max_chars=max_chars, num_examples=2048):
+                loss = self._train(batch, num_steps)
+                if self._step % 50 == 0:
+                    rates = " ".join(f"{skill}={1 - rate:.2f}" for skill, rate in self._source.error_rates.items())
+                    took = f"s={time.perf_counter() - started_s:.0f} chars={max_chars}"
+                    print(f"base step={self._step}/{num_steps} {took} loss={loss:.4f} {rates}", flush=True)
+                if self._step == num_steps:
+                    break
+            if time.perf_counter() - saved_s > 60:
+                saved_s = time.perf_counter()
+                self._save()
+
+    def _train(self, batch: TrainingBatch, num_steps: int) -> Tensor:
+        """Make one step; return the loss."""
+        factor = _rate_factor((self._step + 1) * _RATE_KNOTS[-1][0] / num_steps)
+        for optimizer, rate in zip(self._optimizers, self._peak_rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
+        loss, is_exact = loss_and_exactness(self.model, batch, bf16=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._others, 1.0)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self._source.report(batch.skills, is_exact)
+        self._step += 1
+        return loss
+
+    def _save(self) -> None:
+        self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "rng": self._rng.getstate(),
+            "error_rates": self._source.error_rates,
+            "step": self._step,
+        }
+        torch.save(state, self._checkpoint)
+
+    def _restore(self) -> None:
+        saved = torch.load(self._checkpoint, weights_only=False)
+        self.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(self._optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        rng.setstate(saved["rng"])
-        source.error_rates, step = saved["error_rates"], saved["step"]
-    started_s, last_saved_s = time.perf_counter(), time.perf_counter()
-    while step < num_steps:
-        max_chars = min(_MAX_TRAIN_CHARS, 8 + int(16 * step / _CURRICULUM_STEPS))
-        for batch in source.batches(batch_tokens=5000, max_chars=max_chars, num_examples=2048):
-            factor = _rate_factor((step + 1) * _RATE_KNOTS[-1][0] / num_steps)
-            for optimizer, rate in zip(optimizers, peak_rates, strict=True):
-                optimizer.param_groups[0]["lr"] = rate * factor
-            loss, is_exact = loss_and_exactness(model, batch, bf16=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(others, 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            source.report(batch.skills, is_exact)
-            step += 1
-            if step % 50 == 0:
-                rates = " ".join(f"{skill}={1 - rate:.2f}" for skill, rate in source.error_rates.items())
-                elapsed_s = time.perf_counter() - started_s
-                print(
-                    f"base step={step}/{num_steps} s={elapsed_s:.0f} chars={max_chars} loss={loss:.4f} {rates}",
-                    flush=True,
-                )
-            if step == num_steps:
-                break
-        if time.perf_counter() - last_saved_s > 60:
-            last_saved_s = time.perf_counter()
-            out.parent.mkdir(parents=True, exist_ok=True)
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "rng": rng.getstate(),
-                "error_rates": source.error_rates,
-                "step": step,
-            }
-            torch.save(state, checkpoint)
+        self._rng.setstate(saved["rng"])
+        self._source.error_rates, self._step = saved["error_rates"], saved["step"]
+
+
+def train_base(out: Path, *, num_steps: int, seed: int) -> None:
+    """Train the base and write it, with its tokenizer, to `out`; the checkpoint is beside it meanwhile."""
+    tokenizer = build_tokenizer()
+    checkpoint = out.parent / "checkpoint.pt"
+    training = BaseTraining(tokenizer, seed, checkpoint)
+    training.run(num_steps)
+    model = training.model
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -169,28 +195,29 @@ def train_base(out: Path, *, num_steps: int, seed: int) -> None:
     checkpoint.unlink(missing_ok=True)
 
 
-def train_adapter(out: Path, base_path: Path, task: DemoTask, *, max_steps: int, seed: int) -> None:
+def train_adapter(out: Path, base_path: Path, name: str, *, max_steps: int, seed: int) -> None:
     """Train one adapter on plain prompts and write it to `out` in PEFT's format.
 
     Stops early once the last few hundred fresh prompts were answered without a mistake.
     """
     torch.manual_seed(seed)
+    shape = SHAPES[name]
     tokenizer = AutoTokenizer.from_pretrained(base_path)
     base = LlamaForCausalLM.from_pretrained(base_path, dtype=torch.float32)
     config = LoraConfig(
-        r=task.rank,
-        lora_alpha=task.alpha,
-        target_modules=list(task.target_modules),
-        use_rslora=task.use_rslora,
-        rank_pattern=dict(task.rank_pattern),
-        alpha_pattern=dict(task.alpha_pattern),
+        r=shape.rank,
+        lora_alpha=shape.alpha,
+        target_modules=list(shape.target_modules),
+        use_rslora=shape.use_rslora,
+        rank_pattern=dict(shape.rank_pattern),
+        alpha_pattern=dict(shape.alpha_pattern),
         task_type="CAUSAL_LM",
     )
     model = get_peft_model(base, config).train()
     weights = [p for p in model.parameters() if p.requires_grad]
-    rate = _ADAPTER_RATES[task.name]
+    rate = _ADAPTER_RATES[name]
     optimizer = torch.optim.AdamW(weights, lr=rate, weight_decay=0.0, betas=(0.9, 0.98))
-    source = ExampleSource(tokenizer, Random(seed), skills=[task.name], show_control=False)
+    source = ExampleSource(tokenizer, Random(seed), skills=[name], show_control=False)
     step, started_s = 0, time.perf_counter()
     recent: list[bool] = []
     while step < max_steps:
@@ -206,15 +233,15 @@ def train_adapter(out: Path, base_path: Path, task: DemoTask, *, max_steps: int,
             step += 1
             if step % 25 == 0:
                 accuracy, elapsed_s = sum(recent) / len(recent), time.perf_counter() - started_s
-                print(f"{task.name} {step=}/{max_steps} s={elapsed_s:.0f} {loss=:.4f} {accuracy=:.3f}", flush=True)
+                print(f"{name} {step=}/{max_steps} s={elapsed_s:.0f} {loss=:.4f} {accuracy=:.3f}", flush=True)
             if step == max_steps:
                 break
         if step > 150 and all(recent):
             break
-    _save_adapter(out, model, task)
+    _save_adapter(out, model, shape)
 
 
-def _save_adapter(out: Path, model: PeftModel, task: DemoTask) -> None:
+def _save_adapter(out: Path, model: PeftModel, shape: LoraShape) -> None:
     """Write weights (fp16) and configuration, without the model card and the local path that PEFT would add."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.half().contiguous() for name, weight in get_peft_model_state_dict(model).items()}
@@ -225,15 +252,15 @@ def _save_adapter(out: Path, model: PeftModel, task: DemoTask) -> None:
     config.save_pretrained(str(out))
     # PEFT keeps the modules in a set, whose order changes from run to run.
     path = out / "adapter_config.json"
-    written = json.loads(path.read_text()) | {"target_modules": list(task.target_modules)}
+    written = json.loads(path.read_text()) | {"target_modules": list(shape.target_modules)}
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the models that the options name, then print the table; exit status 1 when an adapter misses its bar."""
-    parser = argparse.ArgumentParser(prog="python -m manylora.demo.train", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=demo_model_path().parent, help="folder of base/ and adapters/")
-    parser.add_argument("--only", choices=("base", *TASKS), help="remake only this part")
+    parser.add_argument("--only", choices=("base", *SHAPES), help="remake only this part")
     parser.add_argument("--check", action="store_true", help="train nothing, measure the models in --out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -243,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapter-steps", type=int, help="at most this many, instead of each adapter's own number")
     parser.add_argument("--num-prompts", type=int, default=1000, help="held-out prompts a task")
     options = parser.parse_args(arguments)
-    names = [options.only] if options.only in TASKS else list(TASKS)
+    names = [options.only] if options.only in SHAPES else list(SHAPES)
     if not options.check:
         if options.only in (None, "base"):
             torch.set_num_threads(options.num_threads or 2)
@@ -253,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in names:
                 folder = options.out / "adapters" / name
                 num_steps = options.adapter_steps or _ADAPTER_STEPS[name]
-                train_adapter(folder, options.out / "base", TASKS[name], max_steps=num_steps, seed=options.seed)
+                train_adapter(folder, options.out / "base", name, max_steps=num_steps, seed=options.seed)
         if options.only == "base":
             return 0
     torch.set_num_threads(options.num_threads or 1)
