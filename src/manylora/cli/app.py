@@ -8,6 +8,7 @@ import sys
 from collections.abc import Collection
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from platform import python_version
 from typing import Annotated, Any
 
@@ -52,7 +53,10 @@ _COMMANDS = {name: (panel, place) for panel, commands in _PANELS.items() for nam
 
 
 def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
-    """Return the tree of these commands, and import no others: a server does not wait for those of a simulator."""
+    """Return the tree of these commands, and import no others: a server does not wait for those of a simulator.
+
+    Of several commands, those are left out whose libraries are not installed; one alone raises ``ModuleNotFoundError``.
+    """
     app = typer.Typer(
         name="manylora",
         help="Serve many LoRA adapters of one base model from shared hardware.",
@@ -66,7 +70,12 @@ def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
     for name in names:
         panel, place = _COMMANDS[name]
         module, _, attribute = place.partition(":")
-        found = getattr(import_module(f"manylora.cli.commands.{module}"), attribute)
+        try:
+            found = getattr(import_module(f"manylora.cli.commands.{module}"), attribute)
+        except ModuleNotFoundError:
+            if len(names) == 1:
+                raise
+            continue
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name, rich_help_panel=panel)
         else:
@@ -139,12 +148,14 @@ def main() -> None:
 
     Exit codes: 0 success, 1 failure, 2 invalid options, model or adapter, 130 interrupted.
     """
-    asked = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), None)
-    if asked == "serve" and not _NO_EARLY_ENGINE.intersection(arg.partition("=")[0] for arg in sys.argv):
+    asked = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), "")
+    is_simple = not _NO_EARLY_ENGINE.intersection(arg.partition("=")[0] for arg in sys.argv)
+    if asked == "serve" and is_simple and find_spec("torch") is not None:
         start_early(TORCH_BUILDER)
+    names = (asked,) if asked in _COMMANDS else () if asked == "version" else tuple(_COMMANDS)
     try:
         # typer returns the code of an exit that a command asked for; the commands themselves return nothing.
-        sys.exit(make_app((asked,) if asked in _COMMANDS else tuple(_COMMANDS))(standalone_mode=False) or 0)
+        sys.exit(make_app(names)(standalone_mode=False) or 0)
     except Exception as error:
         if isinstance(error, typer.Abort):
             sys.exit(1)
@@ -156,6 +167,9 @@ def main() -> None:
             raise
         if isinstance(error, ManyloraError):
             fail(str(error), code=2 if error.status < 500 else 1)
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "manylora").startswith("manylora"):
+            what = f"`manylora {asked}` needs {error.name}, which is not installed"
+            fail(f"{what}: manylora-light leaves it out, manylora brings it", code=1)
         if isinstance(error, OSError) and error.filename is not None:  # a path of an option, or below one
             fail(f"{error.filename}: {error.strerror}", code=2)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -19,7 +19,6 @@ from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LogLine, StepRecord, read_step_log, write_step_log
 from manylora.core.errors import ConfigError
-from manylora.lab.bench.sweep import sweep_live
 from manylora.lab.costs.calibrate import fit_profile, step_shares
 from manylora.lab.costs.profile import TERMS, CostProfile
 
@@ -83,6 +82,7 @@ def calibrate(
     lines: list[LogLine]
     if model is not None:
         from manylora.execution.build import build_parts  # imports torch
+        from manylora.lab.bench.sweep import sweep_live
 
         engine = EngineConfig(
             model=chosen.make(ModelConfig, model=resolve_model(model, None, {})[0]),
