@@ -21,10 +21,15 @@ from scipy.optimize import minimize_scalar
 
 from manylora.lab.workloads.locality import OrderReplay, Sessions, StackDistances
 from manylora.lab.workloads.popularity import Popularity, ZipfShares
-from manylora.lab.workloads.traces.adapters import read_adapter_order, read_adapter_uses
-from manylora.lab.workloads.traces.callers import read_calls_per_minute, read_client_windows, read_single_calls
 from manylora.lab.workloads.traces.requests import read_requests
 from manylora.lab.workloads.traces.rows import read_csv, read_json_lines
+from manylora.lab.workloads.traces.services import (
+    read_adapter_order,
+    read_adapter_uses,
+    read_calls_per_minute,
+    read_client_windows,
+    read_single_calls,
+)
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
 SLOTS = (1, 4, 8, 16, 32, 64, 128)

@@ -51,7 +51,7 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"),
 
 S_LORA_FLOPS_SHARE = 0.0113
 """Part of the *peak* that S-LoRA's prompt kernel reaches. Set by Chameleon's figure 2 alone: at rank 128 an adapter's
-computation takes 42.5 % of the time to first token and the base 40 % (see `tests/lab/test_costs_published.py`)."""
+computation takes 42.5 % of the time to first token and the base 40 %: `tests/lab/costs/test_costs_published.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

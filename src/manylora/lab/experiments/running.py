@@ -9,9 +9,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
-from manylora.lab.experiments.calculations import CALCULATIONS
+from manylora.lab.experiments.calculations import CALCULATIONS, is_clairvoyant, run_clairvoyant
 from manylora.lab.experiments.cases import Case
-from manylora.lab.experiments.clairvoyant import is_clairvoyant, run_clairvoyant
 from manylora.lab.experiments.isolated import is_isolated, run_isolated
 from manylora.lab.experiments.result import Result
 from manylora.lab.experiments.simulated import run_case

@@ -15,7 +15,7 @@ import numpy as np
 from manylora.core.errors import ConfigError
 from manylora.core.options import require
 from manylora.lab.workloads.arrivals import Arrived, Extent, GammaArrivals, WeibullArrivals
-from manylora.lab.workloads.traces.callers import (
+from manylora.lab.workloads.traces.services import (
     WINDOW_S,
     read_calls_per_minute,
     read_client_windows,

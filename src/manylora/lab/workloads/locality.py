@@ -17,7 +17,7 @@ import numpy as np
 
 from manylora.core.errors import ConfigError
 from manylora.lab.workloads.popularity import ShareLaw, ZipfShares, draw_places
-from manylora.lab.workloads.traces.adapters import read_adapter_order, read_stack_distances
+from manylora.lab.workloads.traces.services import read_adapter_order, read_stack_distances
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = ["Drift", "OrderReplay", "Sessions", "StackDistances"]

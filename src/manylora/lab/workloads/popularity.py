@@ -18,7 +18,7 @@ import numpy as np
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import require
-from manylora.lab.workloads.traces.adapters import read_adapter_uses
+from manylora.lab.workloads.traces.services import read_adapter_uses
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = [

@@ -16,9 +16,15 @@ from manylora.lab.workloads.arrivals import Extent
 from manylora.lab.workloads.callers import AzureFunctions2019, AzureFunctions2021, ServeGenClients
 from manylora.lab.workloads.lengths import FixedTokens, ParametricLengths
 from manylora.lab.workloads.popularity import UniformShares
-from manylora.lab.workloads.traces.adapters import read_adapter_order, read_adapter_uses, read_stack_distances
-from manylora.lab.workloads.traces.callers import read_calls_per_minute, read_client_windows, read_single_calls
 from manylora.lab.workloads.traces.requests import read_requests
+from manylora.lab.workloads.traces.services import (
+    read_adapter_order,
+    read_adapter_uses,
+    read_calls_per_minute,
+    read_client_windows,
+    read_single_calls,
+    read_stack_distances,
+)
 
 AZURE = (
     "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:04.0319600,3180,8\n2023-11-16 18:17:03.9799600,4808,10\n"

@@ -27,7 +27,7 @@ from manylora.lab.sim.scenario import read_scenario
 from manylora.lab.sim.setup import Setup, make_config, read_dims
 from manylora.lab.workloads.tables import read_table
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.fixture

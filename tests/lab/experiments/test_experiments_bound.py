@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
+from manylora.lab.experiments.calculations import most_saved
 from manylora.lab.experiments.cases import cases_of
-from manylora.lab.experiments.clairvoyant import most_saved
 from manylora.lab.experiments.read import read_experiment
 from manylora.lab.experiments.running import Runner
 from manylora.lab.experiments.spec import merge

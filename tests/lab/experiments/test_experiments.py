@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 from manylora.cli.app import app
 from manylora.core.errors import ConfigError
 from manylora.lab.costs.idle import times_on_idle_engine
-from manylora.lab.experiments.calculations import CALCULATIONS
+from manylora.lab.experiments.calculations import CALCULATIONS, is_clairvoyant
 from manylora.lab.experiments.cases import cases_of, read_setup, read_workload
-from manylora.lab.experiments.clairvoyant import is_clairvoyant
 from manylora.lab.experiments.findings import Findings, Verdict, compare, overall
 from manylora.lab.experiments.isolated import is_isolated, read_functions, run_isolated
 from manylora.lab.experiments.pictures import draw
