@@ -26,7 +26,7 @@ import msgspec
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, EngineDead, RequestError
 from manylora.core.logs import configure_logging
 from manylora.execution.machine import available_bytes
-from manylora.functions.agent.app import backbone_apps, http_server
+from manylora.functions.agent.app import agent_server
 from manylora.functions.controller.client import ControllerClient
 from manylora.functions.controller.server import exit_code_of
 from manylora.functions.decisions.billing import Taken
@@ -137,9 +137,8 @@ class Agent:
         config = self._config
         if not config.api_keys and config.admin_key is None:
             config = replace(config, api_keys=orders.api_keys, admin_key=orders.admin_key)
-        apps = backbone_apps(self.node, orders.backbones, config)
-        self._fleets = [one.fleet for one in apps.values()]
-        return http_server(apps, self.node, config, on_listening)
+        server, self._fleets = agent_server(self.node, orders.backbones, config, on_listening)
+        return server
 
     async def _finish_in_flight(self) -> None:
         try:

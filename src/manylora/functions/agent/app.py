@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -22,10 +21,9 @@ from manylora.demo import demo_model_path
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.node import FunctionNode
-from manylora.serving.api.forms import FormChecks
 from manylora.serving.api.model_settings import ModelSettings
 from manylora.serving.api.models import json_response
-from manylora.serving.api.request import make_context
+from manylora.serving.api.request import Context, make_context
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError, error_response
 from manylora.serving.http.listening import HttpServer
@@ -35,7 +33,7 @@ from manylora.serving.server.http_server import connection_bounds, make_app
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
 
-__all__ = ["BackboneApp", "Dispatch", "backbone_apps", "http_server"]
+__all__ = ["Dispatch", "agent_server"]
 
 MAX_BODY_BYTES = default_body_bytes(262_144)
 """Bytes of a body that is read for the name of its model, before the limit of a backbone's own context holds."""
@@ -44,30 +42,44 @@ DRAIN_S = 2.0
 """Time that clients have to read the last bytes of answers once the agent stops, in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackboneApp:
-    """The application of a backbone, and its parts."""
-
-    app: ASGIApp
-    fleet: BackboneFleet
-    forms: FormChecks
-
-
-def backbone_apps(
-    node: FunctionNode, backbones: Mapping[str, BackboneSpec], config: ServerConfig
-) -> dict[str, BackboneApp]:
-    """Return the application of each backbone; reads tokenizers, and no weights.
+def agent_server(
+    node: FunctionNode, backbones: Mapping[str, BackboneSpec], config: ServerConfig, on_listening: Callable[[], None]
+) -> tuple[HttpServer, list[BackboneFleet]]:
+    """Return the server of all backbones, and the functions of each; reads tokenizers, and no weights.
 
     Raises:
         ConfigError: A model lacks its configuration or its tokenizer.
     """
-    return {name: _backbone_app(name, spec, node, config) for name, spec in backbones.items()}
+    fleets = [BackboneFleet(name, node, _folder_of(spec)) for name, spec in backbones.items()]
+    contexts = {one.served_name: _context(one, backbones[one.served_name], node, config) for one in fleets}
+
+    def backbone_of(model: str) -> str | None:
+        if model in contexts:
+            return model
+        function = node.functions.get(model) or node.functions.get(model.partition(":")[2])
+        return None if function is None else function.host.name
+
+    def close() -> None:
+        for one in contexts.values():
+            one.forms.close()
+
+    app = Dispatch(
+        {name: make_app(one) for name, one in contexts.items()},
+        backbone_of,
+        gate=Gate(config.api_keys, config.admin_key),
+        max_body_bytes=config.max_body_bytes or MAX_BODY_BYTES,
+    )
+    return HttpServer(app, connection_bounds(config), on_listening, drain_s=DRAIN_S, on_shutdown=close), fleets
 
 
-def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: ServerConfig) -> BackboneApp:
-    folder = str(demo_model_path() if spec.model == "demo" else Path(spec.model))
+def _folder_of(spec: BackboneSpec) -> str:
+    return str(demo_model_path() if spec.model == "demo" else Path(spec.model))
+
+
+def _context(fleet: BackboneFleet, spec: BackboneSpec, node: FunctionNode, config: ServerConfig) -> Context:
+    """Return the context of a backbone's application."""
+    name, folder = fleet.served_name, _folder_of(spec)
     engine = EngineConfig(model=ModelConfig(model=folder, served_model_name=name, dtype=spec.dtype, device="cpu"))
-    fleet = BackboneFleet(name, node, folder)
     tokenizer = Tokenizer.load(folder)
     metrics = Metrics(
         engine,
@@ -77,7 +89,7 @@ def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: Ser
         monotonic_s=time.monotonic,
     )
     node.subscribe(name, metrics.observe)
-    context = make_context(
+    return make_context(
         engine,
         config,
         fleet=fleet,
@@ -95,31 +107,6 @@ def _backbone_app(name: str, spec: BackboneSpec, node: FunctionNode, config: Ser
         serves_base=False,
         functions=fleet.functions,
     )
-    return BackboneApp(make_app(context), fleet, context.forms)
-
-
-def http_server(
-    apps: Mapping[str, BackboneApp], node: FunctionNode, config: ServerConfig, on_listening: Callable[[], None]
-) -> HttpServer:
-    """Return the server of all backbones."""
-
-    def backbone_of(model: str) -> str | None:
-        if model in apps:
-            return model
-        function = node.functions.get(model) or node.functions.get(model.partition(":")[2])
-        return None if function is None else function.host.name
-
-    def close() -> None:
-        for one in apps.values():
-            one.forms.close()
-
-    app = Dispatch(
-        {name: one.app for name, one in apps.items()},
-        backbone_of,
-        gate=Gate(config.api_keys, config.admin_key),
-        max_body_bytes=config.max_body_bytes or MAX_BODY_BYTES,
-    )
-    return HttpServer(app, connection_bounds(config), on_listening, drain_s=DRAIN_S, on_shutdown=close)
 
 
 class _Named(msgspec.Struct):

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, RequestError
-from manylora.functions.controller.credentials import client_context, find_refusal
+from manylora.functions.controller.credentials import find_refusal, tls_context
 from manylora.functions.wire import NodeReport, Orders, Overview, TlsFiles
 
 __all__ = ["ControllerClient"]
@@ -30,7 +30,7 @@ class ControllerClient:
                 f"Got controller = {url!r} with a certificate, expected an address that begins with https://"
             )
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._tls = ssl.create_default_context() if tls is None else client_context(tls)
+        self._tls = ssl.create_default_context() if tls is None else tls_context(tls, ssl.PROTOCOL_TLS_CLIENT)
         self._http = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=self._tls
         )

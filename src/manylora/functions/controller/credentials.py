@@ -11,7 +11,7 @@ from pathlib import Path
 from manylora.core.errors import CertificateRefused, ConfigError
 from manylora.functions.wire import TlsFiles
 
-__all__ = ["TOKEN", "client_context", "find_refusal", "own_token", "read_token", "server_context", "tls_files"]
+__all__ = ["TOKEN", "find_refusal", "own_token", "read_token", "tls_context", "tls_files"]
 
 TOKEN = "token"
 """Name of the file in a folder of state."""
@@ -66,22 +66,32 @@ def tls_files(cert: str | None, key: str | None, ca: str | None) -> TlsFiles | N
     return TlsFiles(cert=cert, key=key, ca=ca)
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the settings of the controller: a caller without a certificate of the authority is refused.
+def tls_context(files: TlsFiles, side: int) -> ssl.SSLContext:
+    """Return the settings of one side: each refuses another that has no certificate of the authority.
+
+    A caller also checks that the controller's certificate names its host.
+
+    Args:
+        files: The files of this side.
+        side: ``ssl.PROTOCOL_TLS_SERVER`` for the controller, ``ssl.PROTOCOL_TLS_CLIENT`` for a caller.
 
     Raises:
         ConfigError: A file cannot be used.
     """
-    return _context(ssl.PROTOCOL_TLS_SERVER, files)
-
-
-def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """Return the settings of a caller: it checks the controller's certificate, with its host name.
-
-    Raises:
-        ConfigError: A file cannot be used.
-    """
-    return _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(files.cert, files.key, password="")  # none is asked for on a terminal
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(
+            f"Got tls_cert = {files.cert!r} and tls_key = {files.key!r}, which cannot be used: {error}"
+        ) from error
+    try:
+        context.load_verify_locations(files.ca)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"Got tls_ca = {files.ca!r}, which cannot be used: {error}") from error
+    return context
 
 
 async def find_refusal(error: Exception, host: str, port: int, context: ssl.SSLContext) -> CertificateRefused | None:
@@ -112,20 +122,3 @@ def _refusal_in(error: BaseException | None) -> CertificateRefused | None:
             return CertificateRefused(f"its certificate is refused here: {error.verify_message}")
         error = error.__cause__ or error.__context__
     return None
-
-
-def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
-    try:
-        context.load_cert_chain(files.cert, files.key, password="")  # none is asked for on a terminal
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(
-            f"Got tls_cert = {files.cert!r} and tls_key = {files.key!r}, which cannot be used: {error}"
-        ) from error
-    try:
-        context.load_verify_locations(files.ca)
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"Got tls_ca = {files.ca!r}, which cannot be used: {error}") from error
-    return context

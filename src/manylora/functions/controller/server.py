@@ -21,6 +21,7 @@ import ipaddress
 import logging
 import os
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -38,7 +39,7 @@ from starlette.types import Receive, Scope, Send
 from manylora.core.errors import ConfigError, ManyloraError, RequestError
 from manylora.core.logs import configure_logging
 from manylora.functions.controller.controller import Controller
-from manylora.functions.controller.credentials import server_context
+from manylora.functions.controller.credentials import tls_context
 from manylora.functions.controller.store import Store
 from manylora.functions.deployment import FunctionSpec, check_folder, read_deployment
 from manylora.functions.wire import MAX_REPORT_BYTES, ControllerSetup, NodeReport
@@ -176,7 +177,7 @@ class ControllerServer:
         self.url = url_of(self._socket, is_tls=setup.tls is not None)
         self.is_stopping = False
         self._app = make_app(controller, setup.token, has_adapters=setup.has_adapters)
-        self._tls = None if setup.tls is None else server_context(setup.tls)
+        self._tls = None if setup.tls is None else tls_context(setup.tls, ssl.PROTOCOL_TLS_SERVER)
         self._http: HttpServer | None = None
         if setup.parent_pipe is not None:
             asyncio.get_running_loop().add_reader(setup.parent_pipe, os._exit, 1)  # its other end has gone
