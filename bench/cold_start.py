@@ -57,7 +57,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
 from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
 from manylora.lab.bench.sweep import write_synthetic_adapter
-from manylora.serving.hosting.engine.runtime import freeze_start_up_heap
+from manylora.serving.hosting.engine.startup import freeze_start_up_heap
 
 RANK = 64
 NUM_WARM, NUM_COLD = 4, 32

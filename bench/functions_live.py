@@ -48,7 +48,7 @@ from manylora.functions.processes.link import FunctionLink
 from manylora.functions.processes.messages import Backbone, FunctionPlace
 from manylora.functions.processes.zygote import Zygote
 from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
-from manylora.serving.hosting.engine.prestart import TORCH_BUILDER
+from manylora.serving.hosting.engine.startup import TORCH_BUILDER
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet
 from manylora.serving.hosting.links.base_share import BaseShare

@@ -30,7 +30,7 @@ from manylora.core.server_config import FleetConfig
 from manylora.core.types import SamplingParams
 from manylora.demo import TASKS, demo_adapters, demo_model_path
 from manylora.route.config import ProxyConfig
-from manylora.serving.hosting.engine.prestart import TORCH_BUILDER
+from manylora.serving.hosting.engine.startup import TORCH_BUILDER
 from manylora.serving.offline import Generation
 
 __all__ = ["served"]  # a fixture

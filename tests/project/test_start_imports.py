@@ -34,7 +34,7 @@ Tokenizer.load(demo_model_path()).render_chat([{"role": "user", "content": "x"}]
 """
 ENGINE = """
 import manylora.serving.hosting.engine.process
-from manylora.serving.hosting.engine.prestart import TORCH_BUILDER
+from manylora.serving.hosting.engine.startup import TORCH_BUILDER
 from manylora.serving.hosting.engine.service import load_builder
 load_builder(TORCH_BUILDER)
 """

@@ -13,7 +13,7 @@ import manylora.cli.app
 import manylora.serving.server
 from manylora.cli.app import main
 from manylora.core.config import EngineConfig, ServerConfig
-from manylora.serving.hosting.engine.prestart import start_early
+from manylora.serving.hosting.engine.startup import start_early
 
 
 @dataclass

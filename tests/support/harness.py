@@ -44,15 +44,10 @@ def tiny_base(*, max_model_len: int) -> BaseShape:
 def engine_info(*, vocab_size: int) -> EngineInfo:
     """Return what a made-up engine tells its client at the start."""
     return EngineInfo(
-        served_name="base",
-        base_name="base",
-        architecture="llama",
         max_model_len=100,
         vocab_size=vocab_size,
-        num_pages=10,
         block_size=16,
         page_bytes=1,
-        dtype="float32",
     )
 
 

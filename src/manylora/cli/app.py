@@ -17,7 +17,7 @@ import typer
 from manylora.cli.views.terminal import fail
 from manylora.core import __version__
 from manylora.core.errors import ManyloraError
-from manylora.serving.hosting.engine.prestart import TORCH_BUILDER, end_early, start_early
+from manylora.serving.hosting.engine.startup import TORCH_BUILDER, end_early, start_early
 
 __all__ = ["main", "make_app"]
 

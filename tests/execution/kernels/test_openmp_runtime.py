@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from manylora.execution.kernels.cpu.support import runtime_library
-from manylora.serving.hosting.engine.runtime import SPIN_COUNT, bound_spinning
+from manylora.serving.hosting.engine.startup import SPIN_COUNT, bound_spinning
 
 POOLS = """
 import os, torch

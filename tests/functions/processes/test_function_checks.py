@@ -34,15 +34,10 @@ from manylora.serving.hosting.protocol import (
 
 NAN = float("nan")
 INFO = EngineInfo(
-    served_name="base",
-    base_name="base",
-    architecture="a",
     max_model_len=8,
     vocab_size=9,
-    num_pages=1,
     block_size=1,
     page_bytes=1,
-    dtype="float32",
 )
 GOOD = FinishedRequest("mine", "stop", 0.1, 1, 1)
 

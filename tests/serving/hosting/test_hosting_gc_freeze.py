@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from manylora.serving.hosting.engine.runtime import freeze_imports, freeze_start_up_heap
+from manylora.serving.hosting.engine.startup import freeze_imports, freeze_start_up_heap
 
 
 def test_everything_there_is_left_out_and_what_comes_later_is_not() -> None:

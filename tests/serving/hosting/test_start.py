@@ -12,9 +12,9 @@ from reciter import engine_config
 
 from manylora.core.config import ServerConfig
 from manylora.core.errors import AdapterError, ConfigError
-from manylora.serving.hosting.engine import prestart as early_start
-from manylora.serving.hosting.engine.prestart import start_early, take_early
+from manylora.serving.hosting.engine import startup as early_start
 from manylora.serving.hosting.engine.process import EXIT_ORPHANED
+from manylora.serving.hosting.engine.startup import start_early, take_early
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.server import BackgroundServer, LoraModule
 

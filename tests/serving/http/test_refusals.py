@@ -17,10 +17,10 @@ from transports import Transport
 from uvicorn.server import ServerState
 
 from manylora.core.errors import CapacityError
+from manylora.serving.http.access import MOST_BODY_BYTES, MOST_RETRY_S, Refusals, RetryTimes
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
-from manylora.serving.http.refusals import MOST_BODY_BYTES, MOST_RETRY_S, Refusals, RetryTimes
 from manylora.serving.http.room import CallerRoom
 
 BODY = b'{"prompt": "say"}'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
-from manylora.serving.http.room import PATIENCE_S, SHORT_BODY_BYTES, UnreadAnswers
+from manylora.serving.http.room import READ_WITHIN_S, SHORT_BODY_BYTES, UnreadAnswers
 
 MIB = 1 << 20
 
@@ -35,7 +35,7 @@ def test_beyond_the_bound_the_longest_wait_of_the_largest_caller_ends() -> None:
     world.send("b1", 3 * MIB)
     world.send("a1", 4 * MIB)
     world.send("a2", 3 * MIB)
-    world.now_s = PATIENCE_S
+    world.now_s = READ_WITHIN_S
     world.send("c1", MIB)
     assert world.left == ["a1"]
     world.end("a1")
@@ -51,7 +51,7 @@ def test_every_client_has_time() -> None:
     for index in range(5):
         world.send(f"a{index}", 4 * MIB)
     assert not world.left
-    world.now_s = PATIENCE_S
+    world.now_s = READ_WITHIN_S
     world.send("a5", 4 * MIB)
     assert world.left == ["a0", "a1", "a2", "a3"]
 

@@ -237,13 +237,8 @@ def describe_base(name: str, model: str) -> EngineInfo:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"Got backbones.{name}: model = {model!r}, which has no configuration: {error!r}") from None
     return EngineInfo(
-        served_name=name,
-        base_name=Path(model).name,
-        architecture=str((config.get("architectures") or ["unknown"])[0]),
         max_model_len=int(text.get("max_position_embeddings", 2**31 - 1)),
         vocab_size=vocab_size,
-        num_pages=0,
         block_size=0,
         page_bytes=0,
-        dtype=str(config.get("dtype", "unknown")),
     )

@@ -20,8 +20,8 @@ from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig
 from manylora.functions.processes.function_process import StartStages, live_builder
 from manylora.functions.processes.messages import ZygoteSetup
-from manylora.serving.hosting.engine.runtime import bound_spinning
 from manylora.serving.hosting.engine.service import load_builder
+from manylora.serving.hosting.engine.startup import bound_spinning
 
 __all__ = ["clean_mappings", "let_file_pages_go", "warm"]
 

@@ -36,8 +36,7 @@ from manylora.serving.ports import AdaptersPort
 __all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "admin_routes"]
 
 
-UNAVAILABLE_RETRY_S = 5
-"""Seconds after which a load may be tried again whose registry did not answer."""
+UNAVAILABLE_RETRY_S = 5  # seconds after which a load may be tried again whose registry did not answer
 
 
 class LoadBody(msgspec.Struct, kw_only=True):

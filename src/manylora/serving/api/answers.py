@@ -30,25 +30,15 @@ __all__ = ["RequestAnswers", "TextPiece"]
 
 
 class TextPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of one answer.
+    """New text of one answer."""
 
-    Args:
-        index: Number of the answer: prompts in order, ``n`` answers each.
-        text: New text.
-        logprobs: Log-probabilities of its tokens, if requested.
-        finish_reason: ``stop`` or ``length`` on the last piece.
-        stop_reason: The stop string or token that ended the answer, if any.
-        token_ids: Its tokens, if requested.
-        prompt_logprobs: Those of the prompt, if requested, on the first piece.
-    """
-
-    index: int
+    index: int  # number of the answer: prompts in order, ``n`` answers each
     text: str
-    logprobs: tuple[TokenLogprob, ...] = ()
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # log-probabilities of its tokens, if requested
+    finish_reason: str | None = None  # ``stop`` or ``length`` on the last piece
+    stop_reason: str | int | None = None  # the stop string or token that ended the answer, if any
     token_ids: tuple[int, ...] = ()
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # those of the prompt, if requested, on the first piece
 
 
 @dataclass(slots=True, eq=False)

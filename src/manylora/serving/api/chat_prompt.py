@@ -21,20 +21,11 @@ from manylora.serving.text.tools import TOOL_PARSERS, ToolParser, parser_of_temp
 
 __all__ = ["ChatTemplate", "chat_tokens", "joined_text", "log_once", "template_kwargs", "template_of", "tool_parser"]
 
-MAX_TEMPLATE_BYTES = 16 * 1024
-"""JSON of ``chat_template_kwargs``."""
-
-MAX_TEMPLATE_CHARS = 64 * 1024
-"""Characters of a request's ``chat_template``."""
-
-MAX_TEMPLATE_DEPTH = 16
-"""Nesting of ``chat_template_kwargs``."""
-
-MAX_TEMPLATE_NUMBER = 1_000_000
-"""Largest number in ``chat_template_kwargs``: a template can repeat or indent by it."""
-
-CHARS_PER_MESSAGE = 50
-"""Characters of text that take as long as the template's work on a message."""
+MAX_TEMPLATE_BYTES = 16 * 1024  # JSON of ``chat_template_kwargs``
+MAX_TEMPLATE_CHARS = 64 * 1024  # characters of a request's ``chat_template``
+MAX_TEMPLATE_DEPTH = 16  # nesting of ``chat_template_kwargs``
+MAX_TEMPLATE_NUMBER = 1_000_000  # largest number in ``chat_template_kwargs``: a template can repeat or indent by it
+CHARS_PER_MESSAGE = 50  # characters of text that take as long as the template's work on a message
 
 MAX_EMPTY_BYTES = 8
 EMPTY = (b"null", b"[]", b"{}", b'""', b"false", b"0")
@@ -44,21 +35,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """The way in which a chat becomes tokens.
+    """The way in which a chat becomes tokens."""
 
-    Args:
-        text: A template in place of the tokenizer's own; ``None`` for that one.
-        variables: More variables for the template.
-        add_generation_prompt: End with the tokens that open the model's turn.
-        continue_final_message: End inside the last message.
-        add_special_tokens: Add the model's tokens around a text to those that the template writes.
-    """
-
-    text: str | None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
+    text: str | None  # a template in place of the tokenizer's own; ``None`` for that one
+    variables: Mapping[str, Any] = field(default_factory=dict)  # more variables for the template
+    add_generation_prompt: bool = True  # end with the tokens that open the model's turn
+    continue_final_message: bool = False  # end inside the last message
+    add_special_tokens: bool = False  # add the model's tokens around a text to those that the template writes
 
 
 def template_of(context: Context, settings: Settings, body: ChatBody | TokenizeBody) -> ChatTemplate:

@@ -25,13 +25,11 @@ __all__ = ["completion_routes", "decode_prompts"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 
-CHARS_PER_PROMPT = 50
-"""Characters of text that take as long as the calls for a prompt."""
+CHARS_PER_PROMPT = 50  # characters of text that take as long as the calls for a prompt
 
 _FIRST_ITEM = re.compile(rb"\[\s*(.)", re.DOTALL)
 
-PROMPTS_AT_ONCE = 256
-"""Prompts of token ids that are checked at once."""
+PROMPTS_AT_ONCE = 256  # prompts of token ids that are checked at once
 
 
 async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] | list[list[int]]:

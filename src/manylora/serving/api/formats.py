@@ -27,8 +27,7 @@ __all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "message_readers"]
 NULL_MESSAGE_FIELDS = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
 """Fields of whole messages that OpenAI and vLLM have and that are always null here."""
 
-PROMPT_END_TOKENS = 8
-"""Tokens at the end of a prompt in which a template opens or closes the reasoning."""
+PROMPT_END_TOKENS = 8  # tokens at the end of a prompt in which a template opens or closes the reasoning
 
 encode = msgspec.json.encode
 
@@ -50,8 +49,7 @@ class AnswerFormat(ABC, Generic[Items]):
     text_chunk: ClassVar[bytes]
     """A choice that has a number and text alone, as nearly all chunks do: it needs no JSON encoder."""
 
-    repeats_prompt = False
-    """Whether the first chunk of each answer has its prompt, which may be long."""
+    repeats_prompt = False  # whether the first chunk of each answer has its prompt, which may be long
 
     def __init__(self, prompt: PromptPart, *, has_logprobs: bool) -> None:
         self.prompt = prompt

@@ -15,8 +15,7 @@ from manylora.serving.text.forms import FormProcess
 
 __all__ = ["FormChecks"]
 
-MAX_KNOWN = 8192
-"""Forms whose result is remembered, by digest; a service has tens."""
+MAX_KNOWN = 8192  # forms whose result is remembered, by digest; a service has tens
 
 
 class FormChecks:

@@ -40,22 +40,17 @@ __all__ = [
     "split",
 ]
 
-SLICE_BYTES = 64 * 1024
-"""JSON that is decoded at once, in a millisecond or two at worst."""
-
-MAX_ITEMS = 4096
-"""Items of a long list, other than numbers: of messages, tools, words, choices."""
+SLICE_BYTES = 64 * 1024  # JSON that is decoded at once, in a millisecond or two at worst
+MAX_ITEMS = 4096  # items of a long list, other than numbers: of messages, tools, words, choices
 
 MAX_REASON_CHARS = 300
 
-MAX_NEUTRAL_BYTES = 64
-"""JSON of a value with which a refused field would change nothing is shorter."""
+MAX_NEUTRAL_BYTES = 64  # JSON of a value with which a refused field would change nothing is shorter
 
 MAX_REPORTED, MAX_NAME_CHARS = 100, 100
 """Unknown fields that are logged, and characters of a name by which they are told apart."""
 
-NULL = msgspec.Raw(b"null")
-"""The JSON of a field that is absent."""
+NULL = msgspec.Raw(b"null")  # the JSON of a field that is absent
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
 _MISSING = re.compile(r"missing required field `([^`]*)`")
@@ -70,18 +65,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """Rules for the fields of a body that its type does not have; all others are ignored and logged once, as in vLLM.
+    """Rules for fields of a body that its type does not have; all others are ignored and logged once, as in vLLM."""
 
-    Args:
-        harmless: Fields that change nothing in the answer; they are accepted.
-        refused: Fields that would change the answer and are not supported, with the values under which they would not
-            change it. They are refused by name, because a wrong answer is worse than none.
-        reasons: The way to get the same by other means, for refused fields that have one.
-    """
-
-    harmless: Collection[str]
+    harmless: Collection[str]  # fields that change nothing in the answer; they are accepted
+    # Fields that would change the answer and are not supported, with the values under which they would not change it.
+    # They are refused by name, because a wrong answer is worse than none.
     refused: Mapping[str, tuple[Any, ...]]
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, str]  # the way to get the same by other means, for refused fields that have one
 
 
 async def parse(data: bytes, body: type[Body]) -> Body:

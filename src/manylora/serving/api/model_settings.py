@@ -22,17 +22,10 @@ __all__ = ["ModelSettings", "Settings"]
 
 logger = logging.getLogger(__name__)
 
-MAX_OTHER_BASES = 100
-"""Names of other bases that are logged."""
-
-MAX_KEPT = 4096
-"""Adapters whose settings are kept; the least recently requested are read again."""
-
-MAX_KEPT_CHARS = 32 * 1024 * 1024
-"""Characters of chat templates that are kept."""
-
-NUM_READERS = 2
-"""Threads that read folders: a disk that hangs takes no others."""
+MAX_OTHER_BASES = 100  # names of other bases that are logged
+MAX_KEPT = 4096  # adapters whose settings are kept; the least recently requested are read again
+MAX_KEPT_CHARS = 32 * 1024 * 1024  # characters of chat templates that are kept
+NUM_READERS = 2  # threads that read folders: a disk that hangs takes no others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

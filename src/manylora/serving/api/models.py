@@ -26,8 +26,7 @@ from manylora.serving.http.turns import next_turn
 
 __all__ = ["json_response", "model_routes"]
 
-CARDS_AT_ONCE = 512
-"""Adapters in the list of models that become JSON at once, in a millisecond or two."""
+CARDS_AT_ONCE = 512  # adapters in the list of models that become JSON at once, in a millisecond or two
 
 
 def json_response(content: Any, status: int = 200) -> Response:

@@ -33,14 +33,9 @@ __all__ = [
     "named_by_id",
 ]
 
-MAX_PROMPT_LOGPROBS = 1 << 20
-"""Log-probabilities of the prompts of a request: each is some 70 bytes of JSON."""
-
-LEAST_LOGPROB = -9999.0
-"""vLLM's number for minus infinity, which JSON does not have."""
-
-SLICE_NUMBERS = 1024
-"""Log-probabilities that become JSON at once, in a millisecond or two."""
+MAX_PROMPT_LOGPROBS = 1 << 20  # log-probabilities of the prompts of a request: each is some 70 bytes of JSON
+LEAST_LOGPROB = -9999.0  # vLLM's number for minus infinity, which JSON does not have
+SLICE_NUMBERS = 1024  # log-probabilities that become JSON at once, in a millisecond or two
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
@@ -86,21 +81,14 @@ def encode_parts(value: Any) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """The details that a response shows beside the text of its answers.
+    """The details that a response shows beside the text of its answers."""
 
-    Args:
-        has_token_ids: Token ids of prompts and answers: vLLM's ``return_token_ids``.
-        names_by_id: Tokens in log-probabilities are named ``token_id:5``: ``return_tokens_as_token_ids``.
-        num_prompt_top: Most likely tokens in vLLM's ``prompt_logprobs``; ``None`` for no such list.
-        num_echo_top: Most likely tokens of the prompt in OpenAI's ``logprobs`` with ``echo``; ``None`` for none.
-        is_prompt_only: The answer, of one token, is left out: ``max_tokens`` is 0.
-    """
-
-    has_token_ids: bool = False
-    names_by_id: bool = False
-    num_prompt_top: int | None = None
+    has_token_ids: bool = False  # token ids of prompts and answers: vLLM's ``return_token_ids``
+    names_by_id: bool = False  # tokens in log-probabilities are named ``token_id:5``: ``return_tokens_as_token_ids``
+    num_prompt_top: int | None = None  # most likely tokens in vLLM's ``prompt_logprobs``; ``None`` for no such list
+    # Most likely tokens of the prompt in OpenAI's ``logprobs`` with ``echo``; ``None`` for none.
     num_echo_top: int | None = None
-    is_prompt_only: bool = False
+    is_prompt_only: bool = False  # the answer, of one token, is left out: ``max_tokens`` is 0
 
     @classmethod
     def of(cls, body: SamplingFields, *, num_echo_top: int | None = None, is_prompt_only: bool = False) -> Details:

@@ -25,9 +25,9 @@ from manylora.serving.api.forms import FormChecks
 from manylora.serving.api.json_body import parse
 from manylora.serving.api.model_settings import ModelSettings, Settings
 from manylora.serving.api.schemas import SamplingFields
+from manylora.serving.http.access import RetryTimes
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError
-from manylora.serving.http.refusals import RetryTimes
 from manylora.serving.http.room import BodyRoom, CallerRoom, UnreadAnswers, default_body_bytes, room_of_engine
 from manylora.serving.http.turns import FairWork, LoopTurns, next_turn
 from manylora.serving.metrics.prometheus import Metrics
@@ -38,8 +38,7 @@ from manylora.serving.text.forms import FormProcess, FormSettings
 
 __all__ = ["AnswerCall", "Context", "context_of", "hidden_from_caller", "make_context", "read_body", "read_call"]
 
-MAX_MODEL_CHARS = 600
-"""Characters of ``model``: the base's name, a colon and an adapter's."""
+MAX_MODEL_CHARS = 600  # characters of ``model``: the base's name, a colon and an adapter's
 
 MAX_TEXT_WAITING = 256
 """Long texts that wait for their turn to be tokenized, half of them of one caller; more get a 429."""
@@ -50,55 +49,33 @@ MAX_FORMS_WAITING = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """The server's parts, in the state of the application.
-
-    Args:
-        engine_config: Configuration of the engines.
-        config: Configuration of the server.
-        fleet: The engines.
-        tokenizer: The base model's tokenizer.
-        settings: Sampling defaults and chat templates, by model.
-        metrics: Shown by ``/metrics`` and ``/status``.
-        lora_roots: Directories from which adapters may be loaded at run time.
-        serves_base: Whether the base is a model of its own.
-        functions: Returns the states of isolated functions, for ``/status`` and ``/metrics``.
-        gate: Checks API keys.
-        text_work: Takes long texts off the event loop, in turns.
-        forms: Checks forms of answers.
-        callers: Bounds the answers under way of each caller, where keys tell callers apart.
-        fingerprint: Digest of all that answers depend on besides the adapter, for ``system_fingerprint``.
-        retries: Tells refused clients when to try again.
-        bodies: The bytes of bodies that arrive.
-        turns: Share the event loop between requests that need it for milliseconds.
-        unread: The long answers that wait for their clients.
-        started_at: Start of the server, in seconds since the epoch.
-        epoch_s: Returns the time in seconds since the epoch.
-        monotonic_s: Returns a time in seconds that never steps back.
-        model_lists: The answers of ``/v1/models``, made or under way, under the number of changes of the adapters at
-            the time and whether they show paths; routers ask for them every few seconds.
-    """
+    """The server's parts, in the state of the application."""
 
     engine_config: EngineConfig
     config: ServerConfig
     fleet: FleetPort
-    tokenizer: Tokenizer
-    settings: ModelSettings
-    metrics: Metrics
-    lora_roots: tuple[Path, ...]
-    serves_base: bool
+    tokenizer: Tokenizer  # the base model's tokenizer
+    settings: ModelSettings  # sampling defaults and chat templates, by model
+    metrics: Metrics  # shown by ``/metrics`` and ``/status``
+    lora_roots: tuple[Path, ...]  # directories from which adapters may be loaded at run time
+    serves_base: bool  # whether the base is a model of its own
+    # Returns the states of isolated functions, for ``/status`` and ``/metrics``.
     functions: Callable[[], Sequence[FunctionState]]
-    gate: Gate
-    text_work: FairWork
-    forms: FormChecks
-    callers: CallerRoom
-    fingerprint: str
-    retries: RetryTimes = field(default_factory=RetryTimes)
-    bodies: BodyRoom = field(default_factory=BodyRoom)
+    gate: Gate  # checks API keys
+    text_work: FairWork  # takes long texts off the event loop, in turns
+    forms: FormChecks  # checks forms of answers
+    callers: CallerRoom  # bounds the answers under way of each caller, where keys tell callers apart
+    fingerprint: str  # digest of all that answers depend on besides the adapter, for ``system_fingerprint``
+    retries: RetryTimes = field(default_factory=RetryTimes)  # tells refused clients when to try again
+    bodies: BodyRoom = field(default_factory=BodyRoom)  # the bytes of bodies that arrive
+    # Share the event loop between requests that need it for milliseconds.
     turns: LoopTurns = field(default_factory=LoopTurns)
-    unread: UnreadAnswers = field(default_factory=UnreadAnswers)
-    started_at: int = field(default_factory=lambda: int(time.time()))
-    epoch_s: Callable[[], float] = time.time
-    monotonic_s: Callable[[], float] = time.monotonic
+    unread: UnreadAnswers = field(default_factory=UnreadAnswers)  # the long answers that wait for their clients
+    started_at: int = field(default_factory=lambda: int(time.time()))  # start of the server, in seconds since the epoch
+    epoch_s: Callable[[], float] = time.time  # returns the time in seconds since the epoch
+    monotonic_s: Callable[[], float] = time.monotonic  # returns a time in seconds that never steps back
+    # The answers of ``/v1/models``, made or under way, under the number of changes of the adapters at the time and
+    # whether they show paths; routers ask for them every few seconds.
     model_lists: dict[tuple[int, bool], asyncio.Task[bytes]] = field(default_factory=dict)
 
     @property

@@ -39,8 +39,7 @@ HEADERS = [
 NULL_FIELDS = {"service_tier": None, "kv_transfer_params": None}
 """Fields of whole responses that vLLM has and that are always null here."""
 
-PART_BYTES = 256 * 1024
-"""Bytes of a whole answer that are written at once."""
+PART_BYTES = 256 * 1024  # bytes of a whole answer that are written at once
 
 encode = msgspec.json.encode
 

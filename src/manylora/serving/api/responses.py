@@ -42,8 +42,7 @@ from manylora.serving.text import MessageReader
 
 __all__ = ["ResponsesBody", "response_routes"]
 
-MAX_OPTIONS_BYTES = 4096
-"""JSON of ``reasoning``."""
+MAX_OPTIONS_BYTES = 4096  # JSON of ``reasoning``
 
 
 class TextFormat(msgspec.Struct, kw_only=True):

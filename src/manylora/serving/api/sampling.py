@@ -23,11 +23,8 @@ from manylora.serving.text import Tokenizer
 
 __all__ = ["check_token_ids", "constraint_field", "sampling_params"]
 
-MAX_BAD_WORDS = 128
-"""Entries of ``bad_words``; together at most ``INLINE_CHARS`` characters."""
-
-MAX_STOP_TOKEN_IDS = 1024
-"""Entries of ``stop_token_ids``."""
+MAX_BAD_WORDS = 128  # entries of ``bad_words``; together at most ``INLINE_CHARS`` characters
+MAX_STOP_TOKEN_IDS = 1024  # entries of ``stop_token_ids``
 
 MAX_BIAS_BYTES = 64 * 1024
 """JSON of ``logit_bias``, which has at most 1024 entries: some floats take microseconds to decode."""

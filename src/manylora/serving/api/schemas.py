@@ -35,17 +35,13 @@ __all__ = [
     "ToolFunction",
 ]
 
-MAX_CHOICES = 128
-"""Answers per prompt, ``n``."""
+MAX_CHOICES = 128  # answers per prompt, ``n``
 
 INLINE_CHARS = 4_000
 """Characters up to which text is tokenized on the event loop, in a millisecond or two; more go to a thread."""
 
-MAX_MESSAGES = 2048
-"""Messages in a chat, and text parts in all of them."""
-
-MAX_SCHEMA_BYTES = 128 * 1024
-"""JSON of a response's schema, or of the parameters of all tools."""
+MAX_MESSAGES = 2048  # messages in a chat, and text parts in all of them
+MAX_SCHEMA_BYTES = 128 * 1024  # JSON of a response's schema, or of the parameters of all tools
 
 TOKENIZE_CONTEXTS = 4
 """``/tokenize`` and ``/detokenize`` take so many contexts, so that a caller sees how far a text is too long."""
@@ -56,8 +52,7 @@ _HARMLESS = """
     return_assistant_tokens_mask return_mm_kwargs return_token_offsets routed_experts_prompt_start safety_identifier
     service_tier session_id spaces_between_special_tokens store stream_interval
 """
-HARMLESS = frozenset(_HARMLESS.split())
-"""Fields that change nothing in the answer."""
+HARMLESS = frozenset(_HARMLESS.split())  # fields that change nothing in the answer
 
 _REFUSED = """
     access_programs audio background_options context_management documents ec_transfer_params enable_response_messages

@@ -31,8 +31,7 @@ from manylora.serving.metrics.status_report import AdapterRow, ReplicaRow, Statu
 
 __all__ = ["status_routes"]
 
-NUM_ADAPTERS = 100
-"""Default number of adapters in a report."""
+NUM_ADAPTERS = 100  # default number of adapters in a report
 
 OF_ENGINE = ("num_running", "num_waiting", "num_pages", "num_free_pages", "num_loads", "num_resident", "fits")
 """Counters of an engine that its row shows."""

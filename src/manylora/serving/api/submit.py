@@ -21,14 +21,12 @@ from manylora.serving.text import Tokenizer
 
 __all__ = ["Truncation", "check_lengths", "check_num_answers", "submit"]
 
-MAX_SALT_CHARS = 1024
-"""Characters of ``cache_salt``, which an engine hashes for each answer."""
+MAX_SALT_CHARS = 1024  # characters of ``cache_salt``, which an engine hashes for each answer
 
 MAX_ANSWER_LOGPROBS = 1 << 22
 """Log-probabilities of the answers of a request, or as many as an answer of the whole context has, if that is more."""
 
-REQUESTS_AT_ONCE = 256
-"""Requests of the engine that are made at once, in a millisecond or two."""
+REQUESTS_AT_ONCE = 256  # requests of the engine that are made at once, in a millisecond or two
 
 
 class Truncation:

@@ -23,34 +23,22 @@ from manylora.serving.text.tools import NamedCall, RequiredCalls, ToolParser
 
 __all__ = ["NO_TOOLS", "ToolUse", "arguments_bytes", "called", "read_tool_use"]
 
-MAX_TOOLS = 128
-"""Tools of a request."""
-
-MAX_ARGUMENTS_BYTES = 64 * 1024
-"""JSON of the arguments of one call in the history."""
+MAX_TOOLS = 128  # tools of a request
+MAX_ARGUMENTS_BYTES = 64 * 1024  # JSON of the arguments of one call in the history
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """The part of tools in one request.
+    """The part of tools in one request."""
 
-    Args:
-        template_variables: Variables that show the tools to the chat template.
-        make_parser: Makes the parser of an answer; ``None`` if no call is possible.
-        json_schema: The schema that a forced answer must match.
-        is_named: Whether the function was named; the answer then ends with ``stop``, as in OpenAI's API.
-        needs_special_tokens: Whether answers must keep their special tokens.
-        max_calls: Calls beyond these are dropped.
-        new_call_id: Returns an id for a call.
-    """
-
-    template_variables: dict[str, Any]
+    template_variables: dict[str, Any]  # variables that show the tools to the chat template
+    # Makes the parser of an answer; ``None`` if no call is possible.
     make_parser: Callable[[], ToolParser] | None = None
-    json_schema: str | None = None
-    is_named: bool = False
-    needs_special_tokens: bool = False
-    max_calls: int | None = None
-    new_call_id: Callable[[], str] = ToolParser.new_call_id
+    json_schema: str | None = None  # the schema that a forced answer must match
+    is_named: bool = False  # whether the function was named; the answer then ends with ``stop``, as in OpenAI's API
+    needs_special_tokens: bool = False  # whether answers must keep their special tokens
+    max_calls: int | None = None  # calls beyond these are dropped
+    new_call_id: Callable[[], str] = ToolParser.new_call_id  # returns an id for a call
 
     def constrain(self, sampling: SamplingParams) -> SamplingParams:
         """Return the sampling parameters of an answer that may, or must, call the tools.

@@ -58,64 +58,40 @@ __all__ = [
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine behind a link.
-
-    Args:
-        config: The engine's configuration.
-        served_name: The base model's name in the API.
-        builder: Builds the engine's parts: a ``service.Builder``; for an engine in another process, a name.
-        is_observed: Whether the engine sends ``Observations``, which cost a few percent of an empty step.
-        num_threads: Threads for the CPU's work of an engine with a process of its own; ``None`` leaves the choice to
-            the libraries.
-    """
+    """The engine behind a link."""
 
     config: EngineConfig
-    served_name: str
-    builder: Any
-    is_observed: bool = True
+    served_name: str  # the base model's name in the API
+    builder: Any  # builds the engine's parts: a ``service.Builder``; for an engine in another process, a name
+    is_observed: bool = True  # whether the engine sends ``Observations``, which cost a few percent of an empty step
+    # Threads for the CPU's work of an engine with a process of its own; ``None`` leaves the choice to the libraries.
     num_threads: int | None = None
 
 
 class ProcessSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The set-up that a new engine process reads from its standard input.
-
-    Args:
-        engine: The engine.
-        sockets: Its sockets for commands and messages.
-        log_level: Level of its log on standard error.
-        base: The base's weights, if another engine has loaded them; the process inherits the file.
-    """
+    """The set-up that a new engine process reads from its standard input."""
 
     engine: EngineSpec
-    sockets: EngineSockets
-    log_level: int
+    sockets: EngineSockets  # its sockets for commands and messages
+    log_level: int  # level of its log on standard error
+    # The base's weights, if another engine has loaded them; the process inherits the file.
     base: SharedBase | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Limits and sizes of an engine that is ready; constant while it runs."""
 
-    served_name: str
-    base_name: str
-    architecture: str
     max_model_len: int
     vocab_size: int
-    num_pages: int
     block_size: int
     page_bytes: int
-    dtype: str
 
 
 class Ending(NamedTuple):
-    """The end of an engine, as its link saw it.
-
-    Args:
-        reason: In words.
-        is_external: Whether the engine was killed from outside, so that no request can have caused it.
-    """
+    """The end of an engine, as its link saw it."""
 
     reason: str
-    is_external: bool = False
+    is_external: bool = False  # whether the engine was killed from outside, so that no request can have caused it
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -146,26 +122,18 @@ class AdapterIdentity(msgspec.Struct, frozen=True, array_like=True):
     """An adapter's version as the first engine of a fleet registered it; all others take it over.
 
     Without it, an engine that has read the weights would know them by content, and one that has not by their files.
-
-    Args:
-        file_key: Identity of its files; while it is the same, so is the version.
     """
 
     rank: int
     key: AdapterKey
-    file_key: str
+    file_key: str  # identity of its files; while it is the same, so is the version
 
 
 class LoadAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Check adapters by their headers and register those that pass; their weights are read later.
-
-    Args:
-        call: Number of the call.
-        adapters: Name and path of each, whether it may replace one of that name, and the identity by which another
-            engine knows it.
-    """
+    """Check adapters by their headers and register those that pass; their weights are read later."""
 
     call: int
+    # Name and path of each, whether it may replace one of that name, and the identity by which another engine knows it.
     adapters: list[tuple[str, str, bool, AdapterIdentity | None]]
 
 
@@ -178,19 +146,13 @@ class ChangeAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Report counters and the state of every adapter, or of some.
-
-    Args:
-        call: Number of the call.
-        num_adapters: Only so many, the busiest.
-        only_in_use: Only those that metrics report: with requests since the start, pages or a failure, or pinned.
-        name: Only the one of this name, if there is one.
-    """
+    """Report counters and the state of every adapter, or of some."""
 
     call: int
-    num_adapters: int | None = None
+    num_adapters: int | None = None  # only so many, the busiest
+    # Only those that metrics report: with requests since the start, pages or a failure, or pinned.
     only_in_use: bool = False
-    name: str | None = None
+    name: str | None = None  # only the one of this name, if there is one
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,53 +209,33 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The events since the last message, as numbers for histograms; times in seconds.
+    """The events since the last message, as numbers for histograms; times in seconds."""
 
-    Args:
-        queue_s: Waiting time of each admitted request.
-        ttft_s: Times to first token, by adapter's name; the base has the empty name.
-        inter_token_s: Gaps between tokens, by adapter's name.
-        finished: Requests that ended.
-        device_loads_s: Durations of adapter copies to the device.
-        host_loads_s: Durations of adapter reads to the host tier.
-        num_failed_loads: Loads that failed.
-        step_tokens: Tokens of each step.
-    """
-
-    queue_s: list[float] = msgspec.field(default_factory=list)
+    queue_s: list[float] = msgspec.field(default_factory=list)  # waiting time of each admitted request
+    # Times to first token, by adapter's name; the base has the empty name.
     ttft_s: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    # Gaps between tokens, by adapter's name.
     inter_token_s: dict[str, list[float]] = msgspec.field(default_factory=dict)
     finished: list[FinishedRequest] = msgspec.field(default_factory=list)
-    device_loads_s: list[float] = msgspec.field(default_factory=list)
-    host_loads_s: list[float] = msgspec.field(default_factory=list)
+    device_loads_s: list[float] = msgspec.field(default_factory=list)  # durations of adapter copies to the device
+    host_loads_s: list[float] = msgspec.field(default_factory=list)  # durations of adapter reads to the host tier
     num_failed_loads: int = 0
     step_tokens: list[int] = msgspec.field(default_factory=list)
 
 
 class StartReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The start of an isolated function.
+    """The start of an isolated function."""
 
-    Args:
-        took_s: Seconds of each stage, in order: ``fork``, ``confine``, ``map``, ``build``.
-        measures: The measures of isolation, and whether each is in force.
-    """
-
-    took_s: dict[str, float]
-    measures: tuple[Measure, ...]
+    took_s: dict[str, float]  # seconds of each stage, in order: ``fork``, ``confine``, ``map``, ``build``
+    measures: tuple[Measure, ...]  # the measures of isolation, and whether each is in force
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves.
-
-    Args:
-        info: Its limits and sizes.
-        base: Its base's weights, if others can map them.
-        start: Its start, if it is an isolated function.
-    """
+    """The engine serves."""
 
     info: EngineInfo
-    base: SharedBase | None = None
-    start: StartReport | None = None
+    base: SharedBase | None = None  # its base's weights, if others can map them
+    start: StartReport | None = None  # its start, if it is an isolated function
 
 
 class StartRefused(msgspec.Struct, frozen=True, tag=True):
@@ -303,51 +245,32 @@ class StartRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineRoom(msgspec.Struct, frozen=True, array_like=True):
-    """How many more requests the engine would take, until its next turn.
+    """How many more requests the engine would take, until its next turn."""
 
-    Args:
-        num: Requests; of those with an answer of the mean length if their wait is limited.
-        beyond: The error of the next one.
-    """
-
-    num: int
-    beyond: Fault
+    num: int  # requests; of those with an answer of the mean length if their wait is limited
+    beyond: Fault  # the error of the next one
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The outputs of one turn of the loop, and its observations.
-
-    Args:
-        outputs: The outputs.
-        observations: The observations since the last message.
-        room: The room for new requests; ``None`` for more than arrive in a turn.
-    """
+    """The outputs of one turn of the loop, and its observations."""
 
     outputs: list[Output]
-    observations: Observations
-    room: EngineRoom | None = None
+    observations: Observations  # the observations since the last message
+    room: EngineRoom | None = None  # the room for new requests; ``None`` for more than arrive in a turn
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The answer to a call: an error, or the result.
-
-    Args:
-        call: Number of the call.
-        fault: The error.
-        refused: Errors of requests that were not added, by id, or of adapters that were not registered, by name.
-        registered: The adapters of ``LoadAdapters`` that were registered, by name.
-        statuses: States of adapters.
-        stats: The engine's counters.
-        observations: The observations since the last message.
-    """
+    """The answer to a call: an error, or the result."""
 
     call: int
     fault: Fault | None = None
+    # Errors of requests that were not added, by id, or of adapters that were not registered, by name.
     refused: dict[str, Fault] = msgspec.field(default_factory=dict)
+    # The adapters of ``LoadAdapters`` that were registered, by name.
     registered: dict[str, AdapterIdentity] = msgspec.field(default_factory=dict)
     statuses: tuple[AdapterStatus, ...] = ()
     stats: EngineStats | None = None
-    observations: Observations | None = None
+    observations: Observations | None = None  # the observations since the last message
 
 
 Command: TypeAlias = AddRequests | Cancel | LoadAdapter | LoadAdapters | ChangeAdapter | TakeSnapshot

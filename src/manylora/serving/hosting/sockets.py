@@ -19,9 +19,7 @@ from zmq.utils import z85
 
 __all__ = ["MAX_FRAME_BYTES", "CurveSockets", "EngineSockets", "OpenSockets", "UnixSockets", "endpoint", "open_sockets"]
 
-MAX_FRAME_BYTES = 64 << 20
-"""Longest frame on a TCP socket; a longer one ends the connection."""
-
+MAX_FRAME_BYTES = 64 << 20  # longest frame on a TCP socket; a longer one ends the connection
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # libzmq asks there whether it may admit a client
 
 
@@ -42,19 +40,12 @@ class UnixSockets(msgspec.Struct, frozen=True, tag="unix"):
 
 
 class CurveSockets(msgspec.Struct, frozen=True, tag="curve", kw_only=True):
-    """TCP sockets that listen already, and the keys of both ends; the API process connects to both.
+    """TCP sockets that listen already, and the keys of both ends; the API process connects to both."""
 
-    Args:
-        commands_file: Descriptor of the socket for commands, which the engine process inherits.
-        messages_file: Descriptor of the socket for messages, likewise.
-        secret_key: The engine's secret key, as Z85.
-        client_key: The public key of the API process, as Z85.
-    """
-
-    commands_file: int
-    messages_file: int
-    secret_key: bytes
-    client_key: bytes
+    commands_file: int  # descriptor of the socket for commands, which the engine process inherits
+    messages_file: int  # descriptor of the socket for messages, likewise
+    secret_key: bytes  # the engine's secret key, as Z85
+    client_key: bytes  # the public key of the API process, as Z85
 
 
 EngineSockets: TypeAlias = UnixSockets | CurveSockets

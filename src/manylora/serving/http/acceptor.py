@@ -34,17 +34,13 @@ __all__ = ["Acceptor"]
 TAKEN_AT_ONCE = 64
 """Connections that are taken from the kernel's queue in a pass of the event loop, in half a millisecond."""
 
-OPENED_AT_ONCE = 8
-"""Connections that are opened in a pass, in a millisecond."""
+OPENED_AT_ONCE = 8  # connections that are opened in a pass, in a millisecond
 
 TOLD_OF_CLIENT, TOLD_IN_ALL = 256, 16
 """Connections beyond the bounds that are opened, to be told so; more are closed without a word."""
 
-ESTABLISHED = 1
-"""The state of a connection that neither end has closed, in the kernel's numbers."""
-
-PAUSE_S = 0.5
-"""Time without new connections after one could not be taken, for lack of open files or memory."""
+ESTABLISHED = 1  # the state of a connection that neither end has closed, in the kernel's numbers
+PAUSE_S = 0.5  # time without new connections after one could not be taken, for lack of open files or memory
 
 logger = logging.getLogger(__name__)
 

@@ -177,8 +177,7 @@ def _unauthorized() -> HttpError:
     )
 
 
-LOCAL_ENDINGS = (".localhost", ".internal")
-"""Ends of names that belong to no site; so do names without a dot."""
+LOCAL_ENDINGS = (".localhost", ".internal")  # ends of names that belong to no site; so do names without a dot
 
 
 def without_foreign_pages(

@@ -17,11 +17,8 @@ from typing import Protocol
 
 __all__ = ["REPEATED_EVERY_S", "Connection", "ConnectionBounds", "RepeatedLines", "client_of", "within_open_files"]
 
-LOOKS_PER_TIMEOUT = 4
-"""Looks at all connections in the time that a client has to read."""
-
-REPEATED_EVERY_S = 1.0
-"""Time between two lines of the log with one text."""
+LOOKS_PER_TIMEOUT = 4  # looks at all connections in the time that a client has to read
+REPEATED_EVERY_S = 1.0  # time between two lines of the log with one text
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +28,9 @@ class Connection(Protocol):
 
     def close_idle(self) -> bool:
         """Close it between two requests; return whether it was open."""
-        ...
 
     def check_reader(self, now: float) -> None:
         """Break it if its client reads nothing of its answer."""
-        ...
 
 
 class RepeatedLines:
@@ -74,38 +69,23 @@ class RepeatedLines:
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionBounds:
-    """The bounds of a server's connections, and the connections by client.
+    """The bounds of a server's connections, and the connections by client."""
 
-    Args:
-        max_connections: Connections in all. Beyond it, an idle one makes room.
-        max_per_address: Connections of one client.
-        header_timeout_s: Time from the connection, or from the first byte of a later request, to the end of its
-            headers.
-        body_timeout_s: Time from there to the end of its body.
-        write_timeout_s: Time in which a client takes at least a byte of an answer that waits for it.
-        keep_alive_s: Time from an answer to the first byte of the next request.
-        backlog: Connections that wait in the kernel to be accepted.
-        max_header_bytes: Bytes of a request's line and headers.
-        max_headers: Headers of a request.
-        max_pipelined: Requests of a connection that wait for the answer to the one before.
-        linger_bytes: Bytes of a body that are read and dropped after the answer, so that the client reads it.
-        linger_s: Time for them, if the connection is to be closed.
-        log: Writes the lines about connections that are refused.
-    """
-
-    max_connections: int
-    max_per_address: int
+    max_connections: int  # connections in all. Beyond it, an idle one makes room
+    max_per_address: int  # connections of one client
+    # Time from the connection, or from the first byte of a later request, to the end of its headers.
     header_timeout_s: float = 10.0
-    body_timeout_s: float = 60.0
-    write_timeout_s: float = 300.0
-    keep_alive_s: float = 5.0
-    backlog: int = 2048
-    max_header_bytes: int = 64 * 1024
-    max_headers: int = 128
-    max_pipelined: int = 8
+    body_timeout_s: float = 60.0  # time from there to the end of its body
+    write_timeout_s: float = 300.0  # time in which a client takes at least a byte of an answer that waits for it
+    keep_alive_s: float = 5.0  # time from an answer to the first byte of the next request
+    backlog: int = 2048  # connections that wait in the kernel to be accepted
+    max_header_bytes: int = 64 * 1024  # bytes of a request's line and headers
+    max_headers: int = 128  # headers of a request
+    max_pipelined: int = 8  # requests of a connection that wait for the answer to the one before
+    # Bytes of a body that are read and dropped after the answer, so that the client reads it.
     linger_bytes: int = 64 << 20
-    linger_s: float = 10.0
-    log: RepeatedLines = field(default_factory=RepeatedLines)
+    linger_s: float = 10.0  # time for them, if the connection is to be closed
+    log: RepeatedLines = field(default_factory=RepeatedLines)  # writes the lines about connections that are refused
     num_of: Counter[str] = field(default_factory=Counter)
     idle: dict[Connection, None] = field(default_factory=dict)  # between two requests, the longest first
     _next_look: asyncio.TimerHandle | None = None

@@ -29,9 +29,9 @@ import msgspec
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from manylora.serving.http.access import Refusals
 from manylora.serving.http.connections import ConnectionBounds, client_of
 from manylora.serving.http.errors import HttpError, error_body
-from manylora.serving.http.refusals import Refusals
 
 __all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer", "connection_breaker"]
 

@@ -28,8 +28,7 @@ from manylora.serving.http.http_protocol import ChunkWritingProtocol
 __all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "bind_unix", "new_event_loop", "run_until_stopped", "url_of"]
 
 EXIT_FORCED = 130
-BACKLOG = 512
-"""Connections that wait for a process which starts again."""
+BACKLOG = 512  # connections that wait for a process which starts again
 
 SWITCH_S = 0.0005
 """Longest that another thread keeps Python's lock from the event loop's, a tenth of the default.
@@ -135,15 +134,12 @@ class Stoppable(Protocol):
     @property
     def is_stopping(self) -> bool:
         """Whether it was asked to stop."""
-        ...
 
     def drain(self) -> None:
         """Begin to stop: requests under way may finish."""
-        ...
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained; call ``on_ready`` once it does."""
-        ...
 
 
 def run_until_stopped(

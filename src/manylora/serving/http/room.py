@@ -1,14 +1,11 @@
 """Room of callers: bounds on the answers under way, the bodies that arrive, and the answers that wait to be read.
 
-The room of one caller among others: no tenant has so many answers under way that the queue is full for all.
-
-Memory for bodies that arrive: thousands of clients that each send a megabyte, slowly, must not take it all.
-
-Long answers that wait for their clients: together they have a bound, and the slowest readers give way.
-
-A whole answer can have a hundred megabytes (log-probabilities, echoes of long prompts), and a client that takes a
-little of it now and then keeps it for hours. So beyond the bound the connection of an answer is broken: of the client
-that has most, the one that has waited for longest.
+* No tenant has so many answers under way that the queue is full for all.
+* Thousands of clients that each send a megabyte, slowly, do not take all memory.
+* Long answers that wait for their clients have a bound together. A whole answer can have a hundred megabytes
+  (log-probabilities, echoes of long prompts), and a client that takes a little of it now and then keeps it for hours.
+  So beyond the bound the connection of an answer is broken: of the client that has most, the one that has waited for
+  longest.
 """
 
 from __future__ import annotations
@@ -41,13 +38,13 @@ MAX_BODIES_BYTES = 256 << 20
 MAX_UNREAD_BYTES = 256 << 20
 """Bytes of all long answers that wait for their clients; beyond them the slowest readers are left."""
 
-SHORT_BODY_BYTES = 64 * 1024
-"""A body up to this is taken whatever else arrives: connections bound these."""
-
+SHORT_BODY_BYTES = 64 * 1024  # a body up to this is taken whatever else arrives: connections bound these
 
 LEAST_BODY_BYTES = 1 << 20
-BODY_BYTES_PER_TOKEN = 16
-"""A token is about four bytes of text, eight as an id, and six or twelve as an escape in JSON."""
+BODY_BYTES_PER_TOKEN = 16  # a token is about four bytes of text, eight as an id, and six or twelve as an escape in JSON
+READ_WITHIN_S = 10.0  # time that every client has to read its answer, whatever waits
+
+logger = logging.getLogger(__name__)
 
 
 def default_body_bytes(max_model_len: int) -> int:
@@ -60,15 +57,25 @@ def room_of_engine(scheduler: SchedulerConfig) -> int:
     return scheduler.max_num_seqs + scheduler.max_waiting // 2
 
 
+class _Counts(Counter[str]):
+    """Numbers by caller; a caller with none is forgotten."""
+
+    def add(self, caller: str, num: int) -> None:
+        """Add a number, which may be negative."""
+        self[caller] += num
+        if not self[caller]:
+            del self[caller]
+
+
 class Places:
     """The places of a request's answers; each is given back once, when its answer ends."""
 
-    def __init__(self, counts: Counter[str], full: set[str], caller: str, num: int) -> None:
+    def __init__(self, counts: _Counts, full: set[str], caller: str, num: int) -> None:
         self._counts = counts
         self._full = full
         self._caller = caller
         self._num = num
-        counts[caller] += num
+        counts.add(caller, num)
 
     def give(self) -> None:
         """Give back the place of an answer that has ended."""
@@ -79,12 +86,10 @@ class Places:
         self._give(self._num)
 
     def _give(self, num: int) -> None:
-        self._num -= num
-        self._counts[self._caller] -= num
         if num:
+            self._num -= num
+            self._counts.add(self._caller, -num)
             self._full.discard(self._caller)
-        if not self._counts[self._caller]:
-            del self._counts[self._caller]
 
 
 class CallerRoom:
@@ -93,7 +98,7 @@ class CallerRoom:
     def __init__(self, num_each: int, num_engines: Callable[[], int]) -> None:
         self._num_each = num_each
         self._num_engines = num_engines
-        self._counts: Counter[str] = Counter()
+        self._counts = _Counts()
         self._full: set[str] = set()  # those that have taken their last place, and have given none back since
 
     @property
@@ -132,23 +137,17 @@ class BodyRoom:
     """The bytes of long bodies, and of each caller's.
 
     A caller may have as many as would still be free: one alone has half of the room, two have a third each. So there is
-    room for one more caller, whatever the others send.
-
-    Args:
-        most_bytes: Most of them. One body alone may be longer, as far as its own bound goes.
+    room for one more caller, whatever the others send. One body alone may be longer than all the room, as far as its
+    own bound goes.
     """
 
     def __init__(self, most_bytes: int = MAX_BODIES_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._bytes_of: Counter[str] = Counter()
+        self._bytes_of = _Counts()
         self.num_bytes = 0
 
     def enter(self, caller_of: Callable[[], str]) -> ArrivingBody:
-        """Return a body that begins to arrive.
-
-        Args:
-            caller_of: Returns its caller; called if the body is long.
-        """
+        """Return a body that begins to arrive; its caller is asked for if it is long."""
         return ArrivingBody(self, caller_of)
 
     def take(self, caller: str, num_bytes: int, held: int) -> None:
@@ -164,15 +163,12 @@ class BodyRoom:
                 "The server has as many long bodies as it takes; please try again.",
                 headers={"Retry-After": "1"},  # no "close": the rest is read and dropped, so the client sees this
             )
-        self._bytes_of[caller] += num_bytes
-        self.num_bytes += num_bytes
+        self.count(caller, num_bytes)
 
-    def give(self, caller: str, num_bytes: int) -> None:
-        """Count the end of a body."""
-        self.num_bytes -= num_bytes
-        self._bytes_of[caller] -= num_bytes
-        if not self._bytes_of[caller]:
-            del self._bytes_of[caller]
+    def count(self, caller: str, num_bytes: int) -> None:
+        """Count bytes of a body, or those of one that has ended as a negative number."""
+        self._bytes_of.add(caller, num_bytes)
+        self.num_bytes += num_bytes
 
 
 class ArrivingBody:
@@ -185,7 +181,7 @@ class ArrivingBody:
         self._held = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Count up to ``num_bytes`` of it; errors as of ``BodyRoom.take``."""
+        """Count up to ``num_bytes`` of it; ``HttpError`` (429) if the other bodies leave no room."""
         if num_bytes > SHORT_BODY_BYTES:
             if not self._held:
                 self._caller = self._caller_of()
@@ -195,14 +191,8 @@ class ArrivingBody:
     def close(self) -> None:
         """Count it no more."""
         if self._held:
-            self._room.give(self._caller, self._held)
+            self._room.count(self._caller, -self._held)
             self._held = 0
-
-
-PATIENCE_S = 10.0
-"""Time that every client has, whatever waits."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,40 +200,31 @@ class _Held:
     caller: str
     num_bytes: int
     since_s: float
-    give_up: Callable[[], None]
+    break_off: Callable[[], None]
 
 
 class UnreadAnswers:
     """The long answers that are made and not taken yet. For the event loop's thread alone.
 
-    Args:
-        most_bytes: Most bytes of them; answers that clients have had less than ``PATIENCE_S`` to take come beside.
-        now_s: Returns a time in seconds that never steps back.
+    Answers that clients have had less than ``READ_WITHIN_S`` to take come beside ``most_bytes``.
     """
 
     def __init__(self, most_bytes: int = MAX_UNREAD_BYTES, now_s: Callable[[], float] = time.monotonic) -> None:
         self._most_bytes = most_bytes
         self._now_s = now_s
         self._held: dict[_Held, None] = {}  # the longest first
-        self._bytes_of: Counter[str] = Counter()
+        self._bytes_of = _Counts()
         self.num_bytes = 0
 
     @contextlib.contextmanager
-    def hold(self, caller_of: Callable[[], str], num_bytes: int, give_up: Callable[[], None]) -> Iterator[None]:
-        """Count an answer while inside.
-
-        Args:
-            caller_of: Returns its caller; called if it is long.
-            num_bytes: Its length.
-            give_up: Breaks its connection.
-        """
+    def hold(self, caller_of: Callable[[], str], num_bytes: int, break_off: Callable[[], None]) -> Iterator[None]:
+        """Count an answer while inside; ``caller_of`` is called if it is long, ``break_off`` breaks its connection."""
         if num_bytes <= SHORT_BODY_BYTES:
             yield
             return
-        one = _Held(caller_of(), num_bytes, self._now_s(), give_up)
+        one = _Held(caller_of(), num_bytes, self._now_s(), break_off)
         self._held[one] = None
-        self._bytes_of[one.caller] += num_bytes
-        self.num_bytes += num_bytes
+        self._count(one, num_bytes)
         self._make_room()
         try:
             yield
@@ -254,16 +235,17 @@ class UnreadAnswers:
         while self.num_bytes > self._most_bytes:
             caller = max(self._bytes_of, key=self._bytes_of.__getitem__)
             oldest = next(one for one in self._held if one.caller == caller)
-            if self._now_s() - oldest.since_s < PATIENCE_S:
+            if (waited_s := self._now_s() - oldest.since_s) < READ_WITHIN_S:
                 return
-            logger.info("answer_given_up num_bytes=%d waited_s=%.0f", oldest.num_bytes, self._now_s() - oldest.since_s)
+            logger.info("answer_given_up num_bytes=%d waited_s=%.0f", oldest.num_bytes, waited_s)
             self._drop(oldest)
-            oldest.give_up()
+            oldest.break_off()
 
     def _drop(self, one: _Held) -> None:
         if one in self._held:
             del self._held[one]
-            self.num_bytes -= one.num_bytes
-            self._bytes_of[one.caller] -= one.num_bytes
-            if not self._bytes_of[one.caller]:
-                del self._bytes_of[one.caller]
+            self._count(one, -one.num_bytes)
+
+    def _count(self, one: _Held, num_bytes: int) -> None:
+        self._bytes_of.add(one.caller, num_bytes)
+        self.num_bytes += num_bytes

@@ -179,14 +179,9 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-SHARE_S = 0.002
-"""Time of a pass for pieces of requests; one piece may take longer."""
-
-MOST_RESTS = 16
-"""Passes without pieces after one that took long. An empty pass takes some 50 microseconds."""
-
-MOST_AT_ONCE = 64
-"""Pieces that are resumed in one pass, however short the last ones were."""
+SHARE_S = 0.002  # time of a pass for pieces of requests; one piece may take longer
+MOST_RESTS = 16  # passes without pieces after one that took long. An empty pass takes some 50 microseconds
+MOST_AT_ONCE = 64  # pieces that are resumed in one pass, however short the last ones were
 
 
 class LoopTurns:

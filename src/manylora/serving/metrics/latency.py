@@ -29,8 +29,7 @@ MAX_ADAPTERS = 2048
 
 SHARES = (0.5, 0.9, 0.99)
 
-RATIO = 1.04
-"""Each bucket's upper edge over its lower one; a bucket's middle is at most 2 % from the values in it."""
+RATIO = 1.04  # each bucket's upper edge over its lower one; a bucket's middle is at most 2 % from the values in it
 
 LEAST_S = 1e-6
 _PER_LOG = 1.0 / math.log(RATIO)

@@ -22,8 +22,7 @@ from manylora.serving.ports import FleetPort
 
 __all__ = ["LEVELS", "SharedScrape", "by_replica", "fleet_metrics", "function_metrics", "snapshot_metrics"]
 
-LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}
-"""Tiers by the words that routers look for; "gpu" is any device."""
+LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}  # tiers by the words that routers look for; "gpu" is any device
 
 Kind: TypeAlias = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Rows: TypeAlias = Sequence[tuple[Kind, str, str, str]]

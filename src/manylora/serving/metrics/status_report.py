@@ -42,52 +42,35 @@ class MeasureNote(msgspec.Struct, frozen=True):
 
 
 class FunctionStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The last start of a function.
+    """The last start of a function."""
 
-    Args:
-        at: Its begin, in seconds since the epoch.
-        begun_from: The state that the start began from: ``nothing``, ``backbone`` or ``zygote``.
-        stages_s: Seconds of each stage, in order; they add up to ``total_s``.
-        total_s: From the request, or the decision, until requests are taken.
-        first_token_s: From there to the first token of the request that woke it; ``None`` if none did.
-    """
-
-    at: float
-    begun_from: Text
-    stages_s: dict[str, float]
-    total_s: float
+    at: float  # its begin, in seconds since the epoch
+    begun_from: Text  # the state that the start began from: ``nothing``, ``backbone`` or ``zygote``
+    stages_s: dict[str, float]  # seconds of each stage, in order; they add up to ``total_s``
+    total_s: float  # from the request, or the decision, until requests are taken
+    # From there to the first token of the request that woke it; ``None`` if none did.
     first_token_s: float | None = None
 
 
 class FunctionState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A function on a node that has ever been awake there since the agent's start.
-
-    Args:
-        state: ``asleep``, ``waking``, ``awake``, ``ending`` or ``failed``.
-        awake_since: In seconds since the epoch.
-        is_held: Whether pre-loading keeps it awake: the platform pays then.
-        pss_bytes: Proportional set size of its process.
-        requests_per_s: Rate of its requests.
-        error: The reason why it failed.
-        missing: Measures that are not in force.
-    """
+    """A function on a node that has ever been awake there since the agent's start."""
 
     name: FunctionName
-    state: Text
+    state: Text  # ``asleep``, ``waking``, ``awake``, ``ending`` or ``failed``
     pid: int | None = None
-    awake_since: float | None = None
-    is_held: bool = False
+    awake_since: float | None = None  # in seconds since the epoch
+    is_held: bool = False  # whether pre-loading keeps it awake: the platform pays then
     num_running: int = 0
     num_waiting: int = 0
-    pss_bytes: int = 0
+    pss_bytes: int = 0  # proportional set size of its process
     own_bytes: int = 0
     adapter_bytes: int = 0
-    requests_per_s: float = 0.0
+    requests_per_s: float = 0.0  # rate of its requests
     num_starts: int = 0
     num_deaths: int = 0
     last_start: FunctionStart | None = None
-    error: Text | None = None
-    missing: tuple[MeasureNote, ...] = ()
+    error: Text | None = None  # the reason why it failed
+    missing: tuple[MeasureNote, ...] = ()  # measures that are not in force
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,19 +83,12 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency over the window; ``None`` without a measurement.
+    """Latency over the window; ``None`` without a measurement."""
 
-    Args:
-        ttft_s: Arrival to first token.
-        inter_token_s: Gaps between tokens.
-        e2e_s: Arrival to the end.
-        queue_s: Arrival to admission; in total only, not by adapter.
-    """
-
-    ttft_s: Percentiles | None = None
-    inter_token_s: Percentiles | None = None
-    e2e_s: Percentiles | None = None
-    queue_s: Percentiles | None = None
+    ttft_s: Percentiles | None = None  # arrival to first token
+    inter_token_s: Percentiles | None = None  # gaps between tokens
+    e2e_s: Percentiles | None = None  # arrival to the end
+    queue_s: Percentiles | None = None  # arrival to admission; in total only, not by adapter
 
 
 class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,78 +112,47 @@ class AdapterRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine of the fleet.
+    """One engine of the fleet."""
 
-    Args:
-        index: Its number, from 0.
-        state: As of the server.
-        pid: Its process.
-        node: The node of a cluster that it runs on; ``None`` for the server's machine.
-        num_in_flight: Requests that the API process has given to it.
-        num_running: As the next five, ``None`` while it does not serve.
-        fits: Step-time models fitted to its steps; none before enough of them.
-        placed: Adapters on its device, as many as the caller asked for: the most used first.
-        pinned: Adapters that are pinned there, likewise.
-    """
-
-    index: int
+    index: int  # its number, from 0
     state: str
     pid: int | None
     num_restarts: int
-    num_in_flight: int
-    node: str | None = None
-    num_running: int | None = None
+    num_in_flight: int  # requests that the API process has given to it
+    node: str | None = None  # the node of a cluster that it runs on; ``None`` for the server's machine
+    num_running: int | None = None  # as the next five, ``None`` while it does not serve
     num_waiting: int | None = None
     num_pages: int | None = None
     num_free_pages: int | None = None
     num_loads: int | None = None
     num_resident: int | None = None
-    fits: tuple[StepFit, ...] = ()
-    placed: tuple[str, ...] = ()
-    pinned: tuple[str, ...] = ()
+    fits: tuple[StepFit, ...] = ()  # step-time models fitted to its steps; none before enough of them
+    placed: tuple[str, ...] = ()  # adapters on its device, as many as the caller asked for: the most used first
+    pinned: tuple[str, ...] = ()  # adapters that are pinned there, likewise
 
 
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The server's state for a live view.
+    """The server's state for a live view."""
 
-    Args:
-        state: ``starting``, ``serving``, ``restarting``, ``draining`` or ``stopped``.
-        model: The base model's name.
-        version: Of manylora.
-        time: Time of the report, in seconds since the epoch; counters of two reports give rates.
-        started_at: Start of the server, in seconds since the epoch.
-        num_restarts: Engines started after the first; each starts its counters at zero.
-        num_in_flight: HTTP requests being answered.
-        window_s: Length of the latency window, in seconds.
-        latency: Of all requests.
-        base: Of requests to the base.
-        page_bytes: Size of a page; ``None`` before the first engine is ready.
-        engine: Gauges and counters; ``None`` while no engine serves.
-        adapters: Highest tier first, then busy ones, then the most requested; as many as the caller asked for.
-        replicas: The engines.
-        resumes: Requests that lost their engine.
-        generation_defaults: Sampling defaults of the base model, by name.
-        scaling: The last decision about the number of engines; ``None`` if it is fixed.
-        functions: Isolated functions that have been awake, with the measures that each lacks on this kernel.
-    """
-
-    state: str
-    model: str
-    version: str
-    time: float
-    started_at: float
-    num_restarts: int
-    num_in_flight: int
-    window_s: float
-    latency: Latency
-    base: Latency
-    page_bytes: int | None = None
-    engine: EngineStats | None = None
+    state: str  # ``starting``, ``serving``, ``restarting``, ``draining`` or ``stopped``
+    model: str  # the base model's name
+    version: str  # of manylora
+    time: float  # time of the report, in seconds since the epoch; counters of two reports give rates
+    started_at: float  # start of the server, in seconds since the epoch
+    num_restarts: int  # engines started after the first; each starts its counters at zero
+    num_in_flight: int  # HTTP requests being answered
+    window_s: float  # length of the latency window, in seconds
+    latency: Latency  # of all requests
+    base: Latency  # of requests to the base
+    page_bytes: int | None = None  # size of a page; ``None`` before the first engine is ready
+    engine: EngineStats | None = None  # gauges and counters; ``None`` while no engine serves
+    # Highest tier first, then busy ones, then the most requested; as many as the caller asked for.
     adapters: tuple[AdapterRow, ...] = ()
-    generation_defaults: dict[str, float] = {}
+    generation_defaults: dict[str, float] = {}  # sampling defaults of the base model, by name
     replicas: tuple[ReplicaRow, ...] = ()
-    resumes: ResumeStats | None = None
-    scaling: ScalingDecision | None = None
+    resumes: ResumeStats | None = None  # requests that lost their engine
+    scaling: ScalingDecision | None = None  # the last decision about the number of engines; ``None`` if it is fixed
+    # Isolated functions that have been awake, with the measures that each lacks on this kernel.
     functions: tuple[FunctionState, ...] = ()
 
 

@@ -15,8 +15,7 @@ from manylora.serving.text import Detokenizer, Tokenizer, TokenLogprob, describe
 
 __all__ = ["Batch", "Generation", "Job"]
 
-RETRY_S = 0.05
-"""Seconds until requests that found the queue full are submitted again."""
+RETRY_S = 0.05  # seconds until requests that found the queue full are submitted again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,13 +34,12 @@ from manylora.serving.api.request import Context, context_of, make_context
 from manylora.serving.api.responses import response_routes
 from manylora.serving.api.status import status_routes
 from manylora.serving.hosting.fleet.fleet import Fleet
-from manylora.serving.http.access import AccessLayer, request_id_of
+from manylora.serving.http.access import AccessLayer, Refusals, request_id_of
 from manylora.serving.http.auth import without_foreign_pages
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.errors import HttpError, error_response, on_http_exception
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer
-from manylora.serving.http.refusals import Refusals
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
@@ -50,11 +49,8 @@ __all__ = ["connection_bounds", "make_app", "make_http_server"]
 ROOM_PATHS = tuple(route.path for route in (*completion_routes, *chat_routes, *response_routes))
 """Routes whose requests go to an engine."""
 
-LAST_WRITES_S = 2.0
-"""Time that clients have to read the last bytes of failed answers, in seconds."""
-
-FILES_BESIDE_CONNECTIONS = 64
-"""Files that the server opens at once, beside connections and engines."""
+LAST_WRITES_S = 2.0  # time that clients have to read the last bytes of failed answers, in seconds
+FILES_BESIDE_CONNECTIONS = 64  # files that the server opens at once, beside connections and engines
 
 FILES_PER_ENGINE = 32
 """Files that an engine takes here: its sockets, its pipe, and those of the next while it is replaced."""

@@ -26,8 +26,8 @@ from manylora.core.routing import Router, RouterContext, make_router
 from manylora.core.scaling import ScalingPolicy
 from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_model_path
-from manylora.serving.hosting.engine.runtime import collector_paused, freeze_start_up_heap
 from manylora.serving.hosting.engine.service import builder_for
+from manylora.serving.hosting.engine.startup import collector_paused, freeze_start_up_heap
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import RestartPolicy

@@ -102,40 +102,28 @@ class StopStrings:
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """The log-probability of one token.
-
-    Args:
-        text: The token on its own (see ``Tokenizer.token_text``).
-        raw: Its bytes.
-        top: The most likely tokens at this position, most likely first; their own ``top`` is empty.
-        text_offset: Characters of the answer, or of the prompt that it is a token of, before it.
-    """
+    """The log-probability of one token."""
 
     token_id: int
-    text: str
-    raw: bytes
+    text: str  # the token on its own (see ``Tokenizer.token_text``)
+    raw: bytes  # its bytes
     logprob: float
+    # The most likely tokens at this position, most likely first; their own ``top`` is empty.
     top: tuple[TokenLogprob, ...] = ()
-    text_offset: int
+    text_offset: int  # characters of the answer, or of the prompt that it is a token of, before it
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """The text that new tokens add to an answer.
+    """The text that new tokens add to an answer."""
 
-    Args:
-        text: New text; it is final.
-        num_tokens: Tokens used; fewer than were pushed when a stop string ended the answer before the last.
-        finished: Whether the answer is over.
-        stop_reason: The stop string or the requested stop token that ended the answer; ``None`` for an
-            end-of-sequence token, for other endings and before the end (vLLM's ``stop_reason``).
-        logprobs: One entry per token used, when the request asks for log-probabilities. They come with their
-            tokens, so held text can come later.
-    """
-
-    text: str
-    num_tokens: int
-    finished: bool
+    text: str  # new text; it is final
+    num_tokens: int  # tokens used; fewer than were pushed when a stop string ended the answer before the last
+    finished: bool  # whether the answer is over
+    # The stop string or the requested stop token that ended the answer; ``None`` for an end-of-sequence token, for
+    # other endings and before the end (vLLM's ``stop_reason``).
     stop_reason: str | int | None = None
+    # One entry per token used, when the request asks for log-probabilities. They come with their tokens, so held text
+    # can come later.
     logprobs: tuple[TokenLogprob, ...] = ()
 
 

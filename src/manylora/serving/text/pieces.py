@@ -22,17 +22,13 @@ from tokenizers import Tokenizer as FastTokenizer
 
 __all__ = ["BytePieces", "ByteTable", "DecodedPieces", "TextPieces", "TokenBytes", "byte_tables"]
 
-CONTEXT_TOKENS = 8
-"""Prompt tokens decoded before the first answer token, so that it keeps its leading space."""
-
-MAX_WINDOW_TOKENS = 16
-"""Most tokens in the window before it is cut to the newest: a cut costs one more decode."""
+CONTEXT_TOKENS = 8  # prompt tokens decoded before the first answer token, so that it keeps its leading space
+MAX_WINDOW_TOKENS = 16  # most tokens in the window before it is cut to the newest: a cut costs one more decode
 
 MAX_UNREADABLE_TOKENS = 32
 """Most tokens without a readable end; then the text is released as it is, because no character is that long."""
 
-MAX_SILENT_TOKENS = 32
-"""Most tokens without text (skipped special ones) kept in the window; a model can emit thousands."""
+MAX_SILENT_TOKENS = 32  # most tokens without text (skipped special ones) kept in the window; a model can emit thousands
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -43,11 +39,9 @@ class TextPieces(Protocol):
 
     def add(self, token_id: int) -> str:
         """Return the text a token adds, as far as it is final; the rest comes with a later one."""
-        ...
 
     def end(self) -> str:
         """Return the held text: no token follows."""
-        ...
 
 
 class DecodedPieces:

@@ -30,11 +30,8 @@ MAX_TOKEN_ID = 2**32 - 1
 CHARS_AT_ONCE = 8
 """A text of up to so many characters per token of its limit is tokenized at once, a longer one in slices first."""
 
-CUT_TOKENS = 64
-"""Most tokens that a cut between two slices is taken to add."""
-
-MAX_REASON_CHARS = 300
-"""Most characters of a template's own error in a message: it may quote the conversation."""
+CUT_TOKENS = 64  # most tokens that a cut between two slices is taken to add
+MAX_REASON_CHARS = 300  # most characters of a template's own error in a message: it may quote the conversation
 
 _TEMPLATE_ARGUMENTS = frozenset({"tools", "documents"})
 """Arguments of ``apply_chat_template`` that callers may set; the others change the kind of its result."""

@@ -29,15 +29,11 @@ __all__ = ["AdapterReads"]
 
 logger = logging.getLogger(__name__)
 
-NUM_LOCAL = 2
-"""Threads for adapters on disk."""
-NUM_PER_HOST = 1
-"""Threads for the adapters of one registry's host; there are as many hosts as the operator allowed."""
-MAX_REMOTE = 64
-"""Most loads from registries that run or wait, of different URLs."""
+NUM_LOCAL = 2  # threads for adapters on disk
+NUM_PER_HOST = 1  # threads for the adapters of one registry's host; there are as many hosts as the operator allowed
+MAX_REMOTE = 64  # most loads from registries that run or wait, of different URLs
 REMOTE_RETRY_S = 10.0
-CHECKED_TOGETHER = 256
-"""Adapters in one message to a reader: its cost is spread, and several readers share a start."""
+CHECKED_TOGETHER = 256  # adapters in one message to a reader: its cost is spread, and several readers share a start
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The engine process: ``python -m manylora.serving.hosting.engine.process``, started as an ``EngineChild``.
 
-With the name of a builder as its argument it imports that first (``early_start``). Then it reads its set-up from
+With the name of a builder as its argument it imports that first (see ``startup``). Then it reads its set-up from
 standard input, which stays open until its parent ends; then this process ends as well. On Linux the kernel kills it
 with its parent even while it is stopped, and would not see the end of its input. Its parent is the API process, or a
 Ray actor. Commands arrive on one socket, messages leave on the other (see ``protocol``).
@@ -22,13 +22,13 @@ import zmq
 from manylora.core.clock import WallClock
 from manylora.core.isolation.system import end_with_parent
 from manylora.core.logs import configure_logging
-from manylora.serving.hosting.engine.runtime import (
+from manylora.serving.hosting.engine.service import EngineService, load_builder
+from manylora.serving.hosting.engine.startup import (
     bound_spinning,
     collector_paused,
     freeze_imports,
     freeze_start_up_heap,
 )
-from manylora.serving.hosting.engine.service import EngineService, load_builder
 from manylora.serving.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.serving.hosting.sockets import EngineSockets, UnixSockets, open_sockets
 

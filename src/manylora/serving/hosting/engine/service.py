@@ -28,8 +28,7 @@ from manylora.core.scheduling.prediction import RequestLog
 from manylora.core.types import Constraint, Output
 from manylora.serving.hosting.engine.adapter_reads import AdapterReads
 from manylora.serving.hosting.engine.observer import Observer
-from manylora.serving.hosting.engine.prestart import TORCH_BUILDER
-from manylora.serving.hosting.engine.runtime import collector_paused
+from manylora.serving.hosting.engine.startup import TORCH_BUILDER, collector_paused
 from manylora.serving.hosting.protocol import (
     AddRequests,
     Cancel,
@@ -63,8 +62,7 @@ SIMULATED_BUILDER = "manylora.lab.sim.build:build_simulated_parts"
 
 NUM_COMPILERS = 2
 NO_FAULTS: Mapping[Constraint | None, Fault] = {}
-MOST_ROOM_TOLD = 256
-"""Room for more requests is not told: fewer arrive in a turn."""
+MOST_ROOM_TOLD = 256  # room for more requests is not told: fewer arrive in a turn
 
 
 def builder_for(config: EngineConfig) -> str:
@@ -138,7 +136,14 @@ class EngineService:
             self._reads = AdapterReads(
                 parts.reader, clock=self._clock, post=loop.post, send=self._send, observe=self._observer
             )
-            self._send(Ready(self._info(parts), parts.shared))
+            page, base = parts.base.page, parts.base
+            info = EngineInfo(
+                max_model_len=base.max_model_len,
+                vocab_size=base.vocab_size,
+                block_size=page.block_size,
+                page_bytes=page.num_bytes,
+            )
+            self._send(Ready(info, parts.shared))
             loop.run()
         except ManyloraError as error:
             if self._loop is not None:
@@ -212,20 +217,6 @@ class EngineService:
                 post(lambda core, now: self._change(core, now, command))
             case TakeSnapshot():
                 post(lambda core, now: self._snapshot(core, now, command))
-
-    def _info(self, parts: EngineParts) -> EngineInfo:
-        base = parts.base
-        return EngineInfo(
-            served_name=self._engine.served_name,
-            base_name=base.name,
-            architecture=base.architecture,
-            max_model_len=base.max_model_len,
-            vocab_size=base.vocab_size,
-            num_pages=parts.num_pages,
-            block_size=base.page.block_size,
-            page_bytes=base.page.num_bytes,
-            dtype=base.page.dtype,
-        )
 
     def _change(self, core: EngineCore, now: float, command: ChangeAdapter) -> None:
         name, adapters = command.name, core.adapters

@@ -40,52 +40,33 @@ MAX_RETRY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """An adapter to load at start: vLLM's ``--lora-modules name=path``.
-
-    Args:
-        name: Its name in requests.
-        path: Its directory, or its URL.
-        is_required: Whether an error in it stops the start. An adapter that was found in a folder is left out with a
-            line in the log: a broken upload of one tenant must not stop the others.
-    """
+    """An adapter to load at start: vLLM's ``--lora-modules name=path``."""
 
     name: str
-    path: str
+    path: str  # its directory, or its URL
+    # Whether an error in it stops the start. An adapter that was found in a folder is left out with a line in the log:
+    # a broken upload of one tenant must not stop the others.
     is_required: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedAdapter:
-    """An entry of the book; a change replaces it.
+    """An entry of the book; a change replaces it."""
 
-    Args:
-        path: Directory of the adapter.
-        is_pinned: Whether it is pinned.
-        loaded_at: Time of its first load, in seconds since the epoch: ``created`` in ``/v1/models``.
-        num_loads: Loads under its name; a replacement may have the path of the version before it.
-    """
-
-    path: str
+    path: str  # directory of the adapter
     is_pinned: bool = False
-    loaded_at: int = 0
-    num_loads: int = 1
+    loaded_at: int = 0  # time of its first load, in seconds since the epoch: ``created`` in ``/v1/models``
+    num_loads: int = 1  # loads under its name; a replacement may have the path of the version before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnavailableAdapter:
-    """An adapter whose registry did not answer when an engine started; it is tried again.
+    """An adapter whose registry did not answer when an engine started; it is tried again."""
 
-    Args:
-        entry: Its entry, which it gets back.
-        reason: The error of the last try.
-        num_tries: Tries so far.
-        retry_at: Time of the next try, on the event loop's clock.
-    """
-
-    entry: LoadedAdapter
-    reason: str
-    num_tries: int
-    retry_at: float
+    entry: LoadedAdapter  # its entry, which it gets back
+    reason: str  # the error of the last try
+    num_tries: int  # tries so far
+    retry_at: float  # time of the next try, on the event loop's clock
 
 
 class AdapterBook:
@@ -96,10 +77,8 @@ class AdapterBook:
         self.adapters: dict[str, LoadedAdapter] = {}
         self.unavailable: dict[str, UnavailableAdapter] = {}
         """Adapters that no engine holds until their registry answers again, by name."""
-        self.num_changes = 0
-        """Changes of names and paths; equal numbers mean equal lists."""
-        self.ranks: dict[str, int] = {}
-        """Rank of each adapter that an engine has loaded, by name; for routers."""
+        self.num_changes = 0  # changes of names and paths; equal numbers mean equal lists
+        self.ranks: dict[str, int] = {}  # rank of each adapter that an engine has loaded, by name; for routers
         self._identities: dict[str, AdapterIdentity] = {}  # as the first engine registered them
         self._epoch_s = epoch_s
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()

@@ -35,8 +35,7 @@ class FleetAdapters:
     """
 
     def __init__(self, book: AdapterBook, engines: FleetEngines, *, keeps_required: bool) -> None:
-        self.loaded: Mapping[str, LoadedAdapter] = book.adapters
-        """The adapters that are loaded, by name."""
+        self.loaded: Mapping[str, LoadedAdapter] = book.adapters  # the adapters that are loaded, by name
         self.unavailable: Mapping[str, UnavailableAdapter] = book.unavailable
         """Adapters that are tried again since their registry did not answer, by name."""
         self._book = book

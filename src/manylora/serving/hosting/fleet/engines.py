@@ -45,32 +45,20 @@ BEST_FIRST = (
     EngineState.IDLE,
 )
 
-ENDED = (EngineState.STOPPED, EngineState.IDLE)
-"""States of engines that will not serve by themselves."""
-
-SNAPSHOT_S = 5.0
-"""Longest wait for the snapshot of one of several engines."""
+ENDED = (EngineState.STOPPED, EngineState.IDLE)  # states of engines that will not serve by themselves
+SNAPSHOT_S = 5.0  # longest wait for the snapshot of one of several engines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One engine of a fleet, as the API process knows it.
+    """One engine of a fleet, as the API process knows it."""
 
-    Args:
-        index: Its number, from 0.
-        state: Its state; idle for an engine that scaling has not started.
-        pid: Its process; ``None`` before it has started.
-        node: The node of a cluster that it runs on; ``None`` for this machine.
-        num_restarts: Engines started in its place after the first.
-        num_in_flight: Requests that it works on.
-    """
-
-    index: int
-    state: EngineState
-    pid: int | None = None
-    node: str | None = None
-    num_restarts: int = 0
-    num_in_flight: int = 0
+    index: int  # its number, from 0
+    state: EngineState  # its state; idle for an engine that scaling has not started
+    pid: int | None = None  # its process; ``None`` before it has started
+    node: str | None = None  # the node of a cluster that it runs on; ``None`` for this machine
+    num_restarts: int = 0  # engines started in its place after the first
+    num_in_flight: int = 0  # requests that it works on
 
 
 class FleetEngines:
@@ -127,8 +115,8 @@ class FleetEngines:
             else Replica(
                 index=index,
                 state=keeper.state,
-                pid=client.pid,
-                node=client.node,
+                pid=client.link.pid,
+                node=client.link.node,
                 num_restarts=keeper.num_restarts,
                 num_in_flight=client.num_requests,
             )

@@ -38,23 +38,18 @@ __all__ = ["Fleet", "FleetPolicy"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPolicy:
-    """The way in which a fleet is run.
+    """The way in which a fleet is run."""
 
-    Args:
-        restarts: When an engine is restarted, and when it is given up.
-        resumes: When requests of a lost engine go on elsewhere; by default never.
-        make_router: Makes the router of several engines; ``None`` for the default router.
-        scaling: Starts and drains engines by the load; ``None`` for a fixed number.
-        drain_timeout_s: Seconds that requests of an engine have to end when scaling drains it, before they move on.
-        keeps_required: Whether an engine that starts again needs the adapters required at the start; if not, an
-            adapter that it cannot load is unloaded.
-    """
-
+    # When an engine is restarted, and when it is given up.
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    # When requests of a lost engine go on elsewhere; by default never.
     resumes: ResumePolicy = field(default_factory=lambda: ResumePolicy(max_resumes=0))
-    make_router: MakeRouter | None = None
-    scaling: ScalingPolicy | None = None
+    make_router: MakeRouter | None = None  # makes the router of several engines; ``None`` for the default router
+    scaling: ScalingPolicy | None = None  # starts and drains engines by the load; ``None`` for a fixed number
+    # Seconds that requests of an engine have to end when scaling drains it, before they move on.
     drain_timeout_s: float = 30.0
+    # Whether an engine that starts again needs the adapters required at the start; if not, an adapter that it cannot
+    # load is unloaded.
     keeps_required: bool = False
 
 

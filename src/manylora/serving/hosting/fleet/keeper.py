@@ -33,24 +33,19 @@ SCARCITY = (OSError, zmq.ZMQError, MemoryError, NoPlace)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When an engine counts as dead, when to restart it, and when to give it up.
+    """When an engine counts as dead, when to restart it, and when to give it up."""
 
-    Args:
-        max_deaths: Deaths in a row by its own fault after which an engine is failing. Not its fault are a signal from
-            outside, the loss of its node, a lack of room for its start, and a request that is proven to kill engines,
-            once the engine has answered others again.
-        first_pause_s: Pause before the second restart in a row, in seconds; the first is immediate, later ones double.
-        max_pause_s: Longest pause, in seconds.
-        healthy_after_s: Seconds of service that end a row of deaths.
-        hang_timeout_s: Seconds without progress after which an engine counts as hung; ``None`` for never.
-        start_timeout_s: Seconds for an engine to start and to load every adapter; ``None`` for any time.
-    """
-
+    # Deaths in a row by its own fault after which an engine is failing. Not its fault are a signal from outside, the
+    # loss of its node, a lack of room for its start, and a request that is proven to kill engines, once the engine has
+    # answered others again.
     max_deaths: int = 6
+    # Pause before the second restart in a row, in seconds; the first is immediate, later ones double.
     first_pause_s: float = 0.5
     max_pause_s: float = 15.0
-    healthy_after_s: float = 60.0
+    healthy_after_s: float = 60.0  # seconds of service that end a row of deaths
+    # Seconds without progress after which an engine counts as hung; ``None`` for never.
     hang_timeout_s: float | None = None
+    # Seconds for an engine to start and to load every adapter; ``None`` for any time.
     start_timeout_s: float | None = None
 
     def pause_s(self, deaths: int) -> float:
@@ -246,7 +241,7 @@ class EngineKeeper:
             if closed.done() or hung.exception() is not None:
                 return await closed
             how = hung.result()
-            logger.error("engine_hangs pid=%s how=%r", client.pid, how)
+            logger.error("engine_hangs pid=%s how=%r", client.link.pid, how)
             error = EngineDead(f"The engine was stopped while it worked on this request ({how}).")
             client.lose(EngineLoss(error, is_hang=True))
             return how
@@ -272,7 +267,7 @@ class EngineKeeper:
             return
         if self.state is EngineState.RESTARTING:
             self.state = EngineState.SERVING
-            logger.warning("engine_restarted pid=%s num_adapters=%d", client.pid, len(self._book.adapters))
+            logger.warning("engine_restarted pid=%s num_adapters=%d", client.link.pid, len(self._book.adapters))
         self._on_change()
 
     def _note_failed_start(self, error: BaseException) -> None:

@@ -18,8 +18,7 @@ from manylora.serving.hosting.links.in_flight import EngineLoss, InFlightRequest
 
 __all__ = ["AnswersInProgress", "FleetRequests", "Route"]
 
-AT_ONCE = 256
-"""Requests of one submission that are made ready at once, in a millisecond or two."""
+AT_ONCE = 256  # requests of one submission that are made ready at once, in a millisecond or two
 
 Route = Callable[[Request, Container[int], int | None], int]
 """Returns the engine for a request, among those that can take it, and counts the request there until it ends.

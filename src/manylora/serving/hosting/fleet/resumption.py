@@ -31,48 +31,33 @@ logger = logging.getLogger(__name__)
 
 MAX_STRIKES = 2
 
-HUNG_RETRY_S = 5.0
-"""Seconds after which to try an engine again that hung and is restarted."""
+HUNG_RETRY_S = 5.0  # seconds after which to try an engine again that hung and is restarted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePolicy:
-    """When a request goes on elsewhere.
+    """When a request goes on elsewhere."""
 
-    Args:
-        max_resumes: Most engines that a request may lose and still go on; 0 ends it at the first loss.
-        max_wait_s: Longest wait for an engine when none serves, in seconds.
-        after_hang: Whether it goes on after an engine that hung, which it has waited for already; if not, its caller is
-            asked to try again.
-        seed: Seeds the draws of requests that bring no seed: they are made before the first engine, so that an answer
-            goes on with the same draws. ``None`` leaves the draws to each engine.
-    """
-
-    max_resumes: int = 3
-    max_wait_s: float = 30.0
+    max_resumes: int = 3  # most engines that a request may lose and still go on; 0 ends it at the first loss
+    max_wait_s: float = 30.0  # longest wait for an engine when none serves, in seconds
+    # Whether it goes on after an engine that hung, which it has waited for already; if not, its caller is asked to try
+    # again.
     after_hang: bool = True
+    # Seeds the draws of requests that bring no seed: they are made before the first engine, so that an answer goes on
+    # with the same draws. ``None`` leaves the draws to each engine.
     seed: int | None = None
 
 
 @dataclass(slots=True)
 class ResumeStats:
-    """Counters since the start, and the requests that wait now.
+    """Counters since the start, and the requests that wait now."""
 
-    Args:
-        num_resumes: Times that a request was given to another engine.
-        num_resumed: Requests that got a token from another engine at least once.
-        num_ended: Requests that ended instead, for any reason.
-        num_poison: Those that ended under suspicion.
-        longest_pause_s: Longest time from a request's last token before a loss to the next, in seconds.
-        num_waiting: Requests that wait for an engine.
-    """
-
-    num_resumes: int = 0
-    num_resumed: int = 0
-    num_ended: int = 0
-    num_poison: int = 0
-    longest_pause_s: float = 0.0
-    num_waiting: int = 0
+    num_resumes: int = 0  # times that a request was given to another engine
+    num_resumed: int = 0  # requests that got a token from another engine at least once
+    num_ended: int = 0  # requests that ended instead, for any reason
+    num_poison: int = 0  # those that ended under suspicion
+    longest_pause_s: float = 0.0  # longest time from a request's last token before a loss to the next, in seconds
+    num_waiting: int = 0  # requests that wait for an engine
 
 
 class Resumer:

@@ -32,11 +32,8 @@ __all__ = ["FleetRouting", "FleetScaling", "MakeRouter"]
 MakeRouter: TypeAlias = Callable[[Mapping[str, int]], Router]
 """Returns a router, given the adapters' ranks by name."""
 
-REPORT_EVERY_S = 1.0
-"""Seconds between two reports of an engine to the router."""
-
-WARM_POLL_S = 0.05
-"""Seconds between two looks at adapters on their way to the device."""
+REPORT_EVERY_S = 1.0  # seconds between two reports of an engine to the router
+WARM_POLL_S = 0.05  # seconds between two looks at adapters on their way to the device
 
 PHASES = {
     EngineState.IDLE: ReplicaPhase.IDLE,

@@ -19,8 +19,7 @@ from manylora.serving.hosting.links.client import EngineClient
 
 __all__ = ["wait_until_hung"]
 
-NUM_CHECKS = 10
-"""Checks of the engine within its timeout."""
+NUM_CHECKS = 10  # checks of the engine within its timeout
 
 MAX_PAUSE_S = 5.0
 

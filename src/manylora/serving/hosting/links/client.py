@@ -59,7 +59,8 @@ class EngineClient:
         on_ended: Callable[[str], object] | None = None,
         on_lost: Callable[[list[InFlightRequest], EngineLoss], None] | None = None,
     ) -> None:
-        self._link = link
+        self.link = link
+        self.loss: EngineLoss | None = None  # the reason why the engine was lost
         self._observe = observe
         self._on_started = on_started
         self._on_ended = on_ended
@@ -72,15 +73,9 @@ class EngineClient:
         self._calls = _Calls()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._watcher: asyncio.Task[str] | None = None
-        self._loss: EngineLoss | None = None
         self._has_answered = False
         self._room: EngineRoom | None = None  # by its last turn
         self._num_since = 0  # requests that it had not seen then
-
-    @property
-    def loss(self) -> EngineLoss | None:
-        """The reason why the engine was lost; ``None`` while it is alive."""
-        return self._loss
 
     @property
     def refusal(self) -> ManyloraError | None:
@@ -97,16 +92,6 @@ class EngineClient:
         """Requests that the engine works on."""
         return len(self._in_flight)
 
-    @property
-    def pid(self) -> int | None:
-        """Return the id of the engine's process."""
-        return self._link.pid
-
-    @property
-    def node(self) -> str | None:
-        """Return the node of a cluster that the engine runs on; ``None`` for this machine."""
-        return self._link.node
-
     async def start(self) -> EngineInfo:
         """Start the engine and wait until it serves.
 
@@ -114,7 +99,7 @@ class EngineClient:
             ManyloraError: The engine refused its configuration.
             EngineDead: The engine ended before it was ready.
         """
-        await self._link.start(self._deliver)
+        await self.link.start(self._deliver)
         self._watcher = asyncio.create_task(self._watch())
         try:
             waiting: list[asyncio.Future[Any]] = [self._ready, self._watcher]
@@ -133,7 +118,7 @@ class EngineClient:
     async def stop(self) -> None:
         """End the engine; all that is in flight fails."""
         self.lose(EngineLoss(EngineDead("The engine was stopped."), is_counted=False), is_final=True)
-        await self._link.stop()
+        await self.link.stop()
         if self._watcher is not None:
             await self._watcher
 
@@ -147,7 +132,7 @@ class EngineClient:
             is_final: Whether the requests cannot go on elsewhere: their streams fail.
         """
         loss.has_answered = self._has_answered
-        self._loss = self._loss or loss
+        self.loss = self.loss or loss
         requests = [one for one in self._in_flight.values() if one.is_accepted]
         self._forget(list(self._in_flight))
         self._submitted.clear()
@@ -205,7 +190,7 @@ class EngineClient:
         in_flight = [request_id for request_id in request_ids if request_id in self._in_flight]
         if in_flight:
             self._forget(in_flight)
-            self._link.send(Cancel(in_flight, stopped))
+            self.link.send(Cancel(in_flight, stopped))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
         """Read and register an adapter; errors as of ``AdapterCatalog.register``."""
@@ -263,14 +248,14 @@ class EngineClient:
 
     def _begin(self, make: Callable[[int], Command]) -> tuple[int, asyncio.Future[Reply]]:
         """Send the command that ``make`` returns for a call number; return the number and the future reply."""
-        if self._loss is not None:
-            raise self._loss.error
+        if self.loss is not None:
+            raise self.loss.error
         call, answer = self._calls.begin()
-        self._link.send(make(call))
+        self.link.send(make(call))
         return call, answer
 
     async def _watch(self) -> str:
-        how = await self._link.closed()
+        how = await self.link.closed()
         error = EngineDead(f"The engine died while it worked on this request ({how.reason}); please try again.")
         self.lose(EngineLoss(error, is_suspicious=not how.is_external))
         return how.reason

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from manylora.core.errors import ManyloraError
@@ -119,65 +119,34 @@ class OutputStream:
 
 @dataclass(slots=True, eq=False)
 class EngineLoss:
-    """The reason why an engine gives up its requests.
+    """The reason why an engine gives up its requests."""
 
-    Args:
-        error: The reason, as an error for requests that cannot go on.
-        is_suspicious: Whether a request may have caused it: false for an engine that was killed from outside.
-        is_counted: Whether it counts towards the limit of resumptions: false for an engine that is drained.
-        is_hang: Whether the engine hung: requests may have come to it since.
-        has_answered: Whether the engine had given outputs.
-        is_explained: Whether a request was ended for it.
-    """
-
-    error: ManyloraError
-    is_suspicious: bool = True
-    is_counted: bool = True
-    is_hang: bool = False
-    has_answered: bool = False
-    is_explained: bool = False
+    error: ManyloraError  # the reason, as an error for requests that cannot go on
+    is_suspicious: bool = True  # whether a request may have caused it: false for an engine that was killed from outside
+    is_counted: bool = True  # whether it counts towards the limit of resumptions: false for an engine that is drained
+    is_hang: bool = False  # whether the engine hung: requests may have come to it since
+    has_answered: bool = False  # whether the engine had given outputs
+    is_explained: bool = False  # whether a request was ended for it
 
 
+@dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One request, from its submission to its end, over all engines that work on it.
+    """One request, from its submission to its end, over all engines that work on it."""
 
-    Args:
-        request: The request, as first submitted.
-        stream: Receives its outputs.
-    """
-
-    __slots__ = (
-        "_is_sent",
-        "_num_sent",
-        "answered",
-        "is_accepted",
-        "is_resumed",
-        "is_spared",
-        "last",
-        "lost_at",
-        "num_resumes",
-        "on_next_output",
-        "request",
-        "settled",
-        "stream",
-        "strikes",
-    )
-
-    def __init__(self, request: Request, stream: OutputStream) -> None:
-        self.request = request
-        self.stream = stream
-        self.last: Output | None = None
-        self.is_accepted = False  # by its present engine
-        self.is_resumed = False  # another engine gave it a token
-        self.is_spared = False  # an engine hung before it had accepted it
-        self.num_resumes = 0
-        self.strikes: tuple[EngineLoss, ...] = ()  # suspicious losses in a row, of engines that had given it no token
-        self.lost_at = 0.0  # time of the last token before its engine was lost, in seconds
-        self.on_next_output: Callable[[InFlightRequest], None] | None = None  # called once, at its next output
-        self.settled: asyncio.Future[None] | None = None  # awaited by a submission whose engine was lost
-        self._is_sent = False
-        self.answered = array("i")  # tokens of its answer so far, appended by the client of its engine
-        self._num_sent = 0  # tokens that its present engine got with it
+    request: Request  # as first submitted
+    stream: OutputStream  # receives its outputs
+    last: Output | None = None
+    is_accepted: bool = False  # by its present engine
+    is_resumed: bool = False  # another engine gave it a token
+    is_spared: bool = False  # an engine hung before it had accepted it
+    num_resumes: int = 0
+    strikes: tuple[EngineLoss, ...] = ()  # suspicious losses in a row, of engines that had given it no token
+    lost_at: float = 0.0  # time of the last token before its engine was lost, in seconds
+    on_next_output: Callable[[InFlightRequest], None] | None = None  # called once, at its next output
+    settled: asyncio.Future[None] | None = None  # awaited by a submission whose engine was lost
+    answered: array[int] = field(default_factory=lambda: array("i"))  # its answer so far, by the engine's client
+    _is_sent: bool = False
+    _num_sent: int = 0  # tokens that its present engine got with it
 
     @property
     def request_id(self) -> str:
@@ -201,8 +170,7 @@ class InFlightRequest:
         A request that an engine had not accepted when it hung came after that, most likely, and is spared. Only once:
         one that hangs engines before they accept it must end as well.
         """
-        has_news = len(self.answered) > self._num_sent
-        if has_news:
+        if len(self.answered) > self._num_sent:
             self.strikes = ()
         elif loss.is_hang and not (self.is_accepted or self.is_spared):
             self.is_spared = True

@@ -24,12 +24,10 @@ class EngineLink(Protocol):
     @property
     def pid(self) -> int | None:
         """Return the id of the engine's process."""
-        ...
 
     @property
     def node(self) -> str | None:
         """Return the node of a cluster that the engine runs on; ``None`` for this machine."""
-        ...
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Start the engine; from now on ``deliver`` is called on the event loop with its messages.
@@ -37,19 +35,15 @@ class EngineLink(Protocol):
         Raises:
             ManyloraError: The engine could not be started.
         """
-        ...
 
     def send(self, command: Command) -> None:
         """Send a command without blocking; a command to a dead engine is dropped."""
-        ...
 
     async def closed(self) -> Ending:
         """Wait until the engine has ended and its messages are delivered; return how it ended."""
-        ...
 
     async def stop(self) -> None:
         """End the engine now and free its resources; may be called again."""
-        ...
 
 
 MakeLink: TypeAlias = Callable[[EngineSpec, BaseShare], EngineLink]

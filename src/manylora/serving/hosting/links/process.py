@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from manylora.core.errors import ConfigError, EngineDead
-from manylora.serving.hosting.engine.prestart import spawn_engine, take_early
+from manylora.serving.hosting.engine.startup import spawn_engine, take_early
 from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.protocol import (
     Command,
@@ -38,9 +38,7 @@ from manylora.serving.hosting.sockets import UnixSockets
 __all__ = ["AT_ONCE_BYTES", "LAST_MESSAGES_S", "EngineChild", "Inbox", "ProcessLink", "ending_of"]
 
 LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
-
-LAST_MESSAGES_S = 0.2
-"""Time for the last messages of an engine that has ended."""
+LAST_MESSAGES_S = 0.2  # time for the last messages of an engine that has ended
 
 SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM)
 """Signals that a process does not raise by a fault of its own; a crash is SIGSEGV, SIGABRT or SIGBUS."""
@@ -165,6 +163,7 @@ class ProcessLink:
 
     def __init__(self, engine: EngineSpec, share: BaseShare) -> None:
         assert isinstance(engine.builder, str), "a function cannot be sent to another process"
+        self.node = None
         self._engine = engine
         self._share = share
         self._is_loader = False
@@ -180,11 +179,6 @@ class ProcessLink:
     def pid(self) -> int | None:
         """Return the engine process's id; ``None`` before it has started."""
         return None if self._child is None else self._child.pid
-
-    @property
-    def node(self) -> None:
-        """Return ``None``: it runs on this machine."""
-        return None
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Start the process and begin to receive; wait before it if another process loads the base."""

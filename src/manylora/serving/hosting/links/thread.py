@@ -26,19 +26,11 @@ class ThreadLink:
     """An ``EngineLink`` to a new engine in a thread."""
 
     def __init__(self, engine: EngineSpec) -> None:
+        self.pid = os.getpid()
+        self.node = None
         self._engine = engine
         self._service: EngineService | None = None
         self._end: asyncio.Future[str] | None = None
-
-    @property
-    def pid(self) -> int:
-        """Return this process's id."""
-        return os.getpid()
-
-    @property
-    def node(self) -> None:
-        """Return ``None``: it runs on this machine."""
-        return None
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Start the thread."""

@@ -20,31 +20,20 @@ from manylora.serving.hosting.sockets import CurveSockets
 
 __all__ = ["CurveKeys", "Door", "EngineActor"]
 
-NUM_WAITING = 16
-"""Connections that may wait until the engine process accepts them."""
+NUM_WAITING = 16  # connections that may wait until the engine process accepts them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door:
-    """The place of an engine, and all that a client needs to recognise it.
+    """The place of an engine, and all that a client needs to recognise it."""
 
-    Args:
-        version: Version of this package on the node.
-        node: The node, as its address and the begin of its id.
-        host: Address of the node.
-        commands_port: The port for commands.
-        messages_port: The port for messages.
-        public_key: The engine's public key, as Z85.
-        resources: Amounts that the node has in all, by name.
-    """
-
-    version: str
-    node: str
+    version: str  # version of this package on the node
+    node: str  # the node, as its address and the begin of its id
     host: str
     commands_port: int
     messages_port: int
-    public_key: bytes
-    resources: dict[str, float]
+    public_key: bytes  # the engine's public key, as Z85
+    resources: dict[str, float]  # amounts that the node has in all, by name
 
 
 class CurveKeys(NamedTuple):

@@ -26,8 +26,7 @@ __all__ = ["RayCluster", "RayPlace", "engine_resources", "engines_on_node"]
 
 T = TypeVar("T")
 
-CONNECT_S = 5.0
-"""Time for the head of a cluster to accept a connection."""
+CONNECT_S = 5.0  # time for the head of a cluster to accept a connection
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +81,7 @@ class RayCluster:
             raise ConfigError(f"Got ray = {fleet.ray!r}, and Ray is not installed: pip install 'manylora[ray]'")
         if fleet.ray != "auto" and ("/" in fleet.ray or not fleet.ray.rpartition(":")[2].isdecimal()):
             raise ConfigError(f"Got ray = {fleet.ray!r}, expected auto or HOST:PORT, as 10.0.0.1:6379")
-        self.keys = CurveKeys(*zmq.curve_keypair())
-        """The keys of this process; the secret one does not leave it."""
+        self.keys = CurveKeys(*zmq.curve_keypair())  # the keys of this process; the secret one does not leave it
         self.resources = resources
         self.labels = {str(key): str(value) for key, value in fleet.ray_labels.items()}
         self.timeout_s = fleet.ray_timeout_s

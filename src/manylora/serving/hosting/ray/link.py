@@ -132,10 +132,8 @@ class RayLink:
 
     def __init__(self, engine: EngineSpec, cluster: RayCluster) -> None:
         assert isinstance(engine.builder, str), "a function cannot be sent to another process"
-        self.pid: int | None = None
-        """The engine's process, on its node; ``None`` before it has started."""
-        self.node: str | None = None
-        """The node: its address and the begin of its id; ``None`` before Ray has chosen it."""
+        self.pid: int | None = None  # the engine's process, on its node; ``None`` before it has started
+        self.node: str | None = None  # the node: its address and the begin of its id; ``None`` before Ray has chosen it
         self._engine = engine
         self._cluster = cluster
         self._place = cluster.place()

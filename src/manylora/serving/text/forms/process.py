@@ -18,43 +18,25 @@ from manylora.core.types import Constraint
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["MAX_ANSWER_BYTES", "FormChecked", "FormProcess", "FormSettings", "encode"]
+__all__ = ["MAX_ANSWER_BYTES", "FormProcess", "FormSettings", "encode"]
 
 logger = logging.getLogger(__name__)
 
 SERVICE = "manylora.serving.text.forms.service"
-START_S = 120.0
-"""Time for the libraries and the tokenizer."""
-ANSWER_S = 60.0
-"""Time for an answer. The limit of a form is processor time, of which a busy machine gives little."""
+START_S = 120.0  # time for the libraries and the tokenizer
+ANSWER_S = 60.0  # time for an answer. The limit of a form is processor time, of which a busy machine gives little
 MAX_ANSWER_BYTES = 16 * 1024
 
 encode = msgspec.msgpack.encode
 
 
 class FormSettings(msgspec.Struct, frozen=True):
-    """The settings of a process that checks forms.
+    """The settings of a process that checks forms."""
 
-    Args:
-        tokenizer: Folder or name of the tokenizer.
-        revision: The tokenizer's revision on the hub.
-        limit_s: Processor time of a form in whole seconds; the largest that are of use take half a second.
-        limit_bytes: Memory of a form. Each answer of that form takes about as much in the engine.
-    """
-
-    tokenizer: str
-    revision: str | None = None
-    limit_s: int = 3
-    limit_bytes: int = 64 << 20
-
-
-class FormChecked(msgspec.Struct, frozen=True):
-    """The answer to a form: the message of its refusal, ``None`` if it can be followed.
-
-    The first answer of a process is about its tokenizer, in the same way.
-    """
-
-    refused: str | None = None
+    tokenizer: str  # folder or name of the tokenizer
+    revision: str | None = None  # the tokenizer's revision on the hub
+    limit_s: int = 3  # processor time of a form in whole seconds; the largest that are of use take half a second
+    limit_bytes: int = 64 << 20  # memory of a form. Each answer of that form takes about as much in the engine
 
 
 class FormProcess:
@@ -81,7 +63,7 @@ class FormProcess:
                     if self._refused is not None:
                         return self._refused
                     pipe.send_bytes(encode(constraint))
-                    return _receive(pipe, ANSWER_S).refused
+                    return _receive(pipe, ANSWER_S)
                 except OSError as error:
                     logger.warning("form_process_lost error=%r", error)
                     self._stop()
@@ -105,7 +87,7 @@ class FormProcess:
             if self._is_closed:
                 raise ConnectionAbortedError("the server stops")
             self._pipe.send_bytes(encode(self._settings))
-            self._refused = _receive(self._pipe, START_S).refused
+            self._refused = _receive(self._pipe, START_S)
         return self._pipe
 
     def _start(self) -> Connection:
@@ -137,9 +119,17 @@ class FormProcess:
             self._process = None
 
 
-_decode = msgspec.msgpack.Decoder(FormChecked).decode
+_decode = msgspec.msgpack.Decoder(str | None).decode
 
 
-def _receive(pipe: Connection, limit_s: float) -> FormChecked:
-    """Return the next answer; ``TimeoutError`` after ``limit_s`` seconds, ``OSError`` if the process died."""
-    return receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)
+def _receive(pipe: Connection, limit_s: float) -> str | None:
+    """Return the next answer: the message of a refusal, ``None`` for a form that can be followed.
+
+    The first answer of a process is about its tokenizer, in the same way.
+
+    Raises:
+        TimeoutError: There is none within ``limit_s`` seconds.
+        OSError: The process died, or its answer cannot be read.
+    """
+    answer: str | None = receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)
+    return answer

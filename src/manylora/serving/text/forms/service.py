@@ -32,7 +32,7 @@ from manylora.core.logs import configure_logging
 from manylora.core.types import Constraint
 from manylora.execution.sampling.grammar import refusal, try_constraint
 from manylora.execution.sampling.grammar_text import GrammarTokenizer
-from manylora.serving.text.forms.process import MAX_ANSWER_BYTES, FormChecked, FormSettings, encode
+from manylora.serving.text.forms.process import MAX_ANSWER_BYTES, FormSettings, encode
 from manylora.serving.text.model_files import load_hugging_face
 
 __all__ = ["main"]
@@ -60,9 +60,9 @@ def main(descriptor: int) -> None:
         except Exception as error:
             logger.exception("form_tokenizer_failed")
             reason = f"No form of an answer can be followed with this tokenizer ({type(error).__name__})"
-            pipe.send_bytes(encode(FormChecked(reason)))
+            pipe.send_bytes(encode(reason))
             return
-        pipe.send_bytes(encode(FormChecked()))
+        pipe.send_bytes(encode(None))
         while True:
             form = msgspec.msgpack.decode(pipe.recv_bytes(), type=Constraint)
             pipe.send_bytes(_check(form, tokenizer, settings))
@@ -78,7 +78,7 @@ def _check(form: Constraint, tokenizer: GrammarTokenizer, settings: FormSettings
     with open(readable, "rb") as file:
         answer = file.read(MAX_ANSWER_BYTES)
     _, status = os.waitpid(checker, 0)
-    return answer if status == 0 else encode(FormChecked(str(refusal(form, _cause(status, settings)))))
+    return answer if status == 0 else encode(str(refusal(form, _cause(status, settings))))
 
 
 def _run(form: Constraint, tokenizer: GrammarTokenizer, settings: FormSettings, answer: int) -> NoReturn:
@@ -92,7 +92,7 @@ def _run(form: Constraint, tokenizer: GrammarTokenizer, settings: FormSettings, 
             try_constraint(form, tokenizer)
         except RequestError as error:
             refused = str(error)
-        os.write(answer, encode(FormChecked(refused)))
+        os.write(answer, encode(refused))
         status = 0
     except MemoryError:
         status = _OUT_OF_MEMORY

@@ -11,8 +11,7 @@ from manylora.serving.text.tools.parser import NotACall, Reading, ToolParser
 
 __all__ = ["PythonicParser"]
 
-MAX_LITERAL_CHARS = 100_000
-"""Longest value that is handed to Python's parser."""
+MAX_LITERAL_CHARS = 100_000  # longest value that is handed to Python's parser
 
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
