@@ -48,8 +48,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from manylora.cli.options.adapter_folders import collect_adapters
-from manylora.core.adapters.identity import read_file_key
-from manylora.core.adapters.read import HeaderReader
+from manylora.core.adapters.read import HeaderReader, ReadRules
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import open_folder
 from manylora.core.clock import WallClock
@@ -220,12 +219,11 @@ def parts_us(base: BaseShape, folder: Path, count: int) -> dict[str, float]:
         found.update(collect_adapters((), [str(folder)]))
 
     listing = per_adapter(collect)
-    headers = HeaderReader(base, max_bytes=1 << 34, dtype="auto")
+    rules = ReadRules(base=base, max_bytes=1 << 34, dtype="auto")
+    headers = HeaderReader(rules)
     checking = per_adapter(lambda: [headers.read(name, path) for name, path in found.items()])
-    stamping = per_adapter(
-        lambda: [read_file_key(open_folder(name, path), base, "auto", 1 << 34) for name, path in found.items()]
-    )
-    return {"listing folders": listing, "configuration and header": checking, "of which the file key": stamping}
+    keying = per_adapter(lambda: [rules.file_key_of(open_folder(name, path)) for name, path in found.items()])
+    return {"listing folders": listing, "configuration and header": checking, "of which the file key": keying}
 
 
 def run(base: Path, folder: Path, cache: Path, seconds: float) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.errors import AdapterError
@@ -103,7 +103,7 @@ class PackingReader:
     """Reads real adapters of the tiny base, as the torch executor does."""
 
     def read(self, name: str, path: str) -> AdapterVersion:
-        return read_adapter(name, path, tiny_base(), max_bytes=1 << 26).version
+        return read_adapter(name, path, ReadRules(base=tiny_base(), max_bytes=1 << 26)).version
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         return check_each(self.read, adapters)

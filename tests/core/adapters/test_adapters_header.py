@@ -23,9 +23,9 @@ from safetensors.torch import save_file
 from manylora.core.adapters import read as read_module
 from manylora.core.adapters import weight_file
 from manylora.core.adapters.hash_cache import KnownContent
-from manylora.core.adapters.identity import is_provisional, provisional_key, read_file_key
+from manylora.core.adapters.identity import is_provisional, provisional_key
 from manylora.core.adapters.packed import image_of, own_memory
-from manylora.core.adapters.read import HeaderReader, read_adapter
+from manylora.core.adapters.read import HeaderReader, ReadRules, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
 from manylora.core.adapters.sources import open_folder
 from manylora.core.adapters.weight_file import fetch, parse_header
@@ -33,10 +33,14 @@ from manylora.core.errors import AdapterError
 
 BASE = tiny_base()
 LIMIT = 64 * 1024 * 1024
+RULES = ReadRules(base=BASE, max_bytes=LIMIT)
+AUTO = replace(RULES, dtype="auto")
 
 
-def reader(**changes: object) -> HeaderReader:
-    return HeaderReader(BASE, max_bytes=LIMIT, **changes)  # type: ignore[arg-type]
+def reader(
+    known: Callable[[str], KnownContent | None] = lambda file_key: None, rules: ReadRules = RULES, **changes: object
+) -> HeaderReader:
+    return HeaderReader(replace(rules, **changes), known)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", BAD_ADAPTERS, ids=lambda bad: bad.slug)
@@ -62,14 +66,14 @@ def test_the_version_is_that_of_the_weights_but_for_its_key(dtype: torch.dtype, 
     tensors = {key: torch.from_numpy(value).to(dtype) for key, value in adapter_tensors(BASE).items()}
     save_file(tensors, directory / "adapter_model.safetensors")
     version = reader(dtype="auto").read("mine", directory)
-    file_key, _ = read_file_key(open_folder("mine", directory), BASE, "auto", 1 << 30)
+    file_key, _ = AUTO.file_key_of(open_folder("mine", directory))
     assert version.key == provisional_key(file_key) and is_provisional(version.key)
-    chosen = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype="auto").version
+    chosen = read_adapter("mine", directory, AUTO).version
     assert not is_provisional(chosen.key)
-    packed = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype=version.dtype).version
+    packed = read_adapter("mine", directory, replace(RULES, dtype=version.dtype)).version
     assert version == replace(packed, key=version.key, layer_digests=b"", is_whole=True)
     assert version.dtype in ("float32", chosen.dtype), "16 bits only where they are exact"
-    with LayerReader(version, BASE, max_bytes=LIMIT, asked_dtype="auto") as layers:
+    with LayerReader(version, AUTO) as layers:
         image = image_of(own_memory(version.host_bytes), layers.layout, BASE.page)
         assert list(layers.pack(image)) == [version.num_pages], "no page before all is known"
     assert layers.first_content == (chosen.key, chosen.dtype, chosen.layer_digests)
@@ -79,11 +83,11 @@ def test_known_content_gives_the_version_that_reading_gives(tmp_path: Path) -> N
     directory = write_good_adapter(tmp_path / "a", BASE)
     exact = {key: np.round(value * 8) / 8 for key, value in adapter_tensors(BASE).items()}
     save_file({key: torch.from_numpy(value) for key, value in exact.items()}, directory / "adapter_model.safetensors")
-    read = read_adapter("mine", directory, BASE, max_bytes=LIMIT, dtype="auto")
+    read = read_adapter("mine", directory, AUTO)
     version = read.version
     assert version.dtype == "bfloat16", "stored wider than its numbers are"
     content = KnownContent(version.key, version.dtype, version.layer_digests)
-    known = {read_file_key(open_folder("mine", directory), BASE, "auto", 1 << 30)[0]: content}
+    known = {AUTO.file_key_of(open_folder("mine", directory))[0]: content}
     assert reader(dtype="auto", known=known.get).read("mine", directory) == version
 
 
@@ -99,7 +103,7 @@ def test_every_change_of_the_files_changes_the_key(tmp_path: Path) -> None:
     config = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 17}))
     keys.append(reader().read("mine", directory).key)
-    keys.append(HeaderReader(tiny_base(fingerprint="other"), max_bytes=LIMIT).read("mine", directory).key)
+    keys.append(reader(base=tiny_base(fingerprint="other")).read("mine", directory).key)
     assert len(set(keys)) == 4
 
 
@@ -178,7 +182,7 @@ def test_a_change_at_any_moment_of_the_first_read_is_noticed(
         change(directory)
     with (
         pytest.raises(AdapterError, match=r"changed since it was registered|has no weight file"),
-        LayerReader(version, BASE, max_bytes=LIMIT) as layers,
+        LayerReader(version, RULES) as layers,
     ):
         list(layers.pack(image_of(own_memory(version.host_bytes), layers.layout, BASE.page)))
     assert layer == 0 or layers.first_content is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.core.adapters.lora.targeting import Budget, Names, Pattern, PatternError, is_plain
-from manylora.core.adapters.read import HeaderReader
+from manylora.core.adapters.read import HeaderReader, ReadRules
 
 atoms = st.sampled_from(
     [
@@ -138,7 +138,9 @@ def test_many_names_are_covered_by_the_budget(tmp_path: Path) -> None:
     many = {f"layers.{number}.x_proj": 8 for number in range(30_000)}
     folder = write_good_adapter(tmp_path / "many", base, rank_pattern=many, alpha_pattern={"y" * 250_000: 4})
     assert (folder / "adapter_config.json").stat().st_size > 900_000
-    HeaderReader(base, max_bytes=1 << 24).read("mine", folder)  # which is cheap, though it is a megabyte
+    HeaderReader(ReadRules(base=base, max_bytes=1 << 24)).read(
+        "mine", folder
+    )  # which is cheap, though it is a megabyte
     # Each name has its dots in other places, so that each is looked at for itself.
     module = "model.layers.0.self_attn.q_proj"
     places = combinations(range(1, len(module) - 1), 3)

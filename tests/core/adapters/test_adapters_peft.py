@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from unpacked import unpack
 
 from manylora.core.adapters.packed import PackedAdapter
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import ReadRules, read_adapter
 
 pytestmark = [
     # PEFT's own: what it calls in transformers, and what it tells whoever saves an adapted embedding.
@@ -84,7 +84,7 @@ def tuned(request: pytest.FixtureRequest) -> PeftModel:
 
 
 def read(directory: Path) -> PackedAdapter:
-    return read_adapter("mine", directory, BASE, max_bytes=1 << 24)
+    return read_adapter("mine", directory, ReadRules(base=BASE, max_bytes=1 << 24))
 
 
 @pytest.mark.parametrize("tuned", VARIANTS, indirect=True)

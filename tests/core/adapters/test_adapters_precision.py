@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from unpacked import unpack
 
 from manylora.core.adapters.packed import PackedAdapter
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.config import AdapterConfig
 from manylora.core.errors import AdapterError, ConfigError
 
@@ -22,7 +22,7 @@ MODULE = "model.layers.0.self_attn.q_proj"
 
 
 def read(path: Path, dtype: str | None) -> PackedAdapter:
-    return read_adapter("mine", path, BASE, max_bytes=1 << 26, dtype=dtype)
+    return read_adapter("mine", path, ReadRules(base=BASE, max_bytes=1 << 26, dtype=dtype))
 
 
 def write(path: Path, dtype: torch.dtype, **settings: object) -> Path:

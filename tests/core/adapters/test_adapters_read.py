@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from unpacked import unpack
 
 from manylora.core.adapters.packed import PackedAdapter
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.adapters.report import inspect_adapter
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.errors import AdapterError
@@ -19,7 +19,7 @@ LIMIT = 64 * 1024 * 1024
 
 
 def read(path: Path, base: BaseShape = BASE, max_bytes: int = LIMIT) -> PackedAdapter:
-    return read_adapter("mine", path, base, max_bytes=max_bytes)
+    return read_adapter("mine", path, ReadRules(base=base, max_bytes=max_bytes))
 
 
 @pytest.mark.parametrize("bad", BAD_ADAPTERS, ids=lambda bad: bad.slug)

@@ -18,7 +18,7 @@ from manylora.core.adapters import identity, read_layers, weight_file
 from manylora.core.adapters import read as read_module
 from manylora.core.adapters.folder import LocalFile
 from manylora.core.adapters.packed import PackedAdapter, image_of, own_memory
-from manylora.core.adapters.read import MAX_MATCHED, MatchedShapes, read_adapter
+from manylora.core.adapters.read import MAX_MATCHED, MatchedShapes, ReadRules, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
 from manylora.core.adapters.weight_file import parse_header, read_header_bytes
 from manylora.core.errors import AdapterError, AdapterNotFound
@@ -26,11 +26,12 @@ from manylora.core.errors import AdapterError, AdapterNotFound
 BASE = tiny_base(num_layers=5)
 TARGETS = ("embed_tokens", "q_proj", "k_proj", "o_proj", "down_proj", "lm_head")
 LIMIT = 1 << 26
+RULES = ReadRules(base=BASE, max_bytes=LIMIT)
 
 
 def register(folder: Path, seed: int = 0, rank: int = 8) -> PackedAdapter:
     write_good_adapter(folder, BASE, rank=rank, targets=TARGETS, seed=seed)
-    return read_adapter("mine", folder, BASE, max_bytes=LIMIT)
+    return read_adapter("mine", folder, RULES)
 
 
 @pytest.fixture(autouse=True, params=[0, read_layers.LEAST_AHEAD_BYTES], ids=["ahead", "in turn"])
@@ -40,7 +41,7 @@ def least_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 def read_again(known: PackedAdapter, shapes: MatchedShapes | None = None) -> tuple[np.ndarray, list[int]]:
-    with LayerReader(known.version, BASE, max_bytes=LIMIT, shapes=shapes) as reader:
+    with LayerReader(known.version, RULES, shapes=shapes) as reader:
         assert reader.layout == known.layout
         image = image_of(own_memory(known.version.host_bytes), reader.layout, BASE.page)
         full = []
@@ -62,7 +63,7 @@ def test_layers_come_one_by_one_and_make_the_same_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_the_type_of_the_image_is_that_of_the_registration(dtype: str, tmp_path: Path) -> None:
     write_good_adapter(tmp_path / "a", BASE, targets=TARGETS)
-    known = read_adapter("mine", tmp_path / "a", BASE, max_bytes=LIMIT, dtype=dtype)
+    known = read_adapter("mine", tmp_path / "a", replace(RULES, dtype=dtype))
     np.testing.assert_array_equal(read_again(known)[0], known.image)
 
 
@@ -89,7 +90,7 @@ def test_a_layer_that_changed_fails_where_it_is_and_the_layers_before_it_were_ri
     known = register(tmp_path / "a")
     _touch_last_layer(tmp_path / "a")
     full: list[int] = []
-    with LayerReader(known.version, BASE, max_bytes=LIMIT) as reader:
+    with LayerReader(known.version, RULES) as reader:
         image = image_of(own_memory(known.version.host_bytes), reader.layout, BASE.page)
         with pytest.raises(AdapterError, match="changed since it was registered"):
             full.extend(reader.pack(image))
@@ -220,6 +221,6 @@ def test_a_digest_is_the_same_whatever_is_put_together(monkeypatch: pytest.Monke
     keys = set()
     for least_bytes in (0, 300, 1000, identity.LEAST_ALONE_BYTES):
         monkeypatch.setattr(identity, "LEAST_ALONE_BYTES", least_bytes)
-        version = read_adapter("mine", folder, BASE, max_bytes=LIMIT).version
+        version = read_adapter("mine", folder, RULES).version
         keys.add((version.key, version.layer_digests))
     assert len(keys) == 1

@@ -5,6 +5,7 @@ import pytest
 from bad_adapters import tiny_base, write_good_adapter
 
 from manylora.core.adapters.layout import lay_out
+from manylora.core.adapters.read import ReadRules
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import check_name, resolve_path
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound
@@ -147,5 +148,5 @@ def test_size_is_what_a_packed_adapter_takes(tmp_path: Path) -> None:
     base = tiny_base()
     targets = ("q_proj", "embed_tokens")
     directory = write_good_adapter(tmp_path / "a", base, rank=4, targets=targets)
-    version = read_adapter("a", directory, base, max_bytes=1 << 20).version
+    version = read_adapter("a", directory, ReadRules(base=base, max_bytes=1 << 20)).version
     assert version.weight_bytes == adapter_bytes(base, 4, targets)

@@ -20,7 +20,7 @@ from registry_server import RegistryServer, serving_folder
 from manylora.core.adapters.folder import LocalFile
 from manylora.core.adapters.identity import is_provisional
 from manylora.core.adapters.packed import PackedAdapter, image_of, own_memory
-from manylora.core.adapters.read import HeaderReader, read_adapter
+from manylora.core.adapters.read import HeaderReader, ReadRules, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
 from manylora.core.adapters.remote import RemoteFile
 from manylora.core.adapters.report import inspect_adapter
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def known(folder: Path) -> PackedAdapter:
-    return read_adapter("mine", folder, BASE, max_bytes=LIMIT)
+    return read_adapter("mine", folder, ReadRules(base=BASE, max_bytes=LIMIT))
 
 
 @pytest.fixture
@@ -65,17 +65,17 @@ def registry(server: RegistryServer) -> Iterator[HttpRegistry]:
 
 
 def read(server: RegistryServer, registry: HttpRegistry, max_bytes: int = LIMIT) -> PackedAdapter:
-    return read_adapter("mine", f"{server.url}/org/a", BASE, max_bytes=max_bytes, registry=registry)
+    return read_adapter("mine", f"{server.url}/org/a", ReadRules(base=BASE, max_bytes=max_bytes, registry=registry))
 
 
 def check(server: RegistryServer, registry: HttpRegistry) -> AdapterVersion:
-    headers = HeaderReader(BASE, max_bytes=LIMIT, registry=registry)
+    headers = HeaderReader(ReadRules(base=BASE, max_bytes=LIMIT, registry=registry))
     return headers.read("mine", f"{server.url}/org/a")
 
 
 def pages(version: AdapterVersion, registry: HttpRegistry) -> tuple[np.ndarray, list[int]]:
     """Read a version again; return its image and the counts of full pages."""
-    with LayerReader(version, BASE, max_bytes=LIMIT, registry=registry) as reader:
+    with LayerReader(version, ReadRules(base=BASE, max_bytes=LIMIT, registry=registry)) as reader:
         image = image_of(own_memory(version.host_bytes), reader.layout, BASE.page)
         return image, list(reader.pack(image))
 
@@ -222,7 +222,7 @@ def test_a_file_that_changes_between_two_ranges_is_refused(
     version = check(server, registry)
     server.faults.checks_if_match, server.faults.has_ranges = checks_if_match, has_ranges
     file = server.root / "org" / "a" / "adapter_model.safetensors"
-    with LayerReader(version, BASE, max_bytes=LIMIT, registry=registry) as reader:
+    with LayerReader(version, ReadRules(base=BASE, max_bytes=LIMIT, registry=registry)) as reader:
         image = image_of(own_memory(version.host_bytes), reader.layout, BASE.page)
         file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
         with pytest.raises(AdapterError, match=r"adapter_model\.safetensors changed while it was read"):
@@ -276,7 +276,7 @@ def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpReg
     with pytest.raises(AdapterError, match=r"adapter_config\.json has 2097152 bytes, at most 1048576"):
         read(server, registry)
     with pytest.raises(AdapterNotFound, match=r"there is no adapter_config\.json$"):
-        read_adapter("mine", f"{server.url}/org/b", BASE, max_bytes=LIMIT, registry=registry)
+        read_adapter("mine", f"{server.url}/org/b", ReadRules(base=BASE, max_bytes=LIMIT, registry=registry))
 
 
 def test_slow_headers_are_refused_alone_and_soon(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from bad_adapters import tiny_base
 
-from manylora.core.adapters.identity import read_file_key
+from manylora.core.adapters.read import ReadRules
 from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterUnavailable
 from manylora.execution.storage.http_registry import HttpRegistry
@@ -96,7 +96,7 @@ def test_an_announced_size_is_refused_before_a_byte_is_waited_for() -> None:
         registry = HttpRegistry([url], limit_s=10.0, retries_s=())
         folder = open_folder("mine", f"{url}/a", None, registry)
         with pytest.raises(AdapterError, match="has 999999999999 bytes, at most 1000000 are accepted"):
-            read_file_key(folder, tiny_base(), "float32", 1_000_000)
+            ReadRules(base=tiny_base(), dtype="float32", max_bytes=1_000_000).file_key_of(folder)
         registry.close()
 
 

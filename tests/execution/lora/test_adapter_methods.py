@@ -24,7 +24,7 @@ from manylora.core.adapters.folder import read_config
 from manylora.core.adapters.layout import lay_out
 from manylora.core.adapters.method import METHODS, parse_settings
 from manylora.core.adapters.packed import PackedAdapter
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.adapters.report import inspect_adapter
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import open_folder
@@ -74,7 +74,7 @@ def write_scaled(directory: Path, base: BaseShape, *, rank: int, targets: Sequen
 
 
 def read(directory: Path, base: BaseShape, dtype: str | None = None) -> PackedAdapter:
-    return read_adapter(directory.name, directory, base, max_bytes=LIMIT, dtype=dtype)
+    return read_adapter(directory.name, directory, ReadRules(base=base, max_bytes=LIMIT, dtype=dtype))
 
 
 def weights_of(directory: Path, base: BaseShape) -> dict[str, ModuleWeights]:

@@ -23,7 +23,7 @@ from bad_adapters import tiny_base, write_good_adapter
 from safetensors.numpy import load_file
 
 from manylora.core.adapters.hash_cache import HashCache
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.adapters.sources import host_of
 from manylora.core.errors import AdapterError, AdapterNotFound
 from manylora.core.types import AdapterVersion
@@ -57,7 +57,7 @@ def test_it_packs_what_we_would_pack(helper: ReaderProcess, tmp_path: Path) -> N
     for rank in (3, 3, 8):
         folder = write_good_adapter(tmp_path / f"a{rank}", BASE, rank=rank, seed=rank)
         found = helper.read("mine", str(folder))
-        expected = read_adapter("mine", folder, BASE, max_bytes=LIMIT, dtype="auto")
+        expected = read_adapter("mine", folder, ReadRules(base=BASE, max_bytes=LIMIT, dtype="auto"))
         assert found.version == expected.version and found.layout == expected.layout
         np.testing.assert_array_equal(found.image, expected.image)
 
@@ -85,7 +85,9 @@ def test_only_urgent_reads_have_the_priority_of_steps(monkeypatch: pytest.Monkey
     monkeypatch.setattr(reader_service._Answers, "read_layers", note_and_read)
     here, there = Pipe()
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    version = read_adapter("mine", write_good_adapter(tmp_path / "a", BASE), BASE, max_bytes=LIMIT).version
+    version = read_adapter(
+        "mine", write_good_adapter(tmp_path / "a", BASE), ReadRules(base=BASE, max_bytes=LIMIT)
+    ).version
     nowhere = replace(version, source=str(tmp_path / "nowhere"))
     thread = threading.Thread(target=reader_service.serve, args=(there, SETTINGS), daemon=True)
     thread.start()
@@ -109,7 +111,7 @@ def test_images_are_the_same_wherever_they_are_packed(
     thread.start()
     for rank in (16, 3, 8):
         folder = write_good_adapter(tmp_path / f"a{rank}", BASE, rank=rank, seed=rank)
-        expected = read_adapter("mine", folder, BASE, max_bytes=LIMIT, dtype="auto")
+        expected = read_adapter("mine", folder, ReadRules(base=BASE, max_bytes=LIMIT, dtype="auto"))
         here.send(Again(expected.version, True))
         assert isinstance(reader_messages.receive(here, 60), Packed)
         descriptor = recv_handle(here)
@@ -260,7 +262,7 @@ def test_headers_of_many_are_checked_in_one_message(reader: HostReader, tmp_path
             assert version.source == str(folder) and version.rank == 4 + folders.index(folder) % 2
             kept = reader.read_again(version)
             assert kept is reader.host.get(version.key), "under the key that it was registered with"
-            expected = read_adapter("x", folder, BASE, max_bytes=LIMIT, dtype=version.dtype)
+            expected = read_adapter("x", folder, ReadRules(base=BASE, max_bytes=LIMIT, dtype=version.dtype))
             np.testing.assert_array_equal(kept.image.numpy(), expected.image)
 
 

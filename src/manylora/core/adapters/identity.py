@@ -19,20 +19,18 @@ from itertools import groupby
 
 from blake3 import blake3
 
-from manylora.core.adapters.folder import FileIdentity, Folder, read_config_file
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.tensors import ModuleWeights
 from manylora.core.types import AdapterKey
 
 __all__ = [
+    "HASH",
     "by_layer",
     "content_key",
     "digest_layer",
     "digest_text",
     "is_provisional",
-    "make_file_key",
     "provisional_key",
-    "read_file_key",
     "split_digests",
 ]
 
@@ -113,29 +111,3 @@ def provisional_key(file_key: str) -> AdapterKey:
 def is_provisional(key: AdapterKey) -> bool:
     """Whether a key stands for the files of a version and not for its content."""
     return key.startswith(_PREFIX)
-
-
-def make_file_key(base: BaseShape, dtype: str, config: bytes, weights: FileIdentity) -> str:
-    """Return the file key of an adapter's files.
-
-    Args:
-        base: The base model.
-        dtype: The asked type of packed weights, on which the type of a known version depends.
-        config: Content of ``adapter_config.json``.
-        weights: Identity of the weight file.
-    """
-    digest = hashlib.blake2b(digest_size=20)
-    digest.update(repr((HASH, base.fingerprint, dtype, weights.place, weights.parts)).encode())
-    digest.update(config)
-    return digest.hexdigest()
-
-
-def read_file_key(folder: Folder, base: BaseShape, dtype: str, max_bytes: int) -> tuple[str, float]:
-    """Return the file key of the files in a folder, and the time of their last change in seconds since the epoch.
-
-    Raises:
-        AdapterError: A file is missing, or the weight file is in a registry and has more than ``max_bytes`` bytes.
-    """
-    config = read_config_file(folder)
-    weights = folder.identify(folder.find_weights(), max_bytes)
-    return make_file_key(base, dtype, config, weights), weights.changed_at

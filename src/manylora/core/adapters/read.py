@@ -14,6 +14,7 @@ files say is worked out once for the adapters that share them: a *shape*.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +24,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from manylora.core.adapters.folder import parse_config, read_config, read_config_file
+from manylora.core.adapters.folder import FileIdentity, Folder, parse_config, read_config, read_config_file
 from manylora.core.adapters.hash_cache import KnownContent
 from manylora.core.adapters.identity import (
+    HASH,
     by_layer,
     content_key,
     digest_layer,
     digest_text,
-    make_file_key,
     provisional_key,
 )
 from manylora.core.adapters.layout import layout_of, make_version
@@ -44,7 +45,7 @@ from manylora.core.adapters.weight_file import WeightFile, check_size, parse_hea
 from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterVersion
 
-__all__ = ["HeaderReader", "MatchedShapes", "MatchedWeights", "check_finite", "read_adapter"]
+__all__ = ["HeaderReader", "MatchedShapes", "MatchedWeights", "ReadRules", "check_finite", "read_adapter"]
 
 MAX_MATCHED = 16
 """Shapes whose weights ``MatchedShapes`` remembers: a few hundred kilobytes each, in a process with bounded memory."""
@@ -56,23 +57,11 @@ Shape: TypeAlias = tuple[bytes, bytes, int]
 """Digests of configuration and header, and the size of the file."""
 
 
-def read_adapter(
-    name: str,
-    path: str | Path,
-    base: BaseShape,
-    *,
-    max_bytes: int,
-    max_pages: int | None = None,
-    roots: Collection[str] | None = None,
-    registry: Registry | None = None,
-    dtype: str | None = None,
-    allocate: Allocate = own_memory,
-) -> PackedAdapter:
-    """Read and check a PEFT directory, and pack its weights for a base. Blocks; safe from any thread.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRules:
+    """How adapters are read for one base.
 
     Args:
-        name: The adapter, for messages.
-        path: The directory, or its URL.
         base: The base model.
         max_bytes: Largest weight file.
         max_pages: Most pages of an adapter; a larger one is refused before its weights are read.
@@ -80,19 +69,65 @@ def read_adapter(
         registry: Asked for URLs; ``None`` if none is allowed.
         dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``packed``), the page's own when
             ``None``.
+    """
+
+    base: BaseShape
+    max_bytes: int
+    max_pages: int | None = None
+    roots: Collection[str] | None = None
+    registry: Registry | None = None
+    dtype: str | None = None
+
+    @property
+    def asked_dtype(self) -> str:
+        """The type of packed weights that is asked for."""
+        return self.dtype or self.base.page.dtype
+
+    def open(self, name: str, place: str | Path) -> Folder:
+        """Return the folder at a path or URL; errors as for ``open_folder``."""
+        return open_folder(name, place, self.roots, self.registry)
+
+    def make_file_key(self, config: bytes, weights: FileIdentity) -> str:
+        """Return the file key of the content of a configuration and the identity of a weight file.
+
+        It depends on the asked type too, since the type of a known version does.
+        """
+        digest = hashlib.blake2b(digest_size=20)
+        digest.update(repr((HASH, self.base.fingerprint, self.asked_dtype, weights.place, weights.parts)).encode())
+        digest.update(config)
+        return digest.hexdigest()
+
+    def file_key_of(self, folder: Folder) -> tuple[str, float]:
+        """Return the file key of the files in a folder, and the time of their last change in seconds since the epoch.
+
+        Raises:
+            AdapterError: A file is missing, or the weight file is in a registry and has more than ``max_bytes`` bytes.
+        """
+        config = read_config_file(folder)
+        weights = folder.identify(folder.find_weights(), self.max_bytes)
+        return self.make_file_key(config, weights), weights.changed_at
+
+
+def read_adapter(name: str, path: str | Path, rules: ReadRules, allocate: Allocate = own_memory) -> PackedAdapter:
+    """Read and check a PEFT directory, and pack its weights for a base. Blocks; safe from any thread.
+
+    Args:
+        name: The adapter, for messages.
+        path: The directory, or its URL.
+        rules: The base and the bounds.
         allocate: Returns the memory for the image.
 
     Raises:
         AdapterError: The adapter cannot be served on this base, with the reason.
     """
-    folder = open_folder(name, path, roots, registry)
+    folder, base = rules.open(name, path), rules.base
     settings = parse_settings(name, read_config(folder))
-    with WeightFile(folder, max_bytes) as file:
+    with WeightFile(folder, rules.max_bytes) as file:
         weights = settings.match(file.tensors, base)
-        check_size(name, weights, base, max_pages)
+        check_size(name, weights, base, rules.max_pages)
         weights = tuple(file.fetch(weights))
     check_finite(name, weights)
-    layout = layout_of(weights, base, choose_dtype(weights, dtype or base.page.dtype))
+    layout = layout_of(weights, base, choose_dtype(weights, rules.asked_dtype))
     image = pack(name, weights, layout, base.page, allocate)
     digests = [digest_layer(layer) for layer in by_layer(weights)]
     version = make_version(
@@ -169,32 +204,12 @@ class HeaderReader:
     """Checks adapters for one base, by header; for one thread.
 
     Args:
-        base: The base model.
-        max_bytes: Largest weight file.
-        max_pages: As for ``read_adapter``.
-        roots: As for ``read_adapter``.
-        registry: As for ``read_adapter``.
-        dtype: As for ``read_adapter``.
+        rules: The base and the bounds.
         known: Returns the content of files by their file key, if they were read before.
     """
 
-    def __init__(
-        self,
-        base: BaseShape,
-        *,
-        max_bytes: int,
-        max_pages: int | None = None,
-        roots: Collection[str] | None = None,
-        registry: Registry | None = None,
-        dtype: str | None = None,
-        known: Callable[[str], KnownContent | None] = lambda file_key: None,
-    ) -> None:
-        self._base = base
-        self._max_bytes = max_bytes
-        self._max_pages = max_pages
-        self._roots = roots
-        self._registry = registry
-        self._dtype = dtype or base.page.dtype
+    def __init__(self, rules: ReadRules, known: Callable[[str], KnownContent | None] = lambda file_key: None) -> None:
+        self._rules = rules
         self._known = known
         self._shapes: dict[bytes, AdapterVersion] = {}
 
@@ -204,15 +219,15 @@ class HeaderReader:
         Raises:
             AdapterError: It cannot be served on this base, as far as its header shows.
         """
-        folder = open_folder(name, path, self._roots, self._registry)
+        folder = self._rules.open(name, path)
         config = read_config_file(folder)
         shape_in: Callable[[str | None], AdapterVersion]
-        with WeightFile(folder, self._max_bytes) as file:
+        with WeightFile(folder, self._rules.max_bytes) as file:
             if file.header is None:
                 shape_in = partial(self._check, name, parse_config(name, config), file.tensors, file.num_bytes)
             else:
                 shape_in = partial(self._shape, name, config, file.header, file.num_bytes)
-        file_key = make_file_key(self._base, self._dtype, config, file.identity)
+        file_key = self._rules.make_file_key(config, file.identity)
         content = self._known(file_key)
         if content is None:
             key = provisional_key(file_key)
@@ -247,10 +262,11 @@ class HeaderReader:
         num_bytes: int,
         dtype: str | None,
     ) -> AdapterVersion:
-        weights = parse_settings(name, config).match(tensors, self._base)
-        check_size(name, weights, self._base, self._max_pages)
-        layout = layout_of(weights, self._base, dtype or choose_dtype_unread(weights, self._dtype))
-        return make_version(layout, self._base.page, key="", source="", disk_bytes=num_bytes)
+        rules, base = self._rules, self._rules.base
+        weights = parse_settings(name, config).match(tensors, base)
+        check_size(name, weights, base, rules.max_pages)
+        layout = layout_of(weights, base, dtype or choose_dtype_unread(weights, rules.asked_dtype))
+        return make_version(layout, base.page, key="", source="", disk_bytes=num_bytes)
 
 
 def _in_order(config: Mapping[str, Any]) -> str:

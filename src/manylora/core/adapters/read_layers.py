@@ -16,7 +16,7 @@ strong ETags, every range is known to be of the file with that file key, and its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -29,17 +29,12 @@ from manylora.core.adapters.identity import (
     content_key,
     digest_layer,
     is_provisional,
-    make_file_key,
     provisional_key,
-    read_file_key,
     split_digests,
 )
 from manylora.core.adapters.layout import AdapterLayout, layout_of
 from manylora.core.adapters.packed import choose_dtype, exact_dtypes, pack_groups
-from manylora.core.adapters.read import MatchedShapes, check_finite
-from manylora.core.adapters.remote import Registry
-from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.sources import open_folder
+from manylora.core.adapters.read import MatchedShapes, ReadRules, check_finite
 from manylora.core.adapters.tensors import ModuleWeights
 from manylora.core.adapters.weight_file import WeightFile, least_bytes
 from manylora.core.errors import AdapterError
@@ -56,46 +51,30 @@ class LayerReader:
 
     Args:
         version: The version, as it was registered.
-        base: The base model.
-        max_bytes: Largest weight file.
-        roots: As for ``read_adapter``.
-        registry: As for ``read_adapter``.
-        asked_dtype: Type of packed weights that is asked for, as for ``read_adapter``.
+        rules: The base and the bounds.
         shapes: Remembers shapes from one reader to the next.
 
     Raises:
         AdapterError: Its files are gone or broken, or belong to another version now.
     """
 
-    def __init__(
-        self,
-        version: AdapterVersion,
-        base: BaseShape,
-        *,
-        max_bytes: int,
-        roots: Collection[str] | None = None,
-        registry: Registry | None = None,
-        asked_dtype: str | None = None,
-        shapes: MatchedShapes | None = None,
-    ) -> None:
+    def __init__(self, version: AdapterVersion, rules: ReadRules, shapes: MatchedShapes | None = None) -> None:
         self.first_content: KnownContent | None = None
         """The content of a version with a provisional key, once it was read for the first time."""
         self._version = version
-        self._base = base
+        self._rules = rules
+        self._base = base = rules.base
         self._name = version.source
-        self._max_bytes = max_bytes
-        self._asked_dtype = asked_dtype or base.page.dtype
         self._digests = split_digests(version.layer_digests)
         self._is_first = is_provisional(version.key) and not self._digests
-        self._folder = open_folder(self._name, version.source, roots, registry)
+        self._folder = rules.open(self._name, version.source)
         written = read_config_file(self._folder)
 
         def admit(weights: FileIdentity) -> None:
-            file_key = make_file_key(base, self._asked_dtype, written, weights)
-            if self._is_first and provisional_key(file_key) != version.key:
+            if self._is_first and provisional_key(rules.make_file_key(written, weights)) != version.key:
                 raise self._changed()
 
-        self._file = WeightFile(self._folder, max_bytes, admit)
+        self._file = WeightFile(self._folder, rules.max_bytes, admit)
         try:
             shapes = shapes or MatchedShapes(base)
             matched = shapes.match(self._name, written, self._file)
@@ -141,7 +120,7 @@ class LayerReader:
                 check_finite(self._name, weights)
             elif digest != self._digests[number]:
                 raise self._changed()
-            if self._is_first and self._asked_dtype == "auto":
+            if self._is_first and self._rules.asked_dtype == "auto":
                 of_layer = exact_dtypes(weights)
                 exact = of_layer if number == 0 else [dtype for dtype in exact if dtype in of_layer]
             pack_groups(self._name, image, groups, weights, self.layout.dtype)
@@ -151,7 +130,7 @@ class LayerReader:
         if not self._is_content(digests) or (self._is_first and not self._has_its_file_key()):
             raise self._changed()
         if self._is_first:
-            dtype = exact[0] if exact else self._asked_dtype
+            dtype = exact[0] if exact else self._rules.asked_dtype
             self.first_content = KnownContent(content_key(self._base, digests), dtype, b"".join(digests))
         yield self.layout.num_pages
 
@@ -159,7 +138,7 @@ class LayerReader:
         """Whether the bytes that were read are known to be of the files with the file key that was registered."""
         if self._file.is_pinned:
             return True
-        file_key, _ = read_file_key(self._folder, self._base, self._asked_dtype, self._max_bytes)
+        file_key, _ = self._rules.file_key_of(self._folder)
         return provisional_key(file_key) == self._version.key
 
     def _is_content(self, digests: list[bytes]) -> bool:

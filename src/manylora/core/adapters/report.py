@@ -7,7 +7,7 @@ from pathlib import Path
 
 from manylora.core.adapters.folder import read_config
 from manylora.core.adapters.method import parse_settings
-from manylora.core.adapters.read import read_adapter
+from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.adapters.remote import Registry
 from manylora.core.adapters.request_files import AdapterRequestFiles, read_request_files
 from manylora.core.adapters.shape import BaseShape
@@ -71,7 +71,7 @@ def inspect_adapter(
     version, problem = None, None
     if base is not None:
         try:
-            version = read_adapter(name, path, base, max_bytes=max_bytes, registry=registry).version
+            version = read_adapter(name, path, ReadRules(base=base, max_bytes=max_bytes, registry=registry)).version
         except AdapterError as error:
             problem = error.reason
     return AdapterReport(

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from manylora.core.adapters.hash_cache import HashCache, KnownContent
-from manylora.core.adapters.identity import provisional_key, read_file_key
+from manylora.core.adapters.identity import provisional_key
 from manylora.core.adapters.packed import Allocate, PackedAdapter, image_of, own_memory
-from manylora.core.adapters.read import HeaderReader, MatchedShapes, read_adapter
+from manylora.core.adapters.read import HeaderReader, MatchedShapes, ReadRules, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
 from manylora.core.adapters.remote import Registry
-from manylora.core.adapters.sources import open_folder
 from manylora.core.errors import AdapterError
 from manylora.core.ports import check_each
 from manylora.core.types import AdapterVersion
@@ -39,20 +38,10 @@ class AdapterFiles:
     def __init__(
         self, settings: ReaderSettings, registry: Registry | None = None, hashes: HashCache | None = None
     ) -> None:
-        self._settings = settings
-        self._dtype = settings.dtype or settings.base.page.dtype
-        self._registry = registry
+        self._rules: ReadRules = replace(settings, registry=registry)
         self._hashes = hashes
         self._shapes = MatchedShapes(settings.base)
-        self._headers = HeaderReader(
-            settings.base,
-            max_bytes=settings.max_bytes,
-            max_pages=settings.max_pages,
-            roots=settings.roots,
-            registry=registry,
-            dtype=settings.dtype,
-            known=(lambda file_key: None) if hashes is None else hashes.get,
-        )
+        self._headers = HeaderReader(self._rules, (lambda file_key: None) if hashes is None else hashes.get)
 
     def check(self, name: str, path: str) -> AdapterVersion:
         """Return the version of an adapter from its header.
@@ -69,17 +58,7 @@ class AdapterFiles:
             AdapterError: It cannot be served on this base, or its files changed meanwhile.
         """
         file_key, changed_at = self._file_key(name, path)
-        packed = read_adapter(
-            name,
-            path,
-            self._settings.base,
-            max_bytes=self._settings.max_bytes,
-            max_pages=self._settings.max_pages,
-            roots=self._settings.roots,
-            registry=self._registry,
-            dtype=self._dtype,
-            allocate=allocate,
-        )
+        packed = read_adapter(name, path, self._rules, allocate)
         if self._file_key(name, path)[0] != file_key:
             raise AdapterError(name, "its files changed while they were read; register it again")
         version = replace(packed.version, file_key=file_key)
@@ -106,17 +85,8 @@ class AdapterFiles:
         Raises:
             AdapterError: It is another version now, or it cannot be read.
         """
-        settings = self._settings
-        with LayerReader(
-            version,
-            settings.base,
-            max_bytes=settings.max_bytes,
-            roots=settings.roots,
-            registry=self._registry,
-            asked_dtype=settings.dtype,
-            shapes=self._shapes,
-        ) as reader:
-            image = image_of(allocate(version.host_bytes), reader.layout, settings.base.page)
+        with LayerReader(version, self._rules, self._shapes) as reader:
+            image = image_of(allocate(version.host_bytes), reader.layout, self._rules.base.page)
             begin(PackedAdapter(version, reader.layout, image))
             for num_full in reader.pack(image):
                 first = reader.first_content
@@ -128,8 +98,7 @@ class AdapterFiles:
 
     def _file_key(self, name: str, path: str) -> tuple[str, float]:
         """Return the identity of an adapter's files, and the time of their last change."""
-        folder = open_folder(name, path, self._settings.roots, self._registry)
-        return read_file_key(folder, self._settings.base, self._dtype, self._settings.max_bytes)
+        return self._rules.file_key_of(self._rules.open(name, path))
 
     def _keep(self, file_key: str, content: KnownContent, changed_at: float) -> None:
         if self._hashes is not None:

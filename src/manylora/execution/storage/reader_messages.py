@@ -17,7 +17,7 @@ import msgspec
 
 from manylora.core import errors
 from manylora.core.adapters.layout import AdapterLayout
-from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.read import ReadRules
 from manylora.core.errors import AdapterError
 from manylora.core.isolation import receive_answer
 from manylora.core.types import AdapterKey, AdapterVersion
@@ -44,14 +44,10 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderSettings:
+class ReaderSettings(ReadRules):
     """The settings of every reader of an engine.
 
     Args:
-        base: The base model.
-        max_bytes: Largest weight file accepted.
-        max_pages: Most pages of an adapter; ``None`` for no limit.
-        roots: Real paths below which all files of adapters must lie; ``None`` for no limit.
         registries: URLs below which adapters may be read from servers; empty for no such adapters.
         dtype: Type of the packed weights; see ``read_adapter``.
         hashes: File of the hash cache; ``None`` for none.
@@ -59,12 +55,7 @@ class ReaderSettings:
         memory_bytes: Memory that a reader may add once it runs.
     """
 
-    base: BaseShape
-    max_bytes: int
-    max_pages: int | None = None
-    roots: tuple[str, ...] | None = None
     registries: tuple[str, ...] = ()
-    dtype: str | None = None
     hashes: str | None = None
     limit_s: float = 60.0
     memory_bytes: int = 4 * 1024**3
