@@ -19,15 +19,12 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Return the current time in seconds."""
-        ...
 
     def wait_until(self, deadline: float) -> None:
         """Return at ``deadline`` (may be infinite) or earlier when woken."""
-        ...
 
     def wake(self) -> None:
         """End the current or the next wait; safe from any thread."""
-        ...
 
 
 class WallClock:

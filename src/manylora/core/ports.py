@@ -21,7 +21,6 @@ class Work(Protocol):
     @property
     def ready_at(self) -> float:
         """Time of completion in seconds: exact in simulation, infinite for work on a device."""
-        ...
 
     def poll(self, now: float) -> StepResult | LoadResult | None:
         """Return the result once complete, else ``None``. Never blocks.
@@ -29,7 +28,6 @@ class Work(Protocol):
         Raises:
             Exception: The step failed on the device; the engine must be restarted.
         """
-        ...
 
 
 class Executor(Protocol):
@@ -37,7 +35,6 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan, now: float) -> Work:
         """Start a step, behind the one in flight if any; at most two are in flight."""
-        ...
 
     def load_adapter(self, load: AdapterLoad, now: float) -> Work:
         """Start a load, in FIFO order per link; a failure is a ``LoadResult`` with ``error``, never an exception.
@@ -45,7 +42,6 @@ class Executor(Protocol):
         With ``EngineParts.waits_by_layer``, the load to the device may start while that to the host is in flight, and
         copies each layer once it has been read.
         """
-        ...
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Drop the state of an adapter in ``tier`` (host buffers, device views); its pages are already free.
@@ -53,7 +49,6 @@ class Executor(Protocol):
         Never called while a step in flight uses it there, with one exception: an image in the host tier may be dropped
         while a step in flight reads it. The executor keeps the image until that step has ended.
         """
-        ...
 
 
 class AdapterReader(Protocol):
@@ -65,7 +60,6 @@ class AdapterReader(Protocol):
         Raises:
             AdapterError: It cannot be served on this base; gives ``name`` and the reason.
         """
-        ...
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Check adapters, by name and directory, as far as their weights need not be read; they stay on disk.
@@ -74,7 +68,6 @@ class AdapterReader(Protocol):
             For each its version, or the reason why it cannot be served. An executor brings the version to the host tier
             on demand; only then a fault of the weights themselves appears.
         """
-        ...
 
 
 def check_each(

@@ -73,17 +73,14 @@ class OpenFile(Protocol):
     @property
     def size(self) -> int:
         """Size in bytes, at the time it was opened."""
-        ...
 
     @property
     def identity(self) -> FileIdentity:
         """Its present identity."""
-        ...
 
     @property
     def is_pinned(self) -> bool:
         """Whether a read of bytes that were written after the opening fails."""
-        ...
 
     def read(self, offset: int, length: int) -> bytes:
         """Return a range of it, all of ``length`` bytes. Blocks.
@@ -91,11 +88,9 @@ class OpenFile(Protocol):
         Raises:
             AdapterError: The range lies beyond its end, or cannot be read.
         """
-        ...
 
     def close(self) -> None:
         """Close it."""
-        ...
 
 
 class LocalFile:
@@ -139,16 +134,13 @@ class Folder(Protocol):
     @property
     def name(self) -> str:
         """The adapter, for messages."""
-        ...
 
     @property
     def place(self) -> str:
         """Its path or URL."""
-        ...
 
     def read(self, file: str, max_bytes: int) -> bytes:
         """Return the content of a small file, of at most ``max_bytes`` bytes; errors as for ``open``."""
-        ...
 
     def open(self, file: str, max_bytes: int) -> OpenFile:
         """Open a file of at most ``max_bytes`` bytes.
@@ -157,15 +149,12 @@ class Folder(Protocol):
             AdapterError: It is missing, unreadable, or too large.
             AdapterForbidden: It lies outside of all places that are allowed.
         """
-        ...
 
     def find_weights(self) -> str:
         """Return the name of the weight file, or raise ``AdapterError`` if there is none."""
-        ...
 
     def identify(self, file: str, max_bytes: int) -> FileIdentity:
         """Return the present identity of a file of at most ``max_bytes`` bytes; errors as for ``open``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

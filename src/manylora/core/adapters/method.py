@@ -27,17 +27,14 @@ class AdapterSettings(Protocol):
     @property
     def base_model(self) -> str | None:
         """The base it was trained on, as its author called it."""
-        ...
 
     @property
     def task_type(self) -> str | None:
         """PEFT's name of the task."""
-        ...
 
     @property
     def use_rslora(self) -> bool:
         """Whether scales divide by the root of the rank."""
-        ...
 
     def stored_modules(self, tensors: Mapping[str, StoredTensor]) -> tuple[StoredModule, ...]:
         """Return the modules in a weight file, sorted by name.
@@ -45,7 +42,6 @@ class AdapterSettings(Protocol):
         Raises:
             AdapterError: A tensor is not understood.
         """
-        ...
 
     def match(self, tensors: Mapping[str, StoredTensor], base: BaseShape) -> tuple[ModuleWeights, ...]:
         """Return the weights of every module, in the base's module order; at least one.
@@ -55,7 +51,6 @@ class AdapterSettings(Protocol):
         Raises:
             AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
         """
-        ...
 
 
 class AdapterMethod(Protocol):
@@ -63,7 +58,6 @@ class AdapterMethod(Protocol):
 
     def accepts(self, config: Mapping[str, Any]) -> bool:
         """Return whether a configuration asks for this method."""
-        ...
 
     def parse(self, name: str, config: Mapping[str, Any]) -> AdapterSettings:
         """Check the content of ``adapter_config.json``; ``name`` is the adapter, for messages.
@@ -71,7 +65,6 @@ class AdapterMethod(Protocol):
         Raises:
             AdapterError: The configuration is malformed or unsupported.
         """
-        ...
 
 
 METHODS: list[AdapterMethod] = []

@@ -57,7 +57,6 @@ class Registry(Protocol):
             AdapterForbidden: The URL is not in a registry that is allowed.
             AdapterError: It is too large, has no identity, or the server does not answer.
         """
-        ...
 
     def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
         """Return a range of a file, all of it.
@@ -65,7 +64,6 @@ class Registry(Protocol):
         Raises:
             AdapterError: It is another file now than ``head`` describes, or cannot be read.
         """
-        ...
 
 
 class RemoteFile:

@@ -1,4 +1,4 @@
-"""Calls to the kernel that Python has no function for."""
+"""Calls to the kernel that Python has no function for; each raises ``OSError`` if the kernel refuses it."""
 
 from __future__ import annotations
 
@@ -42,20 +42,12 @@ def _checked(result: int) -> int:
 
 
 def system_call(number: int, *arguments: Any) -> int:
-    """Make a system call.
-
-    Raises:
-        OSError: The kernel refused it.
-    """
+    """Make a system call."""
     return _checked(_libc.syscall(ctypes.c_long(number), *arguments))
 
 
 def prctl(option: int, *arguments: int) -> int:
-    """Change a property of this process.
-
-    Raises:
-        OSError: The kernel refused it.
-    """
+    """Change a property of this process."""
     values = [ctypes.c_ulong(one) for one in (*arguments, 0, 0, 0, 0)[:4]]
     return _checked(_libc.prctl(option, *values))
 
@@ -69,11 +61,7 @@ class _CapabilitySets(ctypes.Structure):
 
 
 def keep_capabilities(kept: Iterable[int]) -> None:
-    """Drop every capability of this thread whose number is not in ``kept``.
-
-    Raises:
-        OSError: The kernel refused it.
-    """
+    """Drop every capability of this thread whose number is not in ``kept``."""
     header = _CapabilityHeader(version=0x20080522, pid=0)
     sets = (_CapabilitySets * 2)()
     _checked(_libc.capget(ctypes.byref(header), sets))
@@ -86,62 +74,38 @@ def keep_capabilities(kept: Iterable[int]) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces that are shared with the parent.
-
-    Raises:
-        OSError: The kernel refused it.
-    """
+    """Leave namespaces that are shared with the parent."""
     _checked(_libc.unshare(flags))
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Mount a file system, or bind a folder or file to another place.
-
-    Raises:
-        OSError: The kernel refused it.
-    """
+    """Mount a file system, or bind a folder or file to another place."""
     texts = [None if one is None else os.fsencode(one) for one in (source, target, kind, options)]
     _checked(_libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]))
 
 
 def unmount(target: str) -> None:
-    """Take the topmost mount at a place away, with all below it; files that are open stay usable.
-
-    Raises:
-        OSError: The kernel refused it.
-    """
+    """Take the topmost mount at a place away, with all below it; files that are open stay usable."""
     detach = 2
     _checked(_libc.umount2(os.fsencode(target), detach))
 
 
 def restrict_mounts(target: str) -> None:
-    """Make a mount and all below it read-only, without rights by programs.
-
-    Raises:
-        OSError: The kernel refused it, or is older than 5.12.
-    """
+    """Make a mount and all below it read-only, without rights by programs; refused by kernels older than 5.12."""
     here, recursive, read_only, no_set_user = -100, 0x8000, 1, 2
     attributes = (ctypes.c_uint64 * 4)(read_only | no_set_user)
     system_call(_SET_MOUNT, here, os.fsencode(target), recursive, attributes, ctypes.c_size_t(32))
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Make a mount the root, and put the old root at a place in it.
-
-    Raises:
-        OSError: The kernel refused it.
-    """
+    """Make a mount the root, and put the old root at a place in it."""
     if MACHINE not in _PIVOT_ROOT:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     system_call(_PIVOT_ROOT[MACHINE], os.fsencode(new), os.fsencode(old))
 
 
 def take_file(pid: int, fd: int) -> int:
-    """Return a descriptor of the file that process ``pid`` has open as ``fd``; a descendant, or of the same rights.
-
-    Raises:
-        OSError: There is no such file, or the kernel refused it.
-    """
+    """Return a descriptor of the file that process ``pid`` has open as ``fd``; a descendant, or of the same rights."""
     if not hasattr(os, "pidfd_open"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     process = os.pidfd_open(pid)

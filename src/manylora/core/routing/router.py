@@ -29,7 +29,6 @@ class Router(Protocol):
             among: Indices of the replicas that can serve, rising; at least one. An outage should move only the requests
                 of the replica that is out.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,15 +105,12 @@ class Scaler(Protocol):
 
     def decide(self, now: float, load: FleetLoad, *, num_serving: int, num_starting: int) -> ScalingDecision:
         """Return the number of replicas that should serve; draining replicas are in neither number."""
-        ...
 
     def started(self, took_s: float) -> None:
         """Learn the time that a start took, to the first request that the replica can take."""
-        ...
 
     def predict_capacity(self, rate: float) -> None:
         """Learn the requests per second of a replica, as predicted from its steps."""
-        ...
 
 
 class Autoscaler:

@@ -108,15 +108,12 @@ class Policy(Protocol):
 
     def __len__(self) -> int:
         """Return the number of waiting sequences."""
-        ...
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Add a sequence that arrived."""
-        ...
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a waiting sequence that was cancelled or failed."""
-        ...
 
     def squash(self, now: float) -> list[Sequence]:
         """Name running sequences to pre-empt before the step, because one that they passed can run after all.
@@ -127,7 +124,6 @@ class Policy(Protocol):
 
     def begin(self, now: float) -> None:
         """Begin a step."""
-        ...
 
     @property
     def first_in_line(self) -> Sequence | None:
@@ -136,15 +132,12 @@ class Policy(Protocol):
         Set by ``begin``. Another may be named once it is admitted, and when a later one is offered before any was
         refused, or comes to be owed its turn.
         """
-        ...
 
     def offer(self) -> Sequence | None:
         """Return the next sequence to try, ``None`` to stop for this step. Each at most once a step."""
-        ...
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
         """Learn the outcome for the sequence just offered; one that was admitted waits no more."""
-        ...
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Learn that an admitted sequence ended."""
@@ -156,7 +149,6 @@ class Policy(Protocol):
 
     def upcoming(self, count: int) -> list[Sequence]:
         """Return up to ``count`` waiting sequences, likeliest to be next first: their adapters are worth fetching."""
-        ...
 
     def queues(self) -> tuple[QueueStatus, ...]:
         """Return its queues for status pages, smallest requests first."""

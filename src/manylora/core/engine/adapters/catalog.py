@@ -26,7 +26,7 @@ _HEIGHT = {tier: height for height, tier in enumerate(Tier)}
 
 
 class AdapterCatalog:
-    """Registers, replaces, pins, warms and unregisters adapters by name.
+    """Registers, replaces, pins, warms and unregisters adapters by name; ``AdapterNotFound`` if there is no such name.
 
     Args:
         num_pages: Pages in the pool.
@@ -126,18 +126,13 @@ class AdapterCatalog:
         return self.status(name, now)
 
     def unregister(self, name: str, now: float) -> None:
-        """Remove a name; its version is freed when the requests on it have ended.
-
-        Raises:
-            AdapterNotFound: No such name.
-        """
+        """Remove a name; its version is freed when the requests on it have ended."""
         self._forget_if_unnamed(self._registry.remove(name), now)
 
     def pin(self, name: str, pinned: bool, now: float) -> AdapterStatus:
         """Load an adapter to the device and keep it there, or undo that.
 
         Raises:
-            AdapterNotFound: No such name.
             CapacityError: Pinning it would leave too little room for a request in flight.
         """
         version = self._registry.get(name).version
@@ -153,7 +148,6 @@ class AdapterCatalog:
         """Start loading an adapter to the device before any request for it.
 
         Raises:
-            AdapterNotFound: No such name.
             CapacityError: There is no idle memory for it.
         """
         residency = self._loader.warm(self._registry.get(name).version, now)
@@ -162,11 +156,7 @@ class AdapterCatalog:
         return self.status(name, now)
 
     def status(self, name: str, now: float) -> AdapterStatus:
-        """Return one adapter's status.
-
-        Raises:
-            AdapterNotFound: No such name.
-        """
+        """Return one adapter's status."""
         named = self._registry.get(name)
         residency = self._cache.residencies[named.version.key]
         used_at = residency.last_used_at

@@ -69,11 +69,9 @@ class EvictionPolicy(Protocol):
 
     def add(self, item: IdleItem, depth: Depth) -> None:
         """Add an item that may be dropped."""
-        ...
 
     def remove(self, key: ItemKey) -> None:
         """Remove an item that may no longer be dropped."""
-        ...
 
     def evict(self, key: ItemKey, now: float) -> None:
         """Remove an item that was dropped for a claim."""
@@ -81,7 +79,6 @@ class EvictionPolicy(Protocol):
 
     def victim(self, depth: Depth, now: float, spare: AdapterKey | None = None) -> IdleItem | None:
         """Return the item of that depth least worth keeping, other than ``spare``; it stays until it is removed."""
-        ...
 
     def price(self, item: IdleItem, now: float) -> float:
         """Return the worth of keeping an idle item, in seconds of reloading saved per second and page.

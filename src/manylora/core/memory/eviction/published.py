@@ -47,11 +47,9 @@ class AdapterScore(Protocol):
 
     def used(self, key: AdapterKey, now: float) -> None:
         """Record that a request needs it."""
-        ...
 
     def forget(self, key: AdapterKey) -> None:
         """Forget an adapter that was unloaded."""
-        ...
 
     def evicted(self, item: IdleItem) -> None:
         """Record that it was dropped for a claim."""
@@ -59,7 +57,6 @@ class AdapterScore(Protocol):
 
     def place(self, item: IdleItem) -> tuple[Hashable, float]:
         """Return its group and its order in the group, lowest first (see ``ranking.py``)."""
-        ...
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
         """Return the adapters whose place has changed since the last call, other than by the calls above."""
@@ -67,7 +64,6 @@ class AdapterScore(Protocol):
 
     def worth(self, item: IdleItem, now: float) -> float:
         """Return its score; the lowest goes first."""
-        ...
 
 
 class ByAge(EvictionPolicy):

@@ -26,11 +26,9 @@ class LengthPredictor(Protocol):
 
     def predict(self, sequence: Sequence) -> LengthEstimate:
         """Return an estimate, given the tokens generated so far: always more than those, never beyond the cap."""
-        ...
 
     def observe(self, sequence: Sequence) -> None:
         """Learn from a sequence that ended by itself or at its cap, not from a cancelled sequence."""
-        ...
 
 
 def bounded_estimate(sequence: Sequence, p50: float, p90: float) -> LengthEstimate:
