@@ -10,11 +10,9 @@ from typing import Any
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
+from manylora.core.types import MAX_LOGPROBS
 
-__all__ = ["MOST_LOGPROBS", "FleetConfig", "WebConfig"]
-
-MOST_LOGPROBS = 20
-"""Most log-probabilities of a token, as in OpenAI's API."""
+__all__ = ["FleetConfig", "WebConfig"]
 
 _http, _replicas = partial(option, panel="HTTP"), partial(option, panel="Replicas")
 
@@ -163,7 +161,7 @@ class WebConfig:
         None, metavar="FILE", help="Chat template in place of the model's own: a file, or the template itself."
     )
     max_logprobs: int = _http(
-        MOST_LOGPROBS, at_least=0, at_most=MOST_LOGPROBS, help="Most log-probabilities of a token that a request gets."
+        MAX_LOGPROBS, at_least=0, at_most=MAX_LOGPROBS, help="Most log-probabilities of a token that a request gets."
     )
     request_id_headers: bool = _http(
         False,

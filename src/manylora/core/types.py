@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 MAX_LOGPROBS = 20
+"""Most log-probabilities of a token, as in OpenAI's API."""
 MAX_BAD_WORDS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
@@ -180,7 +181,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             most = getattr(self, name)
             check(most is None or 0 <= most <= MAX_LOGPROBS, name, f"a number from 0 to {MAX_LOGPROBS}")
-        check(len(self.stop) <= MAX_STOPS and all(self.stop), "stop", "at most 16 strings, none of them empty")
+        check(len(self.stop) <= MAX_STOPS and all(self.stop), "stop", f"at most {MAX_STOPS} strings, none empty")
         for stop in self.stop:
             check(len(stop) <= MAX_STOP_CHARS, "stop", f"strings of at most {MAX_STOP_CHARS} characters")
         check(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", "token ids of 0 or more")

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.core.errors import ContextExceeded, ModelNotFound, RequestError
-from manylora.core.server_config import MOST_LOGPROBS
-from manylora.core.types import Request, SamplingParams
+from manylora.core.types import MAX_LOGPROBS, Request, SamplingParams
 from manylora.serving.api.answers import RequestAnswers
 from manylora.serving.api.prompt_part import NO_DETAILS, Details
 from manylora.serving.api.request import AnswerCall, Context
@@ -181,7 +180,7 @@ def _check_logprobs(call: AnswerCall[Any], sampling: SamplingParams, prompts: Se
     limit = call.context.max_model_len
     longest = sampling.max_tokens or call.settings.defaults.max_new_tokens or limit
     num_tokens = sum(min(longest, limit - len(prompt)) for prompt in prompts) * (call.body.n or 1)
-    most = max(MAX_ANSWER_LOGPROBS, limit * (1 + MOST_LOGPROBS))  # one answer may always be as long as the context
+    most = max(MAX_ANSWER_LOGPROBS, limit * (1 + MAX_LOGPROBS))  # one answer may always be as long as the context
     if num_tokens * (1 + sampling.logprobs) > most:
         raise RequestError(
             f"The answers may have {num_tokens} tokens with {1 + sampling.logprobs} log-probabilities each, expected "
