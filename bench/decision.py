@@ -29,6 +29,7 @@ from manylora.core.scheduling import POLICIES
 from manylora.core.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams, Tier
 from manylora.lab.bench.rounds import in_turns, middle_of_rounds
 from manylora.lab.catalog.models import base_shape
+from manylora.lab.sim.run.executor import SimulatedWork
 
 STEP_S = 0.03
 TOKEN = SampledToken(token_id=1)
@@ -49,25 +50,15 @@ SCALES = (Scale(64, 1_000, 1_000, 150.0), Scale(128, 3_000, 3_000, 500.0), Scale
 """From a small service to more than one engine ever has."""
 
 
-class _Done:
-    """Work that is done."""
-
-    def __init__(self, result: StepResult | LoadResult, ready_at: float) -> None:
-        self.result = result
-        self.ready_at = ready_at
-
-    def poll(self, now: float) -> StepResult | LoadResult | None:
-        return self.result if now >= self.ready_at else None
-
-
 class _NullExecutor:
     """Does nothing; a load takes two steps' time."""
 
-    def launch(self, plan: StepPlan, now: float) -> _Done:
-        return _Done(StepResult(tokens={part.seq_id: TOKEN for part in plan.sequences if part.is_sampled}), now)
+    def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
+        tokens = {part.seq_id: TOKEN for part in plan.sequences if part.is_sampled}
+        return SimulatedWork(now, StepResult(tokens=tokens))
 
-    def load_adapter(self, load: AdapterLoad, now: float) -> _Done:
-        return _Done(LoadResult(), now + 2 * STEP_S)
+    def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
+        return SimulatedWork(now + 2 * STEP_S, LoadResult())
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         pass

@@ -33,6 +33,7 @@ from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterKey, SampledToken, Tier
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.sim.build import SimulatedReader
+from manylora.lab.sim.run.executor import SimulatedWork
 
 TICK_S = 1e-4
 NUM_TICKS = 100_000
@@ -51,15 +52,6 @@ class _Step:
         return StepResult(tokens=dict.fromkeys(self.seq_ids, SampledToken(token_id=int(now / TICK_S) % NUM_TICKS)))
 
 
-@dataclass(frozen=True, slots=True)
-class _InstantLoad:
-    ready_at: float
-
-    def poll(self, now: float) -> LoadResult | None:
-        """Return at once: nothing is copied."""
-        return LoadResult()
-
-
 class PacedExecutor:
     """Takes as long for a step as the prompts in it ask for, and stamps its tokens with the time."""
 
@@ -72,9 +64,9 @@ class PacedExecutor:
         self._free_at = max(now, self._free_at) + step_s
         return _Step(self._free_at, tuple(part.seq_id for part in plan.sequences if part.is_sampled))
 
-    def load_adapter(self, load: AdapterLoad, now: float) -> _InstantLoad:
+    def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
         """Start a load, which is done already."""
-        return _InstantLoad(now)
+        return SimulatedWork(now, LoadResult())
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Nothing is kept, so nothing is dropped."""

@@ -22,6 +22,7 @@ from manylora.core.types import SampledToken
 from manylora.lab.costs.calibrate import fit_profile, predict_times, regime_of
 from manylora.lab.costs.fitted import FittedCost, MachineSpeed
 from manylora.lab.costs.profile import CostProfile
+from manylora.lab.measure.plots import new_figure
 from manylora.lab.sim.run.executor import SimulatedExecutor, SimulatedWork
 
 WINDOW_S = 2.0
@@ -241,17 +242,11 @@ def explained(measured: Array, predicted: Array) -> float:
 
 def plot_speed(runs: dict[str, Curve], path: Path) -> Path:
     """Draw how slow the machine was over time, a curve for each run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10.0, 3.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure((10.0, 3.0))
     for label, (at, factors) in runs.items():
         axes.plot(at, factors, label=label, linewidth=1.0)
     axes.axhline(1.0, color="#888888", linewidth=0.5)
     axes.set(xlabel="seconds", ylabel="measured / predicted", title=f"how slow the machine was, over {WINDOW_S:g} s")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
     return path

@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -44,6 +44,7 @@ from publishing import RESULTS, arguments, publish, table
 
 from manylora.demo import demo_adapters
 from manylora.lab.bench.rounds import machine
+from manylora.lab.measure.plots import new_figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "attack"))
 from attack_target import MIB, SIMULATED, Target, running
@@ -364,23 +365,17 @@ def summary(soak: Soak, options: argparse.Namespace) -> tuple[dict[str, Any], st
 
 def draw(soak: Soak, path: Path) -> None:
     """Draw memory, descriptors and threads over time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 7.0), layout="constrained")
-    FigureCanvasAgg(figure)
-    plots: list[tuple[str, Callable[[Any], float]]] = [
-        ("resident memory, MiB", lambda row: row[1] / MIB),
-        ("descriptors", lambda row: row[2]),
-        ("threads", lambda row: row[3]),
-    ]
-    for axes, (label, value) in zip(figure.subplots(3, 1, sharex=True), plots, strict=True):
+    figure, columns = new_figure((14.0, 4.0), columns=3)
+    for column, (axes, label) in enumerate(
+        zip(columns, ("resident memory, MiB", "descriptors", "threads"), strict=True)
+    ):
+        unit = 1 if column else MIB
         for name, samples in soak.samples.items():
-            axes.plot([row[0] / 60 for row in samples], [value(row) for row in samples], label=name, linewidth=1)
-        axes.set_ylabel(label)
+            values = [row[1 + column] / unit for row in samples]
+            axes.plot([row[0] / 60 for row in samples], values, label=name, linewidth=1)
+        axes.set(xlabel="minutes", ylabel=label)
         axes.set_ylim(bottom=0)
         axes.legend()
-    axes.set_xlabel("minutes")
     figure.savefig(path, dpi=120)
 
 

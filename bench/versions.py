@@ -11,14 +11,9 @@ interval. A process that imports either version uses only what both have: the `E
   base, 8 adapters, and 32 adapters of rank 8 to 64 on all linears. Beside it the milliseconds of the processor per
   token.
 * *decision*: microseconds of one scheduling decision at the largest scale of `decision.py`.
-* *simulator*: processor seconds of one simulated run.
+* *simulator*: processor seconds of one simulated run of 4,000 requests.
 * *http*: tokens per second over HTTP from an engine without a model, 200 streams, and the processor seconds of
   the run: of server, engine, client and floor.
-
-Was the work against hostile requests free? Five minutes against a checkout of the commit before it
-(`git worktree add /tmp/before COMMIT`)::
-
-    python bench/versions.py --before /tmp/before --only throughput --only http --name hardening_speed
 
 A machine that is busy at the start is refused at once. Writes `bench/results/NAME.json` and `.md`, by default
 `versions`.
@@ -78,26 +73,28 @@ print("FOUND " + json.dumps(found))
 """
 
 SIMULATOR = """
-import contextlib, io, json, sys, time
-from manylora.cli import main
-duration = "30" if sys.argv[2] == "quick" else "600"
-sys.argv = ["manylora", "simulate", "--policy", "chameleon", "--rate", "8", "--duration", duration]
-main_time = time.process_time()
-with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-    main()
-print("FOUND " + json.dumps({"simulator: processor seconds": time.process_time() - main_time}))
+import json, random, sys, time
+from manylora.core.config import SchedulerConfig
+from manylora.lab.sim.run.simulation import simulate
+from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
+rng, at, requests = random.Random(1), 0.0, []
+for index in range(200 if sys.argv[2] == "quick" else 4000):
+    at += rng.expovariate(9.0)
+    sizes = dict(num_prompt_tokens=rng.randint(20, 400), num_output_tokens=rng.randint(5, 80))
+    adapter = f"a{min(int(rng.paretovariate(0.7)) - 1, 99)}"
+    requests.append(RequestSpec(arrival_s=at, adapter=adapter, **sizes))
+adapters = tuple(AdapterSpec(name=f"a{index}", rank=(8, 16, 32, 64, 128)[index % 5]) for index in range(100))
+config = make_config(Setup(model="llama-7b", hardware="a40", scheduler=SchedulerConfig(policy="chameleon")))
+began = time.process_time()
+simulate(Workload(name="versions", requests=tuple(requests), adapters=adapters), config)
+print("FOUND " + json.dumps({"simulator: processor seconds": time.process_time() - began}))
 """
 
 HTTP = """
-import inspect, json, resource, sys
+import json, resource, sys
 from http_cost import measure_http
-
-
-def rates_name():
-    return next(name for name in inspect.signature(measure_http).parameters if name not in ("num_streams", "seconds"))
-
-
-(result,) = measure_http(num_streams=200, seconds=1.0 if sys.argv[2] == "quick" else 3.0, **{rates_name(): (2000.0,)})
+(result,) = measure_http(num_streams=200, seconds=1.0 if sys.argv[2] == "quick" else 3.0, rates=(2000.0,))
 used = [resource.getrusage(kind) for kind in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
 cpu_s = sum(one.ru_utime + one.ru_stime for one in used)
 found = {"http: tokens per second": result.seen.tokens_per_s, "processor, http: seconds of the run": cpu_s}
