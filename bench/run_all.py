@@ -42,13 +42,9 @@ COMMANDS: dict[str, list[str]] = {
 }
 """Commands of manylora by name."""
 
-BY_HAND = (
-    *("clients.py", "gpu.py", "http_client.py", "paced.py", "peers.py", "proxy_parts.py"),
-    *("scaling.py", "scaling_live.py", "versions.py"),
-)
+BY_HAND = ("clients.py", "gpu.py", "peers.py", "scaling.py", "scaling_live.py", "versions.py")
 """Not run here: `clients.py` installs packages (`make clients`), `gpu.py` needs a GPU, `peers.py` is for a model of
-one's own, `scaling.py` and `scaling_live.py` read one trace by its name, `versions.py` needs another checkout.
-`http_cost.py` and `proxy.py` start the others."""
+one's own, `scaling.py` and `scaling_live.py` read one trace by its name, `versions.py` needs another checkout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +58,9 @@ class Outcome:
 
 
 def find_scripts(folder: Path) -> list[Path]:
-    """Return the programs in a folder, other than this one; modules that others import have no main."""
-    programs = (path for path in sorted(folder.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8"))
+    """Return the benchmarks in a folder: programs that publish a result. Others are parts, or started by benchmarks."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))}
+    programs = (path for path, text in texts.items() if "__main__" in text and "from publishing import" in text)
     return [path for path in programs if path.name not in (Path(__file__).name, *BY_HAND)]
 
 

@@ -10,17 +10,19 @@ import typer
 
 from manylora.cli.app import app as cli
 
-WRITES = "import sys\nif __name__ == '__main__':\n    open(sys.argv[0] + '.args', 'w').write(' '.join(sys.argv[1:]))\n"
+PROGRAM = "# from publishing import\nimport sys\nif __name__ == '__main__':\n    "
+WRITES = f"{PROGRAM}open(sys.argv[0] + '.args', 'w').write(' '.join(sys.argv[1:]))\n"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Four programs, one of them broken and one that reads traces, and a module."""
+    """Four benchmarks, one of them broken and one that reads traces, a module, and a program that a benchmark starts."""
     (tmp_path / "a.py").write_text(WRITES)
-    (tmp_path / "b.py").write_text("if __name__ == '__main__':\n    raise SystemExit(3)\n")
+    (tmp_path / "b.py").write_text(f"{PROGRAM}raise SystemExit(3)\n")
     (tmp_path / "c.py").write_text(f"# has quick=\n{WRITES}")
     (tmp_path / "traces.py").write_text(WRITES)
     (tmp_path / "module.py").write_text("raise RuntimeError('no program')\n")
+    (tmp_path / "client.py").write_text("if __name__ == '__main__':\n    raise RuntimeError('no benchmark')\n")
     return tmp_path
 
 
@@ -70,7 +72,7 @@ def test_every_script_that_can_read_traces_is_given_them() -> None:
     readers = {name for name, text in texts.items() if '"--traces"' in text}
     assert readers == set(run_all.TRACES) - set(run_all.COMMANDS)
     assert set(run_all.ALWAYS) <= set(texts)
-    assert {"gpu.py", "run_all.py", "publishing.py"}.isdisjoint(texts)
+    assert {"gpu.py", "run_all.py", "publishing.py", "open_loop.py", "paced.py"}.isdisjoint(texts)
 
 
 def test_commands_of_manylora_are_those_that_it_has() -> None:
