@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manylora.cli.options.fields import PLUGINS, flags_of
-from manylora.cli.options.vllm_flag_table import SAME_NAMES, TRANSLATED, VLLM_FLAGS
+from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
 from manylora.core.config import (
     AdapterConfig,
     EngineConfig,
@@ -25,7 +25,7 @@ from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
 from manylora.route.config import ProxyConfig
 
-__all__ = ["options_page", "vllm_section"]
+__all__ = ["SAME_NAMES", "options_page", "vllm_section"]
 
 _HEAD = """# Options
 
@@ -34,6 +34,17 @@ scenario. A file for `manylora serve --config` takes the names of flags (`step-t
 (`step_target_s = 0.1`), and `KEY=VALUE` as a table. `manylora.Engine` takes the fields of the first four sections
 and `seed` as keywords.
 """
+
+_SAME = """
+    --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --block-size --chat-template
+    --config --device --disable-fastapi-docs --download-dir --dtype --enable-log-requests --enable-request-id-headers
+    --generation-config --gpu-memory-utilization --host --log-level --lora-modules --max-cpu-loras --max-logprobs
+    --max-loras --max-model-len --max-num-batched-tokens --max-num-seqs --port --reasoning-parser --revision
+    --root-path --seed --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile
+    --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
+"""
+SAME_NAMES = tuple(_SAME.split())
+"""Flags that mean the same here (``--config`` reads TOML)."""
 
 _VLLM_HEAD = """## Flags of `vllm serve`
 

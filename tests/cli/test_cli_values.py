@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import typer
-from options_page import vllm_section
+from options_page import SAME_NAMES, vllm_section
 
 from manylora.cli.app import make_app
 from manylora.cli.options.adapter_folders import adapters_below, collect_adapters
 from manylora.cli.options.config_file import read_config_file
 from manylora.cli.options.values import parse_adapter, parse_size
 from manylora.cli.options.vllm import exposure_warning, near_names, spread_lists, take_out, with_vllm_environment
-from manylora.cli.options.vllm_flag_table import SAME_NAMES, TRANSLATED, VLLM_FLAGS
+from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
 

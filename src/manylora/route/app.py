@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -59,30 +60,24 @@ class RoutedLoadBody(msgspec.Struct, kw_only=True):
     src: str = ""
 
 
+@dataclass(slots=True, eq=False)
 class RouterRoutes:
     """The routes that the router answers itself.
 
     Args:
-        config: Keys, and whether the router manages adapters.
+        config: Whether the router manages adapters.
+        gate: Knows the keys of callers.
         backends: All of them.
         adapters: Loads and unloads adapters on all backends.
         metrics: The router's own.
     """
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        backends: Backends,
-        adapters: RoutedAdapters,
-        metrics: ProxyMetrics,
-    ) -> None:
-        self._config = config
-        self._backends = backends
-        self._catalog = backends.catalog
-        self._adapters = adapters
-        self._metrics = metrics
-        self._gate = Gate(config.api_keys, config.admin_key)
-        self._started_at = time.time()
+    config: ProxyConfig
+    gate: Gate
+    backends: Backends
+    adapters: RoutedAdapters
+    metrics: ProxyMetrics
+    _started_at: float = field(default_factory=time.time)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -101,41 +96,41 @@ class RouterRoutes:
         ]
 
     async def _list_models(self, request: Request) -> Response:
-        self._gate.check_inference(request)
-        if not len(self._catalog):
+        self.gate.check_inference(request)
+        if not len(self.backends.catalog):
             raise self._none_up()
-        return Response(self._catalog.listing(), media_type="application/json")
+        return Response(self.backends.catalog.listing(), media_type="application/json")
 
     async def _get_model(self, request: Request) -> Response:
-        self._gate.check_inference(request)
+        self.gate.check_inference(request)
         name = request.path_params["name"]
-        card = self._catalog.card(name)
+        card = self.backends.catalog.card(name)
         if card is None:
             raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
         return Response(bytes(card), media_type="application/json")
 
     async def _health(self, request: Request) -> Response:
-        if not self._backends.num_up:
+        if not self.backends.num_up:
             raise self._none_up()
-        return _json({"status": "serving", "backends": self._backends.num_up})
+        return _json({"status": "serving", "backends": self.backends.num_up})
 
     async def _version(self, request: Request) -> Response:
         return _json({"version": __version__})
 
     async def _read_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.render(self._backends), media_type=CONTENT_TYPE_LATEST)
+        return Response(self.metrics.render(self.backends), media_type=CONTENT_TYPE_LATEST)
 
     async def _status(self, request: Request) -> Response:
-        self._gate.check_admin(request)
+        self.gate.check_admin(request)
         return _json(
             {
                 "version": __version__,
                 "time": time.time(),
                 "started_at": self._started_at,
-                "router": self._config.router,
-                "models": len(self._catalog),
-                "bases": self._catalog.bases,
-                "backends": [_status_of(backend, monotonic()) for backend in self._backends],
+                "router": self.config.router,
+                "models": len(self.backends.catalog),
+                "bases": self.backends.catalog.bases,
+                "backends": [_status_of(backend, monotonic()) for backend in self.backends],
             }
         )
 
@@ -146,9 +141,9 @@ class RouterRoutes:
         name, path = body.lora_name or body.name, body.lora_path or body.src
         if not name or not path:
             raise _invalid("Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if name else "lora_name")
-        if name in self._catalog.bases:
+        if name in self.backends.catalog.bases:
             raise _invalid(f"The name '{name[:200]}' is the base model's; an adapter needs another one.", "lora_name")
-        await self._adapters.load(name, path, in_place=bool(body.load_inplace))
+        await self.adapters.load(name, path, in_place=bool(body.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: Request) -> Response:
@@ -159,16 +154,16 @@ class RouterRoutes:
             name = (await _body(request)).lora_name
         if not name:
             raise _invalid("'lora_name' must be provided.", "lora_name")
-        await self._adapters.unload(name)
+        await self.adapters.unload(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _check_admin(self, request: Request) -> None:
-        self._gate.check_admin(request)
-        if not self._config.manage_adapters:
+        self.gate.check_admin(request)
+        if not self.config.manage_adapters:
             raise HttpError(403, "This router does not manage adapters; start it with --manage-adapters.")
 
     def _none_up(self) -> CapacityError:
-        return CapacityError("No backend is up; please try again.", retry_after_s=self._config.poll_s, status=503)
+        return CapacityError("No backend is up; please try again.", retry_after_s=self.config.poll_s, status=503)
 
 
 def make_app(config: ProxyConfig, relay: ASGIApp, routes: RouterRoutes) -> ASGIApp:

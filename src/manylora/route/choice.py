@@ -107,10 +107,7 @@ class Choice(Generic[M]):
             assert member is not None
             chosen = member
         sent = Sent(
-            replica=0,
-            adapter=model or None,
-            rank=self._ranks.get(model, 0),
-            num_prompt_tokens=num_prompt_tokens,
+            replica=0, adapter=model or None, rank=self._ranks.get(model, 0), num_prompt_tokens=num_prompt_tokens
         )
         return Ticket(chosen, sent)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from manylora.core.config import MIB
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
 
@@ -30,14 +29,11 @@ class ProxyConfig:
         "address of a name, looked up again and again. Repeatable.",
     )
     backend_key: str | None = _backends(
-        None,
-        envvar="MANYLORA_BACKEND_KEY",
-        help="The API key that backends get, in place of the client's own.",
+        None, envvar="MANYLORA_BACKEND_KEY", help="The API key that backends get, in place of the client's own."
     )
     max_in_flight: int = _backends(
         256, unit="requests", at_least=1, help="Most requests at one backend at once; beyond it on all, 429."
     )
-    max_backends: int = option(256, unit="backends", at_least=1, help="Most backends; further addresses are ignored.")
     resolve_s: float = _backends(10.0, unit="s", above=0, help="Time between two look-ups of a DNS name.")
 
     router: str = _routing("affinity", plugin="router", help="Routing policy: chooses the backend of a request.")
@@ -123,7 +119,6 @@ class ProxyConfig:
         help="The key for /status and for loading adapters; by default an API key, or any client on this machine.",
     )
     drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="Time that SIGTERM waits for requests in flight.")
-    max_body_bytes: int = option(32 * MIB, unit="bytes", at_least=1024, help="Largest request body.")
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -178,7 +178,7 @@ def read_models(body: bytes) -> tuple[dict[str, Card], dict[str, msgspec.Raw], S
     try:
         if body.count(b"{") > MAX_SAMPLES:  # before an object is made of each
             raise ValueError(f"more than {MAX_SAMPLES} objects, expected {MAX_ADAPTERS} models at most")
-        cards = _cards.decode(body).data
+        cards = _cards.decode(body).data  # first: its items are objects, so that their number is bounded
         if len(cards) > MAX_ADAPTERS:
             raise ValueError(f"{len(cards)} models, expected {MAX_ADAPTERS} at most")
         raw = _models.decode(body).data

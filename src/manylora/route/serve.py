@@ -26,6 +26,7 @@ from manylora.route.fleet.polls import Polls, Resolve, resolve
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.relay.relay import Relay
 from manylora.route.relay.selection import Selection
+from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 
@@ -66,8 +67,9 @@ class Proxy:
         adapters = RoutedAdapters(config, self.backends, changes, placement)
         self._polls = Polls(config, self.backends, adapters, choice, metrics, rng=rng, resolve=resolve)
         selection = Selection(config, self.backends, choice, changes, placement)
-        relay = Relay(config, self.backends, selection, placement, metrics)
-        self._app = make_app(config, relay, RouterRoutes(config, self.backends, adapters, metrics))
+        gate = Gate(config.api_keys, config.admin_key)
+        relay = Relay(config, gate, self.backends, selection, placement, metrics)
+        self._app = make_app(config, relay, RouterRoutes(config, gate, self.backends, adapters, metrics))
         self._config = config
         self._http: HttpServer | None = None
         self._is_stopping = False

@@ -83,9 +83,7 @@ class LoadOptions:
     popularity: str = _load("random", choices=tuple(POPULARITIES), help="Distribution of requests over adapters.")
     base_share: float = _load(0.0, at_least=0, at_most=1, help="Share of requests for the base.")
     workload: str | None = _load(
-        None,
-        metavar="FILE",
-        help="A workload in TOML, in place of the options above: traces, arrivals, locality.",
+        None, metavar="FILE", help="A workload in TOML, in place of the options above: traces, arrivals, locality."
     )
     traces: str | None = _load(None, metavar="DIR", help="Folder of the traces that it names.")
     seed: int = _load(0, at_least=0, help="Seed of all random draws.")
@@ -251,12 +249,7 @@ def bench_serve(chosen: Chosen) -> None:
 
 
 def _questions(
-    load: Workload,
-    names: ModelNames,
-    target: Target,
-    prompts: TokenPrompts | TextPrompts,
-    *,
-    first_prompt: int = 0,
+    load: Workload, names: ModelNames, target: Target, prompts: TokenPrompts | TextPrompts, *, first_prompt: int = 0
 ) -> list[LoadRequest]:
     served = dict(zip((adapter.name for adapter in load.adapters), names.adapters, strict=False))
     questions = []
@@ -285,12 +278,7 @@ def _run(options: LoadOptions, target: Target, questions: Sequence[LoadRequest],
 
         return asyncio.run(
             run_load(
-                target,
-                questions,
-                warm_up=first,
-                retries=options.retries,
-                timeout_s=options.timeout_s,
-                on_progress=show,
+                target, questions, warm_up=first, retries=options.retries, timeout_s=options.timeout_s, on_progress=show
             )
         )
 

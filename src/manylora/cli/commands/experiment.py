@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from manylora.cli.views.terminal import note, notes, out
+from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.errors import ConfigError
 from manylora.lab.experiments.cases import cases_of
 from manylora.lab.experiments.findings import Findings, overall
@@ -31,8 +30,7 @@ from manylora.lab.experiments.spec import Experiment
 __all__ = ["experiment_app"]
 
 experiment_app = typer.Typer(
-    help="Run published evaluations again, and compare with the published results.",
-    no_args_is_help=True,
+    help="Run published evaluations again, and compare with the published results.", no_args_is_help=True
 )
 
 QUICK_S = 60.0
@@ -57,8 +55,7 @@ def list_experiments() -> None:
 @experiment_app.command()
 def run(
     names: Annotated[
-        list[str],
-        typer.Argument(metavar="NAME...", help="Experiments, suites, [bold]all[/bold], or your own files."),
+        list[str], typer.Argument(metavar="NAME...", help="Experiments, suites, [bold]all[/bold], or your own files.")
     ],
     traces: Traces = None,
     output: Output = OUTPUT,
@@ -113,13 +110,9 @@ def _run(
     chosen: list[Experiment], runner: Runner, *, traces: Path | None, seeds: int | None, duration_s: float | None
 ) -> list[Findings]:
     cases = [cases_of(one, seeds=seeds or one.num_seeds, traces=traces, duration_s=duration_s) for one in chosen]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=notes) as progress:
-        task = progress.add_task("cases")
-        results = runner.run(
-            [case for of_one in cases for case in of_one.values()],
-            lambda done, of: progress.update(task, completed=done, total=of),
-        )
+    wanted = [case for of_one in cases for case in of_one.values()]
+    with progress_bar("cases", len(wanted)) as update:
+        results = runner.run(wanted, lambda done, of: update(completed=done, total=of))
     found = []
     for experiment, of_one in zip(chosen, cases, strict=True):
         by_place: dict[tuple[str, str], list[tuple[int, str]]] = {}

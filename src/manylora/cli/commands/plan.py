@@ -12,15 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.scenarios import (
-    PLACES,
-    Sets,
-    Traces,
-    WorkloadOptions,
-    change,
-    folders_of,
-    scenario_table,
-)
+from manylora.cli.options.scenarios import PLACES, Sets, Traces, WorkloadOptions, change, folders_of, scenario_table
 from manylora.cli.views.terminal import note, notes, out
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import ConfigError

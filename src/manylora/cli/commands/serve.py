@@ -29,14 +29,7 @@ from manylora.cli.options.values import (
 from manylora.cli.options.vllm import exposure_warning, near_names, spread_lists, take_out, with_vllm_environment
 from manylora.cli.views.terminal import note
 from manylora.core.adapters.folder import CONFIG_FILE
-from manylora.core.config import (
-    AdapterConfig,
-    EngineConfig,
-    MemoryConfig,
-    ModelConfig,
-    SchedulerConfig,
-    ServerConfig,
-)
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig, ServerConfig
 from manylora.core.errors import AdapterNotFound, ConfigError
 from manylora.core.memory import EVICTION_POLICIES
 from manylora.core.plugins import options_for, options_of

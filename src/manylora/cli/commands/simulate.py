@@ -54,8 +54,7 @@ def simulate_command(
     file: ScenarioFile = None,
     traces: Traces = None,
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write results.json, table.md and plots to this folder."),
+        Path | None, typer.Option(metavar="DIR", help="Write results.json, table.md and plots to this folder.")
     ] = None,
     sets: Sets = None,
 ) -> None:

@@ -83,9 +83,7 @@ Traces = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the 
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Any setting of a scenario, such as workload.lengths.scale=0.5. Repeatable.",
+        "--set", metavar="KEY=VALUE", help="Any setting of a scenario, such as workload.lengths.scale=0.5. Repeatable."
     ),
 ]
 

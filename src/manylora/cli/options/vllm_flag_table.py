@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SAME_AS", "SAME_NAMES", "TRANSLATED", "VLLM_FLAGS", "VllmFlag"]
+__all__ = ["SAME_AS", "TRANSLATED", "VLLM_FLAGS", "VllmFlag"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,17 +200,6 @@ VLLM_FLAGS: Mapping[str, VllmFlag] = {
     **{flag: VllmFlag(why=why, fine=()) for why, flags in _REFUSED.items() for flag in flags.split()},
 }
 """Flags by name."""
-
-_SAME = """
-    --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --block-size --chat-template
-    --config --device --disable-fastapi-docs --download-dir --dtype --enable-log-requests --enable-request-id-headers
-    --generation-config --gpu-memory-utilization --host --log-level --lora-modules --max-cpu-loras --max-logprobs
-    --max-loras --max-model-len --max-num-batched-tokens --max-num-seqs --port --reasoning-parser --revision
-    --root-path --seed --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile
-    --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
-"""
-SAME_NAMES = tuple(_SAME.split())
-"""Flags that mean the same here (``--config`` reads TOML)."""
 
 _SHORT = """
     -tp --tensor-parallel-size  -pp --pipeline-parallel-size  -dp --data-parallel-size

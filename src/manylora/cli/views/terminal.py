@@ -10,7 +10,7 @@ from functools import partial
 from typing import NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from manylora.core.logs import escape
@@ -39,8 +39,9 @@ def fail(message: str, *, code: int) -> NoReturn:
 @contextmanager
 def progress_bar(label: str, total: float) -> Iterator[Callable[..., None]]:
     """Show a progress bar on a terminal; yield a function with the arguments of ``rich.Progress.update``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=notes, transient=True, disable=not notes.is_terminal) as progress:
         yield partial(progress.update, progress.add_task(label, total=total))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from manylora.core.errors import CapacityError
 from manylora.route.backend import Backend
@@ -27,6 +28,7 @@ Answers = dict[Backend, tuple[int, str]]
 """Status and text by backend."""
 
 
+@dataclass(slots=True, eq=False)
 class RoutedAdapters:
     """Loads and unloads adapters on all backends. For the event loop's thread alone.
 
@@ -37,19 +39,11 @@ class RoutedAdapters:
         placement: Loads adapters on demand, and holds off while an adapter changes.
     """
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        backends: Backends,
-        changes: BackendChanges,
-        placement: AdapterPlacement,
-    ) -> None:
-        self._config = config
-        self._backends = backends
-        self._catalog = backends.catalog
-        self._changes = changes
-        self._placement = placement
-        self._one_at_a_time = asyncio.Lock()
+    config: ProxyConfig
+    backends: Backends
+    changes: BackendChanges
+    placement: AdapterPlacement
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """Load an adapter on every backend that is up.
@@ -65,8 +59,8 @@ class RoutedAdapters:
         def lacks(backend: Backend) -> bool:
             return in_place or name not in backend.cards or name in backend.outdated
 
-        async with self._one_at_a_time, self._placement.blocked(name):
-            up, known = self._up(), self._changes.log.get(name)
+        async with self._one_at_a_time, self.placement.blocked(name):
+            up, known = self._up(), self.changes.log.get(name)
             is_other = known is not None and known.path not in (None, path) and not in_place
             if not any(map(lacks, up)) or (is_other and not all(map(lacks, up))):
                 raise HttpError(
@@ -77,7 +71,7 @@ class RoutedAdapters:
                     kind="InvalidUserInput",
                 )
             is_same = known is not None and known.path == path and not in_place
-            change = known if known is not None and is_same else self._changes.log.next(path)
+            change = known if known is not None and is_same else self.changes.log.next(path)
             answers = await self._everywhere(name, change, lacks, in_place=in_place)
             self._enter(name, change, answers)
 
@@ -92,11 +86,11 @@ class RoutedAdapters:
         def holds(backend: Backend) -> bool:
             return name in backend.cards
 
-        async with self._one_at_a_time, self._placement.blocked(name):
-            known = self._changes.log.get(name)
+        async with self._one_at_a_time, self.placement.blocked(name):
+            known = self.changes.log.get(name)
             if not any(map(holds, self._up())) and (known is None or known.path is None):
                 raise HttpError(404, f"The lora adapter '{name[:200]}' cannot be found.", param="lora_name")
-            change = self._changes.log.next(None)
+            change = self.changes.log.next(None)
             self._enter(name, change, await self._everywhere(name, change, holds))
 
     async def prepare(self, backend: Backend) -> bool:
@@ -105,19 +99,19 @@ class RoutedAdapters:
         It may have them without an adapter that it cannot load, for which it then gets none. On a backend that is up,
         try failed changes again.
         """
-        account = self._changes.account_of(backend)
+        account = self.changes.account_of(backend)
         if backend.health.is_up:
-            self._placement.try_again(account, MAX_AGAIN)
+            self.placement.try_again(account, MAX_AGAIN)
             return True
-        await self._placement.ended(lambda other, name: other is backend)
+        await self.placement.ended(lambda other, name: other is backend)
         account.rejoin()
-        if missed := self._changes.missed(backend):
-            await self._changes.make(backend, missed, in_place=True)
-        return not self._changes.missed(backend)  # the log may have changed meanwhile
+        if missed := self.changes.missed(backend):
+            await self.changes.make(backend, missed, in_place=True)
+        return not self.changes.missed(backend)  # the log may have changed meanwhile
 
     def left(self, backend: Backend) -> None:
         """Forget a backend."""
-        self._changes.left(backend)
+        self.changes.left(backend)
 
     async def _everywhere(
         self, name: str, change: Change, concerns: Callable[[Backend], bool], *, in_place: bool = False
@@ -131,12 +125,12 @@ class RoutedAdapters:
         asked: dict[Backend, int] = {}  # and the number of times that it had joined
         while pending := [
             one
-            for one in self._backends
+            for one in self.backends
             if one.health.is_up and asked.get(one) != one.health.num_joins and concerns(one)
         ]:
             asked |= {one: one.health.num_joins for one in pending}
             done = await asyncio.gather(
-                *(self._changes.make(one, [(name, change)], in_place=in_place) for one in pending)
+                *(self.changes.make(one, [(name, change)], in_place=in_place) for one in pending)
             )
             answers |= {one: answer for one, (answer,) in zip(pending, done, strict=True)}
         return {backend: answer for backend, answer in answers.items() if not backend.is_leaving}
@@ -149,14 +143,14 @@ class RoutedAdapters:
         """
         failed = [(backend, status, text) for backend, (status, text) in answers.items() if status != 200]
         if not failed or len(failed) < len(answers):
-            dropped = self._changes.log.enter(name, change)
+            dropped = self.changes.log.enter(name, change)
             for backend, _, _ in failed:
-                self._catalog.hide(backend, name)
-            for account in self._changes.accounts:
+                self.backends.catalog.hide(backend, name)
+            for account in self.changes.accounts:
                 account.placed.pop(name, None)
                 if dropped is not None:
                     account.forget(dropped)
-                    self._catalog.show(account.backend, dropped)
+                    self.backends.catalog.show(account.backend, dropped)
         if failed:
             lines = "; ".join(f"{backend.url}: {status} {text[:200]}" for backend, status, text in failed)
             status = failed[0][1]
@@ -166,7 +160,7 @@ class RoutedAdapters:
             )
 
     def _up(self) -> list[Backend]:
-        up = [backend for backend in self._backends if backend.health.is_up]
+        up = [backend for backend in self.backends if backend.health.is_up]
         if not up:
-            raise CapacityError("No backend is up; please try again.", retry_after_s=self._config.poll_s, status=503)
+            raise CapacityError("No backend is up; please try again.", retry_after_s=self.config.poll_s, status=503)
         return up

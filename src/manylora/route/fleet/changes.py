@@ -183,6 +183,7 @@ class AdapterAccount:
         return [name for name, failure in self._failures.items() if now - failure.at >= AGAIN_S]
 
 
+@dataclass(slots=True, eq=False)
 class BackendChanges:
     """Makes changes of adapters on single backends, and accounts for them.
 
@@ -191,12 +192,10 @@ class BackendChanges:
         backends: Read their lists of models after a change.
     """
 
-    def __init__(self, config: ProxyConfig, backends: Backends) -> None:
-        self.log = ChangeLog()
-        self._timeout_s = config.place_timeout_s
-        self._backends = backends
-        self._catalog = backends.catalog
-        self._accounts: dict[Backend, AdapterAccount] = {}
+    config: ProxyConfig
+    backends: Backends
+    log: ChangeLog = field(default_factory=ChangeLog)
+    _accounts: dict[Backend, AdapterAccount] = field(default_factory=dict)
 
     @property
     def accounts(self) -> list[AdapterAccount]:
@@ -251,15 +250,15 @@ class BackendChanges:
             return await self.load(backend, name, change.path, in_place=in_place or name in backend.cards)
 
         answers = await asyncio.gather(*(call(name, change) for name, change in changes))
-        await self._backends.update_models(backend)
+        await self.backends.update_models(backend)
         for (name, change), (status, text) in zip(changes, answers, strict=True):
             if status == 200 and (name in backend.cards) == (change.path is not None):
                 account.note_made(name, change)
-                self._catalog.show(backend, name)
+                self.backends.catalog.show(backend, name)
                 continue
             account.note_failed(name, status, monotonic())
             if self.log.get(name) is change:
-                self._catalog.hide(backend, name)
+                self.backends.catalog.hide(backend, name)
             logger.warning(
                 "adapter_failed adapter=%s url=%s status=%d answer=%r", name, backend.url, status, text[:200]
             )
@@ -284,7 +283,7 @@ class BackendChanges:
         try:
             async with self.account_of(backend).calls:
                 status, answer = await backend.call(
-                    prefix + route, body, timeout_s=self._timeout_s, max_bytes=MAX_ANSWER_BYTES
+                    prefix + route, body, timeout_s=self.config.place_timeout_s, max_bytes=MAX_ANSWER_BYTES
                 )
         except FetchFailed as error:
             return 502, str(error)

@@ -20,6 +20,8 @@ __all__ = ["Backends"]
 
 REFRESH_S = 1.0
 """Least time between two reads of all lists of models for requests with unknown names."""
+MAX_BACKENDS = 256
+"""Further addresses are ignored."""
 MAX_MODELS_BYTES = 32 * 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class Backends:
         """
         if address.url in self._by_url:
             return None
-        if len(self._by_url) >= self._config.max_backends:
+        if len(self._by_url) >= MAX_BACKENDS:
             logger.warning("backend_ignored url=%s reason=%r", address.url, "too many backends")
             return None
         backend = self._by_url[address.url] = Backend(address, self._config, is_warm=is_warm)

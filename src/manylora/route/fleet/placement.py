@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from time import monotonic
 
 from manylora.route.backend import Backend
@@ -22,6 +23,7 @@ __all__ = ["AdapterPlacement"]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class AdapterPlacement:
     """Loads adapters on backends where requests want them. For the event loop's thread alone.
 
@@ -31,22 +33,15 @@ class AdapterPlacement:
         changes: Makes the changes of the log, which go before lists of models.
     """
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        backends: Backends,
-        changes: BackendChanges,
-    ) -> None:
-        self._max_placed = config.max_placed
-        self._backends = backends
-        self._catalog = backends.catalog
-        self._changes = changes
-        self._tasks: dict[tuple[Backend, str], asyncio.Task[bool]] = {}
-        self._blocked: str | None = None  # the adapter of a change that is under way
+    config: ProxyConfig
+    backends: Backends
+    changes: BackendChanges
+    _tasks: dict[tuple[Backend, str], asyncio.Task[bool]] = field(default_factory=dict)
+    _blocked: str | None = None  # the adapter of a change that is under way
 
     def can_place(self, backend: Backend, name: str) -> bool:
         """Whether an adapter can be placed on a backend: it is not there, its path is known, it did not just fail."""
-        account = self._changes.account_of(backend)
+        account = self.changes.account_of(backend)
         if (name in backend.cards and name not in backend.outdated) or name in (self._blocked, account.leaving):
             return False
         return account.can_try(name, monotonic()) and self._path(name) is not None
@@ -61,7 +56,7 @@ class AdapterPlacement:
 
     def note_used(self, backend: Backend, name: str) -> None:
         """Learn that a request for an adapter went to a backend."""
-        placed = self._changes.account_of(backend).placed
+        placed = self.changes.account_of(backend).placed
         if name in placed:
             del placed[name]
             placed[name] = monotonic()
@@ -69,7 +64,7 @@ class AdapterPlacement:
     def try_again(self, account: AdapterAccount, most: int) -> None:
         """Try changes again that failed on a backend, up to ``most`` of those that are due."""
         for name in account.failures_due(monotonic()):
-            change = self._changes.log.get(name)
+            change = self.changes.log.get(name)
             if change is None or account.has_made(name, change):
                 account.forget_failure(name)
             elif name != self._blocked and most:
@@ -83,7 +78,7 @@ class AdapterPlacement:
         self._blocked = name
         try:
             await self.ended(lambda backend, other: other == name)
-            for account in self._changes.accounts:
+            for account in self.changes.accounts:
                 if account.leaving == name:
                     async with account.making_room:
                         pass
@@ -97,15 +92,15 @@ class AdapterPlacement:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _place(self, backend: Backend, name: str) -> bool:
-        change, account = self._changes.log.get(name), self._changes.account_of(backend)
+        change, account = self.changes.log.get(name), self.changes.account_of(backend)
         if change is not None:
-            ((status, _),) = await self._changes.make(backend, [(name, change)], in_place=True)
+            ((status, _),) = await self.changes.make(backend, [(name, change)], in_place=True)
             return status == 200 and account.has_made(name, change)
-        path = self._catalog.source(name)
+        path = self.backends.catalog.source(name)
         if path is None or not await self._reserve(account, name):
             return False
-        status, text = await self._changes.load(backend, name, path, in_place=False)
-        await self._backends.update_models(backend)
+        status, text = await self.changes.load(backend, name, path, in_place=False)
+        await self.backends.update_models(backend)
         if status != 200:
             account.note_failed(name, status, monotonic())
             if name not in backend.cards:
@@ -117,7 +112,7 @@ class AdapterPlacement:
         """Count an adapter among those placed on a backend, after others were unloaded; return whether it has room."""
         placed = account.placed
         async with account.making_room:
-            while self._max_placed is not None and len(placed) >= self._max_placed:
+            while self.config.max_placed is not None and len(placed) >= self.config.max_placed:
                 idle = next((one for one in placed if self._is_idle(account.backend, one)), None)
                 if idle is None:
                     return False
@@ -135,19 +130,19 @@ class AdapterPlacement:
         """Unload an adapter; no request for it goes to the backend meanwhile."""
         backend = account.backend
         account.leaving = name
-        self._catalog.hide(backend, name)
+        self.backends.catalog.hide(backend, name)
         try:
-            answer = await self._changes.unload(backend, name)
-            await self._backends.update_models(backend)
+            answer = await self.changes.unload(backend, name)
+            await self.backends.update_models(backend)
             return answer
         finally:
             account.leaving = None
-            self._catalog.show(backend, name)
+            self.backends.catalog.show(backend, name)
 
     def _is_idle(self, backend: Backend, name: str) -> bool:
         is_used = backend.view.adapters[name] or (backend, name) in self._tasks
         return not is_used and name != self._blocked
 
     def _path(self, name: str) -> str | None:
-        change = self._changes.log.get(name)
-        return self._catalog.source(name) if change is None else change.path
+        change = self.changes.log.get(name)
+        return self.backends.catalog.source(name) if change is None else change.path

@@ -218,10 +218,7 @@ class Polls:
         num_own = backend.num_in_flight  # requests that begin or end meanwhile are no strangers either
         try:
             status, _ = await backend.call(
-                b"/metrics",
-                timeout_s=self._config.poll_timeout_s,
-                max_bytes=MAX_METRICS_BYTES,
-                on_piece=reader.feed,
+                b"/metrics", timeout_s=self._config.poll_timeout_s, max_bytes=MAX_METRICS_BYTES, on_piece=reader.feed
             )
         except FetchFailed:
             status = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass, field
 from time import monotonic
 
 import msgspec
@@ -40,54 +41,48 @@ FULL_AVOIDED_S = 1.0
 
 MOST_AVOIDED_S = 10.0
 """Longest ``Retry-After`` that is honoured, in seconds."""
+MAX_BODY_BYTES = 32 << 20
 MAX_HELD_BYTES = 1 << 30
 """Bytes of all long bodies until the first byte of their answers, up to which they may be sent again."""
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class Relay:
     """An ASGI application for the routes that are passed on.
 
     Args:
-        config: Limits and keys.
+        config: Limits.
+        gate: Knows the keys of callers.
         backends: All of them.
         selection: Chooses the backend of a request.
         placement: Learns which adapters are used.
         metrics: Counts.
     """
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        backends: Backends,
-        selection: Selection,
-        placement: AdapterPlacement,
-        metrics: ProxyMetrics,
-    ) -> None:
-        self._config = config
-        self._backends = backends
-        self._catalog = backends.catalog
-        self._selection = selection
-        self._placement = placement
-        self._metrics = metrics
-        self._gate = Gate(config.api_keys, config.admin_key)
-        self._bodies = BodyRoom(MAX_HELD_BYTES)
+    config: ProxyConfig
+    gate: Gate
+    backends: Backends
+    selection: Selection
+    placement: AdapterPlacement
+    metrics: ProxyMetrics
+    _bodies: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_HELD_BYTES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        client = Client(receive, self._bodies.enter(lambda: self._gate.caller_of(Request(scope))))
+        client = Client(receive, self._bodies.enter(lambda: self.gate.caller_of(Request(scope))))
         try:
-            self._gate.check_inference(Request(scope))
+            self.gate.check_inference(Request(scope))
             request = await self._read(scope, client)
             while not await self._try(request, client, send):
                 pass
         except ClientClosed:
-            self._metrics.refused("client gone")
+            self.metrics.refused("client gone")
         except _Refused as refusal:
             await refusal.send(send)
         except ManyloraError as error:
-            self._metrics.refused(str(error.status))
+            self.metrics.refused(str(error.status))
             await error_response(error)(scope, receive, send)
         finally:
             client.close()
@@ -98,7 +93,7 @@ class Relay:
         Raises:
             ManyloraError: The body is too large or no JSON object, or its model cannot be found.
         """
-        body = await client.body(self._config.max_body_bytes)
+        body = await client.body(MAX_BODY_BYTES)
         model, num_prompt_tokens = read_fields(body)
         return RelayedRequest(scope, model, num_prompt_tokens, await self._find(model), body)
 
@@ -109,14 +104,14 @@ class Relay:
             ModelNotFound: No backend lists it.
             CapacityError: No backend is up.
         """
-        found = self._catalog.find(model)
+        found = self.backends.catalog.find(model)
         if found is None:
-            await asyncio.shield(self._backends.refresh())
-            found = self._catalog.find(model)
+            await asyncio.shield(self.backends.refresh())
+            found = self.backends.catalog.find(model)
         if found is not None:
             return found
-        if not len(self._catalog):
-            raise self._selection.none_up()
+        if not len(self.backends.catalog):
+            raise self.selection.none_up()
         if model is None:
             raise ModelNotFound("The request names no model, and there is more than one base.", param="model")
         raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
@@ -125,7 +120,7 @@ class Relay:
 
     async def _try(self, request: RelayedRequest, client: Client, send: Send) -> bool:
         """Send a request to a backend; return whether the client has its answer, else it may be sent elsewhere."""
-        ticket = await self._selection.choose(request, client)
+        ticket = await self.selection.choose(request, client)
         backend, began_at = ticket.member, monotonic()
         adapter = request.found.adapter
         is_resident = backend.is_resident(adapter, began_at) if adapter else None
@@ -141,10 +136,10 @@ class Relay:
                 request.body = b""  # it will not be sent again
                 client.forget_body()
                 if adapter:
-                    self._placement.note_used(backend, adapter)
-                    self._metrics.adapter_request(backend, is_resident)
-                self._metrics.first_byte(backend, monotonic() - began_at)
-                await _pass_on(request.scope, client, send, exchange, idle_timeout_s=self._config.idle_timeout_s)
+                    self.placement.note_used(backend, adapter)
+                    self.metrics.adapter_request(backend, is_resident)
+                self.metrics.first_byte(backend, monotonic() - began_at)
+                await _pass_on(request.scope, client, send, exchange, idle_timeout_s=self.config.idle_timeout_s)
                 outcome = AttemptEnd.ANSWERED if exchange.is_whole else AttemptEnd.BROKEN
                 if exchange.failure is Failure.STALLED:
                     self._count_stall(backend, exchange)
@@ -156,7 +151,7 @@ class Relay:
             if exchange is not None:
                 exchange.cancel()
             ticket.end()
-            self._metrics.attempt(backend, outcome, monotonic() - began_at)
+            self.metrics.attempt(backend, outcome, monotonic() - began_at)
         reason = exchange.failure.value if exchange.failure is not None else str(exchange.status)
         logger.info(
             "retry url=%s model=%s reason=%s attempts=%d", backend.url, request.found.name, reason, request.num_sent
@@ -177,13 +172,13 @@ class Relay:
             num_body_bytes=len(body),
             headers=scope["headers"],
             authorization=backend.authorization,
-            passes_authorization=not self._config.api_keys,
+            passes_authorization=not self.config.api_keys,
             client=peer[0].encode() if peer else None,
         )
         connection, was_stale = backend.pool.idle(), False
         while True:
             exchange = Exchange(
-                backend, first_byte_s=self._config.first_byte_timeout_s, idle_s=self._config.idle_timeout_s
+                backend, first_byte_s=self.config.first_byte_timeout_s, idle_s=self.config.idle_timeout_s
             )
             client.waits_for(exchange)
             if connection is None:
@@ -216,23 +211,23 @@ class Relay:
                 request.num_lost += 1
             if exchange.failure is Failure.STALLED:
                 self._count_stall(backend, exchange)
-                request.refusal = _timed_out(self._config.first_byte_timeout_s)
+                request.refusal = _timed_out(self.config.first_byte_timeout_s)
                 if not exchange.is_backend_silent:
                     raise request.refusal
                 return AttemptEnd.FAILED
-            self._metrics.failure(backend, exchange.failure.value)
+            self.metrics.failure(backend, exchange.failure.value)
             if exchange.failure is not Failure.DOWN:
                 backend.failed(exchange.failure.value)
             return AttemptEnd.FAILED
         if exchange.status == 404 and request.found.adapter:
             # The adapter may be gone from there: another backend may have it, and the list tells later.
-            self._backends.refresh()
-            if not self._selection.can_retry(request):
+            self.backends.refresh()
+            if not self.selection.can_retry(request):
                 return AttemptEnd.ANSWERED
         elif exchange.status not in TRY_ELSEWHERE:
             backend.health.answered()
             return AttemptEnd.ANSWERED
-        self._metrics.failure(backend, str(exchange.status))
+        self.metrics.failure(backend, str(exchange.status))
         if exchange.status == 429:
             backend.avoid_until = monotonic() + FULL_AVOIDED_S
         elif exchange.status == 503:
@@ -242,7 +237,7 @@ class Relay:
         return AttemptEnd.REFUSED
 
     def _count_stall(self, backend: Backend, exchange: Exchange) -> None:
-        self._metrics.failure(backend, Failure.STALLED.value)
+        self.metrics.failure(backend, Failure.STALLED.value)
         if exchange.is_backend_silent:
             backend.stalled()
 

@@ -58,6 +58,7 @@ class RelayedRequest:
     refusal: ManyloraError | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Selection:
     """Chooses backends for requests.
 
@@ -69,19 +70,11 @@ class Selection:
         placement: Loads adapters.
     """
 
-    def __init__(
-        self,
-        config: ProxyConfig,
-        backends: Backends,
-        choice: Choice[Backend],
-        changes: BackendChanges,
-        placement: AdapterPlacement,
-    ) -> None:
-        self._config = config
-        self._catalog = backends.catalog
-        self._choice = choice
-        self._changes = changes
-        self._placement = placement
+    config: ProxyConfig
+    backends: Backends
+    choice: Choice[Backend]
+    changes: BackendChanges
+    placement: AdapterPlacement
 
     async def choose(self, request: RelayedRequest, client: Client) -> Ticket[Backend]:
         """Choose a backend and count the request there, also while its adapter is loaded.
@@ -96,7 +89,7 @@ class Selection:
             ticket = self._take(request, candidates)
             if not request.found.adapter or ticket.member in holders:
                 return ticket
-            placing = self._placement.place(ticket.member, request.found.name)
+            placing = self.placement.place(ticket.member, request.found.name)
             if holders:
                 ticket.end()
                 return self._take(request, holders)
@@ -106,12 +99,12 @@ class Selection:
 
     def can_retry(self, request: RelayedRequest) -> bool:
         """Whether a backend that lists the model is left for a request, and a try."""
-        return len(request.tried) <= self._config.retries and bool(self._available(request.found.holders, request))
+        return len(request.tried) <= self.config.retries and bool(self._available(request.found.holders, request))
 
     def none_up(self) -> CapacityError:
         """Return the error for a request whose backends are all down."""
         return CapacityError(
-            "No backend of this model is up; please try again.", retry_after_s=self._config.poll_s, status=503
+            "No backend of this model is up; please try again.", retry_after_s=self.config.poll_s, status=503
         )
 
     def _candidates(self, request: RelayedRequest) -> tuple[list[Backend], list[Backend]]:
@@ -119,11 +112,13 @@ class Selection:
         found = request.found
         if request.num_lost >= MAX_LOST:
             raise HttpError(500, f"{request.num_lost} backends were lost while they worked on this request.")
-        if len(request.tried) > self._config.retries:
+        if len(request.tried) > self.config.retries:
             raise self._last_refusal(request)
         holders = candidates = self._available(found.holders, request)
-        if found.base is not None and self._config.manage_adapters:
-            others = [one for one in self._catalog.of_base(found.base) if self._placement.can_place(one, found.name)]
+        if found.base is not None and self.config.manage_adapters:
+            others = [
+                one for one in self.backends.catalog.of_base(found.base) if self.placement.can_place(one, found.name)
+            ]
             candidates = [*holders, *self._available(others, request)]
         if not candidates:
             holders = candidates = self._regardless_of_health(request)
@@ -143,7 +138,7 @@ class Selection:
                 ticket.end()
 
     def _take(self, request: RelayedRequest, among: Sequence[Backend]) -> Ticket[Backend]:
-        return self._choice.choose(request.found.adapter, request.num_prompt_tokens, among)
+        return self.choice.choose(request.found.adapter, request.num_prompt_tokens, among)
 
     def _available(self, among: Iterable[Backend], request: RelayedRequest) -> list[Backend]:
         """Return the backends that can take the request; slow starts and requests to wait count if others are left."""
@@ -158,10 +153,10 @@ class Selection:
         """
         found = request.found
         num_up = sum(one.health.is_up for one in found.holders)
-        if 100 * num_up >= self._config.panic_threshold * len(found.holders):
+        if 100 * num_up >= self.config.panic_threshold * len(found.holders):
             return []
         left = [one for one in found.holders if one not in request.tried and one.can_be_tried()]
-        return [one for one in left if not found.adapter or self._changes.is_current(one, found.name)]
+        return [one for one in left if not found.adapter or self.changes.is_current(one, found.name)]
 
     def _last_refusal(self, request: RelayedRequest) -> ManyloraError:
         """Return the error for a request that no backend is left for."""
