@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.values import parse_address, repeat_option
+from manylora.cli.views.simulate_report import write_results
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
@@ -311,7 +312,6 @@ def _show(reports: dict[str, LoadReport]) -> None:
 
 
 def _save(folder: Path, reports: dict[str, LoadReport], load: Workload, url: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     command = "manylora " + " ".join(sys.argv[1:])
     content = {
         "command": command,
@@ -320,18 +320,14 @@ def _save(folder: Path, reports: dict[str, LoadReport], load: Workload, url: str
         "workload": load.name,
         "runs": {label: report.as_data() for label, report in reports.items()},
     }
-    (folder / "results.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
-        for label, report in reports.items():
-            for record in report.records:
-                file.write(json.dumps({"run": label, **asdict(record)}) + "\n")
+    records = ({"run": label, **asdict(one)} for label, report in reports.items() for one in report.records)
     parts = [f"# {load.name}", f"`{command}`"]
     for label, report in reports.items():
         parts += [f"## {label}", *(table.markdown() for table in report.tables())]
         parts += [f"Warning: {warning}." for warning in report.generator.warnings]
     if len(reports) > 1:
         parts.append(_tax(reports).markdown())
-    (folder / "table.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    list(write_results(folder, content, records, parts))
     if can_plot():
         runs = {label: report.records for label, report in reports.items()}
         plot_latencies(runs, folder / "latency.png")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from manylora.lab.sim.run.simulation import Run, SimulationConfig
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.workloads import Workload
 
-__all__ = ["SimulationReport", "print_report", "setup_of", "write_report"]
+__all__ = ["SimulationReport", "print_report", "setup_of", "write_report", "write_results"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,8 @@ def print_report(report: SimulationReport, console: Console) -> None:
 def write_report(report: SimulationReport, folder: Path) -> Iterator[Path]:
     """Write the report to a folder; yield the path of each file.
 
-    `results.json` has the scenario, the summary and the counters of replicas; `requests.jsonl` a line per request;
-    `table.md` the tables. Plots need matplotlib.
+    ``results.json`` has the scenario, the summary and the counters of replicas. Plots need matplotlib.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     content = {
         "scenario": report.table,
         "num_pages": report.config.num_pages,
@@ -67,26 +65,29 @@ def write_report(report: SimulationReport, folder: Path) -> Iterator[Path]:
         "summary": asdict(report.summary),
         "replicas": [asdict(stats) for stats in report.run.stats],
     }
-    results = folder / "results.json"
-    results.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    yield results
-    requests = folder / "requests.jsonl"
-    with requests.open("w", encoding="utf-8") as file:
-        for record in report.run.records:
-            fields = asdict(record)
-            del fields["gaps_s"]
-            file.write(json.dumps(fields) + "\n")
-    yield requests
-    markdown = folder / "table.md"
+    records = ({name: value for name, value in asdict(one).items() if name != "gaps_s"} for one in report.run.records)
     parts = [f"# {report.scenario.workload.name}", _headline(report), *(one.markdown() for one in _tables(report))]
-    markdown.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    yield markdown
+    yield from write_results(folder, content, records, parts)
     if can_plot():
         yield plot_latencies({report.scenario.workload.name: report.run.records}, folder / "latency.png")
         for replica, timeline in enumerate(report.run.timelines):
             ending = f"-{replica}.png" if len(report.run.timelines) > 1 else ".png"
             yield plot_memory(timeline, folder / f"memory{ending}")
             yield plot_queues(timeline, folder / f"queues{ending}")
+
+
+def write_results(
+    folder: Path, content: Mapping[str, object], records: Iterable[Mapping[str, object]], parts: Iterable[str]
+) -> Iterator[Path]:
+    """Write the results of a run, a line for each request, and its tables to a folder; yield the path of each file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (
+        ("results.json", json.dumps(content, indent=1)),
+        ("requests.jsonl", "\n".join(map(json.dumps, records))),
+        ("table.md", "\n\n".join(parts)),
+    ):
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+        yield folder / name
 
 
 def setup_of(report: SimulationReport) -> str:
