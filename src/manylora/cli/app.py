@@ -53,7 +53,7 @@ _COMMANDS = {name: (panel, place) for panel, commands in _PANELS.items() for nam
 
 
 def make_app(names: Collection[str] = tuple(_COMMANDS)) -> typer.Typer:
-    """Return the tree of these commands, and import no others: a server does not wait for those of a simulator.
+    """Return the tree of these commands, and import no others: a server does not wait for the imports of a simulator.
 
     Of several commands, those are left out whose libraries are not installed; one alone raises ``ModuleNotFoundError``.
     """
@@ -88,7 +88,7 @@ _OTHER_ENGINES = """
     -h --help --builder --config --device --devices --in-process --max-replicas --replicas --simulate
 """
 _NO_EARLY_ENGINE = frozenset(_OTHER_ENGINES.split())
-"""Options of `serve` with which the first engine may be another one, or there is none."""
+"""Options of `serve` with which the first engine may differ, or there is none."""
 
 
 def __getattr__(name: str) -> Any:

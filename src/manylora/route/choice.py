@@ -90,7 +90,7 @@ class Choice(Generic[M]):
             self._slots = [other for other in self._slots if other is not None]
 
     def choose(self, model: str, num_prompt_tokens: int, available: Seq[M]) -> Ticket[M]:
-        """Choose one of the ``available`` backends, at least one, and count the request there.
+        """Choose a backend among the ``available``, of which there is at least one, and count the request there.
 
         Args:
             model: The adapter; empty for the base.
@@ -112,7 +112,7 @@ class Choice(Generic[M]):
         return Ticket(chosen, sent)
 
     def learn_ranks(self, ranks: Mapping[str, int]) -> None:
-        """Learn the ranks of adapters; those of earlier reports are forgotten once there are too many."""
+        """Learn the ranks of adapters; once there are too many, ranks of earlier reports are forgotten."""
         if len(self._ranks) + len(ranks) > MOST_RANKS:
             self._ranks.clear()
         self._ranks.update(ranks)

@@ -94,7 +94,7 @@ class MetricsReader:
                 self._read_line(line)
 
     def result(self) -> BackendMetrics:
-        """Return the figures, with those of a last line that has no line break."""
+        """Return the figures; the last line may have no line break."""
         self.feed(b"\n")
         return self._metrics
 

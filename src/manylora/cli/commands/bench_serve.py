@@ -56,7 +56,7 @@ _server, _load, _prompts, _figures = (partial(option, panel=name) for name in ("
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """The options of `manylora bench serve`; those of the load are named as in `vllm bench serve`."""
+    """The options of `manylora bench serve`; options of the load have the names of `vllm bench serve`."""
 
     url: str = _server("http://127.0.0.1:8000", help="Address of the server.")
     models: tuple[str, ...] = _server(
@@ -144,7 +144,7 @@ class LoadOptions:
         )
 
     def names(self, target: Target) -> ModelNames:
-        """Return the models that requests name; those that are not given are asked for."""
+        """Return the models that requests name; the server is asked for names that are not given."""
         found = asyncio.run(discover_models(target)) if self.base_model is None or not self.models else None
         return ModelNames(
             base=self.base_model or (found.base if found else ""),

@@ -126,7 +126,7 @@ def _get(url: str, body: Mapping[str, object] | None = None) -> Any:
 
 
 def print_answers(answers: Sequence[Answer], *, base: str, prompts: Sequence[str]) -> int:
-    """Print a table of adapters by prompts with right or wrong answers; return the number of wrong ones.
+    """Print a table of adapters by prompts with right or wrong answers; return the number of wrong answers.
 
     Answers of the base are not checked.
     """

@@ -1,4 +1,4 @@
-"""`manylora functions`: isolated functions, on one machine or on many; `manylora backbone`: the base of some."""
+"""`manylora functions`: isolated functions, on one machine or on many; `manylora backbone`: a base for them."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def backbone(
 
 
 def _local_folder(folder: str) -> str:
-    """Return a model's folder; that of a hub's name in its cache, since functions have no network."""
+    """Return a model's folder; a name of the hub is fetched to its cache, since functions have no network."""
     if Path(folder).is_dir():
         return str(Path(folder).resolve())
     from huggingface_hub import snapshot_download

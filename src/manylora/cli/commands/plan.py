@@ -81,7 +81,7 @@ class ServiceOptions:
         return {"rate": float((len(times) - 1) / times[-1])}
 
     def adapter_settings(self) -> dict[str, Any]:
-        """Return the settings of a scenario for the number of adapters, or for those of a folder."""
+        """Return the settings of a scenario for a number of adapters, or for the adapters in a folder."""
         if self.adapters is None:
             return {}
         if self.adapters.isdigit():
@@ -92,7 +92,7 @@ class ServiceOptions:
         return {"workload.adapters": adapters_in(folder)}
 
     def prices(self) -> dict[str, Any]:
-        """Return ``price``, ``prices`` by hardware, both or neither; ``ConfigError`` if one is no number."""
+        """Return ``price``, ``prices`` by hardware, both or neither; ``ConfigError`` for a price that is no number."""
         prices: dict[str, float] = {}
         found: dict[str, Any] = {}
         for text in self.price:

@@ -34,9 +34,9 @@ def collect_adapters(
     Of two folders with one name the first is taken; `--lora-modules` goes before both.
 
     Args:
-        modules: As of ``parse_adapter``.
-        folders: As of ``adapters_below``.
-        roots: As of ``adapters_below``.
+        modules: Values of `--lora-modules`.
+        folders: Values of `--lora-dir`.
+        roots: Real paths below which links may lead; ``None`` for anywhere.
         registries: URLs below which those of `--lora-modules` must lie.
 
     Raises:

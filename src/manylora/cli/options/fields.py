@@ -93,7 +93,7 @@ class Flag:
 
     @property
     def metavar(self) -> str | None:
-        """The placeholder of the value in the help; ``None`` for that of its type."""
+        """The placeholder of the value in the help; ``None`` for the name of its type."""
         names = self.known.choices or sorted(PLUGINS.get(self.known.plugin or "", ()))
         unit = self.known.unit
         of_unit = {"bytes": "SIZE", "s": "SECONDS"}.get(unit, unit.upper()) if unit is not None else None

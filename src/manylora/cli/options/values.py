@@ -164,7 +164,7 @@ def repeat_option(
 
 
 def log_to_stderr(level: str, process: str) -> None:
-    """Log messages of a level and above, as those of a process."""
+    """Log messages of a level and above, under the name of a process."""
     if level not in LOG_LEVELS:
         raise typer.BadParameter(f"Got {level!r}, expected one of {', '.join(LOG_LEVELS)}", param_hint="--log-level")
     configure_logging(level.upper(), process)

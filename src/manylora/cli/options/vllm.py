@@ -27,7 +27,7 @@ _SEVERAL = ("--served-model-name", "--api-key")
 """Flags with several values, if the model comes before them: after them, the last would be the model."""
 
 SAME_SPELLING = 0.9
-"""Share of equal letters from which a flag counts as a mistyped other one."""
+"""Share of equal letters from which a flag counts as another flag, mistyped."""
 
 
 def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -136,7 +136,7 @@ def _as_aliases(args: Sequence[str]) -> list[str]:
 
 
 def near_names(name: str, names: Collection[str]) -> list[str]:
-    """Return the flags that a mistyped one may have meant: all words but one, or nearly all letters, are the same.
+    """Return the flags that a mistyped flag may stand for: all its words but one, or nearly all letters, are the same.
 
     Names that are near in letters alone (``--max-logs``, ``--max-loras``) mislead.
     """

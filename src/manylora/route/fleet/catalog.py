@@ -1,4 +1,4 @@
-"""The models of the whole fleet: which backend lists which, and the union as one answer."""
+"""The models of the whole fleet: the backends that list each model, and the union of the lists as an answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Found:
 
 
 class Catalog:
-    """Models by name; ``bases`` are those without a parent."""
+    """Models by name; ``bases`` are the models without a parent."""
 
     def __init__(self) -> None:
         self.bases: Sequence[str] = ()

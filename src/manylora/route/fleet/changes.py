@@ -1,4 +1,4 @@
-"""The changes of adapters that the router was told, and each backend's account of those that it has made.
+"""The changes of adapters that the router was told, and each backend's account of the changes that it has made.
 
 An adapter that was unloaded keeps an entry, so that a backend that was away does not bring it back. Of these entries
 the oldest are dropped beyond a bound.
@@ -203,7 +203,7 @@ class BackendChanges:
         return list(self._accounts.values())
 
     def account_of(self, backend: Backend) -> AdapterAccount:
-        """Return the account of a backend; of a leaving one, none is kept."""
+        """Return the account of a backend; that of a backend which is leaving is not kept."""
         account = self._accounts.get(backend)
         if account is None:
             account = AdapterAccount(backend)
@@ -240,7 +240,7 @@ class BackendChanges:
             in_place: Whether to replace adapters also where the backend is not known to have them.
 
         Returns:
-            Status and text of each answer, as of ``load``.
+            Status and text of each answer, as ``load`` returns them.
         """
         account = self.account_of(backend)
 
@@ -265,7 +265,7 @@ class BackendChanges:
         return answers
 
     async def load(self, backend: Backend, name: str, path: str, *, in_place: bool) -> tuple[int, str]:
-        """Load an adapter on a backend, in place of one of its name if asked to.
+        """Load an adapter on a backend, if asked to in place of the adapter of that name.
 
         Returns:
             Status and text of the answer; 502 without an answer.

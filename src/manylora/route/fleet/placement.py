@@ -62,7 +62,7 @@ class AdapterPlacement:
             placed[name] = monotonic()
 
     def try_again(self, account: AdapterAccount, most: int) -> None:
-        """Try changes again that failed on a backend, up to ``most`` of those that are due."""
+        """Try changes again that failed on a backend and are due, up to ``most`` of them."""
         for name in account.failures_due(monotonic()):
             change = self.changes.log.get(name)
             if change is None or account.has_made(name, change):
@@ -73,7 +73,7 @@ class AdapterPlacement:
 
     @contextlib.asynccontextmanager
     async def blocked(self, name: str) -> AsyncIterator[None]:
-        """Hold off loads and unloads of an adapter on demand, once those under way have ended. For one at a time."""
+        """Let loads and unloads of an adapter on demand end, and hold others off; for one adapter at a time."""
         assert self._blocked is None
         self._blocked = name
         try:
@@ -109,7 +109,7 @@ class AdapterPlacement:
         return status == 200
 
     async def _reserve(self, account: AdapterAccount, name: str) -> bool:
-        """Count an adapter among those placed on a backend, after others were unloaded; return whether it has room."""
+        """Make room for an adapter on a backend, and count it among the placed; return whether there is room."""
         placed = account.placed
         async with account.making_room:
             while self.config.max_placed is not None and len(placed) >= self.config.max_placed:

@@ -20,7 +20,7 @@ MAX_HELD_BYTES = 256 * 1024
 
 
 class Exchange:
-    """The receiver of one answer.
+    """One attempt of a request at a backend: receives the answer and passes it on.
 
     Args:
         backend: Where the request was sent.
@@ -36,7 +36,7 @@ class Exchange:
         self.last = b""
         """The last piece, for the end of a stream that breaks off."""
         self.is_backend_silent = False
-        """Whether no other answer of the backend went on either, in the time limit that this one has met."""
+        """Whether the backend sent nothing to any other request either, within the time limit that this attempt met."""
         self._first_byte_s = first_byte_s
         self._idle_s = idle_s
         self._is_paused = False

@@ -98,7 +98,7 @@ class Relay:
         return RelayedRequest(scope, model, num_prompt_tokens, await self._find(model), body)
 
     async def _find(self, model: str | None) -> Found:
-        """Return a model; of an unknown one, after the lists of models were read anew.
+        """Return a model; for an unknown name the lists of models are read anew first.
 
         Raises:
             ModelNotFound: No backend lists it.

@@ -52,7 +52,7 @@ class Address:
         return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
 
     def at(self, ip: str) -> Address:
-        """Return one of the addresses of a name."""
+        """Return the address of a name's backend at an IP address."""
         return replace(self, host=ip, is_name_of_many=False)
 
 
@@ -132,7 +132,7 @@ def answer_headers(headers: Headers) -> Headers:
 
 
 def _named_in_connection(headers: Headers) -> frozenset[bytes]:
-    """Return the headers that ``Connection`` names as meant for this hop alone."""
+    """Return the headers that ``Connection`` names as meant for one hop only."""
     return frozenset(
         token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")
     )

@@ -32,7 +32,7 @@ class Failure(Enum):
     LOST = "lost"
     """The connection ended before the answer did."""
     STALE = "stale"
-    """A connection that had served others ended at once, before any byte: the backend may have closed it before."""
+    """A connection with earlier exchanges ended at once, before any byte: the backend may have closed it before."""
     ILLEGAL = "illegal"
     """The answer is not HTTP, or its head is too large."""
     STALLED = "stalled"
@@ -188,7 +188,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Hand on the head, unless it is an interim one."""
+        """Hand on the head of the answer; interim answers are left out."""
         status = self._parser.get_status_code()
         if status < 200 and status != 101:
             return
@@ -206,7 +206,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pieces.append(piece)
 
     def on_message_complete(self) -> None:
-        """Note the end of the answer; an interim one is followed by the real one."""
+        """Note the end of the answer; an interim answer is followed by the real answer."""
         if self._has_head:
             self._is_whole = True
             self._keeps_alive = self._parser.should_keep_alive()  # the parser forgets it behind this call

@@ -29,7 +29,7 @@ class CannotConnect(Exception):
 
 
 class Pool:
-    """The connections to one address; ``num_surplus`` counts those closed for bytes behind an answer.
+    """The connections to one address; ``num_surplus`` counts connections closed for bytes behind an answer.
 
     Args:
         address: Of the backend.
