@@ -39,6 +39,8 @@ from manylora.serving.hosting.engine.service import load_builder
 load_builder(TORCH_BUILDER)
 """
 READER = "import manylora.execution.storage.reader_service"
+HELP = "from manylora.cli.app import make_app; make_app()"
+ROUTER = "from manylora.cli.app import make_app; make_app(('route',)); import manylora.route.serve"
 OTHERS: dict[str, tuple[str, list[str]]] = {
     "api": (
         API,
@@ -47,6 +49,22 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
     "engine": (
         ENGINE,
         ["numba", "prometheus_client", "rich", "starlette", "typer", "uvicorn", "manylora.serving.server"],
+    ),
+    "help": (HELP, ["torch", "transformers", "scipy", "numba", "starlette", "uvicorn", "zmq"]),
+    "router": (
+        ROUTER,
+        *(
+            [
+                "torch",
+                "transformers",
+                "scipy",
+                "numba",
+                "zmq",
+                "manylora.lab",
+                "manylora.execution",
+                "manylora.functions",
+            ],
+        ),
     ),
     "reader": (READER, ["huggingface_hub", "numba", "torch", "transformers", "zmq", "manylora.serving.hosting"]),
 }

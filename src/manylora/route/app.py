@@ -29,19 +29,11 @@ from manylora.serving.http.errors import HttpError, error_response, on_error, on
 
 __all__ = ["RouterRoutes", "make_app"]
 
-PASSED_ON = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
-    "/tokenize",
-    "/detokenize",
-    "/pooling",
-    "/classify",
-)
+_PASSED_ON = """
+    /v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/embeddings /v1/score /v1/rerank
+    /tokenize /detokenize /pooling /classify
+"""
+PASSED_ON = tuple(_PASSED_ON.split())
 """Routes whose JSON body names a model. All others of a backend stay behind the router, its admin routes above all."""
 
 MAX_BODY_BYTES = 64 * 1024

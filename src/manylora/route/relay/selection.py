@@ -1,8 +1,8 @@
 """The backend of a request: a router's choice among the backends that can take it, and the load of its adapter there.
 
-Candidates are the backends that list the model and were not tried yet. With ``manage_adapters`` the backends of the same
-base are candidates as well: if the router wants one of them, the adapter is loaded there. The request waits for the load
-where no other backend has the adapter; otherwise another backend takes it, and the load is for later requests.
+Candidates are the backends that list the model and were not tried yet. With ``manage_adapters`` the backends of the
+same base are candidates as well: if the router wants one of them, the adapter is loaded there. The request waits for
+the load where no other backend has the adapter; otherwise another backend takes it, and the load is for later requests.
 """
 
 from __future__ import annotations
