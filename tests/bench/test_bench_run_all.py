@@ -16,7 +16,7 @@ WRITES = f"{PROGRAM}open(sys.argv[0] + '.args', 'w').write(' '.join(sys.argv[1:]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Four benchmarks, one of them broken and one that reads traces, a module, and a program that a benchmark starts."""
+    """Four benchmarks, one broken and one that reads traces, a module, and a program that a benchmark starts."""
     (tmp_path / "a.py").write_text(WRITES)
     (tmp_path / "b.py").write_text(f"{PROGRAM}raise SystemExit(3)\n")
     (tmp_path / "c.py").write_text(f"# has quick=\n{WRITES}")
