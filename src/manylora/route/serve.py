@@ -18,10 +18,9 @@ from manylora.route.app import RouterRoutes, make_app
 from manylora.route.backend import Backend
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.adapters import RoutedAdapters
+from manylora.route.fleet.adapters import AdapterPlacement, RoutedAdapters
 from manylora.route.fleet.changes import BackendChanges
 from manylora.route.fleet.members import Backends
-from manylora.route.fleet.placement import AdapterPlacement
 from manylora.route.fleet.polls import Polls, Resolve, resolve
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.relay.relay import Relay

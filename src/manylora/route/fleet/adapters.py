@@ -1,4 +1,8 @@
-"""Adapters of the whole fleet: loaded, replaced and unloaded on every backend as one operation.
+"""Adapters of the whole fleet: placed on demand on single backends, and changed on every backend as one operation.
+
+On demand, an adapter that one backend lists is loaded on another of the same base, from its path. ``max_placed`` bounds
+the adapters that the router keeps on a backend by itself. The least recently used of them without requests is unloaded
+to make room; an adapter that the router did not place is never unloaded.
 
 The log holds the changes that were made through this router. A backend that joins or returns makes those that it missed
 before it gets requests; one that cannot load an adapter joins without it. A backend that failed on a change gets no
@@ -8,24 +12,153 @@ requests for that adapter until it has made the change, which is tried again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from time import monotonic
 
 from manylora.core.errors import CapacityError
 from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.changes import BackendChanges, Change
+from manylora.route.fleet.changes import AdapterAccount, BackendChanges, Change
 from manylora.route.fleet.members import Backends
-from manylora.route.fleet.placement import AdapterPlacement
 from manylora.serving.http.errors import HttpError
 
-__all__ = ["RoutedAdapters"]
+__all__ = ["AdapterPlacement", "RoutedAdapters"]
 
 MAX_AGAIN = 4
 """Failed changes that are tried again on one backend at one poll."""
 
+logger = logging.getLogger(__name__)
+
 Answers = dict[Backend, tuple[int, str]]
 """Status and text by backend."""
+
+
+@dataclass(slots=True, eq=False)
+class AdapterPlacement:
+    """Loads adapters on backends where requests want them. For the event loop's thread alone.
+
+    Args:
+        config: The bound.
+        backends: Read their lists of models after a load.
+        changes: Makes the changes of the log, which go before lists of models.
+    """
+
+    config: ProxyConfig
+    backends: Backends
+    changes: BackendChanges
+    _tasks: dict[tuple[Backend, str], asyncio.Task[bool]] = field(default_factory=dict)
+    _blocked: str | None = None  # the adapter of a change that is under way
+
+    def can_place(self, backend: Backend, name: str) -> bool:
+        """Whether an adapter can be placed on a backend: it is not there, its path is known, it did not just fail."""
+        account = self.changes.account_of(backend)
+        if (name in backend.cards and name not in backend.outdated) or name in (self._blocked, account.leaving):
+            return False
+        return account.can_try(name, monotonic()) and self._path(name) is not None
+
+    def place(self, backend: Backend, name: str) -> asyncio.Task[bool]:
+        """Load an adapter on a backend; the task returns whether that worked. Calls at once share a task."""
+        task = self._tasks.get((backend, name))
+        if task is None:
+            task = self._tasks[backend, name] = asyncio.create_task(self._place(backend, name))
+            task.add_done_callback(lambda _: self._tasks.pop((backend, name), None))
+        return task
+
+    def note_used(self, backend: Backend, name: str) -> None:
+        """Learn that a request for an adapter went to a backend."""
+        placed = self.changes.account_of(backend).placed
+        if name in placed:
+            del placed[name]
+            placed[name] = monotonic()
+
+    def try_again(self, account: AdapterAccount, most: int) -> None:
+        """Try changes again that failed on a backend and are due, up to ``most`` of them."""
+        for name in account.failures_due(monotonic()):
+            change = self.changes.log.get(name)
+            if change is None or account.has_made(name, change):
+                account.forget_failure(name)
+            elif name != self._blocked and most:
+                most -= 1
+                self.place(account.backend, name)
+
+    @contextlib.asynccontextmanager
+    async def blocked(self, name: str) -> AsyncIterator[None]:
+        """Let loads and unloads of an adapter on demand end, and hold others off; for one adapter at a time."""
+        assert self._blocked is None
+        self._blocked = name
+        try:
+            await self.ended(lambda backend, other: other == name)
+            for account in self.changes.accounts:
+                if account.leaving == name:
+                    async with account.making_room:
+                        pass
+            yield
+        finally:
+            self._blocked = None
+
+    async def ended(self, concerns: Callable[[Backend, str], bool]) -> None:
+        """Wait for the loads under way on the backends and of the adapters that are concerned."""
+        tasks = [task for key, task in self._tasks.items() if concerns(*key)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _place(self, backend: Backend, name: str) -> bool:
+        change, account = self.changes.log.get(name), self.changes.account_of(backend)
+        if change is not None:
+            ((status, _),) = await self.changes.make(backend, [(name, change)], in_place=True)
+            return status == 200 and account.has_made(name, change)
+        path = self.backends.catalog.source(name)
+        if path is None or not await self._reserve(account, name):
+            return False
+        status, text = await self.changes.load(backend, name, path, in_place=False)
+        await self.backends.update_models(backend)
+        if status != 200:
+            account.note_failed(name, status, monotonic())
+            if name not in backend.cards:
+                account.placed.pop(name, None)
+        logger.info("adapter_placed adapter=%s url=%s status=%d answer=%r", name, backend.url, status, text[:200])
+        return status == 200
+
+    async def _reserve(self, account: AdapterAccount, name: str) -> bool:
+        """Make room for an adapter on a backend, and count it among the placed; return whether there is room."""
+        placed = account.placed
+        async with account.making_room:
+            while self.config.max_placed is not None and len(placed) >= self.config.max_placed:
+                idle = next((one for one in placed if self._is_idle(account.backend, one)), None)
+                if idle is None:
+                    return False
+                status, text = await self._take_away(account, idle)
+                if status != 200 or idle in account.backend.cards:
+                    placed[idle] = placed.pop(idle)  # it still takes a place; another adapter is next
+                    account.note_failed(name, status, monotonic())
+                    logger.warning("adapter_kept adapter=%s url=%s answer=%r", idle, account.backend.url, text[:200])
+                    return False
+                del placed[idle]
+            placed[name] = monotonic()
+            return True
+
+    async def _take_away(self, account: AdapterAccount, name: str) -> tuple[int, str]:
+        """Unload an adapter; no request for it goes to the backend meanwhile."""
+        backend = account.backend
+        account.leaving = name
+        self.backends.catalog.hide(backend, name)
+        try:
+            answer = await self.changes.unload(backend, name)
+            await self.backends.update_models(backend)
+            return answer
+        finally:
+            account.leaving = None
+            self.backends.catalog.show(backend, name)
+
+    def _is_idle(self, backend: Backend, name: str) -> bool:
+        is_used = backend.view.adapters[name] or (backend, name) in self._tasks
+        return not is_used and name != self._blocked
+
+    def _path(self, name: str) -> str | None:
+        change = self.changes.log.get(name)
+        return self.backends.catalog.source(name) if change is None else change.path
 
 
 @dataclass(slots=True, eq=False)

@@ -18,9 +18,8 @@ from starlette.types import Receive, Scope, Send
 from manylora.core.errors import ManyloraError, ModelNotFound
 from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.catalog import Found
-from manylora.route.fleet.members import Backends
-from manylora.route.fleet.placement import AdapterPlacement
+from manylora.route.fleet.adapters import AdapterPlacement
+from manylora.route.fleet.members import Backends, Found
 from manylora.route.metrics import AttemptEnd, ProxyMetrics
 from manylora.route.relay.client import Client, ClientClosed, read_fields, with_model
 from manylora.route.relay.exchange import Exchange

@@ -18,10 +18,9 @@ from manylora.core.errors import CapacityError, ManyloraError
 from manylora.route.backend import Backend
 from manylora.route.choice import Choice, Ticket
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.catalog import Found
+from manylora.route.fleet.adapters import AdapterPlacement
 from manylora.route.fleet.changes import BackendChanges
-from manylora.route.fleet.members import Backends
-from manylora.route.fleet.placement import AdapterPlacement
+from manylora.route.fleet.members import Backends, Found
 from manylora.route.relay.client import Client
 from manylora.serving.http.errors import HttpError
 
