@@ -67,7 +67,7 @@ def test_requests_for_one_adapter_share_a_read(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(model_settings, "read_request_files", counted)
     loaded = {name: SimpleNamespace(path=str(tmp_path), num_loads=1) for name in ("a", "b", "c")}
     settings = ModelSettings(
-        None,
+        base_defaults=None,
         base_name="base",
         adapters=loaded,  # type: ignore[arg-type]
         tokenizer=SimpleNamespace(chat_template=None),  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ class Reads:
         self._changed = threading.Condition()
         self._core = make_rig().core
         self.reads = AdapterReads(
-            self.reader, clock=WallClock(), post=self._post, send=self._send, observe=lambda event: None
+            reader=self.reader, clock=WallClock(), post=self._post, send=self._send, observe=lambda event: None
         )
 
     def load(self, call: int, path: str, *, replace: bool = False) -> None:

@@ -54,8 +54,8 @@ class Rig:
         self.errors: list[Exception] = []  # of the next starts
         self.others_may_serve = False
         self.keeper = EngineKeeper(
-            self._make_client,
-            book or AdapterBook(served_name="base", epoch_s=lambda: 0.0),
+            make_client=self._make_client,
+            book=book or AdapterBook(served_name="base", epoch_s=lambda: 0.0),
             lose=lambda error: asyncio.sleep(0),
             restarts=RestartPolicy(max_deaths=3, first_pause_s=0.0, max_pause_s=0.0, start_timeout_s=60.0),
             on_change=lambda: None,

@@ -96,7 +96,7 @@ def _context(fleet: BackboneFleet, spec: BackboneSpec, node: FunctionNode, confi
         tokenizer=tokenizer,
         # Folders of tenants are read in their functions alone: defaults and templates in them have no effect.
         settings=ModelSettings(
-            load_generation_defaults(engine.model),
+            base_defaults=load_generation_defaults(engine.model),
             base_name=name,
             adapters={},
             tokenizer=tokenizer,

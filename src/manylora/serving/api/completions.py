@@ -37,10 +37,7 @@ async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] |
 
     The first item decides the type of the others. Items and numbers are counted before they are decoded.
 
-    Args:
-        raw: The prompt.
-        most: Most prompts.
-        limit: A prompt has fewer tokens.
+    There are at most ``most`` prompts, each with fewer tokens than ``limit``.
 
     Raises:
         ContextExceeded: A prompt has more token ids.

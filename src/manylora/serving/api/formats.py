@@ -38,10 +38,6 @@ class AnswerFormat(ABC, Generic[Items]):
     """The JSON of the answers of one response; log-probabilities become JSON piece by piece.
 
     So the end of a long answer is cheap.
-
-    Args:
-        prompt: The prompts' part of the response.
-        has_logprobs: Whether log-probabilities were requested.
     """
 
     object: ClassVar[str]

@@ -171,10 +171,7 @@ def free_form(raw: msgspec.Raw, kind: type[Value], most_bytes: int, param: str) 
 def decode(data: bytes | msgspec.Raw, kind: type[Value], at: str = "") -> Value:
     """Read JSON of a known type.
 
-    Args:
-        data: The JSON.
-        kind: Its type.
-        at: The field in which it is, for messages; empty for the whole body.
+    ``at`` is the field in which it is, for messages; empty for the whole body.
 
     Raises:
         RequestError: Not JSON, or of another type; names the field.

@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manylora.core.adapters.request_files import is_same_base, read_request_files
 from manylora.core.generation import GenerationDefaults
@@ -36,50 +36,33 @@ class Settings:
     chat_template: str | None = None
 
 
+@dataclass(eq=False, kw_only=True)
 class ModelSettings:
-    """Finds the settings for the model of a request. For the event loop's thread alone.
+    """Finds the settings for the model of a request. For the event loop's thread alone."""
 
-    Args:
-        base: Defaults of the base; ``None`` if generation defaults are off, those of adapters included.
-        base_name: The base's name in requests.
-        adapters: The adapters that are loaded, by name.
-        tokenizer: The base's tokenizer.
-        trusts_templates: Whether chat templates of adapters are used.
-        base_names: All names of the base's model; an adapter that was trained on another one is logged.
-        roots: Real paths below which folders of adapters must lie; ``None`` for no limit.
-    """
+    base_defaults: GenerationDefaults | None  # ``None`` if generation defaults are off, those of adapters included
+    base_name: str  # the base's name in requests
+    adapters: Mapping[str, LoadedAdapter]  # the adapters that are loaded, by name
+    tokenizer: Tokenizer
+    trusts_templates: bool  # whether chat templates of adapters are used
+    base_names: Collection[str]  # all names of the base's model; an adapter that was trained on another one is logged
+    roots: Collection[str] | None = None  # real paths below which folders of adapters must lie; ``None`` for no limit
+    base: Settings = field(init=False)
+    _other_bases: set[str] = field(default_factory=set)
+    _kept: OrderedDict[str, tuple[str, int, Settings]] = field(default_factory=OrderedDict)
+    _num_kept_chars: int = 0
+    _reading: dict[tuple[str, str, int], asyncio.Future[Settings]] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        base: GenerationDefaults | None,
-        *,
-        base_name: str,
-        adapters: Mapping[str, LoadedAdapter],
-        tokenizer: Tokenizer,
-        trusts_templates: bool,
-        base_names: Collection[str],
-        roots: Collection[str] | None = None,
-    ) -> None:
-        self.base = Settings(defaults=base or GenerationDefaults())
-        self._has_defaults = base is not None
-        self._base_name = base_name
-        self._adapters = adapters
-        self._tokenizer = tokenizer
-        self._trusts_templates = trusts_templates
-        self._base_names = tuple(base_names)
-        self._other_bases: set[str] = set()
-        self._roots = roots
-        self._kept: OrderedDict[str, tuple[str, int, Settings]] = OrderedDict()
-        self._num_kept_chars = 0
-        self._reading: dict[tuple[str, str, int], asyncio.Future[Settings]] = {}
+    def __post_init__(self) -> None:
+        self.base = Settings(defaults=self.base_defaults or GenerationDefaults())
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-settings")
 
     async def of(self, model: str) -> Settings:
         """Return the settings for a model's name; those of the base for a name that does not exist."""
-        if model == self._base_name:
+        if model == self.base_name:
             return self.base
-        name = model if model in self._adapters else model.removeprefix(f"{self._base_name}:")
-        entry = self._adapters.get(name)
+        name = model if model in self.adapters else model.removeprefix(f"{self.base_name}:")
+        entry = self.adapters.get(name)
         if entry is None:
             return self.base
         kept = self._kept.get(name)
@@ -116,25 +99,25 @@ class ModelSettings:
 
     def _read(self, name: str, path: str) -> Settings:
         """Read an adapter's folder, and log its settings and those that have no effect."""
-        extras = read_request_files(name, path, self._roots)
+        extras = read_request_files(name, path, self.roots)
         defaults, template = self.base.defaults, None
         ignored = list(extras.problems)
         if given := extras.defaults.given():
-            if self._has_defaults:
+            if self.base_defaults is not None:
                 defaults = extras.defaults.over(self.base.defaults)
                 logger.info("adapter_defaults name=%s %s", name, " ".join(f"{key}={given[key]}" for key in given))
             else:
                 ignored.append("generation_config.json: off by --generation-config vllm")
-        if extras.chat_template is not None and extras.chat_template != self._tokenizer.chat_template:
-            if self._trusts_templates:
+        if extras.chat_template is not None and extras.chat_template != self.tokenizer.chat_template:
+            if self.trusts_templates:
                 template = extras.chat_template
                 logger.info("adapter_chat_template name=%s", name)
             else:
                 ignored.append("its chat template, which is not the base's: see --trust-adapter-templates")
-        lacking = [token for token, number in extras.tokens if self._tokenizer.token_id(token) != number]
+        lacking = [token for token, number in extras.tokens if self.tokenizer.token_id(token) != number]
         if lacking:
             ignored.append(f"{len(lacking)} tokens that the base's tokenizer lacks, as {lacking[0][:50]!r}")
-        if extras.base_model is not None and not is_same_base(extras.base_model, self._base_names):
+        if extras.base_model is not None and not is_same_base(extras.base_model, self.base_names):
             self._warn_of_base(name, extras.base_model)
         for one in ignored[:20]:
             logger.warning("adapter_setting_ignored name=%s: %s", name, one)
@@ -146,5 +129,5 @@ class ModelSettings:
             self._other_bases.add(base_model)
             logger.warning(
                 "adapter_of_another_base name=%s trained_on=%r served=%r: its shapes fit; check the base",
-                *(name, base_model, self._base_name),
+                *(name, base_model, self.base_name),
             )

@@ -20,7 +20,7 @@ from manylora.serving.api.chat_prompt import ChatTemplate, chat_tokens, joined_t
 from manylora.serving.api.formats import message_readers
 from manylora.serving.api.json_body import free_form, is_null, raw_field
 from manylora.serving.api.request import read_call
-from manylora.serving.api.responses_output import BuiltResponse, ResponseStream, WholeResponse
+from manylora.serving.api.responses_output import BuiltResponse, OutputItems, ResponseStream, WholeResponse
 from manylora.serving.api.sampling import sampling_params
 from manylora.serving.api.schemas import (
     MAX_MESSAGES,
@@ -267,7 +267,7 @@ async def create_response(request: Request) -> Response:
         call, [prompt], sampling, id_prefix="resp_", form_field="text" if use.json_schema is None else "tools"
     )
     reader = MessageReader(None, None) if make_reader is None else make_reader()
-    built = BuiltResponse(answers, reader, _fields(body, sampling, head), use.new_call_id)
+    built = BuiltResponse(answers, reader, _fields(body, sampling, head), OutputItems(use.new_call_id))
     return ResponseStream(built) if body.stream else WholeResponse(built)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,12 +19,12 @@ from manylora.serving.http.turns import ClientGone
 from manylora.serving.text import MessageReader
 from manylora.serving.text.tools import EventKind, ToolEvent
 
-__all__ = ["BuiltResponse", "ResponseStream", "WholeResponse"]
+__all__ = ["BuiltResponse", "OutputItems", "ResponseStream", "WholeResponse"]
 
 encode = msgspec.json.encode
 
 
-class _OutputItems:
+class OutputItems:
     """The items of one answer: reasoning, messages and calls, the last of them open until the next begins."""
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
@@ -102,35 +103,30 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+@dataclass(eq=False)
 class BuiltResponse:
-    """A response while it is built.
+    """A response while it is built."""
 
-    ``fields`` are the fields of the response that are known before its output.
-    """
-
-    def __init__(
-        self, answers: RequestAnswers, reader: MessageReader, fields: dict[str, Any], new_call_id: Callable[[], str]
-    ) -> None:
-        self.answers = answers
-        self._reader = reader
-        self._fields = fields
-        self._items = _OutputItems(new_call_id)
-        self._status = "completed"
+    answers: RequestAnswers  # started answers, of one request
+    reader: MessageReader  # reads the answer's text
+    fields: dict[str, Any]  # the fields of the response that are known before its output
+    items: OutputItems
+    _status: str = "completed"
 
     def read(self, pieces: list[TextPiece]) -> list[dict[str, Any]]:
         """Add pieces to the items; return the events of the stream that report them."""
         reports: list[dict[str, Any]] = []
         for piece in pieces:
-            reports += self._items.add(self._reader.feed(piece.text))
+            reports += self.items.add(self.reader.feed(piece.text))
             if piece.finish_reason is not None:
-                reports += self._items.add(self._reader.finish())
+                reports += self.items.add(self.reader.finish())
                 self._status = "incomplete" if piece.finish_reason == "length" else "completed"
-                reports += self._items.close(self._status)
+                reports += self.items.close(self._status)
         return reports
 
     def begun(self) -> dict[str, Any]:
         """Return the response before its output."""
-        return {**self._fields, "status": "in_progress", "error": None, "incomplete_details": None, "output": []}
+        return {**self.fields, "status": "in_progress", "error": None, "incomplete_details": None, "output": []}
 
     def ended(self) -> dict[str, Any]:
         """Return the whole response."""
@@ -139,7 +135,7 @@ class BuiltResponse:
             **self.begun(),
             "status": self._status,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "output": self._items.done,
+            "output": self.items.done,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
@@ -152,7 +148,7 @@ class BuiltResponse:
     def failed(self, error: ManyloraError) -> dict[str, Any]:
         """Return the response up to an error."""
         failure = {"code": "server_error", "message": str(error)}
-        return {**self.begun(), "status": "failed", "error": failure, "output": self._items.done}
+        return {**self.begun(), "status": "failed", "error": failure, "output": self.items.done}
 
 
 class WholeResponse(Response):

@@ -16,6 +16,7 @@ import math
 import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -46,49 +47,28 @@ Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, slots=True)
 class AccessLayer:
-    """The outermost ASGI application.
+    """The outermost ASGI application."""
 
-    Args:
-        app: The application within.
-        paths: Paths of all routes: the label of counts.
-        routes: Those with names in them, by the function that answers.
-        count: Called with method, route and status of each response.
-        monotonic_s: Returns a time in seconds that never steps back.
-        names_all: Send an id to clients that sent none, as vLLM's ``--enable-request-id-headers``.
-        logs_all: Log every request when its response is complete; otherwise those that
-            failed by a fault of the server.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        paths: Collection[str],
-        routes: Mapping[Any, str],
-        count: Callable[[str, str, int], None],
-        monotonic_s: Callable[[], float],
-        names_all: bool = False,
-        logs_all: bool = False,
-    ) -> None:
-        self._app = app
-        self._paths = frozenset(paths)
-        self._routes = routes
-        self._count = count
-        self._monotonic_s = monotonic_s
-        self._names_all = names_all
-        self._logs_all = logs_all
+    app: ASGIApp  # the application within
+    paths: Collection[str]  # paths of all routes: the label of counts
+    routes: Mapping[Any, str]  # those with names in them, by the function that answers
+    count: Callable[[str, str, int], None]  # called with method, route and status of each response
+    monotonic_s: Callable[[], float]  # returns a time in seconds that never steps back
+    names_all: bool = False  # send an id to clients that sent none, as vLLM's ``--enable-request-id-headers``
+    logs_all: bool = False  # log every request when its response is complete, not only those the server failed on
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        began_at = self._monotonic_s()
+        began_at = self.monotonic_s()
         given = _given_id(scope["headers"])
         request_id = given or uuid.uuid4().hex.encode()
         scope["manylora.request_id"] = request_id.decode()
-        is_named = given is not None or self._names_all
+        is_named = given is not None or self.names_all
         status = 0
 
         async def send_named(message: Message) -> None:
@@ -100,15 +80,15 @@ class AccessLayer:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_named)
+            await self.app(scope, receive, send_named)
         finally:
             method = scope["method"] if scope["method"] in _METHODS else "other"
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            route = path if path in self._paths else self._routes.get(scope.get("endpoint"), "none")
+            route = path if path in self.paths else self.routes.get(scope.get("endpoint"), "none")
             if status:
-                self._count(method, route, status)
-            if self._logs_all or status == 500:
-                took_s = self._monotonic_s() - began_at
+                self.count(method, route, status)
+            if self.logs_all or status == 500:
+                took_s = self.monotonic_s() - began_at
                 logger.log(
                     logging.WARNING if status == 500 else logging.INFO,
                     "request method=%s route=%s status=%d took_s=%.4f request_id=%s",
@@ -155,57 +135,33 @@ class RetryTimes:
         return min(MOST_RETRY_S, max(1, math.ceil(self._last_at - now)))
 
 
+@dataclass(kw_only=True, slots=True)
 class Refusals:
-    """Decides from a request's headers whether it is refused, and makes the answer.
+    """Decides from a request's headers whether it is refused, and makes the answer."""
 
-    Args:
-        paths: Paths of the routes that need room.
-        check_room: Raises ``CapacityError`` if every engine is full.
-        callers: The room of each caller.
-        gate: Checks API keys: a caller with a wrong one learns of that first.
-        retries: Chooses ``Retry-After``.
-        count: Called with method, route and status of each refusal.
-        monotonic_s: Returns a time in seconds that never steps back.
-        names_all: Name each answer, also to clients that sent no name.
-    """
-
-    def __init__(
-        self,
-        *,
-        paths: Collection[str],
-        check_room: Callable[[], None],
-        callers: CallerRoom,
-        gate: Gate,
-        retries: RetryTimes,
-        count: Callable[[str, str, int], None],
-        monotonic_s: Callable[[], float],
-        names_all: bool,
-    ) -> None:
-        self._paths = {path.encode(): path for path in paths}
-        self._check_room = check_room
-        self._callers = callers
-        self._gate = gate
-        self._retries = retries
-        self._count = count
-        self._monotonic_s = monotonic_s
-        self._names_all = names_all
-        self._num_unlogged = 0
-        self._logged_at = -math.inf
+    paths: Collection[str]  # paths of the routes that need room
+    check_room: Callable[[], None]  # raises ``CapacityError`` if every engine is full
+    callers: CallerRoom  # the room of each caller
+    gate: Gate  # checks API keys: a caller with a wrong one learns of that first
+    retries: RetryTimes  # chooses ``Retry-After``
+    count: Callable[[str, str, int], None]  # called with method, route and status of each refusal
+    monotonic_s: Callable[[], float]  # returns a time in seconds that never steps back
+    names_all: bool  # name each answer, also to clients that sent no name
+    _num_unlogged: int = 0
+    _logged_at: float = -math.inf
 
     def answer(self, url: bytes, headers: Headers) -> bytes | None:
         """Return the refusal of a POST after its status line, a 429; ``None`` if its route decides.
 
-        Args:
-            url: The path as it was sent.
-            headers: By name, in lower case.
+        The path is as it was sent; names of headers are in lower case.
         """
-        path = self._paths.get(url)
-        if path is None:
+        path = url.decode("latin-1")
+        if path not in self.paths:
             return None
         try:
-            self._check_room()
-            if self._callers.is_any_full and (tenant := self._tenant(headers)) is not None:
-                self._callers.check(tenant)
+            self.check_room()
+            if self.callers.is_any_full and (tenant := self._tenant(headers)) is not None:
+                self.callers.check(tenant)
         except CapacityError as error:
             if error.status != 429 or self._tenant(headers) is None:
                 return None
@@ -223,18 +179,18 @@ class Refusals:
         if not num_bytes.isdigit() or int(num_bytes) > MOST_BODY_BYTES:
             return None
         try:
-            return self._gate.check_inference(Request({"type": "http", "headers": headers}))
+            return self.gate.check_inference(Request({"type": "http", "headers": headers}))
         except HttpError:
             return None
 
     def _refuse(self, path: str, headers: Headers, error: CapacityError) -> bytes:
-        self._count("POST", path, error.status)
-        now = self._monotonic_s()
+        self.count("POST", path, error.status)
+        now = self.monotonic_s()
         self._log(now)
         body = msgspec.json.encode(error_body(error))
-        name = _given_id(headers) or (uuid.uuid4().hex.encode() if self._names_all else None)
+        name = _given_id(headers) or (uuid.uuid4().hex.encode() if self.names_all else None)
         return b"retry-after: %d\r\n%bcontent-type: application/json\r\n" % (
-            self._retries.after_s(error, now),
+            self.retries.after_s(error, now),
             b"" if name is None else b"%b: %b\r\n" % (REQUEST_ID, name),
         ) + b"content-length: %d\r\n\r\n%b" % (len(body), body)
 

@@ -36,10 +36,7 @@ FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 def exposure(api_keys: Collection[str], admin_key: str | None, *, has_address: bool = True) -> str | None:
     """Return the callers that may use the admin routes beside an administrator, in words; ``None`` if there are none.
 
-    Args:
-        api_keys: The keys of callers.
-        admin_key: The key of administrators.
-        has_address: Whether the server listens on an address; on a Unix socket no caller is local.
+    On a Unix socket (no ``has_address``) no caller is local.
     """
     if admin_key is not None or len(set(api_keys)) == 1:
         return None

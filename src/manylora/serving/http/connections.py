@@ -47,9 +47,7 @@ class RepeatedLines:
     def note(self, text: str, address: str) -> None:
         """Write a line now, or count it for the next.
 
-        Args:
-            text: One of a few texts, with nothing of the client in it.
-            address: The client's; of several the line has the last.
+        ``text`` is one of a few, with nothing of the client in it; of several addresses the line has the last.
         """
         if text in self._num_of:
             self._num_of[text] += 1

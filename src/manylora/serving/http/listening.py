@@ -149,10 +149,7 @@ def run_until_stopped(
 
     The first signal drains, the second exits at once; processes that serve this one end with their standard input.
 
-    Args:
-        make: Makes the server, on the loop.
-        on_ready: Called with it once it serves.
-        drain_timeout_s: Time for requests under way, for the message.
+    ``make`` makes the server, on the loop; ``drain_timeout_s`` is for the message.
 
     Returns:
         The exit code: 0 after a graceful stop.

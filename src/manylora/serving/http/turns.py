@@ -198,8 +198,7 @@ class LoopTurns:
     def enter(self, caller_of: Callable[[], str]) -> None:
         """Let the running task, and those that it creates, take turns here.
 
-        Args:
-            caller_of: Returns the caller by whom turns are shared; called if the task has to wait.
+        ``caller_of`` returns the caller by whom turns are shared; it is called if the task has to wait.
         """
         _entered.set((self, caller_of))
 

@@ -60,8 +60,7 @@ class LogHistogram:
     def quantiles(self, shares: Iterable[float]) -> list[float]:
         """Return quantiles by nearest rank, in seconds.
 
-        Args:
-            shares: In (0, 1], ascending.
+        ``shares`` are in (0, 1], ascending.
 
         Raises:
             ValueError: The histogram is empty.

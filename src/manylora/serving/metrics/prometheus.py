@@ -174,10 +174,7 @@ class Metrics:
     def count_response(self, method: str, route: str, status: int) -> None:
         """Count an HTTP response.
 
-        Args:
-            method: The request's method.
-            route: Its path, with names in place of values, so that their number is bounded.
-            status: HTTP status.
+        ``route`` is its path with names in place of values, so that their number is bounded.
         """
         self._responses.labels(method, f"{status // 100}xx", route).inc()
 

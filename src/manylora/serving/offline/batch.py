@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from manylora.core.errors import CapacityError
@@ -117,21 +117,16 @@ class Job:
         self.logprobs.extend(logprobs)
 
 
+@dataclass(eq=False, kw_only=True)
 class Batch:
-    """Jobs that share one stream. For the event loop's thread alone, where tokens become text as they arrive.
+    """Jobs that share one stream. For the event loop's thread alone, where tokens become text as they arrive."""
 
-    ``window`` is the most jobs in the engine at a time; ``on_ended`` is called with the number of jobs that have ended.
-    """
-
-    def __init__(
-        self, requests: FleetRequests, jobs: Iterable[Job], *, window: int, on_ended: Callable[[int], None]
-    ) -> None:
-        self._requests = requests
-        self._window = window
-        self._on_ended = on_ended
-        self._waiting = deque(jobs)
-        self._running: dict[str, Job] = {}
-        self._stream = OutputStream()
+    requests: FleetRequests  # takes the requests of the jobs
+    waiting: deque[Job]
+    window: int  # most jobs in the engine at a time
+    on_ended: Callable[[int], None]  # called with the number of jobs that have just ended
+    _running: dict[str, Job] = field(default_factory=dict)
+    _stream: OutputStream = field(default_factory=OutputStream)
 
     async def run(self) -> None:
         """Run every job to its end; on an exception, cancel those in the engine.
@@ -143,13 +138,13 @@ class Batch:
             await self._fill()
             await self._stream.deliver(self._consume)
         finally:
-            self._requests.cancel(list(self._running))
+            self.requests.cancel(list(self._running))
 
     async def _fill(self) -> None:
         """Submit as many jobs as the window and the engine's queue have room for; at least one, if any waits."""
-        while self._waiting and len(self._running) < self._window:
-            num_new = min(len(self._waiting), self._window - len(self._running))
-            if not await self._submit([self._waiting.popleft() for _ in range(num_new)]):
+        while self.waiting and len(self._running) < self.window:
+            num_new = min(len(self.waiting), self.window - len(self._running))
+            if not await self._submit([self.waiting.popleft() for _ in range(num_new)]):
                 if self._running:
                     break  # tried again when one of them ends
                 await asyncio.sleep(RETRY_S)
@@ -160,16 +155,16 @@ class Batch:
         """Submit jobs; end those that are invalid. Return whether the queue had room for the others."""
         by_id = {job.request.request_id: job for job in jobs}
         self._running |= by_id  # first, so that an exception cancels them
-        errors = await self._requests.submit_each([job.request for job in jobs], self._stream)
+        errors = await self.requests.submit_each([job.request for job in jobs], self._stream)
         for request_id in errors:
             del self._running[request_id]
         full = [request_id for request_id, error in errors.items() if isinstance(error, CapacityError)]
-        self._waiting.extendleft(by_id[request_id] for request_id in reversed(full))
+        self.waiting.extendleft(by_id[request_id] for request_id in reversed(full))
         for request_id, error in errors.items():
             if not isinstance(error, CapacityError):
                 by_id[request_id].fail(str(error))
         if len(errors) > len(full):
-            self._on_ended(len(errors) - len(full))
+            self.on_ended(len(errors) - len(full))
         return not full
 
     def _consume(self, outputs: list[Output]) -> Flush | None:
@@ -187,10 +182,10 @@ class Batch:
                 if output.finish is None:
                     stopped.append(output.request_id)  # by a stop string, which the engine does not check
         if stopped:
-            self._requests.cancel(stopped, stopped=True)
+            self.requests.cancel(stopped, stopped=True)
         if len(running) < num_before:
-            self._on_ended(num_before - len(running))
-            if self._waiting:
+            self.on_ended(num_before - len(running))
+            if self.waiting:
                 return self._fill
         if not running:
             self._stream.close()

@@ -12,6 +12,7 @@ import atexit
 import dataclasses
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -157,12 +158,7 @@ class Engine:
     ) -> list[Generation]:
         """Answer conversations by the model's chat template; other arguments and errors as of ``generate``.
 
-        Args:
-            conversations: Lists of ``{"role": ..., "content": ...}``; one conversation or several.
-            adapter: As in ``generate``.
-            sampling: As in ``generate``.
-            progress: As in ``generate``.
-            template_kwargs: Variables for the template.
+        A conversation lists ``{"role": ..., "content": ...}``; ``template_kwargs`` are variables for the template.
         """
         is_one = bool(conversations) and isinstance(conversations[0], Mapping)
         given: Sequence[Any] = [conversations] if is_one else conversations
@@ -271,7 +267,9 @@ class Engine:
         jobs = [answer for answer in answers if isinstance(answer, Job)]
         with _progress(len(given), progress) as advance:
             advance(len(given) - len(jobs))
-            self._call(Batch(self._fleet.requests, jobs, window=self._window, on_ended=advance).run())
+            self._call(
+                Batch(requests=self._fleet.requests, waiting=deque(jobs), window=self._window, on_ended=advance).run()
+            )
         return [answer.generation(self._tokenizer) if isinstance(answer, Job) else answer for answer in answers]
 
     def _check_names(self, adapters: Sequence[str | None]) -> None:

@@ -7,11 +7,11 @@ import concurrent.futures
 import contextlib
 import threading
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import EngineDead
-from manylora.serving.hosting.engine.service import builder_for
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.keeper import RestartPolicy
 from manylora.serving.server.serve import Server
@@ -27,12 +27,7 @@ class BackgroundServer:
         with BackgroundServer(EngineConfig(model=ModelConfig(model="demo"))) as server:
             client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
-    Args:
-        engine: Configuration of the engine.
-        server: Configuration of the HTTP server; ``None`` for a free port on loopback.
-        lora_modules: Adapters to load at start.
-        builder: Builds the engine's parts, as ``module:function``; for tests.
-        restarts: When to restart a dead engine.
+    It listens on a free port of the loopback address unless ``server`` says otherwise. ``builder`` is for tests.
 
     Raises:
         ManyloraError: On entering, if the server could not start.
@@ -47,11 +42,8 @@ class BackgroundServer:
         builder: str | None = None,
         restarts: RestartPolicy | None = None,
     ) -> None:
-        self._engine_config = engine
-        self._config = server or ServerConfig(port=0)
-        self._modules = lora_modules
-        self._builder = builder or builder_for(engine)
-        self._restarts = restarts or RestartPolicy()
+        config = server or ServerConfig(port=0)
+        self._make = partial(Server, engine, config, lora_modules, builder=builder, restarts=restarts)
         self._ready: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._server: Server | None = None
@@ -113,13 +105,7 @@ class BackgroundServer:
     def _serve(self) -> None:
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
-            self._server = Server(
-                self._engine_config,
-                self._config,
-                self._modules,
-                builder=self._builder,
-                restarts=self._restarts,
-            )
+            self._server = self._make()
             await self._server.serve(lambda: self._ready.set_result(None))
 
         try:

@@ -46,7 +46,7 @@ from manylora.serving.text.model_files import load_generation_defaults
 
 __all__ = ["connection_bounds", "make_app", "make_http_server"]
 
-ROOM_PATHS = tuple(route.path for route in (*completion_routes, *chat_routes, *response_routes))
+ROOM_PATHS = frozenset(route.path for route in (*completion_routes, *chat_routes, *response_routes))
 """Routes whose requests go to an engine."""
 
 LAST_WRITES_S = 2.0  # time that clients have to read the last bytes of failed answers, in seconds
@@ -86,7 +86,7 @@ def make_http_server(
         fleet=fleet,
         tokenizer=tokenizer,
         settings=ModelSettings(
-            load_generation_defaults(named),
+            base_defaults=load_generation_defaults(named),
             base_name=fleet.served_name,
             adapters=fleet.adapters.loaded,
             tokenizer=tokenizer,
@@ -208,8 +208,8 @@ def make_app(context: Context) -> ASGIApp:
         allowed_origins=web.allowed_origins,
     )
     return AccessLayer(
-        inner,
-        paths=[route.path for route in routes],
+        app=inner,
+        paths=frozenset(route.path for route in routes),
         routes={route.endpoint: route.path for route in routes if route.param_convertors},
         count=context.metrics.count_response,
         monotonic_s=context.monotonic_s,

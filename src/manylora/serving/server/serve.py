@@ -60,8 +60,8 @@ class Server:
         server: ServerConfig,
         modules: Sequence[LoraModule],
         *,
-        builder: str,
-        restarts: RestartPolicy,
+        builder: str | None = None,
+        restarts: RestartPolicy | None = None,
     ) -> None:
         if engine.model.model == "demo":
             named = engine.model.served_model_name or "demo"
@@ -82,13 +82,16 @@ class Server:
             monotonic_s=time.monotonic,
         )
         self._shares = BaseShares()
-        self._cluster = None if server.fleet.ray is None else _ray_cluster(engine, server.fleet)
-        specs = engine_specs(engine, server.fleet, served_name=served_name, builder=builder)
+        self._cluster = None
+        if server.fleet.ray is not None:
+            resources = engine_resources(server.fleet.ray_resources, engine.model.device)
+            self._cluster = RayCluster(server.fleet, resources)
+        specs = engine_specs(engine, server.fleet, served_name=served_name, builder=builder or builder_for(engine))
         self.fleet = Fleet(
             [functools.partial(self._make_link, spec) for spec in specs],
             served_name=served_name,
             observe=self._metrics.observe,
-            policy=_fleet_policy(engine, server, served_name, restarts),
+            policy=_fleet_policy(engine, server, served_name, restarts or RestartPolicy()),
         )
         web = server.web
         if web.uds is None:
@@ -186,10 +189,6 @@ class Server:
                 logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
 
 
-def _ray_cluster(engine: EngineConfig, fleet: FleetConfig) -> RayCluster:
-    return RayCluster(fleet, engine_resources(fleet.ray_resources, engine.model.device))
-
-
 def _fleet_policy(engine: EngineConfig, server: ServerConfig, served_name: str, restarts: RestartPolicy) -> FleetPolicy:
     # A thread cannot be killed, and a debugger's breakpoint is not a hang.
     timeouts = (None, None) if server.in_process else (server.hang_timeout_s or None, server.start_timeout_s or None)
@@ -232,21 +231,12 @@ def run(
 ) -> int:
     """Serve until SIGTERM or SIGINT; call it from the main thread.
 
-    Args:
-        engine: Configuration of the engine.
-        server: Configuration of the HTTP server.
-        lora_modules: Adapters to load at start.
-        builder: Builds the engine's parts, as ``module:function``; ``None`` for the builder of the configuration.
-
     Returns:
         The exit code: 0 after a graceful stop.
 
     Raises:
         ManyloraError: The server could not start, or the engine died too often.
     """
-
-    def make() -> Server:
-        return Server(engine, server, lora_modules, builder=builder or builder_for(engine), restarts=RestartPolicy())
 
     def say_ready(one: Server) -> None:
         adapters = len(one.fleet.adapters.loaded)
@@ -255,4 +245,5 @@ def run(
         if note := exposure(server.api_keys, server.admin_key, has_address=server.web.uds is None):
             logger.warning("adapter_routes_are_open note=%r", note)
 
+    make = functools.partial(Server, engine, server, lora_modules, builder=builder)
     return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from manylora.serving.text.tools import EventKind, ToolEvent, ToolParser
 
@@ -21,9 +22,7 @@ class ReasoningSplitter:
 
         before: blanks or part of <think>  ->  inside: up to </think>  ->  after: content
 
-    Args:
-        name: A key of ``REASONING_PARSERS``.
-        prompt_end: The last text of the prompt: some templates open the reasoning, or close it to have none.
+    Some templates open the reasoning in ``prompt_end``, the last text of the prompt, or close it to have none.
     """
 
     def __init__(self, name: str, prompt_end: str) -> None:
@@ -62,49 +61,36 @@ class ReasoningSplitter:
         return (held, "") if self._is_inside else ("", held)
 
 
+@dataclass(eq=False)
 class MessageReader:
-    """Read one answer piece by piece.
+    """Read one answer piece by piece."""
 
-    Args:
-        reasoning: Splits off the reasoning; ``None`` if there is none.
-        tools: Finds the calls in the rest; ``None`` if there can be none.
-        max_calls: Calls beyond these are dropped.
-    """
-
-    def __init__(
-        self, reasoning: ReasoningSplitter | None, tools: ToolParser | None, *, max_calls: int | None = None
-    ) -> None:
-        self._reasoning = reasoning
-        self._tools = tools
-        self._max_calls = max_calls
-        self._num_calls = 0
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that have begun."""
-        return self._num_calls
+    reasoning: ReasoningSplitter | None  # splits off the reasoning, if there is any
+    tools: ToolParser | None  # finds the calls in the rest, if there can be any
+    max_calls: int | None = None  # calls beyond these are dropped
+    num_calls: int = 0  # calls that have begun
 
     def feed(self, text: str) -> list[ToolEvent]:
         """Return what a piece of text adds to the message."""
-        thought, said = ("", text) if self._reasoning is None else self._reasoning.feed(text)
+        thought, said = ("", text) if self.reasoning is None else self.reasoning.feed(text)
         return self._events(thought, said, is_last=False)
 
     def finish(self) -> list[ToolEvent]:
         """Return the rest of the message: no piece follows."""
-        thought, said = ("", "") if self._reasoning is None else self._reasoning.finish()
+        thought, said = ("", "") if self.reasoning is None else self.reasoning.finish()
         return self._events(thought, said, is_last=True)
 
     def _events(self, thought: str, said: str, *, is_last: bool) -> list[ToolEvent]:
         events = [ToolEvent(EventKind.REASONING, thought)] if thought else []
-        if self._tools is None:
+        if self.tools is None:
             return [*events, ToolEvent(EventKind.CONTENT, said)] if said else events
-        found = self._tools.feed(said)
+        found = self.tools.feed(said)
         if is_last:
-            found += self._tools.finish()
+            found += self.tools.finish()
         for event in found:
             if event.kind is EventKind.CALL:
-                self._num_calls += 1
+                self.num_calls += 1
             is_call = event.kind in (EventKind.CALL, EventKind.ARGUMENTS)
-            if not is_call or self._max_calls is None or self._num_calls <= self._max_calls:
+            if not is_call or self.max_calls is None or self.num_calls <= self.max_calls:
                 events.append(event)
         return events

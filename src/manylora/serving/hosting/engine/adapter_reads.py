@@ -46,35 +46,19 @@ class _Checked:
     is_over: bool = False
 
 
+@dataclass(eq=False, kw_only=True)
 class AdapterReads:
-    """Reads adapters for one engine, until closed.
+    """Reads adapters for one engine, until closed."""
 
-    Args:
-        reader: Reads and checks files.
-        clock: Live time.
-        post: Runs a function on the loop's thread; safe from any thread.
-        send: Sends a message; called on the loop's thread alone.
-        observe: Takes the time of a read; likewise.
-    """
-
-    def __init__(
-        self,
-        reader: AdapterReader,
-        *,
-        clock: Clock,
-        post: Callable[[Callable[[EngineCore, float], None]], None],
-        send: Callable[[Message], None],
-        observe: Callable[[Event], None],
-    ) -> None:
-        self._reader = reader
-        self._clock = clock
-        self._post = post
-        self._send = send
-        self._observe = observe
-        self._threads: dict[str | None, ThreadPoolExecutor] = {}  # by host, ``None`` for the disk
-        self._sharing: dict[str, list[LoadAdapter]] = {}  # loads that wait for one read, by URL
-        self._is_closed = False
-        self._lock = threading.Lock()
+    reader: AdapterReader  # reads and checks files
+    clock: Clock
+    post: Callable[[Callable[[EngineCore, float], None]], None]  # runs a function on the loop's thread; from any thread
+    send: Callable[[Message], None]  # sends a message; called on the loop's thread alone
+    observe: Callable[[Event], None]  # takes the time of a read; likewise
+    _threads: dict[str | None, ThreadPoolExecutor] = field(default_factory=dict)  # by host, ``None`` for the disk
+    _sharing: dict[str, list[LoadAdapter]] = field(default_factory=dict)  # loads that wait for one read, by URL
+    _is_closed: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def load(self, command: LoadAdapter) -> None:
         """Read an adapter, then register it; safe from any thread, as is ``check``."""
@@ -94,7 +78,7 @@ class AdapterReads:
         if is_refused:
             reason = f"{MAX_REMOTE} adapters are being read from registries, no more may wait; please try again"
             fault = Fault.of(CapacityError(reason, retry_after_s=REMOTE_RETRY_S, status=503))
-            self._post(lambda core, now: self._send(Reply(command.call, fault)))
+            self.post(lambda core, now: self.send(Reply(command.call, fault)))
         elif sharing is None:
             self._submit(host, self._read_shared, command)
         elif not is_shared:
@@ -102,7 +86,7 @@ class AdapterReads:
 
     def check(self, command: LoadAdapters) -> None:
         """Check adapters by their headers, then register those that pass."""
-        gathered = _Checked(command, self._clock.now())
+        gathered = _Checked(command, self.clock.now())
         places: dict[str | None, list[int]] = {}
         for place, (_, path, _, _) in enumerate(command.adapters):
             places.setdefault(host_of(path), []).append(place)
@@ -141,10 +125,10 @@ class AdapterReads:
 
         ``take`` returns the loads that have joined it, once the read has ended.
         """
-        began_at = self._clock.now()
+        began_at = self.clock.now()
         command = commands[0]
         try:
-            version = self._reader.read(command.name, command.path)
+            version = self.reader.read(command.name, command.path)
         except ManyloraError as error:
             fault = Fault.of(error)
         except (OSError, ValueError, MemoryError) as error:
@@ -155,36 +139,36 @@ class AdapterReads:
             logger.exception("adapter_reader_failed name=%s", command.name)
             fault = Fault.of(AdapterError(command.name, f"reading it failed inside the server: {error!r}"))
         else:
-            took_s = self._clock.now() - began_at
+            took_s = self.clock.now() - began_at
             for one in commands if take is None else take():
-                self._post(partial(self._register, command=one, version=version, took_s=took_s))
+                self.post(partial(self._register, command=one, version=version, took_s=took_s))
             return
         for one in commands if take is None else take():
-            self._post(partial(self._refuse, call=one.call, fault=_about(fault, one.name)))
+            self.post(partial(self._refuse, call=one.call, fault=_about(fault, one.name)))
 
     def _refuse(self, core: EngineCore, now: float, call: int, fault: Fault) -> None:
-        self._send(Reply(call, fault))
+        self.send(Reply(call, fault))
 
     def _check_part(self, gathered: _Checked, places: list[int]) -> None:
         """Check some adapters of a command on a reader thread; the last part posts their registration. Never raises."""
         adapters = [gathered.command.adapters[place][:2] for place in places]
         try:
-            found = self._reader.check(adapters)
+            found = self.reader.check(adapters)
         except CapacityError as error:  # the machine's fault and not theirs: they are not given up
             fault = Fault.of(error)
-            self._post(lambda core, now: self._give_up(gathered, fault))
+            self.post(lambda core, now: self._give_up(gathered, fault))
             return
         except Exception as error:
             logger.exception("adapter_reader_failed num_adapters=%d", len(adapters))
             reason = f"checking it failed inside the server: {error!r}"
             found = [AdapterError(name, reason) for name, _ in adapters]
-        self._post(lambda core, now: self._gather(core, now, gathered, dict(zip(places, found, strict=True))))
+        self.post(lambda core, now: self._gather(core, now, gathered, dict(zip(places, found, strict=True))))
 
     def _give_up(self, gathered: _Checked, fault: Fault) -> None:
         """Answer a command of which a part could not be checked."""
         if not gathered.is_over:
             gathered.is_over = True
-            self._send(Reply(gathered.command.call, fault))
+            self.send(Reply(gathered.command.call, fault))
 
     def _gather(
         self, core: EngineCore, now: float, gathered: _Checked, found: dict[int, AdapterVersion | AdapterError]
@@ -214,20 +198,20 @@ class AdapterReads:
             len(registered),
             len(refused),
             num_unread,
-            self._clock.now() - gathered.began_at,
+            self.clock.now() - gathered.began_at,
         )
-        self._send(Reply(gathered.command.call, refused=refused, registered=registered))
+        self.send(Reply(gathered.command.call, refused=refused, registered=registered))
 
     def _register(
         self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float
     ) -> None:
-        self._observe(AdapterLoaded(now, version.key, Tier.HOST, took_s))
+        self.observe(AdapterLoaded(now, version.key, Tier.HOST, took_s))
         try:
             status = core.adapters.register(command.name, version, now, replace=command.replace)
         except ManyloraError as error:
-            self._send(Reply(command.call, Fault.of(error)))
+            self.send(Reply(command.call, Fault.of(error)))
         else:
-            self._send(Reply(command.call, statuses=(status,)))
+            self.send(Reply(command.call, statuses=(status,)))
 
 
 def _about(fault: Fault, name: str) -> Fault:

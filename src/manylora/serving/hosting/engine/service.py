@@ -134,7 +134,7 @@ class EngineService:
             if self._is_stopping:  # ``stop`` was called before the loop existed
                 loop.stop()
             self._reads = AdapterReads(
-                parts.reader, clock=self._clock, post=loop.post, send=self._send, observe=self._observer
+                reader=parts.reader, clock=self._clock, post=loop.post, send=self._send, observe=self._observer
             )
             page, base = parts.base.page, parts.base
             info = EngineInfo(

@@ -100,8 +100,8 @@ class Fleet:
 
         for engine, make_link in enumerate(links):
             keeper = EngineKeeper(
-                partial(make_client, engine, make_link),
-                book,
+                make_client=partial(make_client, engine, make_link),
+                book=book,
                 lose=self.adapters.lose,
                 restarts=policy.restarts,
                 on_change=requests.wake,

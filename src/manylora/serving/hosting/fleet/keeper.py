@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import zmq
@@ -64,47 +64,29 @@ class EngineState(Enum):
     STOPPED = "stopped"
 
 
+@dataclass(eq=False, kw_only=True)
 class EngineKeeper:
-    """One engine of a fleet, over its restarts.
+    """One engine of a fleet, over its restarts."""
 
-    Args:
-        make_client: Returns the client of a new engine; called on the event loop.
-        book: The adapters that the engine must hold.
-        lose: Called with the error of an adapter that a new engine cannot load; removes it from the book.
-        restarts: When to restart and when to give up.
-        on_change: Called when the engine begins to serve, and when it will not serve again.
-        state: ``STARTING``, or ``IDLE`` until an order sets that.
-    """
-
-    def __init__(
-        self,
-        make_client: Callable[[], EngineClient],
-        book: AdapterBook,
-        *,
-        lose: Callable[[AdapterError], Awaitable[None]],
-        restarts: RestartPolicy,
-        on_change: Callable[[], None],
-        state: EngineState = EngineState.STARTING,
-    ) -> None:
-        self.state = state
-        self.client: EngineClient | None = None
-        self.info: EngineInfo | None = None
-        self.num_restarts = 0
-        self.is_up = False
-        """Whether the engine works on requests: it has every adapter, and neither died nor is about to be drained."""
-        self._make_client = make_client
-        self._book = book
-        self._lose = lose
-        self._restarts = restarts
-        self._on_change = on_change
-        self._num_deaths = 0  # in a row, for the pauses
-        self._faults: list[EngineLoss] = []  # those of them that may be the engine's own
-        self._last_death = ""
+    make_client: Callable[[], EngineClient]  # returns the client of a new engine; called on the event loop
+    book: AdapterBook  # the adapters that the engine must hold
+    lose: Callable[[AdapterError], Awaitable[None]]  # removes an adapter that a new engine cannot load from the book
+    restarts: RestartPolicy
+    on_change: Callable[[], None]  # called when the engine begins to serve, and when it will not serve again
+    state: EngineState = EngineState.STARTING  # or idle until an order sets that
+    client: EngineClient | None = None
+    info: EngineInfo | None = None
+    num_restarts: int = 0
+    # Whether the engine works on requests: it has every adapter, and neither died nor is about to be drained.
+    is_up: bool = False
+    _num_deaths: int = 0  # in a row, for the pauses
+    _faults: list[EngineLoss] = field(default_factory=list)  # those of them that may be the engine's own
+    _last_death: str = ""
 
     @property
     def is_failing(self) -> bool:
         """Whether it died too often in a row by its own fault."""
-        return len(self._faults) >= self._restarts.max_deaths
+        return len(self._faults) >= self.restarts.max_deaths
 
     @property
     def may_serve(self) -> bool:
@@ -115,13 +97,12 @@ class EngineKeeper:
     @property
     def pause_s(self) -> float:
         """The pause before its next start, in seconds."""
-        return self._restarts.max_pause_s if self.is_failing else self._restarts.pause_s(self._num_deaths)
+        return self.restarts.max_pause_s if self.is_failing else self.restarts.pause_s(self._num_deaths)
 
     async def start(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> None:
         """Start the first engine, or the next one of a keeper whose last was drained.
 
-        Args:
-            prepare: Called with the engine once it has every adapter, before it serves.
+        ``prepare`` is called with the engine once it has every adapter, before it serves.
 
         Raises:
             ManyloraError: The engine refused its configuration, or ``lose`` raised an adapter's error. It has ended.
@@ -135,13 +116,12 @@ class EngineKeeper:
             raise
         if self.state is EngineState.STARTING:
             self.state = EngineState.SERVING
-        self._on_change()
+        self.on_change()
 
     async def run(self, others_may_serve: Callable[[], bool]) -> None:
         """Watch the engine and restart it, until drained or stopped; one whose start failed is started first.
 
-        Args:
-            others_may_serve: Returns whether another engine of the fleet serves, or may soon.
+        ``others_may_serve`` tells whether another engine of the fleet serves, or may soon.
 
         Raises:
             EngineDead: The engine is failing, and no other may serve.
@@ -153,21 +133,21 @@ class EngineKeeper:
                 serving_since = now()
                 how = await self._end_of(self.client)
                 self.is_up = False
-                if now() - serving_since >= self._restarts.healthy_after_s:
+                if now() - serving_since >= self.restarts.healthy_after_s:
                     self._forget_deaths()
                 if self.state is EngineState.SERVING:
                     assert self.client.loss is not None
                     self._note_death(how, self.client.loss)
             if self.state in (EngineState.DRAINING, EngineState.STOPPED):
                 self.state = EngineState.STOPPED
-                self._on_change()
+                self.on_change()
                 return
             self.state = EngineState.RESTARTING
             if self.client is not None:
                 await self.client.stop()
             if self.is_failing and not others_may_serve():
                 self.state = EngineState.STOPPED
-                self._on_change()
+                self.on_change()
                 how_often = f"{len(self._faults)} times in a row (last: {self._last_death})"
                 raise EngineDead(f"The engine died {how_often}; giving up.")
             await self._restart()
@@ -183,7 +163,7 @@ class EngineKeeper:
         """End the engine; requests and calls in flight fail with ``error``."""
         self.state = EngineState.STOPPED
         self.is_up = False
-        self._on_change()
+        self.on_change()
         if self.client is not None:
             self.client.lose(EngineLoss(error), is_final=True)
             await self.client.stop()
@@ -208,13 +188,13 @@ class EngineKeeper:
         """
         try:
             # Not ``wait_for``, which wraps a task before Python 3.12: the loop would turn before the caller goes on.
-            async with asyncio.timeout(self._restarts.start_timeout_s):
+            async with asyncio.timeout(self.restarts.start_timeout_s):
                 return await self._start_and_load(prepare)
         except TimeoutError:
-            raise EngineDead(f"The engine did not start within {self._restarts.start_timeout_s:g} s") from None
+            raise EngineDead(f"The engine did not start within {self.restarts.start_timeout_s:g} s") from None
 
     async def _start_and_load(self, prepare: Callable[[EngineClient], Awaitable[None]] | None) -> EngineClient:
-        client = self.client = self._make_client()
+        client = self.client = self.make_client()
         self.info = await client.start()
         held: dict[str, LoadedAdapter] = {}
         await self._catch_up(client, held)
@@ -226,16 +206,16 @@ class EngineKeeper:
 
     async def _catch_up(self, client: EngineClient, held: dict[str, LoadedAdapter]) -> None:
         """Load the adapters of the book that an engine does not hold yet."""
-        while errors := await self._book.bring_up(client, held):
+        while errors := await self.book.bring_up(client, held):
             for error in errors:
-                await self._lose(error)
+                await self.lose(error)
 
     async def _end_of(self, client: EngineClient) -> str:
         """Wait until an engine has ended or hangs and all in flight has failed; return the reason, in words."""
-        if self._restarts.hang_timeout_s is None:
+        if self.restarts.hang_timeout_s is None:
             return await client.closed()
         closed = asyncio.create_task(client.closed())
-        hung = asyncio.create_task(wait_until_hung(client, self._restarts.hang_timeout_s))
+        hung = asyncio.create_task(wait_until_hung(client, self.restarts.hang_timeout_s))
         try:
             await asyncio.wait({closed, hung}, return_when=asyncio.FIRST_COMPLETED)
             if closed.done() or hung.exception() is not None:
@@ -267,8 +247,8 @@ class EngineKeeper:
             return
         if self.state is EngineState.RESTARTING:
             self.state = EngineState.SERVING
-            logger.warning("engine_restarted pid=%s num_adapters=%d", client.link.pid, len(self._book.adapters))
-        self._on_change()
+            logger.warning("engine_restarted pid=%s num_adapters=%d", client.link.pid, len(self.book.adapters))
+        self.on_change()
 
     def _note_failed_start(self, error: BaseException) -> None:
         is_scarce = isinstance(error, (CapacityError, *SCARCITY))  # the machine or the cluster may have room later
@@ -281,7 +261,7 @@ class EngineKeeper:
         if loss.has_answered:  # it works, so where a request is to blame, the engine is not
             self._faults = [fault for fault in self._faults if not fault.is_explained]
         if loss.is_suspicious:
-            self._faults = [*self._faults, loss][-self._restarts.max_deaths :]
+            self._faults = [*self._faults, loss][-self.restarts.max_deaths :]
 
     def _forget_deaths(self) -> None:
         self._num_deaths = 0

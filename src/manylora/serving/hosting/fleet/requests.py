@@ -113,9 +113,7 @@ class FleetRequests:
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Cancel requests wherever they are; no output of them arrives any more.
 
-        Args:
-            request_ids: The requests; those that have ended are ignored.
-            stopped: Whether their text reached a stop string, which counts as a normal end.
+        Those that have ended are ignored. ``stopped``: their text reached a stop string, which counts as a normal end.
         """
         for client in self._engines.clients():
             client.cancel(request_ids, stopped=stopped)

@@ -127,9 +127,7 @@ class EngineClient:
 
         A submission in flight fails as well, with its requests.
 
-        Args:
-            loss: The reason.
-            is_final: Whether the requests cannot go on elsewhere: their streams fail.
+        ``is_final``: the requests cannot go on elsewhere, so their streams fail.
         """
         loss.has_answered = self._has_answered
         self.loss = self.loss or loss
@@ -183,9 +181,8 @@ class EngineClient:
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
         """Cancel requests; no output of them arrives any more.
 
-        Args:
-            request_ids: Requests; those that have ended, or belong to other engines, are ignored.
-            stopped: Whether their text reached a stop string, which counts as a normal end.
+        Those that have ended, or belong to other engines, are ignored. ``stopped``: their text reached a stop string,
+        which counts as a normal end.
         """
         in_flight = [request_id for request_id in request_ids if request_id in self._in_flight]
         if in_flight:

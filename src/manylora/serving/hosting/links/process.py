@@ -57,9 +57,7 @@ class EngineChild:
     process, and it ends with the pipe. The kernel kills it when the thread ends that creates it: that thread must stay
     as long as engines are needed, as the event loop's does.
 
-    Args:
-        setup: Its set-up, which it reads from the pipe: keys are in no argument, environment or file.
-        files: Descriptors that it inherits.
+    It reads its set-up from the pipe: keys are in no argument, environment or file. It inherits the ``files``.
     """
 
     def __init__(self, setup: ProcessSetup, files: Sequence[int] = ()) -> None:
@@ -103,9 +101,8 @@ def ending_of(code: int, process: str) -> Ending:
 class Inbox:
     """Delivers the messages of one socket, until closed. For the event loop's thread alone.
 
-    Args:
-        socket: The socket, which is closed with the inbox.
-        deliver: Called with all messages that have arrived together, so that several tokens share one write.
+    The socket is closed with it. ``deliver`` is called with all messages that have arrived together, so that several
+    tokens share one write.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], deliver: Callable[[Sequence[Message]], None]) -> None:
@@ -154,12 +151,7 @@ class Inbox:
 
 
 class ProcessLink:
-    """An ``EngineLink`` to a new engine process.
-
-    Args:
-        engine: The engine.
-        share: The base's weights of this machine.
-    """
+    """An ``EngineLink`` to a new engine process."""
 
     def __init__(self, engine: EngineSpec, share: BaseShare) -> None:
         assert isinstance(engine.builder, str), "a function cannot be sent to another process"

@@ -72,10 +72,7 @@ class EngineActor:
     def start(self, engine: bytes, client_key: bytes, log_level: int) -> int:
         """Start the engine process and return its id.
 
-        Args:
-            engine: The ``EngineSpec``, as msgpack.
-            client_key: Public key of the one client that it admits.
-            log_level: Level of its log.
+        It admits the one client whose public key is ``client_key``; ``engine`` is an ``EngineSpec`` as msgpack.
         """
         commands, messages = (one.fileno() for one in self._listening)
         setup = ProcessSetup(

@@ -54,10 +54,7 @@ class EngineConnection:
 
     For the event loop's thread alone.
 
-    Args:
-        door: The engine's address and public key; no other process can take its place.
-        keys: The keys of this process.
-        deliver: Called with the engine's messages.
+    No other process can take the place of the engine, whose public key the door has.
     """
 
     def __init__(self, door: Door, keys: CurveKeys, deliver: Callable[[Sequence[Message]], None]) -> None:
@@ -125,9 +122,7 @@ class EngineConnection:
 class RayLink:
     """An ``EngineLink`` to a new engine on a node that Ray chooses.
 
-    Args:
-        engine: The engine. The engines of its machine are those that the node has room for, ``num_engines`` at most.
-        cluster: The cluster.
+    The engines of its machine are those that the node has room for, ``num_engines`` at most.
     """
 
     def __init__(self, engine: EngineSpec, cluster: RayCluster) -> None:

@@ -58,26 +58,16 @@ async def own_address(cluster: RayCluster) -> str:
     return await cluster.call(find)
 
 
+@dataclass(eq=False)
 class NodeActor:
-    """An actor on one node, which ends with this process.
+    """An actor on one node, which ends with this process."""
 
-    Args:
-        cluster: Its resources are taken of the node.
-        kind: The class of the actor, which every node can import.
-        node: The node; if it is lost, so is the actor.
-        arguments: Of the actor's construction.
-        num_threads: Methods that run at once.
-    """
-
-    def __init__(
-        self, cluster: RayCluster, kind: type, node: RayNode, arguments: tuple[Any, ...] = (), *, num_threads: int = 1
-    ) -> None:
-        self._cluster = cluster
-        self._kind = kind
-        self._node = node
-        self._arguments = arguments
-        self._num_threads = num_threads
-        self._actor: Any = None
+    cluster: RayCluster  # its resources are taken of the node
+    kind: type  # the class of the actor, which every node can import
+    node: RayNode  # if it is lost, so is the actor
+    arguments: tuple[Any, ...] = ()  # those of the actor's construction
+    num_threads: int = 1  # methods that run at once
+    _actor: Any = None
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Return the result of a method; the first call creates the actor.
@@ -87,31 +77,31 @@ class NodeActor:
             EngineDead: The actor has ended, or the method failed.
         """
         try:
-            begun = await self._cluster.call(lambda: self._begin(method, arguments))
+            begun = await self.cluster.call(lambda: self._begin(method, arguments))
         except ValueError as error:  # an amount like 1.5 GPUs
             raise ConfigError(f"Ray refuses the resources of an agent: {error}") from error
-        return await self._cluster.result(begun)
+        return await self.cluster.result(begun)
 
     async def remove(self) -> None:
         """Kill the actor; may be called again."""
-        await self._cluster.call(self._kill)
+        await self.cluster.call(self._kill)
 
     def _begin(self, method: str, arguments: tuple[Any, ...]) -> Any:
         if self._actor is None:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            wanted = dict(self._cluster.resources)
-            kind = ray.remote(self._kind).options(
+            wanted = dict(self.cluster.resources)
+            kind = ray.remote(self.kind).options(
                 num_cpus=wanted.pop("CPU", 0),
                 num_gpus=wanted.pop("GPU", 0),
                 memory=wanted.pop("memory", None),
                 resources=wanted,
                 max_restarts=0,
-                max_concurrency=self._num_threads,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(self._node.node_id, soft=False),
+                max_concurrency=self.num_threads,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self.node.node_id, soft=False),
             )
-            self._actor = kind.remote(*self._arguments)
+            self._actor = kind.remote(*self.arguments)
         return getattr(self._actor, method).remote(*arguments)
 
     def _kill(self) -> None:
