@@ -96,30 +96,30 @@ class LlamaCpp:
         self._num_vocab = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
         self._context: Any = None
         self._settings = Settings()
-        self._swept: list[tuple[Settings, float]] = []
+        self.swept: list[tuple[Settings, float]] = []
         self._error = float("nan")
         self._behind = float("nan")
         self.answers: list[list[int]] = []
 
     def choose(self, asked: Sequence[PeerRequest], clock: Callable[[], float]) -> None:
         """Take the settings that answer these requests quickest, in the second of two runs."""
-        for settings in self._to_try():
+        for settings in self.to_try():
             self._open(settings, asked)
             self.run(asked)
             began = clock()
             self.run(asked)
-            self._swept.append((settings, clock() - began))
-            print(f"llama.cpp {self._swept[-1][1]:8.2f} s: {settings}", flush=True)
-        self._open(self._best(), asked)
+            self.swept.append((settings, clock() - began))
+            print(f"llama.cpp {self.swept[-1][1]:8.2f} s: {settings}", flush=True)
+        self._open(self.best(), asked)
 
-    def _to_try(self) -> Iterator[Settings]:
+    def to_try(self) -> Iterator[Settings]:
         yield Settings()
         for group in ALTERNATIVES:
-            best = self._best()
+            best = self.best()
             yield from (replace(best, **changes) for changes in group)
 
-    def _best(self) -> Settings:
-        return min(self._swept, key=lambda one: one[1])[0]
+    def best(self) -> Settings:
+        return min(self.swept, key=lambda one: one[1])[0]
 
     def check(self, asked: Sequence[PeerRequest]) -> None:
         """Compare the logits behind every prompt with those of transformers, and judge the answers by them.
@@ -169,7 +169,7 @@ class LlamaCpp:
             "error of logits": self._error,
             "behind the likeliest": self._behind,
             "settings": str(self._settings),
-            "sweep": {str(settings): seconds for settings, seconds in self._swept},
+            "sweep": {str(settings): seconds for settings, seconds in self.swept},
         }
 
     def _backends(self) -> list[str]:

@@ -74,14 +74,14 @@ def test_the_file_holds_every_weight_and_what_decides_the_logits(tmp_path: Path,
 def test_the_sweep_keeps_the_best_of_each_group() -> None:
     """The sweep is driven without a library: the slower side of every setting is told to it as slower."""
     one = LlamaCpp.__new__(LlamaCpp)
-    one._swept = []
+    one.swept = []
     tried = []
-    for settings in one._to_try():
+    for settings in one.to_try():
         tried.append(settings)
         took = settings.batch_tokens + settings.ubatch_tokens + settings.is_unified - settings.has_flash_attention
-        one._swept.append((settings, took - (settings.kv == "f32")))
+        one.swept.append((settings, took - (settings.kv == "f32")))
 
-    assert one._best() == Settings(batch_tokens=512, ubatch_tokens=512, kv="f32")
+    assert one.best() == Settings(batch_tokens=512, ubatch_tokens=512, kv="f32")
     assert len(tried) == len({*tried}) == 1 + sum(map(len, ALTERNATIVES))
 
 

@@ -35,7 +35,7 @@ from manylora.core.events import (
     TokensEmitted,
 )
 from manylora.core.types import AdapterKey, FinishReason, Request, Tier
-from manylora.lab.measure.records import RequestRecord, Timeline
+from manylora.lab.measure.records import GAUGES, Loads, RequestRecord, Timeline
 
 __all__ = ["Recorder"]
 
@@ -69,7 +69,9 @@ class Recorder:
         sample_every_s: float = 1.0,
     ) -> None:
         self.records: list[RequestRecord] = []
-        self.timeline = Timeline()
+        self.timeline = Timeline(
+            gauges={name: array("d") for name in GAUGES}, loads={Tier.HOST: Loads(), Tier.DEVICE: Loads()}
+        )
         self._replica = replica
         self._ranks = ranks or {}
         self._stats: Callable[[], EngineStats] | None = None

@@ -6,8 +6,10 @@ Live, simulated and remote runs are all reported from the records of their reque
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 
 from manylora.core.types import Tier
 
@@ -87,8 +89,7 @@ class RequestRecord:
         return (self.finished_at - self.first_token_at) / (self.num_output_tokens - 1)
 
 
-def _column() -> array[float]:
-    return array("d")
+_COLUMN: Callable[[], array[float]] = partial(array, "d")  # type: ignore[assignment]
 
 
 @dataclass(slots=True)
@@ -99,8 +100,8 @@ class Steps:
         took_s: Seconds from its launch to its results.
     """
 
-    took_s: array[float] = field(default_factory=_column)
-    num_sequences: array[float] = field(default_factory=_column)
+    took_s: array[float] = field(default_factory=_COLUMN)
+    num_sequences: array[float] = field(default_factory=_COLUMN)
 
 
 @dataclass(slots=True)
@@ -113,9 +114,9 @@ class Loads:
         num_bytes: Bytes that were moved.
     """
 
-    at: array[float] = field(default_factory=_column)
-    busy_s: array[float] = field(default_factory=_column)
-    num_bytes: array[float] = field(default_factory=_column)
+    at: array[float] = field(default_factory=_COLUMN)
+    busy_s: array[float] = field(default_factory=_COLUMN)
+    num_bytes: array[float] = field(default_factory=_COLUMN)
 
 
 @dataclass(slots=True)
@@ -123,14 +124,14 @@ class Timeline:
     """One replica over time, as columns that are small enough to keep for hours.
 
     Args:
-        at: Time of each sample of the gauges, in seconds.
         gauges: A column for each of ``GAUGES``.
-        queues: Requests waiting in each of the policy's queues, a row for each sample; the number of queues may change.
         loads: Loads by target tier.
+        at: Time of each sample of the gauges, in seconds.
+        queues: Requests waiting in each of the policy's queues, a row for each sample; the number of queues may change.
     """
 
-    at: array[float] = field(default_factory=_column)
-    gauges: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in GAUGES})
+    gauges: dict[str, array[float]]
+    loads: dict[Tier, Loads]
+    at: array[float] = field(default_factory=_COLUMN)
     queues: list[tuple[int, ...]] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)
-    loads: dict[Tier, Loads] = field(default_factory=lambda: {Tier.HOST: Loads(), Tier.DEVICE: Loads()})
