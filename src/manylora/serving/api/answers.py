@@ -238,11 +238,7 @@ class RequestAnswers:
         elif output.finish is None:
             self._engines.cancel([output.request_id], stopped=True)
         return TextPiece(
-            index=answer.index,
-            text=text,
-            logprobs=delta.logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
+            index=answer.index, text=text, logprobs=delta.logprobs, finish_reason=finish_reason, stop_reason=stop_reason
         )
 
 

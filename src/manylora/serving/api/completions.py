@@ -78,12 +78,7 @@ async def _decode_ids(data: bytes, limit: int, at: str) -> list[int]:
 
 
 async def _tokens(
-    request: Request,
-    context: Context,
-    given: list[str] | list[list[int]],
-    truncation: Truncation,
-    *,
-    is_framed: bool,
+    request: Request, context: Context, given: list[str] | list[list[int]], truncation: Truncation, *, is_framed: bool
 ) -> list[tuple[int, ...]]:
     """Return the token ids of every prompt, with the model's special tokens around texts if ``is_framed``.
 
@@ -140,9 +135,7 @@ async def create_completion(request: Request) -> Response:
     context, body = call.context, call.body
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     details = Details.of(
-        body,
-        num_echo_top=body.logprobs if body.echo else None,
-        is_prompt_only=bool(body.echo) and max_tokens == 0,
+        body, num_echo_top=body.logprobs if body.echo else None, is_prompt_only=bool(body.echo) and max_tokens == 0
     )
     sampling = sampling_params(
         body,

@@ -70,10 +70,7 @@ def openapi(routes: Sequence[Route], *, root_path: str) -> dict[str, Any]:
         "info": {"title": "manylora", "version": metadata.version("manylora")},
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
-        "components": {
-            "schemas": schemas,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
 
@@ -86,12 +83,7 @@ def _operation(route: Route, method: str) -> dict[str, Any]:
         "operationId": f"{route.endpoint.__name__}_{method.lower()}",
         "summary": _summary(route.endpoint),
         "parameters": [
-            {
-                "name": name,
-                "in": "path",
-                "required": True,
-                "schema": {"type": "integer" if kind == "int" else "string"},
-            }
+            {"name": name, "in": "path", "required": True, "schema": {"type": "integer" if kind == "int" else "string"}}
             for name, kind in _PARAMETER.findall(route.path)
         ],
         "responses": {
@@ -132,10 +124,7 @@ def docs_routes(routes: Sequence[Route], *, root_path: str) -> list[Route]:
         headers = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
         return Response(described()[1], media_type="text/html; charset=utf-8", headers=headers)
 
-    return [
-        Route("/openapi.json", openapi_json, methods=["GET"]),
-        Route("/docs", docs, methods=["GET"]),
-    ]
+    return [Route("/openapi.json", openapi_json, methods=["GET"]), Route("/docs", docs, methods=["GET"])]
 
 
 def _page(document: Mapping[str, Any]) -> str:

@@ -9,14 +9,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from manylora.serving.api.answers import TextPiece
-from manylora.serving.api.prompt_part import (
-    LEAST_LOGPROB,
-    JsonParts,
-    PromptPart,
-    as_lists,
-    encode_parts,
-    logprob_items,
-)
+from manylora.serving.api.prompt_part import LEAST_LOGPROB, JsonParts, PromptPart, as_lists, encode_parts, logprob_items
 from manylora.serving.api.request import Context
 from manylora.serving.api.tools import ToolUse
 from manylora.serving.text import MessageReader, ReasoningSplitter, TokenLogprob

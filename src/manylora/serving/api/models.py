@@ -118,12 +118,7 @@ async def tokenize(request: Request) -> Response:
     def describe() -> Response:
         strings = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return json_response(
-            {
-                "count": len(tokens),
-                "max_model_len": context.max_model_len,
-                "tokens": tokens,
-                "token_strs": strings,
-            }
+            {"count": len(tokens), "max_model_len": context.max_model_len, "tokens": tokens, "token_strs": strings}
         )
 
     return describe() if len(tokens) <= INLINE_CHARS else await context.text_work.run(request, describe)

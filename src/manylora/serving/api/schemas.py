@@ -70,9 +70,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, 
 }
 """Fields that would change the answer, with the values under which they would not."""
 
-REASONS = {
-    "use_beam_search": "ask for n sampled answers with logprobs, and keep the most likely one",
-}
+REASONS = {"use_beam_search": "ask for n sampled answers with logprobs, and keep the most likely one"}
 """The way to get the same by other means, for fields that have one."""
 
 

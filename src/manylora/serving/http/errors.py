@@ -101,8 +101,6 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     """Answer with an error of Starlette, such as an unknown route, in vLLM's shape."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]  # request.url fails on a malformed Host
-    message = {
-        404: f"There is no route {path}.",
-        405: f"{request.method} is not allowed on {path}.",
-    }.get(error.status_code, error.detail)
+    by_status = {404: f"There is no route {path}.", 405: f"{request.method} is not allowed on {path}."}
+    message = by_status.get(error.status_code, error.detail)
     return error_response(HttpError(error.status_code, message, headers=dict(error.headers or {})))

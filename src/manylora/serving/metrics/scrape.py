@@ -68,19 +68,9 @@ OWN: Rows = (
     (COUNTER, "manylora_steps", "Steps completed.", "num_steps"),
 )
 COLD_STARTS: Rows = (
-    (
-        COUNTER,
-        "manylora_cold_starts",
-        "Requests that got a first token, their adapter missing at first.",
-        "num_starts",
-    ),
+    (COUNTER, "manylora_cold_starts", "Requests that got a first token, their adapter missing at first.", "num_starts"),
     (COUNTER, "manylora_cold_starts_measured", "Those that waited for nothing but their adapter.", "num_measured"),
-    (
-        COUNTER,
-        "manylora_cold_start_expected_seconds",
-        "Their predicted times to first token, summed.",
-        "expected_s",
-    ),
+    (COUNTER, "manylora_cold_start_expected_seconds", "Their predicted times to first token, summed.", "expected_s"),
     (COUNTER, "manylora_cold_start_actual_seconds", "Their actual times to first token, summed.", "actual_s"),
     (
         GAUGE,
@@ -198,10 +188,7 @@ def _computed_vllm_metrics(
         "vllm:prompt_tokens_by_source",
         "Prompt tokens, computed or from the prefix cache.",
         ["model_name", "source"],
-        [
-            ([served_name, "local_compute"], num_computed),
-            ([served_name, "local_cache_hit"], stats.num_cached_tokens),
-        ],
+        [([served_name, "local_compute"], num_computed), ([served_name, "local_cache_hit"], stats.num_cached_tokens)],
     )
 
 

@@ -303,10 +303,7 @@ class Engine:
                 prompt=shown, text="", token_ids=(), finish_reason="error", adapter=adapter, error=str(error)
             )
         request = Request(
-            request_id=f"offline-{next(self._ids)}",
-            prompt=tokens,
-            sampling=sampling,
-            model=adapter or "",
+            request_id=f"offline-{next(self._ids)}", prompt=tokens, sampling=sampling, model=adapter or ""
         )
         return Job(shown, adapter, request, Detokenizer(self._tokenizer, tokens, sampling))
 
@@ -336,9 +333,7 @@ def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     return made
 
 
-def _as_prompts(
-    prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
-) -> list[str | tuple[int, ...]]:
+def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[str | tuple[int, ...]]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(token, int) for token in prompts):

@@ -223,11 +223,7 @@ def _scaling_policy(engine: EngineConfig, fleet: FleetConfig) -> ScalingPolicy |
 
 
 def run(
-    engine: EngineConfig,
-    server: ServerConfig,
-    lora_modules: Sequence[LoraModule] = (),
-    *,
-    builder: str | None = None,
+    engine: EngineConfig, server: ServerConfig, lora_modules: Sequence[LoraModule] = (), *, builder: str | None = None
 ) -> int:
     """Serve until SIGTERM or SIGINT; call it from the main thread.
 

@@ -235,11 +235,7 @@ class EngineService:
             self._send(Reply(command.call, statuses=() if status is None else (status,)))
 
     def _add(
-        self,
-        core: EngineCore,
-        now: float,
-        command: AddRequests,
-        faults: Mapping[Constraint | None, Fault] = NO_FAULTS,
+        self, core: EngineCore, now: float, command: AddRequests, faults: Mapping[Constraint | None, Fault] = NO_FAULTS
     ) -> None:
         added: list[str] = []
         refused: dict[str, Fault] = {}

@@ -17,14 +17,7 @@ from weakref import WeakValueDictionary
 
 from manylora.core.adapters.sources import is_url
 from manylora.core.engine.status import AdapterStatus
-from manylora.core.errors import (
-    AdapterError,
-    AdapterExists,
-    AdapterNotFound,
-    CapacityError,
-    ConfigError,
-    ManyloraError,
-)
+from manylora.core.errors import AdapterError, AdapterExists, AdapterNotFound, CapacityError, ConfigError, ManyloraError
 from manylora.serving.hosting.links.client import EngineClient
 from manylora.serving.hosting.protocol import AdapterIdentity
 

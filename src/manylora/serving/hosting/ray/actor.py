@@ -78,10 +78,7 @@ class EngineActor:
         setup = ProcessSetup(
             engine=msgspec.msgpack.decode(engine, type=EngineSpec),
             sockets=CurveSockets(
-                commands_file=commands,
-                messages_file=messages,
-                secret_key=self._secret_key,
-                client_key=client_key,
+                commands_file=commands, messages_file=messages, secret_key=self._secret_key, client_key=client_key
             ),
             log_level=log_level,
         )
