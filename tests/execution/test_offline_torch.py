@@ -17,7 +17,7 @@ from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.plan import StepPlan
 from manylora.core.ports import EngineParts, Work
-from manylora.serving.hosting.engine.build import build_live_parts
+from manylora.execution.build import build_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 
@@ -133,7 +133,7 @@ def test_planning_ahead_changes_no_token(
     awaited = 0
 
     def build(config: EngineConfig, clock: Clock) -> EngineParts:
-        parts = build_live_parts(config, clock)
+        parts = build_parts(config, clock)
         launch = parts.executor.launch
 
         def count(plan: StepPlan, now: float) -> Work:

@@ -29,7 +29,7 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import Clock
 from manylora.core.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
 from manylora.core.errors import ConfigError
-from manylora.core.ports import EngineParts
+from manylora.core.ports import EngineParts, SharedBase
 from manylora.execution.attention.call import AttentionKernel, choose_attention
 from manylora.execution.attention.paged import TorchAttentionKernel
 from manylora.execution.attention.triton import TritonAttentionKernel
@@ -43,7 +43,7 @@ from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.machine import available_bytes
-from manylora.execution.model.base_weights import BaseWeights, check_complete, share_weights
+from manylora.execution.model.base_weights import BaseWeights, check_complete, map_weights, share_weights
 from manylora.execution.model.describe import describe_model
 from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.freeze import load_weights
@@ -51,7 +51,7 @@ from manylora.execution.model.load import LoadedModel, context_limit, load_model
 from manylora.execution.model.modules import adapt_modules
 from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner
-from manylora.execution.sampling.sampler import Sampler
+from manylora.execution.sampling.sampler import make_sampler
 from manylora.execution.self_check import check_sequences_are_separate
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.page_tensor import Link, PageTensor
@@ -85,9 +85,9 @@ def build_parts(
     config: EngineConfig,
     clock: Clock,
     *,
-    make_sampler: Callable[[BaseShape], Sampler] | None = None,
     load: Callable[[ModelConfig], LoadedModel] = load_model,
     weights: BaseWeights | None = None,
+    shared: SharedBase | None = None,
     open_assistant: OpenAssistant | None = None,
     readers: Sequence[FileReader] = (),
     is_checked: bool = False,
@@ -97,9 +97,9 @@ def build_parts(
     Args:
         config: ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
         clock: Woken when steps and loads complete.
-        make_sampler: Builds the sampler from the base's shape; by default a sampler without grammars.
         load: Loads the model; another function for a model without a folder.
         weights: Base weights that another process froze; loaded when ``None``.
+        shared: The place of such weights, to map them from.
         open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them; by
             default ``open_assistant_workers``.
         readers: Read adapters; processes by default.
@@ -109,6 +109,8 @@ def build_parts(
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
     """
     bound_caches()
+    if shared is not None:
+        weights = map_weights(shared)
     start_assistant = open_assistant or partial(open_assistant_workers, num_engines=config.num_engines)
     readers = readers or open_processes()
     with ExitStack() as undo:
@@ -121,7 +123,7 @@ def build_parts(
         assistant = start_assistant(loaded.device, model.base)
         if assistant is not None:
             undo.callback(assistant.close)
-        runner, graphs = _runner(config, model, make_sampler, assistant)
+        runner, graphs = _runner(config, model, assistant)
         stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
         if not is_checked:
             check_sequences_are_separate(runner, model.base, model.pages.num_pages)
@@ -209,10 +211,7 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _
 
 
 def _runner(
-    config: EngineConfig,
-    model: _Model,
-    make_sampler: Callable[[BaseShape], Sampler] | None,
-    assistant: Assistant | None,
+    config: EngineConfig, model: _Model, assistant: Assistant | None
 ) -> tuple[ModelRunner, DecodeGraphs | None]:
     """Return the runner, and its graphs of decode steps where there are any; Triton's attention fuses launches too."""
     base, device, scheduler = model.base, model.ops.device, config.scheduler
@@ -233,7 +232,7 @@ def _runner(
                 vocab_size=base.vocab_size,
                 max_num_seqs=scheduler.max_num_seqs,
             )
-    sampler = make_sampler(base) if make_sampler is not None else Sampler(base.vocab_size, base.eos_token_ids, device)
+    sampler = make_sampler(config.model, base)
     return ModelRunner(model.module, model.step, attention, sampler, model.ops, graphs, assistant), graphs
 
 

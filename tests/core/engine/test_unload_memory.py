@@ -19,7 +19,7 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.ports import EngineParts
-from manylora.serving.hosting.engine.build import build_live_parts
+from manylora.execution.build import build_parts
 
 NUM_ADAPTERS = 12
 NUM_CYCLES = 4
@@ -56,7 +56,7 @@ def test_unload_frees_pages_and_host_memory(model_path: Path, tmp_path: Path) ->
     bases: list[BaseShape] = []
 
     def build(config: EngineConfig, clock: Clock) -> EngineParts:
-        parts = build_live_parts(config, clock)
+        parts = build_parts(config, clock)
         bases.append(parts.base)
         return parts
 

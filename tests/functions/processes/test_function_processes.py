@@ -120,7 +120,7 @@ def test_functions_answer_as_plain_engines_and_come_back(model: ModelConfig, bac
         plain_spec = EngineSpec(
             config=spec(model).config,
             served_name="base",
-            builder="manylora.serving.hosting.engine.build:build_live_parts",
+            builder="manylora.execution.build:build_parts",
         )
         async with running(lambda: ThreadLink(plain_spec), module) as fleet:
             return await answer(fleet, module.name)

@@ -97,13 +97,12 @@ def run_function(
         return 1
 
 
-def live_builder(stages: StartStages, model: ModelConfig, num_threads: int | None) -> BuildParts:
+def live_builder(stages: StartStages, num_threads: int | None) -> BuildParts:
     """Return the builder of a live engine that maps the base and starts no process."""
     import torch
 
     from manylora.execution.build import build_parts
     from manylora.execution.model.base_weights import map_weights
-    from manylora.execution.sampling.sampler import make_sampler
     from manylora.execution.storage.adapter_files import InlineReader
 
     def build(config: EngineConfig, clock: Clock, *, shared: SharedBase) -> EngineParts:
@@ -111,14 +110,8 @@ def live_builder(stages: StartStages, model: ModelConfig, num_threads: int | Non
         torch.seed()
         weights = map_weights(shared)
         stages.note("map")
-        return build_parts(
-            config,
-            clock,
-            make_sampler=partial(make_sampler, model),
-            weights=weights,
-            readers=[InlineReader()],
-            is_checked=True,  # by the zygote
-        )
+        is_checked = True  # by the zygote
+        return build_parts(config, clock, weights=weights, readers=[InlineReader()], is_checked=is_checked)
 
     return build
 

@@ -64,7 +64,7 @@ def _build_an_engine(setup: ZygoteSetup) -> None:
 
     bound_caches(CACHED_PRIMITIVES)
     backbone = setup.backbone
-    live_builder(StartStages(0.0), backbone.model, 1)
+    live_builder(StartStages(0.0), 1)
     shared = replace(backbone.base, file=os.dup(backbone.base.file))
     config = EngineConfig(model=replace(backbone.model, max_model_len=None), memory=MemoryConfig(num_pages=NUM_PAGES))
     build_parts(config, WallClock(), weights=map_weights(shared), readers=[InlineReader()]).close()

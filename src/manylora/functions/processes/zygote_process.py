@@ -155,7 +155,7 @@ class ZygoteProcess:
         if self._setup.builder is not None:
             build = load_builder(self._setup.builder)
             return lambda stages: build
-        return partial(live_builder, model=self._setup.backbone.model, num_threads=fork.engine.num_threads)
+        return partial(live_builder, num_threads=fork.engine.num_threads)
 
     def _reap(self, descriptor: int, number: int, pid: int) -> None:
         self._selector.unregister(descriptor)

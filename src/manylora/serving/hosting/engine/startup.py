@@ -41,7 +41,7 @@ __all__ = [
 
 SPIN_COUNT = 100  # rounds of a spinning thread: some microseconds
 
-TORCH_BUILDER = "manylora.serving.hosting.engine.build:build_live_parts"
+TORCH_BUILDER = "manylora.execution.build:build_parts"
 
 _waiting: dict[str, subprocess.Popen[bytes]] = {}
 
