@@ -130,7 +130,7 @@ def test_an_engine_process_is_started_before_the_options_are_read_where_it_will_
     monkeypatch: pytest.MonkeyPatch, served: list[Served]
 ) -> None:
     started: list[str] = []
-    monkeypatch.setattr("manylora.cli.app.start_early", started.append)
+    monkeypatch.setattr("manylora.cli.app.prestart_engine", started.append)
     assert run_main(monkeypatch, "serve", "demo", "--port", "0") == 0
     assert started == [TORCH_BUILDER]
     for other in ("--replicas=2", "--simulate=a40:llama-7b", "--in-process"):

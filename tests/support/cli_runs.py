@@ -13,7 +13,7 @@ import manylora.cli.app
 import manylora.serving.server
 from manylora.cli.app import main
 from manylora.core.config import EngineConfig, ServerConfig
-from manylora.serving.hosting.engine.startup import start_early
+from manylora.serving.hosting.engine.startup import prestart_engine
 
 
 @dataclass
@@ -43,8 +43,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
 def run_main(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
     """Run the program as the shell would; return its exit code."""
     monkeypatch.setattr(sys, "argv", ["manylora", *args])
-    if manylora.cli.app.start_early is start_early:  # no process beside the tests, unless one is about it
-        monkeypatch.setattr(manylora.cli.app, "start_early", lambda builder: None)
+    if manylora.cli.app.prestart_engine is prestart_engine:  # no process beside the tests, unless one is about it
+        monkeypatch.setattr(manylora.cli.app, "prestart_engine", lambda builder: None)
     with pytest.raises(SystemExit) as ended:
         main()
     assert isinstance(ended.value.code, int)

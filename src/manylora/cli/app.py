@@ -17,7 +17,7 @@ import typer
 from manylora.cli.views.terminal import fail
 from manylora.core import __version__
 from manylora.core.errors import ManyloraError
-from manylora.serving.hosting.engine.startup import TORCH_BUILDER, end_early, start_early
+from manylora.serving.hosting.engine.startup import TORCH_BUILDER, end_prestarted, prestart_engine
 
 __all__ = ["main", "make_app"]
 
@@ -151,7 +151,7 @@ def main() -> None:
     asked = next((arg for arg in sys.argv[1:] if not arg.startswith("-")), "")
     is_simple = not _NO_EARLY_ENGINE.intersection(arg.partition("=")[0] for arg in sys.argv)
     if asked == "serve" and is_simple and find_spec("torch") is not None:
-        start_early(TORCH_BUILDER)
+        prestart_engine(TORCH_BUILDER)
     names = (asked,) if asked in _COMMANDS else () if asked == "version" else tuple(_COMMANDS)
     try:
         # typer returns the code of an exit that a command asked for; the commands themselves return nothing.
@@ -176,4 +176,4 @@ def main() -> None:
             fail(f"the output is incomplete: {error.strerror}", code=1)
         fail(f"{type(error).__name__}: {error} (run `manylora --debug ...` to see where)", code=1)
     finally:
-        end_early()
+        end_prestarted()

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from manylora.execution.kernels.cpu.support import runtime_library
-from manylora.serving.hosting.engine.startup import SPIN_COUNT, bound_spinning
+from manylora.serving.hosting.engine.startup import SPIN_COUNT, limit_openmp_spin
 
 POOLS = """
 import os, torch
@@ -51,7 +51,7 @@ def test_spinning_is_bounded_unless_the_environment_says_how(
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    bound_spinning()
+    limit_openmp_spin()
     names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
     assert {name: os.environ[name] for name in names if name in os.environ} == expected
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.core.errors import RequestError
+from manylora.core.generation import NO_DEFAULTS
 from manylora.core.types import Constraint, SamplingParams
 from manylora.serving.api.json_body import parse
+from manylora.serving.api.model_settings import Settings
+from manylora.serving.api.request import AnswerCall
 from manylora.serving.api.responses import ResponsesBody
 from manylora.serving.api.sampling import sampling_params
 from manylora.serving.api.schemas import REFUSED, ChatBody, CompletionBody, SamplingFields
@@ -39,6 +43,13 @@ def words(tokenizer: Path) -> Tokenizer:
     return Tokenizer.load(tokenizer)
 
 
+def asked(body: SamplingFields, words: Tokenizer, vocab_size: int) -> AnswerCall[Any]:
+    """Return a call with what the parameters depend on."""
+    engines = SimpleNamespace(info=SimpleNamespace(vocab_size=vocab_size))
+    context = SimpleNamespace(tokenizer=words, fleet=SimpleNamespace(engines=engines))
+    return AnswerCall(cast(Any, None), cast(Any, context), "", body, Settings(defaults=NO_DEFAULTS))
+
+
 HELLO = [{"role": "user", "content": "x"}]
 
 
@@ -50,7 +61,7 @@ def test_any_body_is_understood_or_refused(
     given_values = {"model": "m", "prompt": "p", "messages": HELLO, "input": "x", **values}
     try:
         body = asyncio.run(parse(json.dumps(given_values).encode(), kind))
-        params = sampling_params(body, max_tokens=body.max_tokens, logprobs=None, tokenizer=words, vocab_size=1000)
+        params = sampling_params(asked(body, words, 1000), max_tokens=body.max_tokens, logprobs=None)
     except RequestError as error:
         assert str(error)
     else:
@@ -72,7 +83,7 @@ def test_what_is_understood_arrives(words: Tokenizer) -> None:
         "response_format": {"type": "json_object"},
     }
     body = asyncio.run(parse(json.dumps(given_values).encode(), CompletionBody))
-    params = sampling_params(body, max_tokens=9, logprobs=4, prompt_logprobs=3, tokenizer=words, vocab_size=10)
+    params = sampling_params(asked(body, words, 10), max_tokens=9, logprobs=4, prompt_logprobs=3)
     assert params == SamplingParams(
         max_tokens=9,
         logprobs=4,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from manylora.serving.hosting.engine.startup import freeze_imports, freeze_start_up_heap
+from manylora.serving.hosting.engine.startup import freeze_start_up_heap
 
 
 def test_everything_there_is_left_out_and_what_comes_later_is_not() -> None:
@@ -19,18 +19,3 @@ def test_everything_there_is_left_out_and_what_comes_later_is_not() -> None:
         assert gc.collect() >= 1
     finally:
         gc.unfreeze()
-
-
-def test_imports_are_left_out_without_a_collection() -> None:
-    cycle: list[object] = []
-    cycle.append(cycle)
-    try:
-        freeze_imports()
-        number = id(cycle)
-        del cycle
-        assert gc.get_freeze_count() > 10_000
-        gc.collect()
-        assert not any(id(one) == number for one in gc.get_objects())
-    finally:
-        gc.unfreeze()
-    gc.collect()

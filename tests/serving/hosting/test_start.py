@@ -12,9 +12,9 @@ from reciter import engine_config
 
 from manylora.core.config import ServerConfig
 from manylora.core.errors import AdapterError, ConfigError
-from manylora.serving.hosting.engine import startup as early_start
+from manylora.serving.hosting.engine import startup
 from manylora.serving.hosting.engine.process import EXIT_ORPHANED
-from manylora.serving.hosting.engine.startup import start_early, take_early
+from manylora.serving.hosting.engine.startup import prestart_engine, take_prestarted
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.server import BackgroundServer, LoraModule
 
@@ -62,19 +62,19 @@ def test_a_broken_adapter_that_was_named_is_an_error(tokenizer: Path, good: str,
 
 
 def test_an_engine_process_can_wait_for_its_set_up(tokenizer: Path) -> None:
-    start_early("reciter:reciter_parts")
-    (process,) = early_start._waiting.values()
+    prestart_engine("reciter:reciter_parts")
+    (process,) = startup._waiting.values()
     config = ServerConfig(port=0)
     with BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server:
         assert server.engine_pid == process.pid
         assert httpx.get(server.url + "/health").status_code == 200
-        assert not early_start._waiting
-    start_early("reciter:reciter_parts")
-    ((builder, orphan),) = early_start._waiting.items()
+        assert not startup._waiting
+    prestart_engine("reciter:reciter_parts")
+    ((builder, orphan),) = startup._waiting.items()
     spec = EngineSpec(config=engine_config(tokenizer), served_name="base", builder=builder)
-    assert take_early(msgspec.structs.replace(spec, num_threads=2)) is None
-    assert take_early(msgspec.structs.replace(spec, builder="another:one")) is None
+    assert take_prestarted(msgspec.structs.replace(spec, num_threads=2)) is None
+    assert take_prestarted(msgspec.structs.replace(spec, builder="another:one")) is None
     assert orphan.stdin is not None
     orphan.stdin.close()  # as at the end of a command that failed
     assert orphan.wait(60) == EXIT_ORPHANED
-    assert take_early(spec) is None
+    assert take_prestarted(spec) is None

@@ -21,7 +21,7 @@ from manylora.core.config import EngineConfig, MemoryConfig
 from manylora.functions.processes.function_process import StartStages, live_builder
 from manylora.functions.processes.messages import ZygoteSetup
 from manylora.serving.hosting.engine.service import load_builder
-from manylora.serving.hosting.engine.startup import bound_spinning
+from manylora.serving.hosting.engine.startup import limit_openmp_spin
 
 __all__ = ["clean_mappings", "let_file_pages_go", "warm"]
 
@@ -51,7 +51,7 @@ def warm(setup: ZygoteSetup) -> None:
 
 def _build_an_engine(setup: ZygoteSetup) -> None:
     """Build and check one engine, for all: its modules are imported and its kernels compiled."""
-    bound_spinning()
+    limit_openmp_spin()
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
     import torch

@@ -30,14 +30,9 @@ async def create_chat_completion(request: Request) -> Response:
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
     details = Details.of(body)
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = sampling_params(
-        body,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        logprobs=_num_logprobs(body),
-        tokenizer=context.tokenizer,
-        vocab_size=context.fleet.engines.info.vocab_size,
-        prompt_logprobs=details.prompt_logprobs,
-        defaults=call.settings.defaults,
+        call, max_tokens=max_tokens, logprobs=_num_logprobs(body), prompt_logprobs=details.prompt_logprobs
     )
     template = template_of(context, call.settings, body)
     use = NO_TOOLS

@@ -138,13 +138,10 @@ async def create_completion(request: Request) -> Response:
         body, num_echo_top=body.logprobs if body.echo else None, is_prompt_only=bool(body.echo) and max_tokens == 0
     )
     sampling = sampling_params(
-        body,
+        call,
         max_tokens=1 if details.is_prompt_only else max_tokens,
         logprobs=body.logprobs,
-        tokenizer=context.tokenizer,
-        vocab_size=context.fleet.engines.info.vocab_size,
         prompt_logprobs=details.prompt_logprobs,
-        defaults=call.settings.defaults,
     )
     truncation = Truncation(context, body, sampling.max_tokens)
     given = await decode_prompts(body.prompt, context.engine_config.scheduler.max_waiting, truncation.limit)

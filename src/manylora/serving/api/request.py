@@ -28,7 +28,7 @@ from manylora.serving.api.schemas import SamplingFields
 from manylora.serving.http.access import RetryTimes
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError
-from manylora.serving.http.room import BodyRoom, CallerRoom, UnreadAnswers, default_body_bytes, room_of_engine
+from manylora.serving.http.room import BodyRoom, CallerRoom, WaitingAnswers, default_body_bytes, room_of_engine
 from manylora.serving.http.turns import FairWork, LoopTurns, next_turn
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.metrics.status_report import FunctionState
@@ -70,7 +70,7 @@ class Context:
     bodies: BodyRoom = field(default_factory=BodyRoom)  # the bytes of bodies that arrive
     # Share the event loop between requests that need it for milliseconds.
     turns: LoopTurns = field(default_factory=LoopTurns)
-    unread: UnreadAnswers = field(default_factory=UnreadAnswers)  # the long answers that wait for their clients
+    waiting_answers: WaitingAnswers = field(default_factory=WaitingAnswers)  # the long ones
     started_at: int = field(default_factory=lambda: int(time.time()))  # start of the server, in seconds since the epoch
     epoch_s: Callable[[], float] = time.time  # returns the time in seconds since the epoch
     monotonic_s: Callable[[], float] = time.monotonic  # returns a time in seconds that never steps back

@@ -217,8 +217,9 @@ class _WholeAnswers(Response):
                 await error_response(error)(scope, receive, send)
             else:
                 parts = encode_parts(await self._body(reports))
-                caller_of = functools.partial(self._call.context.gate.caller_of, self._call.http)
-                with self._call.context.unread.hold(caller_of, sum(map(len, parts)), connection_breaker(scope)):
+                context, num_bytes = self._call.context, sum(map(len, parts))
+                caller_of = functools.partial(context.gate.caller_of, self._call.http)
+                with context.waiting_answers.hold(caller_of, num_bytes, connection_breaker(scope)):
                     await _send_whole(send, parts)
 
     async def _body(self, reports: dict[int, PromptLogprobs | None]) -> dict[str, Any]:

@@ -244,14 +244,7 @@ async def create_response(request: Request) -> Response:
     context, body = call.context, call.body
     _check(body)
     body.response_format = _response_format(body.text)
-    sampling = sampling_params(
-        body,
-        max_tokens=body.max_output_tokens,
-        logprobs=None,
-        tokenizer=context.tokenizer,
-        vocab_size=context.fleet.engines.info.vocab_size,
-        defaults=call.settings.defaults,
-    )
+    sampling = sampling_params(call, max_tokens=body.max_output_tokens, logprobs=None)
     parser = tool_parser(context, call.settings.chat_template)
     tools, choice = _tools(body.tools), _tool_choice(body.tool_choice)
     use = await read_tool_use(request, context, tools, choice, body.parallel_tool_calls, parser)

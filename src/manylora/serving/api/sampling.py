@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from manylora.core.errors import RequestError
-from manylora.core.generation import NO_DEFAULTS, GenerationDefaults
 from manylora.core.types import Constraint, SamplingParams
 from manylora.serving.api.json_body import NULL, free_form, is_null
+from manylora.serving.api.request import AnswerCall
 from manylora.serving.api.schemas import (
     INLINE_CHARS,
     MAX_SCHEMA_BYTES,
@@ -35,29 +35,21 @@ Value = TypeVar("Value")
 
 
 def sampling_params(
-    body: SamplingFields,
-    *,
-    max_tokens: int | None,
-    logprobs: int | None,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    prompt_logprobs: int | None = None,
-    defaults: GenerationDefaults = NO_DEFAULTS,
+    call: AnswerCall[Any], *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with the model's defaults, then those of OpenAI's API.
 
     Args:
-        body: The request.
+        call: The request.
         max_tokens: Most tokens to generate; ``None`` for as many as fit.
         logprobs: Number of alternatives to report; ``None`` for no log-probabilities.
-        tokenizer: The base model's tokenizer, for words.
-        vocab_size: Token ids are below this.
-        prompt_logprobs: As ``logprobs``, for the prompt.
-        defaults: The defaults of the model.
+        prompt_logprobs: The same for the prompt.
 
     Raises:
         RequestError: A value is out of range, or two fields contradict each other.
     """
+    body: SamplingFields = call.body
+    defaults, vocab_size = call.settings.defaults, call.context.fleet.engines.info.vocab_size
     _check_fields(body, vocab_size)
     return SamplingParams(
         max_tokens=defaults.cap(max_tokens),
@@ -80,7 +72,7 @@ def sampling_params(
         constraint=_constraint_of(body),
         logit_bias=() if body.logit_bias is NULL else _logit_bias(body.logit_bias, vocab_size),
         allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
-        bad_words_token_ids=_bad_words(body.bad_words, tokenizer) if body.bad_words else (),
+        bad_words_token_ids=_bad_words(body.bad_words, call.context.tokenizer) if body.bad_words else (),
     )
 
 

@@ -1,13 +1,13 @@
 """Accepts connections in turns of their clients, and counts them from then on.
 
-The kernel's queue of new connections is one line for all, and a connection costs a tenth of a millisecond before its
-first byte is read. A client that opens thousands in a second would fill the queue with its own, and the others would
-wait behind them. So the queue is emptied at once, which is cheap, and each client's connections wait in a line of
-their own. One that its client has closed meanwhile is dropped.
+The kernel has one queue of new connections for all, and a connection costs a tenth of a millisecond before its first
+byte is read. A client that opens thousands in a second would fill the queue with its own, and the others would wait
+behind them. So the kernel's queue is emptied at once, which is cheap, and each client's connections wait in a queue of
+their own. A connection that its client has closed meanwhile is dropped.
 
 ::
 
-    kernel's queue      lines           opened in one pass
+    kernel's queue      queues          opened in one pass
     f f f f f o f f     flood  f f f f  f o f f f f f f
                         other  o
 
@@ -69,8 +69,8 @@ class Acceptor:
         # Before a handshake nothing can be told.
         self._told_of_client, self._told_in_all = (TOLD_OF_CLIENT, TOLD_IN_ALL) if tls is None else (0, 0)
         self._loop = asyncio.get_running_loop()
-        self._lines: CallerQueues[socket.socket] = CallerQueues()  # by client
-        self._num_of: Counter[str] = Counter()  # connections in line, or being opened
+        self._queues: CallerQueues[socket.socket] = CallerQueues()  # by client
+        self._num_of: Counter[str] = Counter()  # connections in the queues, or being opened
         self._num = 0  # of them in all
         self._opening: set[asyncio.Task[None]] = set()
         self._is_due = False
@@ -90,9 +90,9 @@ class Acceptor:
             self._loop.remove_reader(self._listening.fileno())
         else:
             self._pause.cancel()
-        for one in self._lines:
+        for one in self._queues:
             one.close()
-        self._lines.clear()
+        self._queues.clear()
         for task in self._opening:
             task.cancel()
 
@@ -101,7 +101,7 @@ class Acceptor:
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _take(self) -> None:
-        """Take connections from the kernel's queue into the lines."""
+        """Take connections from the kernel's queue into the clients' queues."""
         for _ in range(TAKEN_AT_ONCE):
             try:
                 one, address = self._listening.accept()
@@ -119,10 +119,10 @@ class Acceptor:
                 one.setblocking(False)
                 self._num_of[client] += 1
                 self._num += 1
-                self._lines.put(client, one)
+                self._queues.put(client, one)
             else:
                 one.close()
-        if self._lines and not self._is_due:
+        if self._queues and not self._is_due:
             self._open_next()
 
     def _resume(self) -> None:
@@ -142,9 +142,9 @@ class Acceptor:
         self._is_due = False
         num_opened = 0
         for _ in range(TAKEN_AT_ONCE):
-            if not self._lines or num_opened == OPENED_AT_ONCE:
+            if not self._queues or num_opened == OPENED_AT_ONCE:
                 break
-            client, one = self._lines.take()
+            client, one = self._queues.take()
             if _has_left(one):
                 self._forget(client)
                 one.close()
@@ -153,7 +153,7 @@ class Acceptor:
             task = self._loop.create_task(self._open(one))
             self._opening.add(task)
             task.add_done_callback(functools.partial(self._note, client, one))
-        if self._lines:
+        if self._queues:
             self._is_due = True
             self._loop.call_soon(self._open_next)
 

@@ -27,7 +27,7 @@ __all__ = [
     "BodyRoom",
     "CallerRoom",
     "Places",
-    "UnreadAnswers",
+    "WaitingAnswers",
     "default_body_bytes",
     "room_of_engine",
 ]
@@ -35,7 +35,7 @@ __all__ = [
 MAX_BODIES_BYTES = 256 << 20
 """Bytes of all bodies longer than ``SHORT_BODY_BYTES`` that arrive at a time; beyond them a body alone is taken."""
 
-MAX_UNREAD_BYTES = 256 << 20
+MAX_WAITING_BYTES = 256 << 20
 """Bytes of all long answers that wait for their clients; beyond them the slowest readers are left."""
 
 SHORT_BODY_BYTES = 64 * 1024  # a body up to this is taken whatever else arrives: connections bound these
@@ -203,13 +203,13 @@ class _Held:
     break_off: Callable[[], None]
 
 
-class UnreadAnswers:
+class WaitingAnswers:
     """The long answers that are made and not taken yet. For the event loop's thread alone.
 
     Answers that clients have had less than ``READ_WITHIN_S`` to take come beside ``most_bytes``.
     """
 
-    def __init__(self, most_bytes: int = MAX_UNREAD_BYTES, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most_bytes: int = MAX_WAITING_BYTES, now_s: Callable[[], float] = time.monotonic) -> None:
         self._most_bytes = most_bytes
         self._now_s = now_s
         self._held: dict[_Held, None] = {}  # the longest first

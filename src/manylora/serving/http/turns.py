@@ -1,31 +1,23 @@
 """Turns of callers: work that takes milliseconds is shared out, on threads and on the event loop.
 
-Lines of callers: each keeps its own order, and the callers take turns.
+Each caller has a queue of its own, in order of arrival, and the callers take turns.
 
-Work that takes a core for milliseconds is done on threads of its own, a few pieces at a time, in fair turns.
+``FairWork``: work that takes a core for milliseconds runs on threads of its own, a few pieces at a time, and the event
+loop runs meanwhile. No caller has more than half of the places: others wait for one piece of a caller that sends
+hundreds. A request whose client leaves before its turn gives the turn up::
 
-The event loop runs meanwhile. Callers take turns, each with its own pieces in order of arrival, and none has more than
-half of the places in line: the others wait for one piece of a caller that sends hundreds. A request whose client leaves
-before its turn gives the turn up.
-
-::
-
-    waiting    a a a a a      turns    a b c a b a a a
+    queues     a a a a a      turns    a b c a b a a a
                b b
                c
 
-Turns on the event loop: requests that need it for milliseconds share a part of each of its passes.
-
-A request gives the loop back after each piece of a millisecond or two. Hundreds of requests at once would still hold it
-for the sum of their pieces, since the loop resumes every one of them in each pass. So a request waits for a turn before
-a piece. In each pass as many pieces run as take ``SHARE_S`` together, and callers take turns; sockets, tokens and short
-requests come between. A piece that took several shares is followed by as many passes for others, which need a few for a
-new connection and its first answer.
-
-::
+``LoopTurns``: requests that need the event loop for milliseconds share a part of each of its passes. A request gives
+the loop back after each piece of a millisecond or two, but the loop resumes every waiting request in each pass, so
+hundreds at once would still hold it for the sum of their pieces. So a request waits for a turn before a piece. In each
+pass as many pieces run as take ``SHARE_S`` together; sockets, tokens and short requests come between. A piece that took
+several shares is followed by as many passes for others, which need a few for a new connection and its first answer::
 
     pass     | sockets, tokens | a b | sockets, tokens | c a | sockets, tokens | a |
-    lines    a a a, b, c         a a, c                  a
+    queues   a a a, b, c         a a, c                  a
 """
 
 from __future__ import annotations
@@ -52,46 +44,42 @@ class CallerQueues(Generic[T]):
     """Items that wait, by caller; false if none does. To put and to take one costs the same however many wait."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[T]] = {}  # none empty; that of the next turn first
+        self._queues: dict[str, deque[T]] = {}  # none empty; the queue of the next turn first
 
     def __bool__(self) -> bool:
-        return bool(self._lines)
+        return bool(self._queues)
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over all that wait, line by line."""
-        return (one for line in self._lines.values() for one in line)
+        """Iterate over all items, queue by queue."""
+        return (item for queue in self._queues.values() for item in queue)
 
     def num_of(self, caller: str) -> int:
-        """Return how many wait in a caller's line."""
-        return len(self._lines.get(caller, ()))
+        """Return how many items of a caller wait."""
+        return len(self._queues.get(caller, ()))
 
-    def put(self, caller: str, one: T) -> None:
-        """Let one wait at the end of its caller's line."""
-        self._lines.setdefault(caller, deque()).append(one)
+    def put(self, caller: str, item: T) -> None:
+        """Add an item at the end of its caller's queue."""
+        self._queues.setdefault(caller, deque()).append(item)
 
     def take(self) -> tuple[str, T]:
-        """Return the next one and its caller, whose next turn comes after that of every other.
+        """Remove the next item, of which there must be one; return its caller, whose next turn is now last, and it."""
+        caller = next(iter(self._queues))
+        queue = self._queues.pop(caller)
+        item = queue.popleft()
+        if queue:
+            self._queues[caller] = queue
+        return caller, item
 
-        Raises:
-            StopIteration: None waits.
-        """
-        caller = next(iter(self._lines))
-        line = self._lines.pop(caller)
-        one = line.popleft()
-        if line:
-            self._lines[caller] = line
-        return caller, one
-
-    def remove(self, caller: str, one: T) -> None:
-        """Let one leave that waits in its caller's line."""
-        line = self._lines[caller]
-        line.remove(one)
-        if not line:
-            del self._lines[caller]
+    def remove(self, caller: str, item: T) -> None:
+        """Remove an item that waits."""
+        queue = self._queues[caller]
+        queue.remove(item)
+        if not queue:
+            del self._queues[caller]
 
     def clear(self) -> None:
-        """Let all leave."""
-        self._lines.clear()
+        """Remove all items."""
+        self._queues.clear()
 
 
 class ClientGone(ManyloraError):
@@ -119,7 +107,7 @@ class FairWork:
         self._max_waiting = max_waiting
         self._num_free = at_once
         self._num_waiting = 0
-        self._lines: CallerQueues[asyncio.Future[None]] = CallerQueues()
+        self._queues: CallerQueues[asyncio.Future[None]] = CallerQueues()
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="fair-work")
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
@@ -143,11 +131,11 @@ class FairWork:
         if self._num_waiting >= self._max_waiting:
             raise CapacityError(f"{self._num_waiting} {self._things} wait, the most allowed")
         caller = self._caller_of(request)
-        num_of_caller = self._lines.num_of(caller)
+        num_of_caller = self._queues.num_of(caller)
         if num_of_caller >= max(1, self._max_waiting // 2):
             raise CapacityError(f"{num_of_caller} {self._things} of this caller wait, the most allowed")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.put(caller, turn)
+        self._queues.put(caller, turn)
         self._num_waiting += 1
         gone = asyncio.create_task(_until_gone(request))
         try:
@@ -158,7 +146,7 @@ class FairWork:
             if turn.done():
                 self._give()
             else:
-                self._lines.remove(caller, turn)
+                self._queues.remove(caller, turn)
                 self._num_waiting -= 1
             raise
         finally:
@@ -166,10 +154,10 @@ class FairWork:
 
     def _give(self) -> None:
         """Give the turn to the next caller's first piece, if there is one."""
-        if not self._lines:
+        if not self._queues:
             self._num_free += 1
             return
-        _, turn = self._lines.take()
+        _, turn = self._queues.take()
         self._num_waiting -= 1
         turn.set_result(None)
 
@@ -189,7 +177,7 @@ class LoopTurns:
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self._now_s = now_s
-        self._lines: CallerQueues[asyncio.Future[None]] = CallerQueues()
+        self._queues: CallerQueues[asyncio.Future[None]] = CallerQueues()
         self._is_counting = False  # a callback for the next pass is due
         self._began_s = 0.0  # of the pieces of this pass
         self._num_at_once = 1
@@ -204,7 +192,7 @@ class LoopTurns:
 
     async def wait(self, caller_of: Callable[[], str]) -> None:
         """Return at once while there is time left in this pass and none waits, else at the caller's turn."""
-        if not self._lines:
+        if not self._queues:
             if not self._is_counting:
                 self._is_counting = True
                 self._began_s = self._now_s()
@@ -213,13 +201,13 @@ class LoopTurns:
             if self._now_s() - self._began_s < SHARE_S:
                 return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.put(caller_of(), turn)
+        self._queues.put(caller_of(), turn)
         await turn
 
     def _next_pass(self) -> None:
         """Resume the next pieces, between two looks at the time."""
         call_soon = asyncio.get_running_loop().call_soon
-        if not self._lines:
+        if not self._queues:
             self._is_counting = False
             return
         if self._num_rests:
@@ -228,8 +216,8 @@ class LoopTurns:
             return
         call_soon(self._begin)
         num = 0
-        while num < self._num_at_once and self._lines:
-            _, turn = self._lines.take()
+        while num < self._num_at_once and self._queues:
+            _, turn = self._queues.take()
             if not turn.done():  # else its task was cancelled
                 turn.set_result(None)
                 num += 1

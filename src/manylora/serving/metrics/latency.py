@@ -35,13 +35,11 @@ LEAST_S = 1e-6
 _PER_LOG = 1.0 / math.log(RATIO)
 
 
+@dataclass(slots=True)
 class LogHistogram:
     """Durations in log-spaced buckets, in seconds: percentiles within 2 %, a few hundred buckets to an hour."""
 
-    __slots__ = ("_counts",)
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+    _counts: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return sum(self._counts.values())
@@ -58,12 +56,9 @@ class LogHistogram:
                 self._counts[bucket] = self._counts.get(bucket, 0) + count
 
     def quantiles(self, shares: Iterable[float]) -> list[float]:
-        """Return quantiles by nearest rank, in seconds.
+        """Return quantiles by nearest rank, in seconds, or raise ``ValueError`` if it is empty.
 
         ``shares`` are in (0, 1], ascending.
-
-        Raises:
-            ValueError: The histogram is empty.
         """
         num_values = len(self)
         if not num_values:
@@ -79,16 +74,14 @@ class LogHistogram:
         return found
 
 
+@dataclass(slots=True)
 class _Durations:
     """Histograms of the durations in ``Latency``."""
 
-    __slots__ = ("e2e_s", "inter_token_s", "queue_s", "ttft_s")
-
-    def __init__(self) -> None:
-        self.ttft_s = LogHistogram()
-        self.inter_token_s = LogHistogram()
-        self.e2e_s = LogHistogram()
-        self.queue_s = LogHistogram()
+    ttft_s: LogHistogram = field(default_factory=LogHistogram)
+    inter_token_s: LogHistogram = field(default_factory=LogHistogram)
+    e2e_s: LogHistogram = field(default_factory=LogHistogram)
+    queue_s: LogHistogram = field(default_factory=LogHistogram)
 
 
 @dataclass(slots=True)
@@ -170,9 +163,5 @@ def _summary(parts: Iterable[_Durations]) -> Latency:
         p50, p90, p99 = merged.quantiles(SHARES)
         return Percentiles(count=len(merged), p50=p50, p90=p90, p99=p99)
 
-    return Latency(
-        ttft_s=percentiles(part.ttft_s for part in parts),
-        inter_token_s=percentiles(part.inter_token_s for part in parts),
-        e2e_s=percentiles(part.e2e_s for part in parts),
-        queue_s=percentiles(part.queue_s for part in parts),
-    )
+    names = Latency.__struct_fields__
+    return Latency(**{name: percentiles(getattr(part, name) for part in parts) for name in names})

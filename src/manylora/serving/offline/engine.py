@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.status import AdapterStatus, EngineStats
@@ -39,6 +39,10 @@ from manylora.serving.text.model_files import load_generation_defaults
 __all__ = ["Engine"]
 
 Message = Mapping[str, Any]
+Prompt: TypeAlias = str | tuple[int, ...]
+Encode: TypeAlias = Callable[[Any], tuple[Prompt, tuple[int, ...]]]
+"""Returns a prompt as it is reported, and its token ids."""
+
 T = TypeVar("T")
 
 CLOSED = "the engine was closed"
@@ -167,13 +171,9 @@ class Engine:
         )
 
     def load_adapter(self, name: str, path: str | Path, *, replace: bool = False) -> AdapterStatus:
-        """Load a PEFT adapter from a directory; generation goes on meanwhile.
+        """Load a PEFT adapter from a directory, or raise ``AdapterError``; generation goes on meanwhile.
 
         With ``replace`` the name may exist: earlier requests finish on the old version.
-
-        Raises:
-            AdapterError: The adapter cannot be served.
-            EngineDead: The engine failed or was closed.
         """
         return self._call(self._fleet.adapters.load(name, str(path), replace_existing=replace))
 
@@ -182,21 +182,11 @@ class Engine:
         self._call(self._fleet.adapters.unload(name))
 
     def pin_adapter(self, name: str, pinned: bool = True) -> AdapterStatus:
-        """Pin an adapter on the device, or unpin it.
-
-        Raises:
-            AdapterNotFound: No such name.
-            CapacityError: No room to pin.
-        """
+        """Pin an adapter on the device, or unpin it; raise ``CapacityError`` if there is no room to pin it."""
         return self._call(self._fleet.adapters.pin(name, pinned))
 
     def warm_adapter(self, name: str) -> AdapterStatus:
-        """Start to copy an adapter to the device.
-
-        Raises:
-            AdapterNotFound: No such name.
-            CapacityError: No room.
-        """
+        """Start to copy an adapter to the device, or raise ``CapacityError`` if there is no room."""
         return self._call(self._fleet.adapters.warm(name))
 
     def adapters(self) -> tuple[AdapterStatus, ...]:
@@ -242,7 +232,7 @@ class Engine:
             call.cancel()
             raise
 
-    def _encode(self, prompt: str | tuple[int, ...]) -> tuple[str | tuple[int, ...], tuple[int, ...]]:
+    def _encode(self, prompt: Prompt) -> tuple[Prompt, tuple[int, ...]]:
         return prompt, tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
     def _render(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
@@ -252,12 +242,12 @@ class Engine:
     def _generate(
         self,
         given: Sequence[Any],
-        encode: Callable[[Any], tuple[str | tuple[int, ...], tuple[int, ...]]],
+        encode: Encode,
         adapter: str | Sequence[str | None] | None,
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[Generation]:
-        """Run prompts or conversations; ``encode`` returns the prompt to report and its token ids."""
+        """Run prompts or conversations."""
         adapters = _one_each("adapters", adapter, len(given), str | None)
         samplings = _one_each("samplings", sampling or self._defaults.sampling(), len(given), SamplingParams)
         if self._is_closed:
@@ -288,10 +278,10 @@ class Engine:
         adapter: str | None,
         sampling: SamplingParams,
         *,
-        encode: Callable[[Any], tuple[str | tuple[int, ...], tuple[int, ...]]],
+        encode: Encode,
     ) -> Job | Generation:
         """Return the job of a prompt, or a failed generation if the prompt is invalid."""
-        shown: str | tuple[int, ...] = asked if isinstance(asked, str | tuple) else ""
+        shown: Prompt = asked if isinstance(asked, str | tuple) else ""
         try:
             if sampling.constraint is not None:
                 from manylora.execution.sampling.grammar import check_constraint
@@ -333,7 +323,7 @@ def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     return made
 
 
-def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[str | tuple[int, ...]]:
+def _as_prompts(prompts: str | Sequence[int] | Sequence[str | Sequence[int]]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if prompts and all(isinstance(token, int) for token in prompts):

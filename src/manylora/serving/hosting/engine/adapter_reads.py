@@ -156,7 +156,7 @@ class AdapterReads:
             found = self.reader.check(adapters)
         except CapacityError as error:  # the machine's fault and not theirs: they are not given up
             fault = Fault.of(error)
-            self.post(lambda core, now: self._give_up(gathered, fault))
+            self.post(lambda core, now: self._fail(gathered, fault))
             return
         except Exception as error:
             logger.exception("adapter_reader_failed num_adapters=%d", len(adapters))
@@ -164,7 +164,7 @@ class AdapterReads:
             found = [AdapterError(name, reason) for name, _ in adapters]
         self.post(lambda core, now: self._gather(core, now, gathered, dict(zip(places, found, strict=True))))
 
-    def _give_up(self, gathered: _Checked, fault: Fault) -> None:
+    def _fail(self, gathered: _Checked, fault: Fault) -> None:
         """Answer a command of which a part could not be checked."""
         if not gathered.is_over:
             gathered.is_over = True

@@ -8,6 +8,7 @@ Ray actor. Commands arrive on one socket, messages leave on the other (see ``pro
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -24,10 +25,9 @@ from manylora.core.isolation.system import end_with_parent
 from manylora.core.logs import configure_logging
 from manylora.serving.hosting.engine.service import EngineService, load_builder
 from manylora.serving.hosting.engine.startup import (
-    bound_spinning,
     collector_paused,
-    freeze_imports,
     freeze_start_up_heap,
+    limit_openmp_spin,
 )
 from manylora.serving.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.serving.hosting.sockets import EngineSockets, UnixSockets, open_sockets
@@ -71,17 +71,17 @@ def main() -> int:
     began_at = time.perf_counter()
     if sys.platform == "linux":  # if the parent has ended before this, the end of the input says so
         end_with_parent()
-    bound_spinning()
-    if is_early := len(sys.argv) > 1:
+    limit_openmp_spin()
+    if is_prestarted := len(sys.argv) > 1:
         with collector_paused():
             load_builder(sys.argv[1])
-        freeze_imports()
+        gc.freeze()  # so that the collection at the end of the start visits a fraction of the heap
     took_s = time.perf_counter() - began_at
     setup = _read_setup()
     if setup is None:
         return EXIT_ORPHANED
     configure_logging(setup.log_level, "engine")
-    if is_early:
+    if is_prestarted:
         logger.info("engine_start stage=imports took_s=%.2f next=%r", took_s, "weights")
     if setup.engine.num_threads is not None:  # before the libraries that read it are imported
         os.environ.setdefault("OMP_NUM_THREADS", str(setup.engine.num_threads))

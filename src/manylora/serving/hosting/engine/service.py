@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from importlib import import_module
 from typing import TypeAlias, cast
 
@@ -80,27 +80,25 @@ def load_builder(builder: Builder) -> BuildParts:
     return cast(BuildParts, build)
 
 
+@dataclass(eq=False)
 class EngineService:
-    """One engine behind commands and messages.
+    """One engine behind commands and messages."""
 
-    ``send`` is called on the loop's thread alone; ``base`` has the weights that another engine has loaded, if one has.
-    """
+    engine: EngineSpec
+    _: KW_ONLY
+    clock: Clock
+    send: Callable[[Message], None]  # sends a message; called on the loop's thread alone
+    base: SharedBase | None = None  # the weights that another engine has loaded, if one has
+    _observer: Observer = field(default_factory=Observer)
+    _preparing: dict[str, bool] = field(default_factory=dict)  # by request whose constraint compiles: whether cancelled
+    _loop: EngineLoop | None = None
+    _reads: AdapterReads | None = None
+    _parts: EngineParts | None = None
+    _is_stopping: bool = False
 
-    def __init__(
-        self, engine: EngineSpec, *, clock: Clock, send: Callable[[Message], None], base: SharedBase | None = None
-    ) -> None:
-        self._engine = engine
-        self._config = engine.config
-        self._clock = clock
-        self._send = send
-        self._base = base
-        self._observer = Observer()
+    def __post_init__(self) -> None:
+        self._config = self.engine.config
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="constraint-compiler")
-        self._preparing: dict[str, bool] = {}  # requests whose constraint is being compiled: whether cancelled
-        self._loop: EngineLoop | None = None
-        self._reads: AdapterReads | None = None
-        self._parts: EngineParts | None = None
-        self._is_stopping = False
 
     def run(self) -> bool:
         """Build the engine and serve on the calling thread until ``stop``.
@@ -112,29 +110,29 @@ class EngineService:
             Exception: The engine failed; it cannot be used again.
         """
         try:
-            given = {} if self._base is None else {"shared": self._base}
+            given = {} if self.base is None else {"shared": self.base}
             build = self._import()
-            parts = self._parts = build(self._config, self._clock, **given)
+            parts = self._parts = build(self._config, self.clock, **given)
         except ManyloraError as error:
-            self._send(StartRefused(Fault.of(error)))
+            self.send(StartRefused(Fault.of(error)))
             return False
         files = contextlib.ExitStack()
         try:
             core = EngineCore(
                 replace(parts, executor=self._logged(parts, files)),
                 self._config,
-                served_name=self._engine.served_name,
-                sinks=[*([self._observer] if self._engine.is_observed else []), *self._request_log(files)],
+                served_name=self.engine.served_name,
+                sinks=[*([self._observer] if self.engine.is_observed else []), *self._request_log(files)],
             )
 
             def send_turn(outputs: list[Output], now: float) -> None:
-                self._send(Turn(outputs, self._observer.take(), _room(core, now)))
+                self.send(Turn(outputs, self._observer.take(), _room(core, now)))
 
-            loop = self._loop = EngineLoop(core, self._clock, on_outputs=send_turn, live=True)
+            loop = self._loop = EngineLoop(core, self.clock, on_outputs=send_turn, live=True)
             if self._is_stopping:  # ``stop`` was called before the loop existed
                 loop.stop()
             self._reads = AdapterReads(
-                reader=parts.reader, clock=self._clock, post=loop.post, send=self._send, observe=self._observer
+                reader=parts.reader, clock=self.clock, post=loop.post, send=self.send, observe=self._observer
             )
             page, base = parts.base.page, parts.base
             info = EngineInfo(
@@ -143,12 +141,12 @@ class EngineService:
                 block_size=page.block_size,
                 page_bytes=page.num_bytes,
             )
-            self._send(Ready(info, parts.shared))
+            self.send(Ready(info, parts.shared))
             loop.run()
         except ManyloraError as error:
             if self._loop is not None:
                 raise
-            self._send(StartRefused(Fault.of(error)))
+            self.send(StartRefused(Fault.of(error)))
             return False
         finally:
             if self._reads is not None:
@@ -161,15 +159,15 @@ class EngineService:
 
     def _import(self) -> BuildParts:
         """Return the builder, which may import torch; a process that was started early has imported it."""
-        builder = self._engine.builder
+        builder = self.engine.builder
         is_imported = not isinstance(builder, str) or builder.partition(":")[0] in sys.modules
         if not is_imported:
             logger.info("engine_start next=%r", "imports")
-        began_at = self._clock.now()
+        began_at = self.clock.now()
         with collector_paused():
             build = load_builder(builder)
         if not is_imported:
-            logger.info("engine_start stage=imports took_s=%.2f next=%r", self._clock.now() - began_at, "weights")
+            logger.info("engine_start stage=imports took_s=%.2f next=%r", self.clock.now() - began_at, "weights")
         return build
 
     def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
@@ -230,9 +228,9 @@ class EngineService:
                 case _:
                     status = adapters.pin(name, command.change == "pin", now)
         except ManyloraError as error:
-            self._send(Reply(command.call, Fault.of(error)))
+            self.send(Reply(command.call, Fault.of(error)))
         else:
-            self._send(Reply(command.call, statuses=() if status is None else (status,)))
+            self.send(Reply(command.call, statuses=() if status is None else (status,)))
 
     def _add(
         self, core: EngineCore, now: float, command: AddRequests, faults: Mapping[Constraint | None, Fault] = NO_FAULTS
@@ -248,12 +246,12 @@ class EngineService:
                 if not command.each:
                     for request_id in added:
                         core.cancel(request_id, now)
-                    self._send(Reply(command.call, Fault.of(error)))
+                    self.send(Reply(command.call, Fault.of(error)))
                     return
                 refused[request.request_id] = Fault.of(error)
             else:
                 added.append(request.request_id)
-        self._send(Reply(command.call, refused=refused))
+        self.send(Reply(command.call, refused=refused))
 
     def _cancel(self, core: EngineCore, now: float, command: Cancel) -> None:
         if command.stopped:
@@ -292,9 +290,9 @@ class EngineService:
         except Exception as error:
             logger.exception("snapshot_failed")
             failure = SnapshotFailed(f"The engine's state could not be read: {error!r}")
-            self._send(Reply(command.call, Fault.of(failure)))
+            self.send(Reply(command.call, Fault.of(failure)))
         else:
-            self._send(Reply(command.call, statuses=statuses, stats=stats, observations=self._observer.take()))
+            self.send(Reply(command.call, statuses=statuses, stats=stats, observations=self._observer.take()))
 
 
 def _statuses(core: EngineCore, now: float, command: TakeSnapshot) -> tuple[AdapterStatus, ...]:

@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 __all__ = [
     "SPIN_COUNT",
     "TORCH_BUILDER",
-    "bound_spinning",
     "collector_paused",
-    "end_early",
-    "freeze_imports",
+    "end_prestarted",
     "freeze_start_up_heap",
+    "limit_openmp_spin",
+    "prestart_engine",
     "spawn_engine",
-    "start_early",
-    "take_early",
+    "take_prestarted",
 ]
 
 SPIN_COUNT = 100  # rounds of a spinning thread: some microseconds
@@ -58,12 +57,12 @@ def spawn_engine(builder: str | None = None, files: Sequence[int] = ()) -> subpr
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=files)
 
 
-def start_early(builder: str) -> None:
+def prestart_engine(builder: str) -> None:
     """Start a process for the first engine of this builder."""
     _waiting[builder] = spawn_engine(builder)
 
 
-def end_early() -> None:
+def end_prestarted() -> None:
     """End the processes that no engine took over."""
     while _waiting:
         _, process = _waiting.popitem()
@@ -71,7 +70,7 @@ def end_early() -> None:
         process.communicate()
 
 
-def take_early(engine: EngineSpec) -> subprocess.Popen[bytes] | None:
+def take_prestarted(engine: EngineSpec) -> subprocess.Popen[bytes] | None:
     """Return the process that was started for an engine, if it still runs; it waits for its set-up.
 
     An engine with a number of threads needs its own: libraries read that number when they are imported.
@@ -82,7 +81,7 @@ def take_early(engine: EngineSpec) -> subprocess.Popen[bytes] | None:
     return process if process is not None and process.poll() is None else None
 
 
-def bound_spinning() -> None:
+def limit_openmp_spin() -> None:
     """Bound the spinning of OpenMP threads in this process, unless its environment has a setting for it.
 
     Call it before torch is imported, which reads the environment once.
@@ -101,14 +100,6 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def freeze_imports() -> None:
-    """Exclude the objects of imports from gc, without a search for unreachable ones; for a process of our own.
-
-    The collection at the end of the start then visits a fraction of the heap.
-    """
-    gc.freeze()
 
 
 def freeze_start_up_heap() -> None:

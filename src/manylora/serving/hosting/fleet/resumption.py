@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manylora.core.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
 from manylora.serving.hosting.links.in_flight import EngineLoss, InFlightRequest
@@ -60,34 +60,24 @@ class ResumeStats:
     num_waiting: int = 0  # requests that wait for an engine
 
 
+@dataclass(eq=False)
 class Resumer:
-    """The requests between two engines. For the event loop's thread alone.
+    """The requests between two engines. For the event loop's thread alone."""
 
-    Args:
-        place: Submits requests to engines that serve; the awaited result is the errors of those that were refused, by
-            id. If their engine is lost before its answer, it gives them to ``lose`` again.
-        going_on: Returns the engines that take the rest of answers, none if none does; raises ``EngineDead`` if none
-            will again.
-        policy: The limits.
-    """
-
-    def __init__(
-        self,
-        place: Callable[[Sequence[InFlightRequest]], Awaitable[dict[str, ManyloraError]]],
-        going_on: Callable[[], Sized],
-        policy: ResumePolicy,
-    ) -> None:
-        self.stats = ResumeStats()
-        self._place = place
-        self._going_on = going_on
-        self._policy = policy
-        self._waiting: dict[str, InFlightRequest] = {}
-        self._suspects: dict[str, InFlightRequest] = {}
-        self._on_probation: InFlightRequest | None = None
-        self._closed_at: float | None = None  # since when no engine serves, in seconds
-        self._woken = asyncio.Event()
-        self._sender: asyncio.Task[None] | None = None
-        self._placing: set[asyncio.Task[None]] = set()
+    # Submits requests to engines that serve; the awaited result is the errors of those that were refused, by id. It
+    # gives them to ``lose`` again if their engine is lost before its answer.
+    place: Callable[[Sequence[InFlightRequest]], Awaitable[dict[str, ManyloraError]]]
+    # Returns the engines that take the rest of answers, none if none does; raises ``EngineDead`` if none will again.
+    going_on: Callable[[], Sized]
+    policy: ResumePolicy
+    stats: ResumeStats = field(default_factory=ResumeStats)
+    _waiting: dict[str, InFlightRequest] = field(default_factory=dict)
+    _suspects: dict[str, InFlightRequest] = field(default_factory=dict)
+    _on_probation: InFlightRequest | None = None
+    _closed_at: float | None = None  # since when no engine serves, in seconds
+    _woken: asyncio.Event = field(default_factory=asyncio.Event)
+    _sender: asyncio.Task[None] | None = None
+    _placing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def lose(self, requests: Iterable[InFlightRequest], loss: EngineLoss) -> None:
         """Take over the requests of an engine that is lost."""
@@ -160,7 +150,7 @@ class Resumer:
             while self._waiting or self._suspects:
                 self._woken.clear()
                 try:
-                    is_open = bool(self._going_on())
+                    is_open = bool(self.going_on())
                 except EngineDead:
                     self._end_all("no engine is left")
                     break
@@ -185,7 +175,7 @@ class Resumer:
         self.stats.num_resumes += len(requests)
         self._count()
         logger.warning("requests_resumed num=%d", len(requests))
-        task = asyncio.create_task(self._settle(requests, self._place(requests)))
+        task = asyncio.create_task(self._settle(requests, self.place(requests)))
         self._placing.add(task)
         task.add_done_callback(self._placing.discard)
 
@@ -201,11 +191,11 @@ class Resumer:
         now = asyncio.get_running_loop().time()
         if self._closed_at is None:
             self._closed_at = now
-        left_s = self._closed_at + self._policy.max_wait_s - now
+        left_s = self._closed_at + self.policy.max_wait_s - now
         try:
             await asyncio.wait_for(self._woken.wait(), max(0.0, left_s))
         except TimeoutError:
-            self._end_all(f"no other served within {self._policy.max_wait_s:g} s")
+            self._end_all(f"no other served within {self.policy.max_wait_s:g} s")
 
     def _note_output(self, one: InFlightRequest) -> None:
         """A request that was sent on has an output."""
@@ -221,10 +211,10 @@ class Resumer:
 
     def _verdict(self, one: InFlightRequest, loss: EngineLoss) -> ManyloraError | None:
         """Return the error that ends a request whose engine was lost, or ``None``: it may go on."""
-        most = self._policy.max_resumes
+        most = self.policy.max_resumes
         if not most:
             return loss.error
-        if loss.is_hang and not self._policy.after_hang:
+        if loss.is_hang and not self.policy.after_hang:
             return CapacityError(f"{one.request.model!r}: {loss.error}", retry_after_s=HUNG_RETRY_S, status=503)
         if len(one.strikes) >= MAX_STRIKES:
             self.stats.num_poison += 1

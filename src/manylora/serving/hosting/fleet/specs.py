@@ -23,42 +23,29 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
     resources that it asks for, and shares the host memory and the cores of its node with as many as the node has room
     for. The step log of engine 1 has ``.1`` before its suffix; the request log is one file.
     """
-    if fleet.ray is not None:
-        return _on_ray(engine, fleet, served_name, builder)
-    if fleet.num_places == 1 and fleet.devices is None:
+    num, part = fleet.num_places, engine.memory.gpu_memory_utilization
+    if fleet.ray is None and num == 1 and fleet.devices is None:
         return [EngineSpec(config=engine, served_name=served_name, builder=builder)]
     named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
-    devices = [named[index % len(named)] for index in range(fleet.num_places)]
-    on_device = Counter(devices) if engine.simulate is None else Counter(set(devices))  # simulated devices are many
-    num_threads = None if fleet.num_places == 1 else max(1, _num_cores() // fleet.num_places)
-    specs = []
-    for index, device in enumerate(devices):
-        memory = engine.memory
-        config = replace(
-            engine,
-            model=replace(engine.model, device=device),
-            memory=replace(memory, gpu_memory_utilization=memory.gpu_memory_utilization / on_device[device]),
-            num_engines=fleet.num_places,
-            num_on_device=on_device[device],
-            step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
-        )
-        specs.append(EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads))
-    return specs
-
-
-def _on_ray(engine: EngineConfig, fleet: FleetConfig, served_name: str, builder: str) -> list[EngineSpec]:
-    resources = engine_resources(fleet.ray_resources, engine.model.device)
-    num_threads = max(1, int(resources.get("CPU", 1)))
-    part = engine.memory.gpu_memory_utilization * min(1.0, resources.get("GPU", 1.0))
-    memory = replace(engine.memory, gpu_memory_utilization=part)
+    devices = [named[index % len(named)] for index in range(num)]
+    on_device = Counter(devices)
+    num_threads = None if num == 1 else max(1, _num_cores() // num)
+    if fleet.ray is not None:  # which gives each engine a node, a device and cores
+        resources = engine_resources(fleet.ray_resources, engine.model.device)
+        part *= min(1.0, resources.get("GPU", 1.0))
+        num_threads = max(1, int(resources.get("CPU", 1)))
+    if fleet.ray is not None or engine.simulate is not None:  # of simulated devices there are as many as engines
+        on_device = Counter(set(devices))
     configs = [
         replace(
             engine,
-            memory=memory,
-            num_engines=fleet.num_places,  # at most: the node is not known yet
+            model=replace(engine.model, device=device),
+            memory=replace(engine.memory, gpu_memory_utilization=part / on_device[device]),
+            num_engines=num,  # on a node of Ray's, which is not known yet, at most
+            num_on_device=on_device[device],
             step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
         )
-        for index in range(fleet.num_places)
+        for index, device in enumerate(devices)
     ]
     return [
         EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads)

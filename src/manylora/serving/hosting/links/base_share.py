@@ -72,9 +72,9 @@ class BaseShare:
             else:
                 self._base = replace(base, file=file)
         self._is_private = base is None
-        self.give_up()
+        self.end_turn()
 
-    def give_up(self) -> None:
+    def end_turn(self) -> None:
         """End the turn of the engine that loads the weights; another may try."""
         loading, self._loading = self._loading, None
         if loading is not None and not loading.done():

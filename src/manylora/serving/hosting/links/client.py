@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from manylora.core.engine.status import AdapterStatus, EngineStats
@@ -38,44 +39,69 @@ from manylora.serving.hosting.protocol import (
 __all__ = ["EngineClient"]
 
 
+@dataclass(slots=True, eq=False)
+class _Calls:
+    """The calls of an engine that it has not replied to: each has a number, which its reply repeats."""
+
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _replies: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
+
+    def begin(self) -> tuple[int, asyncio.Future[Reply]]:
+        """Return the number of a new call, and its future reply."""
+        call = next(self._numbers)
+        reply = self._replies[call] = asyncio.get_running_loop().create_future()
+        return call, reply
+
+    async def result(self, call: int, reply: asyncio.Future[Reply]) -> Reply:
+        """Wait for a reply; raise its error, if it has one."""
+        try:
+            made = await reply
+        finally:
+            self._replies.pop(call, None)
+        if made.fault is not None:
+            raise made.fault.to_error()
+        return made
+
+    def reply(self, reply: Reply) -> None:
+        """Give a reply to its call, if that still waits."""
+        waiting = self._replies.get(reply.call)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
+
+    def fail(self, error: ManyloraError) -> None:
+        """End every call with an error."""
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(error)
+        self._replies.clear()
+
+
+@dataclass(eq=False)
 class EngineClient:
-    """One engine, seen from the event loop.
+    """One engine, seen from the event loop, on which it is made."""
 
-    Args:
-        link: Link to the engine, not yet started.
-        observe: Called with the engine's observations, message by message.
-        on_started: Called with the id of every request whose first output has arrived.
-        on_ended: Called with the id of every request that has ended here, for any reason.
-        on_lost: Called with the accepted requests of an engine that is lost, which are no longer its own; by default
-            their streams fail.
-    """
+    link: EngineLink  # to the engine, not yet started
+    _: KW_ONLY
+    observe: Callable[[Observations], None]  # called with the engine's observations, message by message
+    on_started: Callable[[str], object] | None = None  # called with the id of every request that has its first output
+    on_ended: Callable[[str], object] | None = None  # called with the id of every request that has ended, somehow
+    # Called with the accepted requests of an engine that is lost, which are no longer its own; without it their streams
+    # fail.
+    on_lost: Callable[[list[InFlightRequest], EngineLoss], None] | None = None
+    loss: EngineLoss | None = None  # the reason why the engine was lost
+    _unstarted: set[str] = field(default_factory=set)  # empty without ``on_started``
+    _in_flight: dict[str, InFlightRequest] = field(default_factory=dict)
+    _submitted: dict[int, Sequence[InFlightRequest]] = field(default_factory=dict)  # by call, until the engine answers
+    _idle: asyncio.Future[None] | None = None
+    _heard_at: float = 0.0  # time of its last message
+    _calls: _Calls = field(default_factory=_Calls)
+    _watcher: asyncio.Task[str] | None = None
+    _has_answered: bool = False
+    _room: EngineRoom | None = None  # by its last turn
+    _num_since: int = 0  # requests that it had not seen then
 
-    def __init__(
-        self,
-        link: EngineLink,
-        *,
-        observe: Callable[[Observations], None],
-        on_started: Callable[[str], object] | None = None,
-        on_ended: Callable[[str], object] | None = None,
-        on_lost: Callable[[list[InFlightRequest], EngineLoss], None] | None = None,
-    ) -> None:
-        self.link = link
-        self.loss: EngineLoss | None = None  # the reason why the engine was lost
-        self._observe = observe
-        self._on_started = on_started
-        self._on_ended = on_ended
-        self._unstarted: set[str] = set()  # empty without ``on_started``
-        self._on_lost = on_lost
-        self._in_flight: dict[str, InFlightRequest] = {}
-        self._submitted: dict[int, Sequence[InFlightRequest]] = {}  # by call, before the engine's answer
-        self._idle: asyncio.Future[None] | None = None
-        self._heard_at = 0.0  # time of its last message
-        self._calls = _Calls()
+    def __post_init__(self) -> None:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        self._watcher: asyncio.Task[str] | None = None
-        self._has_answered = False
-        self._room: EngineRoom | None = None  # by its last turn
-        self._num_since = 0  # requests that it had not seen then
 
     @property
     def refusal(self) -> ManyloraError | None:
@@ -137,9 +163,9 @@ class EngineClient:
         for one in requests:
             if one.on_next_output is None:  # else its pause began earlier
                 one.lost_at = self._heard_at
-        if self._on_lost is not None and not is_final:
+        if self.on_lost is not None and not is_final:
             if requests:
-                self._on_lost(requests, loss)
+                self.on_lost(requests, loss)
         else:
             for one in requests:
                 one.fail(loss.error)
@@ -170,7 +196,7 @@ class EngineClient:
         for one in requests:
             one.is_accepted = False
             self._in_flight[one.request_id] = one
-        if self._on_started is not None:
+        if self.on_started is not None:
             self._unstarted.update(one.request_id for one in requests)
         added = [one.next_request() for one in requests]
         call, answer = self._begin(lambda call: AddRequests(call, added, each))
@@ -301,57 +327,20 @@ class EngineClient:
         for stream in news:
             stream.wake()
         for observations in observed:  # after the tokens, which clients wait for
-            self._observe(observations)
+            self.observe(observations)
 
     def _note_started(self, outputs: Sequence[Output]) -> None:
-        assert self._on_started is not None
+        assert self.on_started is not None
         for output in outputs:
             if output.request_id in self._unstarted:
                 self._unstarted.discard(output.request_id)
-                self._on_started(output.request_id)
+                self.on_started(output.request_id)
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._unstarted.discard(request_id)
-            if self._in_flight.pop(request_id, None) is not None and self._on_ended is not None:
-                self._on_ended(request_id)
+            if self._in_flight.pop(request_id, None) is not None and self.on_ended is not None:
+                self.on_ended(request_id)
         if self._idle is not None and not self._in_flight:
             self._idle.set_result(None)
             self._idle = None
-
-
-class _Calls:
-    """The calls of an engine that it has not replied to: each has a number, which its reply repeats."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
-
-    def begin(self) -> tuple[int, asyncio.Future[Reply]]:
-        """Return the number of a new call, and its future reply."""
-        call = next(self._numbers)
-        reply = self._replies[call] = asyncio.get_running_loop().create_future()
-        return call, reply
-
-    async def result(self, call: int, reply: asyncio.Future[Reply]) -> Reply:
-        """Wait for a reply; raise its error, if it has one."""
-        try:
-            made = await reply
-        finally:
-            self._replies.pop(call, None)
-        if made.fault is not None:
-            raise made.fault.to_error()
-        return made
-
-    def reply(self, reply: Reply) -> None:
-        """Give a reply to its call, if that still waits."""
-        waiting = self._replies.get(reply.call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-
-    def fail(self, error: ManyloraError) -> None:
-        """End every call with an error."""
-        for reply in self._replies.values():
-            if not reply.done():
-                reply.set_exception(error)
-        self._replies.clear()

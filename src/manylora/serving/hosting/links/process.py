@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 
 from manylora.core.errors import ConfigError, EngineDead
-from manylora.serving.hosting.engine.startup import spawn_engine, take_early
+from manylora.serving.hosting.engine.startup import spawn_engine, take_prestarted
 from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.protocol import (
     Command,
@@ -61,7 +61,7 @@ class EngineChild:
     """
 
     def __init__(self, setup: ProcessSetup, files: Sequence[int] = ()) -> None:
-        early = None if files else take_early(setup.engine)
+        early = None if files else take_prestarted(setup.engine)
         self._process = early or spawn_engine(files=files)
         assert self._process.stdin is not None
         body = encode(setup)
@@ -176,7 +176,7 @@ class ProcessLink:
         """Start the process and begin to receive; wait before it if another process loads the base."""
         base = await self._share.take()
         if self._is_stopped:
-            self._share.give_up()
+            self._share.end_turn()
             raise EngineDead("The engine was stopped before it started.")
         self._is_loader = base is None
         self._directory = tempfile.mkdtemp(prefix="manylora-")
@@ -265,4 +265,4 @@ class ProcessLink:
     def _stop_loading(self) -> None:
         if self._is_loader:
             self._is_loader = False
-            self._share.give_up()
+            self._share.end_turn()

@@ -129,6 +129,19 @@ class RayCluster:
         await self.call(self._leave)
         self._thread.shutdown(wait=False)
 
+    def actor_options(self) -> dict[str, Any]:
+        """Return the options of an actor with the resources.
+
+        Ray starts no other in its place: the fleet does, and loads adapters before it takes requests.
+        """
+        wanted = dict(self.resources)
+        named = {
+            "num_cpus": wanted.pop("CPU", 0),
+            "num_gpus": wanted.pop("GPU", 0),
+            "memory": wanted.pop("memory", None),
+        }
+        return {**named, "resources": wanted, "max_restarts": 0}
+
     def describe_nodes(self) -> str:
         """Return the nodes and their resources, for a message; on Ray's thread."""
         import ray
@@ -237,18 +250,12 @@ class RayPlace:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        wanted, labels = dict(self._cluster.resources), self._cluster.labels
+        labels = self._cluster.labels
         selector = {"bundle_label_selector": [labels]} if labels else {}
-        self._group = placement_group([wanted], **selector)
-        actor = ray.remote(EngineActor).options(
-            num_cpus=wanted.pop("CPU", 0),
-            num_gpus=wanted.pop("GPU", 0),
-            memory=wanted.pop("memory", None),
-            resources=wanted,
-            max_restarts=0,  # the fleet starts the next engine, and loads its adapters before it takes requests
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, 0),
-        )
-        self._actor = actor.remote()
+        self._group = placement_group([dict(self._cluster.resources)], **selector)
+        strategy = PlacementGroupSchedulingStrategy(self._group, 0)
+        options = self._cluster.actor_options()
+        self._actor = ray.remote(EngineActor).options(**options, scheduling_strategy=strategy).remote()
         return self._actor.open.remote()
 
     def _remove(self) -> None:

@@ -91,16 +91,9 @@ class NodeActor:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            wanted = dict(self.cluster.resources)
-            kind = ray.remote(self.kind).options(
-                num_cpus=wanted.pop("CPU", 0),
-                num_gpus=wanted.pop("GPU", 0),
-                memory=wanted.pop("memory", None),
-                resources=wanted,
-                max_restarts=0,
-                max_concurrency=self.num_threads,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(self.node.node_id, soft=False),
-            )
+            strategy = NodeAffinitySchedulingStrategy(self.node.node_id, soft=False)
+            options = {**self.cluster.actor_options(), "max_concurrency": self.num_threads}
+            kind = ray.remote(self.kind).options(**options, scheduling_strategy=strategy)
             self._actor = kind.remote(*self.arguments)
         return getattr(self._actor, method).remote(*arguments)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 
-from manylora.serving.http.room import READ_WITHIN_S, SHORT_BODY_BYTES, UnreadAnswers
+from manylora.serving.http.room import READ_WITHIN_S, SHORT_BODY_BYTES, WaitingAnswers
 
 MIB = 1 << 20
 
@@ -18,12 +18,12 @@ class World:
     left: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.unread = UnreadAnswers(10 * MIB, lambda: self.now_s)
+        self.waiting = WaitingAnswers(10 * MIB, lambda: self.now_s)
         self.sending: dict[str, contextlib.ExitStack] = {}
 
     def send(self, name: str, num_bytes: int) -> None:
         stack = self.sending[name] = contextlib.ExitStack()
-        stack.enter_context(self.unread.hold(lambda: name[0], num_bytes, lambda: self.left.append(name)))
+        stack.enter_context(self.waiting.hold(lambda: name[0], num_bytes, lambda: self.left.append(name)))
 
     def end(self, *names: str) -> None:
         for name in names:
@@ -39,11 +39,11 @@ def test_beyond_the_bound_the_longest_wait_of_the_largest_caller_ends() -> None:
     world.send("c1", MIB)
     assert world.left == ["a1"]
     world.end("a1")
-    assert world.unread.num_bytes == 7 * MIB
+    assert world.waiting.num_bytes == 7 * MIB
     world.send("b2", 3 * MIB)
     assert world.left == ["a1"]
     world.end("b1", "a2", "c1", "b2")
-    assert world.unread.num_bytes == 0
+    assert world.waiting.num_bytes == 0
 
 
 def test_every_client_has_time() -> None:
@@ -59,5 +59,5 @@ def test_every_client_has_time() -> None:
 def test_short_answers_do_not_count() -> None:
     world = World()
     world.send("a", SHORT_BODY_BYTES)
-    assert world.unread.num_bytes == 0
+    assert world.waiting.num_bytes == 0
     world.end("a")
