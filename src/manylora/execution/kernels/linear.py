@@ -6,10 +6,11 @@
     map_weight(buffer, entry)    -> weight           in every process that maps those bytes
     BaseLinear(weight, bias).product(x)              in every step
 
-A weight has one of two formats, and only this module tells them apart:
+A weight has one of three formats, and only this module tells them apart:
 
 * *plain*: a strided tensor of any type, on any device.
 * *packed*: float32 on a CPU, in an order of oneDNN's own.
+* *narrow*: 16, 8 or 4 bits on a CPU, in the order of our kernels (``narrow``).
 
 On the CPU torch sends float32 products to MKL, which leaves AVX-512 unused on AMD processors; oneDNN, which torch
 includes too, does not (measured on a Zen 4 core: 240 against 110 GFLOP/s). Its call costs ten microseconds more, so
@@ -27,11 +28,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -40,11 +42,16 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from manylora.execution.kernels.cpu.forms import NarrowForm
+from manylora.execution.kernels.narrow import NarrowWeight
+
 __all__ = [
     "BaseLinear",
+    "Weight",
     "WeightEntry",
     "bound_caches",
     "can_share_packed",
+    "exact_products",
     "has_onednn",
     "linear",
     "map_weight",
@@ -54,6 +61,7 @@ __all__ = [
     "packed_over",
     "reorder",
     "side_by_side",
+    "write_narrow_weight",
     "write_weight",
 ]
 
@@ -83,7 +91,8 @@ class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
         dtype: Torch's name (``float32``).
         strides: In elements; empty for a packed weight.
         offset: First byte in the buffer.
-        packing: The layout of a packed weight; empty for a plain one.
+        packing: The layout of a packed weight; empty for others.
+        form: The form of a narrow weight.
     """
 
     names: tuple[str, ...]
@@ -93,6 +102,11 @@ class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     num_bytes: int
     packing: bytes = b""
+    form: NarrowForm | None = None
+
+
+Weight: TypeAlias = torch.Tensor | NarrowWeight
+"""A weight in any format."""
 
 
 def write_weight(
@@ -119,6 +133,21 @@ def write_weight(
     )
 
 
+def write_narrow_weight(
+    names: tuple[str, ...], form: NarrowForm, content: NDArray[np.uint8], append: Callable[[NDArray[np.uint8]], int]
+) -> WeightEntry:
+    """Write a narrow weight, from ``write_narrow``; ``append`` takes bytes and returns their offset."""
+    return WeightEntry(
+        names=names,
+        dtype="uint8",
+        shape=(form.num_out, form.num_in),
+        strides=(),
+        offset=append(content),
+        num_bytes=content.nbytes,
+        form=form,
+    )
+
+
 def side_by_side(names: tuple[str, ...], parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> WeightEntry:
     """Return the entry of parts that follow one another in ``buffer``, as one plain weight."""
     first, sizes = parts[0], [part.nbytes for part in parts]
@@ -135,7 +164,7 @@ def side_by_side(names: tuple[str, ...], parts: Sequence[torch.Tensor], buffer: 
     )
 
 
-def map_weight(buffer: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
+def map_weight(buffer: torch.Tensor, entry: WeightEntry) -> Weight:
     """Return the weight over its bytes in ``buffer`` ``[num_bytes]``; a packed one does not keep the buffer alive.
 
     Raises:
@@ -143,21 +172,54 @@ def map_weight(buffer: torch.Tensor, entry: WeightEntry) -> torch.Tensor:
     """
     if entry.packing:
         return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)
-    flat = buffer[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
-    return flat.as_strided(entry.shape, entry.strides)
+    data = buffer[entry.offset : entry.offset + entry.num_bytes]
+    if entry.form is not None:
+        return NarrowWeight(data, entry.form)
+    return data.view(getattr(torch, entry.dtype)).as_strided(entry.shape, entry.strides)
 
 
 class BaseLinear(nn.Module):
-    """A linear of the base: ``weight`` ``[out, in]`` in any format, and ``bias`` ``[out]`` if it has one."""
+    """A linear of the base: ``weight`` ``[out, in]`` in any format, and ``bias`` ``[out]`` if it has one.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    Linears that share an input, and whose weights have different formats, are one linear of several weights.
+    """
+
+    def __init__(self, weights: Weight | Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.weight = _parameter(weight)
-        self.bias = _parameter(bias) if bias is not None else None
+        self.weights = (weights,) if isinstance(weights, torch.Tensor | NarrowWeight) else tuple(weights)
+        self.bias = bias if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.is_exact = False  # whether activations stay as they are beside weights whose products round them
+
+    @property
+    def weight(self) -> Weight:
+        """The first weight: some models ask for its type or device."""
+        return self.weights[0]
 
     def product(self, x: torch.Tensor, *, has_bias: bool = True) -> torch.Tensor:
         """Return ``x W^T``, plus the bias unless ``has_bias`` is false, for ``x`` ``[..., in]``."""
-        return linear(x, self.weight, self.bias if has_bias else None)
+        bias = self.bias if has_bias else None
+        weight = self.weights[0]
+        if len(self.weights) == 1 and isinstance(weight, torch.Tensor):
+            return linear(x, weight, bias)
+        products = [
+            weight.product(x, is_exact=self.is_exact) if isinstance(weight, NarrowWeight) else linear(x, weight)
+            for weight in self.weights
+        ]
+        out = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+        return out if bias is None else out.add_(bias)
+
+
+@contextmanager
+def exact_products(model: nn.Module) -> Iterator[None]:
+    """Let no base product of ``model`` round its activations inside."""
+    linears = [module for module in model.modules() if isinstance(module, BaseLinear)]
+    for one in linears:
+        one.is_exact = True
+    try:
+        yield
+    finally:
+        for one in linears:
+            one.is_exact = False
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -274,11 +336,6 @@ def bound_caches(num_primitives: int = CACHED_PRIMITIVES) -> None:
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return product
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    """Return a parameter itself, which others may share, or a new one over ``tensor``."""
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
 def _sample() -> tuple[torch.Tensor, torch.Tensor]:

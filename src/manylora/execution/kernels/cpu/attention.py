@@ -1,8 +1,8 @@
 """Compiled attention of decoding rows: K and V are read in place, page by page, once.
 
 The torch path gathers every sequence's pages into one padded tensor, which a fused product reads again; here nothing is
-copied or padded. The work is ``length x kv heads`` per sequence, laid end to end and cut into equal shares, so one long
-sequence among short ones keeps all threads busy::
+copied or padded, and vectors of 16 or 8 bits are widened one by one. The work is ``length x kv heads`` per sequence,
+laid end to end and cut into equal shares, so one long sequence among short ones keeps all threads busy::
 
     | seq 0: 4 heads x 900 tokens        | seq 1 | seq 2 | ...
     |------ thread 0 ------|------ thread 1 ------|
@@ -20,8 +20,12 @@ from numba import carray, njit
 
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import share
+from manylora.execution.kernels.cpu.vectors import as_float32, typed_views
 
 __all__ = ["attend_compiled", "attention_kernel"]
+
+_KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+_FLOAT32, _BFLOAT16, _FLOAT16, _INT8 = range(len(_KINDS))
 
 
 def attend_compiled(
@@ -37,39 +41,69 @@ def attend_compiled(
 ) -> torch.Tensor:
     """Attend one token per sequence; ``[rows, heads, head_dim]``, as is the query, float32 and contiguous.
 
-    ``blocks`` are all pages ``[pages, layers, 2, block_size, kv_heads, head_dim]``, float32; ``tables`` are the pages
-    of each row's sequence ``[rows, width]``, int64. ``bounds`` ``[rows, 2]`` are the first and one past the last
-    position that a row sees, from its table's start. ``scaling`` and ``softcap`` are as in ``AttentionCall``.
+    ``blocks`` are all pages ``[pages, layers, 2, block_size, kv_heads, vector_elements]``, of any type of
+    ``PageTensor``; ``tables`` are the pages of each row's sequence ``[rows, width]``, int64. ``bounds`` ``[rows, 2]``
+    are the first and one past the last position that a row sees, from its table's start. ``scaling`` and ``softcap``
+    are as in ``AttentionCall``.
     """
     num_rows, num_heads, head_dim = query.shape
-    _, num_layers, _, block_size, num_kv_heads, _ = blocks.shape
+    _, num_layers, _, block_size, num_kv_heads, vector_elements = blocks.shape
     longest = tables.shape[1] * block_size
     out = torch.empty_like(query)
-    scratch = torch.empty(torch.get_num_threads(), num_heads, longest)
-    sizes = np.array(
-        [num_rows, num_heads, num_kv_heads, head_dim, block_size, tables.shape[1], layer, num_layers, blocks.numel()],
-        dtype=np.int64,
-    )
+    scratch = torch.empty(torch.get_num_threads(), num_heads * longest + head_dim)
+    model = (num_rows, num_heads, num_kv_heads, head_dim, num_layers)
+    pages = (block_size, tables.shape[1], layer, _KINDS.index(blocks.dtype), vector_elements, blocks.nbytes)
+    sizes = np.array((*model, *pages), dtype=np.int64)
     factors = np.array([scaling, softcap or 0.0], dtype=np.float32)
     team.run(attention_kernel(), sizes, factors, query, out, blocks, tables, bounds, scratch)
     return out
 
 
+def _vector(kind: int, memory: Any, start: int, head_dim: int, target: Any) -> Any:
+    """Return the vector at element ``start``, as float32: in its place, or widened into ``target``."""
+    if kind == _FLOAT32:
+        return memory[0][start : start + head_dim]
+    if kind == _BFLOAT16:
+        own = memory[1][start : start + head_dim]
+        for d in range(head_dim):
+            target[d] = as_float32(own[d])
+    elif kind == _FLOAT16:
+        halves = memory[2][start : start + head_dim]
+        for d in range(head_dim):
+            target[d] = as_float32(halves[d])
+    else:
+        codes, scale = memory[3][start : start + head_dim], memory[0][(start + head_dim) // 4]
+        for d in range(head_dim):
+            target[d] = np.float32(codes[d]) * scale
+    return target
+
+
 def _scores(
-    keys: Any, stride: int, head_dim: int, table: Any, block_size: int, page: int, first: int, queries: Any, scores: Any
+    kind: int,
+    memory: Any,
+    at: int,
+    stride: int,
+    size: int,
+    table: Any,
+    block_size: int,
+    page: int,
+    first: int,
+    queries: Any,
+    scores: Any,
+    target: Any,
 ) -> None:
     """Write ``q k`` for all heads of ``queries`` ``[kv_heads, group, head_dim]`` into ``scores``."""
-    num_kv_heads, group, _ = queries.shape
+    num_kv_heads, group, head_dim = queries.shape
     for j in range(scores.shape[2]):
         position = first + j
-        start = table[position // block_size] * page + position % block_size * stride
+        start = at + table[position // block_size] * page + position % block_size * stride
         for h in range(num_kv_heads):
-            key = keys[start + h * head_dim : start + (h + 1) * head_dim]
+            key = vector(kind, memory, start + h * size, head_dim, target)
             for g in range(group):
-                vector = queries[h, g]
+                query = queries[h, g]
                 total = np.float32(0.0)
                 for d in range(head_dim):
-                    total += vector[d] * key[d]
+                    total += query[d] * key[d]
                 scores[h, g, j] = total
 
 
@@ -93,34 +127,47 @@ def _softmax(scores: Any, scaling: float, softcap: float) -> None:
 
 
 def _mix(
-    values: Any, stride: int, head_dim: int, table: Any, block_size: int, page: int, first: int, weights: Any, out: Any
+    kind: int,
+    memory: Any,
+    at: int,
+    stride: int,
+    size: int,
+    table: Any,
+    block_size: int,
+    page: int,
+    first: int,
+    weights: Any,
+    out: Any,
+    target: Any,
 ) -> None:
-    num_kv_heads, group, _ = out.shape
+    num_kv_heads, group, head_dim = out.shape
     out[:] = np.float32(0.0)
     for j in range(weights.shape[2]):
         position = first + j
-        start = table[position // block_size] * page + position % block_size * stride
+        start = at + table[position // block_size] * page + position % block_size * stride
         for h in range(num_kv_heads):
-            value = values[start + h * head_dim : start + (h + 1) * head_dim]
+            value = vector(kind, memory, start + h * size, head_dim, target)
             for g in range(group):
                 weight = weights[h, g, j]
-                target = out[h, g]
+                row = out[h, g]
                 for d in range(head_dim):
-                    target[d] += weight * value[d]
+                    row[d] += weight * value[d]
 
 
 def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
-    sizes = carray(pointers[0], 9, np.int64)
-    num_rows, num_heads, num_kv_heads, head_dim, block_size, width, layer, num_layers, numel = sizes
+    sizes = carray(pointers[0], 11, np.int64)
+    num_rows, num_heads, num_kv_heads, head_dim, num_layers, block_size, width, layer, kind, size, num_bytes = sizes
     factors = carray(pointers[1], 2, np.float32)
     group = num_heads // num_kv_heads
     query = carray(pointers[2], (num_rows, num_kv_heads, group, head_dim), np.float32)
     out = carray(pointers[3], (num_rows, num_kv_heads, group, head_dim), np.float32)
-    blocks = carray(pointers[4], numel, np.float32)
+    memory = (*typed_views(pointers[4], num_bytes), carray(pointers[4], num_bytes, np.int8))
     tables = carray(pointers[5], (num_rows, width), np.int64)
     bounds = carray(pointers[6], (num_rows, 2), np.int64)
-    scratch = carray(pointers[7], (num_threads, num_heads * width * block_size), np.float32)[thread]
-    stride = num_kv_heads * head_dim
+    length = num_heads * width * block_size
+    scratch = carray(pointers[7], (num_threads, length + head_dim), np.float32)[thread]
+    target = scratch[length:]
+    stride = num_kv_heads * size
     half = block_size * stride
     page = num_layers * 2 * half
     total = 0
@@ -136,13 +183,14 @@ def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
         if low >= high:
             continue
         weights = scratch[: (high - low) * group * length].reshape((high - low, group, length))
-        keys = blocks[2 * layer * half + low * head_dim :]
-        values = blocks[(2 * layer + 1) * half + low * head_dim :]
-        scores(keys, stride, head_dim, tables[row], block_size, page, first, query[row, low:high], weights)
+        keys, table = 2 * layer * half + low * size, tables[row]
+        scores(kind, memory, keys, stride, size, table, block_size, page, first, query[row, low:high], weights, target)
         softmax(weights, factors[0], factors[1])
-        mix(values, stride, head_dim, tables[row], block_size, page, first, weights, out[row, low:high])
+        values, own = keys + half, out[row, low:high]
+        mix(kind, memory, values, stride, size, table, block_size, page, first, weights, own, target)
 
 
+vector = njit(cache=True)(_vector)
 scores = njit(cache=True, fastmath=FAST_MATH)(_scores)
 softmax = njit(cache=True, fastmath=FAST_MATH)(_softmax)
 mix = njit(cache=True, fastmath=FAST_MATH)(_mix)

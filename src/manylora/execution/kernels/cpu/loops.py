@@ -48,6 +48,8 @@ __all__ = [
     "DOT_ROWS",
     "GROUP",
     "RUN",
+    "WIDE_ROWS",
+    "WIDE_WIDTH",
     "axpy_row",
     "axpy_tile",
     "dot_row",
@@ -56,6 +58,8 @@ __all__ = [
     "stream_adds",
     "stream_dot",
     "stream_dots",
+    "wide_row",
+    "wide_tile",
 ]
 
 _STREAM_VECTORS = 8
@@ -73,6 +77,12 @@ AXPY_ROWS, _AXPY_VECTORS = (8, 2) if HAS_32_REGISTERS else (4, 2)
 
 AXPY_WIDTH = _AXPY_VECTORS * LANES
 """Columns of ``axpy_tile`` and ``axpy_row``."""
+
+# A row of a wide tile has sums enough to be added without waiting for one another.
+WIDE_ROWS, _WIDE_VECTORS = (4, 4) if HAS_32_REGISTERS else (2, 4)
+
+WIDE_WIDTH = _WIDE_VECTORS * LANES
+"""Columns of ``wide_tile`` and ``wide_row``."""
 
 
 def _prefetch_run(builder: Any, pointer: Any, first: Any, dtype: Any, number: int) -> None:
@@ -220,7 +230,7 @@ def _make_dot_tile(num_rows: int) -> Any:
     return dot
 
 
-def _make_axpy_tile(num_rows: int) -> Any:
+def _make_axpy_tile(num_rows: int, num_vectors: int) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
     def axpy(
         typing_context: Any,
@@ -234,14 +244,14 @@ def _make_axpy_tile(num_rows: int) -> Any:
         out_at: Any,
         out_stride: Any,
     ) -> Any:
-        """Add ``factors weights`` to rows of ``out``; ``weights`` is ``[num_ranks, AXPY_WIDTH]``, without gaps."""
+        """Add ``factors weights`` to rows of ``out``; ``weights`` is ``[num_ranks, num_vectors * LANES]``."""
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
             factors, factors_at, factors_stride, weights, weights_at, num_ranks, out, out_at, out_stride = args
             factor_rows = row_addresses(context, builder, kinds[0], factors, factors_at, factors_stride, num_rows)
             panel = address(context, builder, kinds[3], weights, weights_at)
-            columns = [INT(vector * LANES) for vector in range(_AXPY_VECTORS)]
+            columns = [INT(vector * LANES) for vector in range(num_vectors)]
             places = [
                 (row, column)
                 for row in row_addresses(context, builder, kinds[6], out, out_at, out_stride, num_rows)
@@ -249,12 +259,12 @@ def _make_axpy_tile(num_rows: int) -> Any:
             ]
             sums = [cgutils.alloca_once_value(builder, load(builder, *place, types.float32)) for place in places]
             with cgutils.for_range(builder, num_ranks) as loop:
-                first = builder.mul(loop.index, INT(AXPY_WIDTH))
+                first = builder.mul(loop.index, INT(num_vectors * LANES))
                 vectors = [load(builder, panel, builder.add(first, column), types.float32) for column in columns]
                 for row, factor_row in enumerate(factor_rows):
                     factor = spread(builder, builder.load(builder.gep(factor_row, [loop.index])))
                     for v, vector in enumerate(vectors):
-                        total = sums[row * _AXPY_VECTORS + v]
+                        total = sums[row * num_vectors + v]
                         builder.store(multiply_add(builder, factor, vector, builder.load(total)), total)
             for place, total in zip(places, sums, strict=True):
                 store(builder, builder.load(total), *place)
@@ -267,4 +277,5 @@ def _make_axpy_tile(num_rows: int) -> Any:
 
 
 dot_tile, dot_row = _make_dot_tile(DOT_ROWS), _make_dot_tile(1)
-axpy_tile, axpy_row = _make_axpy_tile(AXPY_ROWS), _make_axpy_tile(1)
+axpy_tile, axpy_row = _make_axpy_tile(AXPY_ROWS, _AXPY_VECTORS), _make_axpy_tile(1, _AXPY_VECTORS)
+wide_tile, wide_row = _make_axpy_tile(WIDE_ROWS, _WIDE_VECTORS), _make_axpy_tile(1, _WIDE_VECTORS)

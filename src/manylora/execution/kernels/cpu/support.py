@@ -32,11 +32,14 @@ class CompiledKernels:
     """Kernels for steps in float32 on the CPU, on the threads of ``team``."""
 
     def __init__(self, team: Team) -> None:
-        from manylora.execution.kernels.cpu import attention, lora, products, tables
+        from manylora.execution.kernels.cpu import attention, coded, decoded, integer_dots, lora, products, tables
 
         self.attend = partial(attention.attend_compiled, team)
         self.prepare = tables.adapter_tables  # else the first step of an adapter makes its tables
         self.lora_tables = products.make_group_tables
+        self.coded = partial(coded.multiply_coded, team)
+        self.decoded = partial(decoded.multiply_decoded, team)
+        self.has_integer_dots = integer_dots.HAS_INTEGER_DOTS
         self._team = team
         # Compile (or read numba's cache) now, not in the first step.
         attention.attention_kernel()

@@ -26,9 +26,13 @@ __all__ = [
     "VECTOR",
     "address",
     "as_float32",
+    "from_bits",
     "load",
+    "magnitude_bits",
     "multiply_add",
+    "nearest",
     "prefetch",
+    "round_to_even",
     "row_addresses",
     "spread",
     "store",
@@ -125,6 +129,43 @@ def _typed_views(place: Any, num_bytes: int) -> Any:
 
 
 typed_views = njit(cache=True)(_typed_views)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def nearest(typing_context: Any, value: Any) -> Any:
+    """Return a float32 rounded to a whole number, to the even one of two that are as near."""
+    return types.float32(types.float32), lambda context, builder, signature, args: round_to_even(
+        builder, args[0], "f32"
+    )
+
+
+def round_to_even(builder: Any, value: Any, kind: str = f"v{LANES}f32") -> Any:
+    """Return ``value``, a vector or of ``kind``, rounded to whole numbers."""
+    signature = ir.FunctionType(value.type, [value.type])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, f"llvm.rint.{kind}"), [value])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def magnitude_bits(typing_context: Any, value: Any) -> Any:
+    """Return the bits of ``abs(value)`` of a float32 as int32: they grow with it, and are largest beyond all numbers.
+
+    Comparing them compares magnitudes, in an order that has a place for NaN: such a loop becomes vectors.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.and_(builder.bitcast(args[0], _WORD), _WORD(0x7FFFFFFF))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def from_bits(typing_context: Any, bits: Any) -> Any:
+    """Return the float32 of 32 bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _FLOAT)
+
+    return types.float32(types.int32 if bits == types.int32 else types.uint32), generate
 
 
 def widen(builder: Any, dtype: Any, bits: Any, lanes: int | None = None) -> Any:

@@ -1,0 +1,77 @@
+"""The form of weights that are kept in 16, 8 or 4 bits on a CPU: the kinds of numbers, and the order of the bytes."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BITS", "BLOCK", "HALF_BLOCK", "NUMBERS", "TILE", "NarrowForm"]
+
+TILE = 64
+"""Outputs of a tile."""
+
+BLOCK = 32
+"""Inputs whose activations share a scale; half as many beside weights whose groups have ``HALF_BLOCK`` inputs."""
+
+HALF_BLOCK = BLOCK // 2
+
+NUMBERS = ("int8", "int4", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "table4")
+"""Kinds of weights: steps (from code 128 or 8 as zero), floating point, and places in a table of 16 numbers."""
+
+BITS = dict(zip(NUMBERS, (8, 4, 16, 16, 8, 8, 4), strict=True))
+
+_SCALE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class NarrowForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How the bytes of a weight are to be read.
+
+    They are tiles of codes (``cpu.packing``), then scales ``[tiles, groups, TILE]``, shifts as many, a table and an
+    order, each if there is one.
+
+    Args:
+        num_out: Outputs.
+        num_in: Inputs.
+        numbers: Kind of the weights, of ``NUMBERS``.
+        group: Inputs that share a scale, a multiple of ``block``; 0 for weights without scales.
+        scale_dtype: Type of scales and shifts.
+        has_shift: Whether a weight is ``scale number + shift``, or without a shift.
+        has_order: Whether columns are sorted in another order than the inputs.
+        is_rounded: Whether activations are rounded to 8 bits; integers only.
+    """
+
+    num_out: int
+    num_in: int
+    numbers: str
+    group: int = 0
+    scale_dtype: str = "float32"
+    has_shift: bool = False
+    has_order: bool = False
+    is_rounded: bool = False
+
+    @property
+    def block(self) -> int:
+        """Inputs whose activations share a scale."""
+        return HALF_BLOCK if self.group % BLOCK else BLOCK
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of an output."""
+        return -(-self.num_in // self.group) if self.group else 0
+
+    @property
+    def sections(self) -> tuple[int, int, int, int, int]:
+        """Bytes of the codes, the scales, the shifts, the table and the order."""
+        tiles = -(-self.num_out // TILE)
+        codes = tiles * TILE * (-(-self.num_in // BLOCK) * BLOCK) * BITS[self.numbers] // 8
+        scales = tiles * TILE * self.num_groups * (4 if self.scale_dtype == "float32" else 2)
+        table, order = 64 * (self.numbers == "table4"), 4 * self.num_in * self.has_order
+        return codes, scales, scales * self.has_shift, table, order
+
+    def sizes(self, num_rows: int) -> NDArray[np.int64]:
+        """Return the numbers that the kernels read, for so many rows."""
+        kind, dtype = NUMBERS.index(self.numbers), _SCALE_DTYPES.index(self.scale_dtype)
+        block = self.block
+        blocks = self.group // block
+        return np.array((num_rows, self.num_in, self.num_out, kind, block, blocks, dtype, self.has_shift), np.int64)
