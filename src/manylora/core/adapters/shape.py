@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["ELEMENT_BYTES", "BaseShape", "ModuleKind", "PageShape", "TargetModule"]
+__all__ = ["ELEMENT_BYTES", "SCALE_BYTES", "BaseShape", "ModuleKind", "PageShape", "TargetModule"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element, by dtype."""
+"""Bytes per element, by dtype, of adapters."""
+
+SCALE_BYTES = 4
+"""Bytes of the scale behind a vector of KV in int8."""
 
 
 class ModuleKind(Enum):
@@ -58,8 +61,9 @@ class TargetModule:
 class PageShape:
     """A page: one KV block across all layers, or the same bytes as a flat array for adapters.
 
-    ``[num_layers, 2, block_size, num_kv_heads, head_dim]`` elements of ``element_bytes``: 4 for float32, 2 for
-    bfloat16 and float16. ``block_size`` is in tokens.
+    ``[num_layers, 2, block_size, num_kv_heads]`` vectors of ``head_dim`` elements of ``element_bytes``: 4 for float32,
+    2 for bfloat16 and float16, 1 for int8, whose vectors each have a scale of 4 bytes behind them. ``block_size`` is in
+    tokens.
     """
 
     block_size: int
@@ -70,9 +74,14 @@ class PageShape:
     dtype: str
 
     @property
+    def vector_elements(self) -> int:
+        """Elements that K or V of a token and a head takes."""
+        return self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
+
+    @property
     def num_elements(self) -> int:
         """Elements in a page."""
-        return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.head_dim
+        return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.vector_elements
 
     @property
     def num_bytes(self) -> int:

@@ -1,5 +1,7 @@
 """K and V in pages: the type they have there, the place of each token, and the kernels that read them.
 
+Pages may hold them in another type than the model computes with: 16 bits, or 8 bits with a scale for each vector.
+
 ::
 
     row of ``PageTensor.rows``    page * rows of a page  +  layer * 2 * block_size  +  position % block_size     K
@@ -16,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from manylora.core.adapters.shape import SCALE_BYTES
 from manylora.core.plan import PlannedSequence
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.storage.page_tensor import PageTensor
@@ -27,14 +30,19 @@ class KvPages:
     """The pages as attention sees them.
 
     ``compiled`` are the kernels that attend decoding rows in place; ``None`` where none reads this type on this device.
+
+    Args:
+        pages: The pages.
+        dtype: Type of the model's queries, keys and values; by default that of the pages.
     """
 
-    def __init__(self, pages: PageTensor) -> None:
+    def __init__(self, pages: PageTensor, dtype: torch.dtype | None = None) -> None:
         self.pages = pages
+        self._dtype = dtype or pages.dtype
         self.device = pages.flat.device
         self.block_size = pages.shape.block_size
         self._page_rows = pages.shape.num_layers * 2 * self.block_size
-        is_compiled = pages.dtype is torch.float32 and self.device.type == "cpu"
+        is_compiled = self._dtype is torch.float32 and self.device.type == "cpu"
         self.compiled = find_compiled() if is_compiled else None
 
     def slot(self, page: int, position: int) -> int:
@@ -61,13 +69,30 @@ class KvPages:
     def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write K and V ``[kv_heads, rows, head_dim]`` of a layer to their slots."""
         rows, first = self.pages.rows, self.first_row(layer)
-        rows[first:].index_copy_(0, slots, key.transpose(0, 1))
-        rows[first + self.block_size :].index_copy_(0, slots, value.transpose(0, 1))
+        rows[first:].index_copy_(0, slots, self._narrowed(key.transpose(0, 1)))
+        rows[first + self.block_size :].index_copy_(0, slots, self._narrowed(value.transpose(0, 1)))
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of whole pages of a layer, each ``[pages, block_size, kv_heads, head_dim]``."""
         blocks = self.pages.blocks
-        return blocks[:, layer, 0].index_select(0, pages), blocks[:, layer, 1].index_select(0, pages)
+        key, value = (self._widened(blocks[:, layer, kv].index_select(0, pages)) for kv in (0, 1))
+        return key, value
+
+    def _narrowed(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return vectors ``[..., head_dim]`` as the pages hold them."""
+        if self.pages.dtype is not torch.int8:
+            return vectors.to(self.pages.dtype)
+        scales = vectors.abs().amax(-1, keepdim=True).float() / 127.0
+        codes = (vectors / scales.clamp(min=1e-30)).round_().to(torch.int8)
+        return torch.cat((codes, scales.view(torch.int8)), dim=-1)
+
+    def _widened(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return vectors of pages in the model's type."""
+        if self.pages.dtype is not torch.int8:
+            return vectors.to(self._dtype)
+        codes, scales = vectors.split((vectors.shape[-1] - SCALE_BYTES, SCALE_BYTES), dim=-1)
+        numbers: torch.Tensor = codes * scales.contiguous().view(torch.float32)
+        return numbers.to(self._dtype)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages that are read whole while no token has filled them: stale values may be NaN."""

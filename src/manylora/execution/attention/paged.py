@@ -27,8 +27,8 @@ __all__ = ["PagedBatch", "TorchAttentionKernel"]
 class TorchAttentionKernel:
     """Prepares ``PagedBatch``; keeps nothing between steps."""
 
-    def __init__(self, pages: PageTensor) -> None:
-        self._kv = KvPages(pages)
+    def __init__(self, pages: PageTensor, dtype: torch.dtype) -> None:
+        self._kv = KvPages(pages, dtype)
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> PagedBatch:
         """Return the step's attention."""

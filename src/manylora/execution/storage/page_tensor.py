@@ -3,9 +3,11 @@
 A page is one KV block across all layers, or the same elements seen flat and filled with adapter tiles. ``memory/``
 keeps the owners of pages; this file has the bytes and their views::
 
-    blocks  [num_pages, num_layers, 2, block_size, num_kv_heads, head_dim]     for attention
-    flat    [num_pages, page_elements]                                        for adapters
-    rows    [num_pages * num_layers * 2 * block_size, num_kv_heads, head_dim]  for writes of KV
+    blocks  [num_pages, num_layers, 2, block_size, num_kv_heads, vector_elements]     for attention
+    flat    [num_pages, page_elements]                                               for adapters
+    rows    [num_pages * num_layers * 2 * block_size, num_kv_heads, vector_elements]  for writes of KV
+
+A vector of int8 has its scale, as float32, in its last four elements.
 
 A copy over the link goes in slices, in the order of the pages, and each slice is announced: a step may use the first
 layers while the last are being copied. A link may be slowed down to a stated bandwidth: that gives any machine the
@@ -43,7 +45,12 @@ _MIN_HUGE_BYTES = 256 * 2**20
 """Memory from which huge pages are asked for. Each takes 2 MiB as soon as a byte of it is written: too much for the
 pool of an isolated function, of which few pages are ever used."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
 
 
 def image_tensor(image: np.ndarray) -> torch.Tensor:
@@ -78,13 +85,13 @@ class PageTensor:
         self.shape = shape
         self.num_pages = num_pages
         self.dtype = _DTYPES[shape.dtype]
-        sizes = (num_pages, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        sizes = (num_pages, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.vector_elements)
         if device.type == "cpu":
             self.blocks = torch.frombuffer(_zeros(num_pages * shape.num_bytes), dtype=self.dtype).view(sizes)
         else:
             self.blocks = torch.zeros(sizes, dtype=self.dtype, device=device)
         self.flat = self.blocks.view(num_pages, shape.num_elements)
-        self.rows = self.blocks.view(-1, shape.num_kv_heads, shape.head_dim)
+        self.rows = self.blocks.view(-1, shape.num_kv_heads, shape.vector_elements)
         self._bytes = self.flat.view(torch.uint8)
 
     def flat_as(self, dtype: str) -> torch.Tensor:
