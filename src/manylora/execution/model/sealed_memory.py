@@ -13,6 +13,7 @@ process; here it changes a private copy of one page, which no other process sees
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -24,6 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 __all__ = ["ALIGNMENT", "MemoryWriter", "SealedMemory"]
+
+MADV_POPULATE_READ = 22  # since Linux 5.14
 
 ALIGNMENT = 64
 """Bytes; a cache line, and the alignment of the kernels' vector loads."""
@@ -37,10 +40,16 @@ class SealedMemory:
         self.num_bytes = num_bytes
         weakref.finalize(self, os.close, fd)
 
-    def map(self, *, is_strict: bool = False) -> torch.Tensor:
-        """Return the memory as ``[num_bytes]``, uint8, mapped while any tensor over it is alive."""
+    def map(self, *, is_strict: bool = False, is_read: bool = False) -> torch.Tensor:
+        """Return the memory as ``[num_bytes]``, uint8, mapped while any tensor over it is alive.
+
+        ``is_read`` reads all of it now, where the system can: else the first step would, a page at a time.
+        """
         access = mmap.ACCESS_READ if is_strict else mmap.ACCESS_COPY
         mapping = mmap.mmap(self.fd, self.num_bytes, access=access)
+        if is_read:
+            with contextlib.suppress(OSError):
+                mapping.madvise(MADV_POPULATE_READ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(mapping, dtype=torch.uint8)
