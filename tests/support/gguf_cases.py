@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,9 @@ def write_gguf(
     extra: Mapping[str, NDArray[Any]] | None = None,
     name: str = "tiny",
     seed: int = 0,
+    tokens: Sequence[str] = (),
+    merges: Sequence[str] = (),
+    eos: int | None = None,
 ) -> dict[str, NDArray[np.float32]]:
     """Write a model; return its weights as the gguf library reads them back, by transformers' names.
 
@@ -103,6 +106,9 @@ def write_gguf(
         extra: Further tensors.
         name: Of the model.
         seed: Of random codes.
+        tokens: Of the vocabulary, ``t0``, ``t1`` ... by default.
+        merges: Of the vocabulary.
+        eos: The token that ends an answer, if there is one.
     """
     config: Any = model.config
     rng = np.random.default_rng(seed)
@@ -112,9 +118,11 @@ def write_gguf(
             add_field(writer, f"{architecture}.{field}", value)
     writer.add_name(name)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
+    writer.add_token_list(list(tokens) or [f"t{number}" for number in range(config.vocab_size)])
     writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges([])
+    writer.add_token_merges(list(merges))
+    if eos is not None:
+        writer.add_eos_token_id(eos)
     writer.add_pad_token_id(0)
     tied: Any = model.all_tied_weights_keys
     held = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

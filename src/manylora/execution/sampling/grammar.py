@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from manylora.core.errors import RequestError
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import Constraint
+from manylora.execution.checkpoint.files import find_gguf, is_gguf
 from manylora.execution.sampling.grammar_text import GrammarTokenizer, grammar_text
 from manylora.execution.sampling.row_work import RowWork, TimeAccount
 
@@ -303,7 +304,11 @@ class Grammars:
             if self._tokenizer is None:
                 from transformers import AutoTokenizer
 
-                hf = AutoTokenizer.from_pretrained(self._source, revision=self._revision, trust_remote_code=False)
+                source: dict[str, Any] = {"pretrained_model_name_or_path": self._source, "revision": self._revision}
+                if is_gguf(self._source):
+                    file = find_gguf(self._source, self._revision)
+                    source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+                hf = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
                 self._tokenizer = GrammarTokenizer.of(hf, vocab_size=self._vocab_size, eos=self._eos)
             return self._tokenizer
 

@@ -10,6 +10,7 @@ from typing import Any
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.core.generation import GENERATION_FILE, GenerationDefaults, read_generation_config
+from manylora.execution.checkpoint.files import find_gguf, is_gguf
 
 __all__ = ["load_generation_defaults", "load_hugging_face"]
 
@@ -28,6 +29,11 @@ def load_hugging_face(name: str, revision: str | None = None) -> Any:
     That class looks at the model's configuration, whose code imports torch: a second of processor time and 200 MB that
     a process without a model does not need. A folder that names the generic class needs no choice.
     """
+    if is_gguf(name):
+        from transformers import AutoTokenizer
+
+        file = find_gguf(name, revision)
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if _is_generic(Path(name)):
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -79,8 +85,10 @@ def load_generation_defaults(model: ModelConfig) -> GenerationDefaults | None:
 
 def _find(model: ModelConfig) -> Path | None:
     """Return the model's own file, from its folder, the hub's cache, or the hub."""
-    if Path(model.model).is_dir():
-        file = Path(model.model) / GENERATION_FILE
+    is_file = is_gguf(model.model)
+    folder = find_gguf(model.model, model.revision).parent if is_file else Path(model.model)
+    if folder.is_dir():
+        file = folder / GENERATION_FILE
         return file if file.exists() else None
     from transformers.utils import cached_file
 

@@ -19,7 +19,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from manylora.core.errors import ConfigError, ContextExceeded, RequestError
-from manylora.execution.model.checkpoint import check_checkpoint
+from manylora.execution.checkpoint.files import check_checkpoint
 from manylora.serving.text.model_files import load_hugging_face
 from manylora.serving.text.pieces import BytePieces, DecodedPieces, TextPieces, TokenBytes, byte_tables
 
