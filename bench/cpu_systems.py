@@ -119,7 +119,7 @@ class Ours:
         self.forward_s = 0.0
         self.answers: list[list[int]] = []
         assert isinstance(self._parts.executor, TorchExecutor)
-        self._watch_forward(self._parts.executor.runner._model)
+        self._watch_forward(self._parts.executor.runner.model)
 
     def run(self, asked: Sequence[PeerRequest], adapters: Sequence[str] | None = None) -> None:
         """Answer everything; request *i* takes ``adapters[i]`` (``set-number``), or the base."""

@@ -226,7 +226,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a decode step reads: all but the embedding's table."""
-        model: Any = self.runner._model
+        model: Any = self.runner.model
         table = model.get_input_embeddings().weight
         return sum(p.numel() * p.element_size() for p in model.parameters() if p is not table)
 

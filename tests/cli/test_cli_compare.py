@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manylora.cli.app import app
+from manylora.cli.views.terminal import out
 from manylora.core.errors import ConfigError
 from manylora.core.scheduling import POLICIES
 
@@ -22,8 +23,14 @@ def Shortest(context):
 """
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give tables room: the width is found as the console is made, in whichever test came first."""
+    monkeypatch.setattr(out, "width", 160)
+
+
 def run(*words: str) -> str:
-    result = CliRunner().invoke(app, [*words, *BUSY], catch_exceptions=False, env={"COLUMNS": "160"})
+    result = CliRunner().invoke(app, [*words, *BUSY], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 

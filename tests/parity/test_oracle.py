@@ -192,3 +192,26 @@ def test_requests_whose_layers_arrive_within_assisted_steps_equal_peft(
     assert result.num_wrong_tokens == 0
     assert result.num_rows == 16 * 16
     assert any(0.0 < share < 1.0 for share in shares)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3", "phi3", "gptj"])
+def test_bases_in_fewer_bits_equal_peft_over_the_same_weights(architecture: str, stored: str, tmp_path: Path) -> None:
+    """Biases, a head that is tied to the embedding, fused projections, k before q; a tied weight has one copy."""
+    pytest.importorskip("numba")
+    if architecture not in ARCHITECTURES | FURTHER_ARCHITECTURES:
+        pytest.skip("not in this release of transformers")
+    result = run_oracle(architecture, tmp_path, stored=stored, num_tokens=24)
+    assert result.max_error <= 1e-4
+    assert result.num_wrong_tokens == 0
+    assert result.num_preemptions > 0
+    assert result.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "error"), [("bfloat16", 0.1), ("float16", 0.0125), ("int8", 0.2)])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_narrow_kv_is_near(architecture: str, kv_cache_dtype: str, error: float, tmp_path: Path) -> None:
+    """KV rounded in pages, in prompts that go on, in decoding and in prefixes; softcaps and windows too."""
+    result = run_oracle(architecture, tmp_path, num_tokens=24, kv_cache_dtype=kv_cache_dtype)
+    assert 1e-4 < result.max_error <= error  # of logits that spread by 1
+    assert result.num_cached_tokens > 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import time
 import warnings
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -173,6 +174,57 @@ _MODULES = {
 """Modules of attention and MLP by architecture, Llama's where it has none."""
 
 
+GROUP = 32
+
+
+def store(base: Path, folder: Path, numbers: str) -> None:
+    """Write a checkpoint whose linears are ``numbers``, and give the base of the reference the same weights."""
+    tensors = load_file(base / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if numbers == "bfloat16":
+            stored[name] = tensor.bfloat16()
+            tensors[name] = stored[name].float()
+        elif not module.endswith(("proj", "fc_in", "fc_out")) or tensor.ndim != 2:
+            stored[name] = tensor
+        else:
+            most = 127 if numbers == "int8" else 7
+            groups = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+            scales = (groups.abs().amax(-1) / most).half()
+            codes = (groups / scales.float()[..., None]).round().clamp(-most, most)
+            tensors[name] = (codes * scales.float()[..., None]).flatten(1)[:, : tensor.shape[1]].contiguous()
+            codes = codes.flatten(1)[:, : tensor.shape[1]].to(torch.int8)
+            stored[f"{module}.weight_scale"] = scales
+            if numbers == "int8":
+                stored[f"{module}.weight"] = codes
+            else:
+                nibbles = (codes + 8).view(torch.uint8).unflatten(1, (-1, 2))
+                stored[f"{module}.weight_packed"] = (nibbles[..., 0] | nibbles[..., 1] << 4).view(torch.int32)
+                stored[f"{module}.weight_shape"] = torch.tensor(tensor.shape)
+    folder.mkdir()
+    config = json.loads((base / "config.json").read_text())
+    if numbers != "bfloat16":
+        weights = {
+            "num_bits": int(numbers[3:]),
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": GROUP,
+        }
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized" if numbers == "int8" else "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head"],
+        }
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+
+
 def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
     """Return the twelve variants by name, in the names of the architecture's modules."""
     attention, mlp = _MODULES.get(architecture, _MODULES["llama"])
@@ -267,6 +319,8 @@ def run_oracle(
     open_assistant: OpenAssistant = open_assistant_workers,
     num_tokens: int = NUM_TOKENS,
     link_bytes_per_s: int | None = COLD.link_bytes_per_s,
+    stored: str | None = None,
+    kv_cache_dtype: str = "float32",
 ) -> OracleResult:
     """Serve the cases, compare with the reference and return the differences.
 
@@ -278,14 +332,19 @@ def run_oracle(
         open_assistant: Starts workers for adapters in host memory, as in ``build_parts``.
         num_tokens: Tokens of an answer.
         link_bytes_per_s: Speed of copies to the device, if it is cold.
+        stored: Numbers in which the base's linears are stored: ``bfloat16``, or ``int8`` or ``int4`` codes. The
+            reference has the same weights as float32, and activations are not rounded.
+        kv_cache_dtype: Type of KV in pages.
     """
     config = (ARCHITECTURES | FURTHER_ARCHITECTURES)[architecture]
     make_model(config, path / "base")
+    if stored is not None:
+        store(path / "base", path / "stored", stored)
     folders = make_adapters(architecture, path / "base", path / "adapters")
     result = OracleResult(architecture)
     cases = make_cases()
     answers, logits = _serve(
-        path / "base",
+        path / ("base" if stored is None else "stored"),
         folders,
         cases,
         result,
@@ -294,6 +353,7 @@ def run_oracle(
         num_tokens,
         link_bytes_per_s,
         cold_start=cold_start,
+        kv_cache_dtype=kv_cache_dtype,
     )
     _compare(path / "base", folders, cases, answers, logits, result)
     return result
@@ -310,11 +370,12 @@ def _serve(
     link_bytes_per_s: int | None,
     *,
     cold_start: str | None,
+    kv_cache_dtype: str,
 ) -> tuple[dict[str, list[int]], dict[str, dict[int, torch.Tensor]]]:
     clock = WallClock()
     engine = EngineConfig(
-        model=ModelConfig(model=str(model_path), device="cpu", lora_kernel=lora_kernel),
-        memory=MemoryConfig(block_size=8, num_pages=4000),
+        model=ModelConfig(model=str(model_path), device="cpu", lora_kernel=lora_kernel, activation_dtype="float32"),
+        memory=MemoryConfig(block_size=8, num_pages=4000, kv_cache_dtype=kv_cache_dtype),
         scheduler=SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=16),
         adapters=AdapterConfig()
         if cold_start is None

@@ -51,6 +51,18 @@ class ModelConfig:
         choices=_DTYPES,
         help="Type of the weights: auto is float32 on CPU, the checkpoint's 16-bit type on GPU.",
     )
+    base_dtype: str = _model(
+        "auto",
+        choices=("auto", "float32", "bfloat16", "float16", "int8", "int4"),
+        help="Numbers that the base's weights are kept in on a CPU: auto is what the checkpoint stores, quantised or "
+        "not; others are rounded from it while it is read.",
+    )
+    activation_dtype: str = _model(
+        "auto",
+        choices=("auto", "float32", "int8"),
+        help="Inputs of products with 8-bit and 4-bit integers on a CPU: int8 is several times as fast; auto is int8 "
+        "where the processor multiplies bytes (AVX-512 VNNI, AVX-VNNI).",
+    )
     device: str = _model("auto", metavar="auto|cpu|cuda", help="Where the model runs; auto is the GPU if there is one.")
     max_model_len: int | None = _model(
         None, unit="tokens", at_least=1, help="Longest prompt plus answer; by default the model's limit."
@@ -98,6 +110,12 @@ class MemoryConfig:
     )
     gpu_memory_utilization: float = _memory(
         0.9, above=0, at_most=1, help="Share of the GPU this process may take, without --memory."
+    )
+    kv_cache_dtype: str = _memory(
+        "auto",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+        help="Type of KV in pages on a CPU: auto is float32 beside a base in float32, and 16 bits beside others. On a "
+        "GPU it is the model's.",
     )
     block_size: int = _memory(16, unit="tokens", at_least=1, at_most=1024, help="Tokens of KV in a page.")
     num_pages: int | None = _memory(
@@ -293,8 +311,9 @@ class EngineConfig:
     cache_dir: str | None = _adapters(
         None,
         metavar="DIR|off",
-        help="Folder for content hashes of adapters, by which the next start recognises files that did not change. By "
-        "default [bold]manylora serve[/bold] takes manylora in the user's cache folder; off is none.",
+        help="Folder for content hashes of adapters, by which the next start recognises files that did not change, and "
+        "for bases in fewer than 32 bits as they are kept on a CPU, which the next start maps. By default "
+        "[bold]manylora serve[/bold] takes manylora in the user's cache folder; off is none.",
     )
     simulate: str | None = option(
         None,

@@ -20,7 +20,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -117,7 +118,7 @@ def build_parts(
         for reader in readers:
             undo.callback(reader.close)
         stages = StageLog()
-        loaded, weights = _weights(config.model, load, weights)
+        loaded, weights = _weights(config, load, weights)
         stages.done("weights", then="modules and memory")
         model = _adapt(config, loaded, weights)
         assistant = start_assistant(loaded.device, model.base)
@@ -166,6 +167,7 @@ class _Model:
         kernel: Name of the LoRA kernel.
         step: The running step as its modules see it.
         pages: Memory for KV and adapters.
+        dtype: Type of its activations.
         ops: Operations of its device.
     """
 
@@ -174,18 +176,20 @@ class _Model:
     kernel: str
     step: StepContext
     pages: PageTensor
+    dtype: torch.dtype
     ops: DeviceOps
 
 
 def _weights(
-    config: ModelConfig, load: Callable[[ModelConfig], LoadedModel], weights: BaseWeights | None
+    config: EngineConfig, load: Callable[[ModelConfig], LoadedModel], weights: BaseWeights | None
 ) -> tuple[LoadedModel, BaseWeights]:
     """Return a model without its weights, and the weights: loaded, or those that another process froze."""
+    model = config.model
     if weights is None:
-        return load_weights(config, load)
-    if weights.manifest.model != config.model:
-        raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {config.model!r}")
-    loaded = load_skeleton(config)
+        return load_weights(model, load, cache=None if config.cache_dir is None else Path(config.cache_dir))
+    if weights.manifest.model != model.model:
+        raise ConfigError(f"Got weights of {weights.manifest.model!r}, expected those of {model.model!r}")
+    loaded = load_skeleton(model)
     if (weights.device.type, weights.device.index or 0) != (loaded.device.type, loaded.device.index or 0):
         raise ConfigError(f"Got weights on {weights.device}, expected them on {loaded.device}")
     return loaded, weights
@@ -194,12 +198,17 @@ def _weights(
 def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _Model:
     """Put the weights into the model, replace its linears, and make as many pages as fit beside it."""
     device, model = loaded.device, loaded.model
-    block_size, limit = config.memory.block_size, _context(config.model, loaded)
-    base = describe_model(loaded, weights.manifest.probe, block_size=block_size, max_model_len=limit)
+    base = describe_model(
+        loaded,
+        weights.manifest.probe,
+        block_size=config.memory.block_size,
+        max_model_len=_context(config.model, loaded),
+        kv_dtype=_kv_dtype(config.memory.kv_cache_dtype, loaded, weights),
+    )
     kernel = choose_kernel(config.model.lora_kernel, device)
     step = StepContext(LORA_KERNELS[kernel])
     weights.install(model)
-    adapt_modules(model, weights.tensors, base, step)
+    adapt_modules(model, weights.tensors, base, step, loaded.dtype)
     check_complete(model)
     memory_of_base = weights.memory if isinstance(weights.memory, DeviceMemory) else None
     num_pages = count_pages(config, base, loaded, memory_of_base)
@@ -207,7 +216,8 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _
     pages = PageTensor(base.page, num_pages, device)
     if kernel in TABLE_KERNELS:
         step.space = LoraSpace(GroupDirectory.of(base), pages.flat, TABLE_KERNELS[kernel])
-    return _Model(module=model, base=base, kernel=kernel, step=step, pages=pages, ops=make_device_ops(device))
+    ops = make_device_ops(device)
+    return _Model(module=model, base=base, kernel=kernel, step=step, pages=pages, dtype=loaded.dtype, ops=ops)
 
 
 def _runner(
@@ -215,7 +225,7 @@ def _runner(
 ) -> tuple[ModelRunner, DecodeGraphs | None]:
     """Return the runner, and its graphs of decode steps where there are any; Triton's attention fuses launches too."""
     base, device, scheduler = model.base, model.ops.device, config.scheduler
-    attention: AttentionKernel = TorchAttentionKernel(model.pages)
+    attention: AttentionKernel = TorchAttentionKernel(model.pages, model.dtype)
     graphs = None
     if choose_attention(config.model.attention_kernel, device) == "triton":
         fuse_launches(model.module)
@@ -248,7 +258,7 @@ def _parts(
     """Return the executor over the runner, and all that its core needs to know of it."""
     base, device, pages, space = model.base, model.ops.device, model.pages, model.step.space
     host = HostTier(is_pinned=device.type == "cuda", directory=None if space is None else space.directory)
-    reader = HostReader(_reader_settings(config, base, pages.num_pages, model.kernel), host, readers)
+    reader = HostReader(_reader_settings(config, model), host, readers)
     executor = TorchExecutor(
         runner=runner,
         link=Link(pages, config.adapters.link_bytes_per_s),
@@ -283,20 +293,37 @@ def _parts(
     )
 
 
-def _reader_settings(config: EngineConfig, base: BaseShape, num_pages: int, kernel: str) -> ReaderSettings:
+def _reader_settings(config: EngineConfig, model: _Model) -> ReaderSettings:
     """Return the bounds and formats by which reader processes read adapters."""
-    adapters = config.adapters
+    adapters, base, num_pages = config.adapters, model.base, model.pages.num_pages
     return ReaderSettings(
         base=base,
         max_bytes=adapters.max_adapter_bytes,
         max_pages=adapters.most_pages(num_pages),
         roots=adapters.real_roots,
         registries=adapters.registries,
-        dtype=_adapter_dtype(adapters.adapter_dtype, base.page.dtype, kernel),
+        dtype=_adapter_dtype(adapters.adapter_dtype, model.dtype, model.kernel),
         hashes=None if config.cache_dir is None else os.path.join(config.cache_dir, HASHES_FILE),
         limit_s=adapters.read_timeout_s,
         memory_bytes=READER_BYTES + 4 * min(adapters.max_adapter_bytes, num_pages * base.page.num_bytes),
     )
+
+
+def _kv_dtype(wanted: str, loaded: LoadedModel, weights: BaseWeights) -> torch.dtype:
+    """Return the type of KV in pages; refuse one that no kernel here reads.
+
+    Raises:
+        ConfigError: It is not the model's, where attention reads that alone.
+    """
+    is_free = loaded.device.type == "cpu" and loaded.dtype is torch.float32
+    if wanted == "auto":
+        if not (is_free and weights.is_narrow):
+            return loaded.dtype
+        own = loaded.text_config.dtype
+        return own if own in (torch.bfloat16, torch.float16) else torch.float16
+    if not is_free and getattr(torch, wanted) is not loaded.dtype:
+        raise ConfigError(f"Got kv_cache_dtype = {wanted!r}, but here KV has the type of the model, {loaded.dtype}")
+    return cast(torch.dtype, getattr(torch, wanted))
 
 
 def _context(config: ModelConfig, loaded: LoadedModel) -> int:
@@ -320,13 +347,14 @@ def _host_bytes(num_engines: int) -> int:
     return DEFAULT_HOST_BYTES if available is None else max(1, int(available * HOST_SHARE / num_engines))
 
 
-def _adapter_dtype(wanted: str, page_dtype: str, kernel: str) -> str:
+def _adapter_dtype(wanted: str, dtype: torch.dtype, kernel: str) -> str:
     """Return the type to keep adapters in, ``auto`` where each may have its own; refuse a type no kernel here reads."""
-    if page_dtype == "float32" and kernel not in TABLE_KERNELS:
+    if dtype is torch.float32 and kernel not in TABLE_KERNELS:
         return wanted
-    if wanted not in ("auto", page_dtype):
-        raise ConfigError(f"Got adapter_dtype = {wanted!r}, but here adapters have the base's type, {page_dtype}")
-    return page_dtype
+    name = str(dtype).removeprefix("torch.")
+    if wanted not in ("auto", name):
+        raise ConfigError(f"Got adapter_dtype = {wanted!r}, but here adapters have the type of activations, {name}")
+    return name
 
 
 class StageLog:

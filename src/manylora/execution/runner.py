@@ -106,7 +106,7 @@ class ModelRunner:
         graphs: DecodeGraphs | None = None,
         assistant: Assistant | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._step = step
         self._attention = attention
         self._sampler = sampler
@@ -264,7 +264,7 @@ class ModelRunner:
         self._step.lora, self._step.token_ids, self._step.assist = lora, token_ids, assist
         try:
             with self._recorded.recording() if is_recorded else nullcontext():
-                output = self._model(
+                output = self.model(
                     input_ids=token_ids[None],
                     position_ids=batch.positions[None],
                     use_cache=False,

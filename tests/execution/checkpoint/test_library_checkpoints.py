@@ -1,4 +1,4 @@
-"""bitsandbytes and torchao: written by transformers with the libraries on a CPU, compared with what they compute."""
+"""bitsandbytes and torchao: written by transformers with the libraries, compared with what they compute."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import bitsandbytes.functional
 import pytest
 import torch
 from checkpoint_cases import build, check_weights, linears, tiny
+from safetensors.torch import load_file
 from torch import Tensor
-from torchao.quantization import (
-    Float8WeightOnlyConfig,
-    Int8DynamicActivationInt8WeightConfig,
-    Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
-    PerGroup,
-)
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from manylora.execution.checkpoint.codes import Codes
 
@@ -63,26 +57,26 @@ def test_bitsandbytes(tmp_path: Path, case: str) -> None:
     assert {found.numbers for found in codes.values()} == {"int8" if case == "int8" else "table4"}
 
 
-TORCHAO: dict[str, tuple[Any, str, int | None]] = {
-    "int8 outputs": (lambda: Int8WeightOnlyConfig(version=2), "int8", None),
-    "int8 groups": (lambda: Int8WeightOnlyConfig(version=2, granularity=PerGroup(8)), "int8", 8),
-    "int8 activations": (lambda: Int8DynamicActivationInt8WeightConfig(version=2), "int8", None),
-    "int4 groups": (lambda: IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8)), "int4", 8),
-    "float8 outputs": (lambda: Float8WeightOnlyConfig(), "float8_e4m3fn", None),
+TORCHAO = {
+    "int8-outputs": ("int8", None),
+    "int8-groups": ("int8", 8),
+    "int8-activations": ("int8", None),
+    "int4-groups": ("int4", 8),
+    "float8-outputs": ("float8_e4m3fn", None),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", TORCHAO)
-def test_torchao(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
-    make, numbers, group = TORCHAO[case]
-    model = requantise(tmp_path, TorchAoConfig(make()), dtype)
-    expected = {name: tensor for name, tensor in model.named_parameters() if "_proj" not in name}
-    for name, part in linears(model).items():
-        expected[f"{name}.weight"] = part.weight.dequantize()
-    exact = {"relative": 1e-6, "absolute": 1e-8} if dtype is torch.float32 else {"relative": 1 / 256, "absolute": 1e-6}
-    codes = check_weights(tmp_path, expected, **exact)
-    assert len(codes) == 14
+def test_torchao(case: str) -> None:
+    """Folders that transformers 5.24 saved with torchao 0.18, and what its tensors' ``dequantize`` returned.
+
+    They are kept beside this test, since every import of transformers imports torchao where it is installed.
+    """
+    numbers, group = TORCHAO[case]
+    folder = Path(__file__).with_name("torchao") / case
+    expected = load_file(folder / "expected.safetensors")
+    codes = check_weights(folder, expected, relative=1 / 256, absolute=1e-6)
+    assert len(codes) == 7
     for found in codes.values():
         assert isinstance(found, Codes)
         assert found.numbers == numbers

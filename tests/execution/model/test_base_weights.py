@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.core.plan import PlannedSequence, StepPlan
 from manylora.core.types import SamplingParams
+from manylora.execution.attention.call import ATTENTION_NAME
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.kernels.linear import (
@@ -36,6 +38,7 @@ from manylora.execution.kernels.linear import (
 from manylora.execution.model.base_weights import BaseWeights, WeightsManifest
 from manylora.execution.model.freeze import freeze, gather, load_weights
 from manylora.execution.model.load import load_model
+from manylora.execution.model.precision import Precision
 from manylora.execution.model.sealed_memory import MemoryWriter, SealedMemory
 
 SMALL = {
@@ -47,6 +50,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+NUMBERS = Precision(torch.float32, "float32", is_rounded=False)
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "tied": Gemma2Config(**SMALL, head_dim=8),
@@ -108,8 +112,8 @@ def test_attached_weights_give_the_same_logits(model: ModelConfig) -> None:
 
 def test_weights_that_were_gathered_on_a_device_are_fused_without_a_copy(model: ModelConfig) -> None:
     loaded = load_model(model)
-    buffer, memory = gather(loaded.model, torch.device("cpu"))
-    weights = freeze(loaded, buffer, memory)
+    buffer, memory = gather(loaded, NUMBERS, torch.device("cpu"))
+    weights = freeze(loaded, NUMBERS, buffer, memory)
     assert memory is None
     names = [name for entry in weights.manifest.entries for name in entry.names]
     assert {"model.layers.0.self_attn.qkv.weight", "model.layers.1.mlp.gate_up.weight"} <= set(names)
@@ -135,10 +139,13 @@ def test_every_tensor_is_in_the_table_once_and_tied_ones_stay_tied(model: ModelC
 @pytest.mark.parametrize("is_gathered", [False, True])
 def test_a_bias_that_siblings_lack_is_zeros(is_gathered: bool, tmp_path: Path) -> None:
     loaded = load_model(save(FAMILIES["biases"], tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=ATTENTION_NAME)
+    loaded = replace(loaded, model=model.requires_grad_(False).eval(), checkpoint=None)
     attention = loaded.model.get_submodule("model.layers.0.self_attn")
     expected = torch.cat([attention.q_proj.bias, torch.zeros(16), attention.v_proj.bias])
     attention.k_proj.bias = None
-    weights = freeze(loaded, *gather(loaded.model, loaded.device)) if is_gathered else freeze(loaded)
+    gathered = gather(loaded, NUMBERS, loaded.device) if is_gathered else ()
+    weights = freeze(loaded, NUMBERS, *gathered)
     assert torch.equal(weights.tensors["model.layers.0.self_attn.qkv.bias"], expected)
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_base_weights import FAMILIES, logits, save
+from test_base_weights import FAMILIES, NUMBERS, logits, save
 
 from manylora.core.config import GIB, ModelConfig
 from manylora.core.errors import ConfigError
@@ -297,7 +297,7 @@ def shared_model(folder: Path) -> tuple[ModelConfig, BaseWeights, SharedBase]:
     """Return a model whose weights are in the memory of the driver."""
     model = save(FAMILIES["llama"], folder)
     loaded = load_model(model)
-    weights = freeze(loaded, *gather(loaded.model, GPU))
+    weights = freeze(loaded, NUMBERS, *gather(loaded, NUMBERS, GPU))
     shared = share_weights(weights)
     assert shared is not None and shared.gpu == IDENTITY
     return model, weights, shared

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from manylora.cli.app import app
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
-from manylora.execution.model import checkpoint
-from manylora.execution.model.checkpoint import check_checkpoint
+from manylora.execution.checkpoint import files as checkpoint
+from manylora.execution.checkpoint.files import check_checkpoint
 from manylora.execution.model.load import load_model
 from manylora.serving.text import Tokenizer
 

@@ -69,7 +69,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path) -> BaseWeights:
-    return load_weights(ModelConfig(model=str(folder), device="cpu"), load_model)[1]
+    return load_weights(ModelConfig(model=str(folder), device="cpu", base_dtype="float32"), load_model)[1]
 
 
 def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:

@@ -153,7 +153,7 @@ def _check_early(engine: EngineConfig, server: ServerConfig, named: Mapping[str,
     # A simulated engine reads the tokenizer alone.
     simulated = engine.model.tokenizer if engine.simulate is not None else None
     if not Path(checkpoint := simulated or engine.model.model).is_dir():
-        from manylora.execution.model.checkpoint import check_checkpoint  # imports the hub's library
+        from manylora.execution.checkpoint.files import check_checkpoint  # imports the hub's library
 
         check_checkpoint(checkpoint, engine.model.revision)
     options_for("policy", engine.scheduler.policy, POLICIES, engine.scheduler.policy_options)

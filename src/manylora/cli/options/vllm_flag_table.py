@@ -82,9 +82,12 @@ _LIMITED: Mapping[str, tuple[str, str]] = {
     "--api-server-count": ("1", "one process speaks HTTP; `manylora route` spreads over several servers"),
     "--distributed-executor-backend": ("mp uni", "each engine is a process of its own"),
     "--lora-dtype": ("auto", "--adapter-dtype chooses"),
-    "--kv-cache-dtype": ("auto", "KV is kept in the type of the base"),
     "--tokenizer-mode": ("auto hf", "the tokenizer is that of Hugging Face's library"),
-    "--load-format": ("auto safetensors hf", "weights are read from safetensors"),
+    "--load-format": ("auto safetensors hf gguf bitsandbytes", "weights are read from safetensors or GGUF"),
+    "--quantization": (
+        "awq awq_marlin gptq gptq_marlin compressed-tensors bitsandbytes gguf torchao",
+        "the checkpoint says how it is quantised; --base-dtype rounds one that is not",
+    ),
     "--config-format": ("auto hf", "the configuration is Hugging Face's"),
     "--model-impl": ("auto transformers", "the module tree is transformers'"),
     "--task": ("auto generate", "the server generates text"),
@@ -118,8 +121,10 @@ _REFUSED: Mapping[str, str] = {
     "engines restart by themselves; --hang-timeout and --start-timeout bound a hang": "--watchdog-config"
     " --enable-fault-tolerance --fault-tolerance-config",
     "start the server under numactl": "--numa-bind --numa-bind-cpus --numa-bind-nodes",
-    "weights are served in 16 or 32 bits": "--quantization --calculate-kv-scales --qlora-adapter-name-or-path"
-    " --allow-deprecated-quantization --quantization-param-path --quantization-config --kv-cache-dtype-skip-layers",
+    "the checkpoint says how it is quantised": "--quantization-config --allow-deprecated-quantization"
+    " --quantization-param-path",
+    "KV has one type in all layers, and its own scales": "--calculate-kv-scales --kv-cache-dtype-skip-layers",
+    "adapters are loaded beside the base": "--qlora-adapter-name-or-path",
     "there is no speculative decoding": "--speculative-config --speculative-model --num-speculative-tokens"
     " --ngram-prompt-lookup-max --ngram-prompt-lookup-min --speculative-max-model-len --spec-method --spec-model"
     " --spec-tokens --per-request-spec-decode-metrics",

@@ -30,9 +30,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manylora.core.errors import ConfigError
 from manylora.execution.checkpoint.codes import Codes, find_problem
+from manylora.execution.checkpoint.files import CheckpointFiles
 from manylora.execution.checkpoint.gguf_header import GgufHeader, GgufTensor
 from manylora.execution.checkpoint.stored import check_names
-from manylora.execution.model.checkpoint import CheckpointFiles
 
 __all__ = ["GgufFile", "GgufWeights"]
 
@@ -202,6 +202,7 @@ class GgufWeights:
     """The weights of a file, by the names of transformers' model."""
 
     def __init__(self, file: GgufFile, skeleton: Any) -> None:
+        self.paths = [file.path]
         self._file = file
         config = skeleton.config.get_text_config()
         self._processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
@@ -236,6 +237,10 @@ class GgufWeights:
         if (problem := find_problem(codes)) is not None:
             raise self._file.refuse(source, f"of a weight with {problem}")
         return codes
+
+    def place(self, name: str) -> str:
+        """Return the name of the file."""
+        return self._file.path.name
 
     def close(self) -> None:
         """Drop the file."""

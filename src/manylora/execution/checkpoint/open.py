@@ -14,29 +14,30 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from huggingface_hub import hf_hub_download
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.quantizers.base import HfQuantizer
 
-from manylora.core.errors import ConfigError
+from manylora.core.errors import ConfigError, ManyloraError
 from manylora.execution.checkpoint.bitsandbytes import BitsAndBytes
 from manylora.execution.checkpoint.codes import Codes, find_problem
 from manylora.execution.checkpoint.compressed import CompressedTensors
 from manylora.execution.checkpoint.elements import Float8, TorchAo
+from manylora.execution.checkpoint.files import CheckpointFiles, check_checkpoint, find_gguf, is_gguf
 from manylora.execution.checkpoint.gguf import GgufFile, GgufWeights
 from manylora.execution.checkpoint.grouped import Awq, Gptq
+from manylora.execution.checkpoint.mapped import drop_pages
 from manylora.execution.checkpoint.stored import FLOATS, Method, QuantisationConfig, StoredTensors, check_names
-from manylora.execution.model.checkpoint import CheckpointFiles, check_checkpoint
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "open_checkpoint", "read_config"]
 
 METHODS: Mapping[str, type[Method]] = {
     "awq": Awq,
@@ -56,10 +57,19 @@ MAX_REASON_CHARS = 200
 
 
 class Weights(Protocol):
-    """Where a checkpoint's weights are read from."""
+    """Where a checkpoint's weights are read from: views of the mapped files at ``paths``."""
+
+    @property
+    def paths(self) -> Sequence[Path]:
+        """The files."""
+        ...
 
     def read(self, name: str) -> Codes | torch.Tensor:
         """Return a parameter or buffer, by the model's name of it."""
+        ...
+
+    def place(self, name: str) -> str:
+        """Return the name of the file that holds it."""
         ...
 
     def close(self) -> None:
@@ -78,6 +88,8 @@ class Checkpoint:
         names: The model's parameters and buffers that the files hold as they are, or as codes.
         is_plain: Whether those are all; if not, transformers merges or splits tensors of this architecture while it
             loads them (``transformers.conversion_mapping``), and ``from_pretrained`` must load the model.
+        is_quantised: Whether some weights are codes.
+        skeleton: The model without weights.
         weights: The files.
     """
 
@@ -86,6 +98,8 @@ class Checkpoint:
     config: Any
     names: Collection[str]
     is_plain: bool
+    is_quantised: bool
+    skeleton: Any
     weights: Weights
 
     def linear(self, name: str) -> Codes | torch.Tensor:
@@ -99,35 +113,49 @@ class Checkpoint:
             raise ConfigError(f"Got model = {self.model!r}: its files lack {name!r}")
         return self.weights.read(name)
 
+    def place(self, name: str) -> str:
+        """Return the name of the file that holds a weight."""
+        return self.weights.place(name)
+
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight as numbers: as stored, or float32 if it is stored as codes. Raises as ``linear``."""
         weight = self.linear(name)
         return weight.dequantise() if isinstance(weight, Codes) else weight
+
+    def drop(self) -> None:
+        """Give back memory of the files that was read; views of them stay valid."""
+        drop_pages(self.weights.paths)
 
     def close(self) -> None:
         """Drop the files; views of them that were returned stay valid."""
         self.weights.close()
 
 
-def open_checkpoint(model: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Checkpoint:
+def open_checkpoint(
+    model: str,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    build: Callable[[Any], Any] | None = None,
+) -> Checkpoint:
     """Open a folder of safetensors files, a model at the hub, or a ``.gguf`` file; read headers alone.
 
     Args:
         model: Folder, file, hub name, or hub name and file (``owner/name/file.gguf``).
         revision: Of a model at the hub.
         trust_remote_code: Whether the checkpoint's own code may build the model.
+        build: Makes the model of transformers, without weights, from its configuration.
 
     Raises:
         ConfigError: It does not exist, is damaged, or is of a format or architecture that is not supported.
     """
-    if model.endswith(".gguf"):
-        return _open_gguf(model, revision)
-    check_checkpoint(model, revision)
+    make = build or partial(_build, trust_remote_code=trust_remote_code)
     got = f"Got model = {model!r}"
-    config = _read_config(got, model, "config.json", revision=revision, trust_remote_code=trust_remote_code)
-    fields = _take_quantisation(config)
+    if is_gguf(model):
+        return _open_gguf(model, revision, make)
+    config, fields = read_config(model, revision, trust_remote_code=trust_remote_code)
     files = CheckpointFiles.read(model, revision, getattr(config, "transformers_weights", None))
-    skeleton = _build_skeleton(got, config, len(files.files), trust_remote_code=trust_remote_code)
+    skeleton = _build_skeleton(got, config, len(files.files), make)
     stored = StoredTensors(files, revision)
     try:
         method = None if fields is None else _find_method(got, fields, stored)
@@ -142,34 +170,42 @@ def open_checkpoint(model: str, revision: str | None = None, *, trust_remote_cod
         config=config,
         names=weights.names,
         is_plain=weights.is_plain,
+        is_quantised=method is not None,
+        skeleton=skeleton,
         weights=weights,
     )
 
 
-def _open_gguf(model: str, revision: str | None) -> Checkpoint:
-    got, path = f"Got model = {model!r}", Path(model)
-    owner, name, file = (*model.split("/", 2), "", "")[:3]
-    if file and not path.is_file() and not model.startswith(("/", ".", "~")):
-        check_checkpoint(f"{owner}/{name}", revision)
-        try:
-            path = Path(hf_hub_download(f"{owner}/{name}", file, revision=revision))
-        except Exception as error:  # of the hub's library, or of its HTTP client
-            raise ConfigError(f"{got}: {file} cannot be fetched: {_reason(error)}") from error
-    if not path.is_file():
-        raise ConfigError(f"{got}, and there is no such file")
+def read_config(model: str, revision: str | None, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """Return transformers' configuration of a folder or hub name, without its quantisation, and that.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read.
+    """
+    check_checkpoint(model, revision)
+    got = f"Got model = {model!r}"
+    config = _read_config(got, model, "config.json", revision=revision, trust_remote_code=trust_remote_code)
+    return config, _take_quantisation(config)
+
+
+def _open_gguf(model: str, revision: str | None, make: Callable[[Any], Any]) -> Checkpoint:
+    got, path = f"Got model = {model!r}", find_gguf(model, revision)
     opened = GgufFile.read(model, path)
     config = _read_config(got, str(path.parent), path.name, gguf_file=path.name)
     try:
         opened.settle(config)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # so do wrong types of fields
         raise ConfigError(f"{got}: {path.name} has fields of wrong types or values: {_reason(error)}") from error
-    weights = GgufWeights(opened, _build_skeleton(got, config, len(opened.tensors)))
+    skeleton = _build_skeleton(got, config, len(opened.tensors), make)
+    weights = GgufWeights(opened, skeleton)
     return Checkpoint(
         model=model,
         format=f"gguf {', '.join(opened.kinds())}",
         config=config,
         names=weights.names,
         is_plain=True,
+        is_quantised=True,
+        skeleton=skeleton,
         weights=weights,
     )
 
@@ -192,8 +228,13 @@ def _take_quantisation(config: Any) -> Any:
     return found
 
 
-def _build_skeleton(got: str, config: Any, num_tensors: int, **options: Any) -> Any:
-    """Return the model without weights.
+def _build(config: Any, **options: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def _build_skeleton(got: str, config: Any, num_tensors: int, make: Callable[[Any], Any]) -> Any:
+    """Return the model without weights, from ``make``.
 
     Raises:
         ConfigError: transformers has no such model, or the files cannot hold as many layers as it would have.
@@ -202,8 +243,9 @@ def _build_skeleton(got: str, config: Any, num_tensors: int, **options: Any) -> 
     if not isinstance(layers, int) or layers > num_tensors:
         raise ConfigError(f"{got} of {layers!r} layers by its configuration, and its files hold {num_tensors} tensors")
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **options)
+        return make(config)
+    except ManyloraError:
+        raise
     except Exception as error:  # so do wrong numbers in them
         raise ConfigError(f"{got}, which cannot be built: {_reason(error)}") from error
 
@@ -231,6 +273,7 @@ class _StoredWeights:
         self.plain: dict[str, str] = {}
         self.coded: dict[str, str] = {}
         self.is_plain = True
+        self.paths = stored.paths
         self._stored = stored
         self._method = method
         self._skeleton = skeleton
@@ -258,6 +301,10 @@ class _StoredWeights:
         if (problem := find_problem(codes)) is not None:
             raise self._stored.refuse(self._mark(self._method, coded), f"of a weight with {problem}")
         return codes
+
+    def place(self, name: str) -> str:
+        """Return the name of the file that holds it."""
+        return self._stored.files.place(self.plain.get(name, name))
 
     def close(self) -> None:
         """Drop the files."""

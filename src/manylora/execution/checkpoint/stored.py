@@ -19,7 +19,7 @@ from torch import nn
 from manylora.core.adapters.lora.targeting import Budget, Pattern, PatternError, is_plain
 from manylora.core.errors import ConfigError
 from manylora.execution.checkpoint.codes import Codes
-from manylora.execution.model.checkpoint import CheckpointFiles
+from manylora.execution.checkpoint.files import CheckpointFiles
 
 __all__ = ["FLOATS", "Method", "QuantisationConfig", "StoredTensors", "check_names"]
 
@@ -36,6 +36,7 @@ class StoredTensors:
     def __init__(self, files: CheckpointFiles, revision: str | None) -> None:
         self.files = files
         self.got = f"Got model = {files.model!r}"
+        self.paths: list[Path] = []
         self._opened = {file: self._open(file, revision) for file in sorted(set(files.files.values()))}
 
     def __contains__(self, name: str) -> bool:
@@ -82,6 +83,7 @@ class StoredTensors:
     def _open(self, file: str, revision: str | None) -> Any:
         folder = Path(self.files.model)
         path = folder / file if folder.is_dir() else hf_hub_download(self.files.model, file, revision=revision)
+        self.paths.append(Path(path))
         try:
             opened: Any = safe_open(path, framework="pt")
             return opened.__enter__()

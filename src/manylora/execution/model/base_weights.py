@@ -23,7 +23,7 @@ from torch import nn
 
 from manylora.core.errors import ConfigError
 from manylora.core.ports import SharedBase
-from manylora.execution.kernels.linear import WeightEntry, can_share_packed, map_weight
+from manylora.execution.kernels.linear import Weight, WeightEntry, can_share_packed, map_weight
 from manylora.execution.model.device_memory import DeviceMemory, find_gpu, gpu_identity
 from manylora.execution.model.probe import ModelProbe
 from manylora.execution.model.sealed_memory import SealedMemory
@@ -58,7 +58,7 @@ class BaseWeights:
         self.manifest = manifest
         self.memory = memory
         self.buffer = buffer
-        self.tensors: Mapping[str, torch.Tensor] = {
+        self.tensors: Mapping[str, Weight] = {
             name: weight for entry in manifest.entries for weight in [map_weight(buffer, entry)] for name in entry.names
         }
 
@@ -81,6 +81,11 @@ class BaseWeights:
         return cls(manifest, buffer, memory)
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether any weight is kept in fewer bits than the model computes with."""
+        return any(entry.form is not None for entry in self.manifest.entries)
+
+    @property
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.buffer.device
@@ -88,11 +93,13 @@ class BaseWeights:
     def install(self, model: nn.Module) -> None:
         """Put the weights into a model of the manifest's architecture: tied ones as one parameter.
 
-        Fused weights are left to ``adapt_modules``.
+        Fused and narrow weights are left to ``adapt_modules``.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         for entry in self.manifest.entries:
             tensor = self.tensors[entry.names[0]]
+            if not isinstance(tensor, torch.Tensor):
+                continue  # read by adapted modules alone
             parameter = nn.Parameter(tensor, requires_grad=False)
             for name in entry.names:
                 path, _, leaf = name.rpartition(".")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch import nn
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
@@ -23,7 +24,9 @@ _FAMILIES = {"qkv": ("q_proj", "k_proj", "v_proj"), "gate_up": ("gate_proj", "up
 _VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype", "dtype", "architectures")
 
 
-def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, max_model_len: int) -> BaseShape:
+def describe_model(
+    loaded: LoadedModel, probe: ModelProbe, *, block_size: int, max_model_len: int, kv_dtype: torch.dtype
+) -> BaseShape:
     """Describe a model whose modules are not replaced yet, without its weights.
 
     ``block_size`` is the tokens of KV in a page, ``max_model_len`` the longest context that is served, in tokens.
@@ -34,8 +37,8 @@ def describe_model(loaded: LoadedModel, probe: ModelProbe, *, block_size: int, m
         num_layers=probe.num_layers,
         num_kv_heads=probe.num_kv_heads,
         head_dim=probe.head_dim,
-        element_bytes=loaded.dtype.itemsize,
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        element_bytes=kv_dtype.itemsize,
+        dtype=str(kv_dtype).removeprefix("torch."),
     )
     modules = describe_modules(model, probe)
     embedding = model.get_input_embeddings()  # type: ignore[operator]

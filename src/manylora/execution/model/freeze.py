@@ -1,17 +1,24 @@
-"""From a loaded model to ``BaseWeights``: fuse siblings, pack for the CPU's kernels, and write all into one buffer.
+"""From a checkpoint to ``BaseWeights``: read, fuse, round and pack weights one by one, into one buffer.
 
-On the CPU each weight is fused, packed, written and released in turn, so the process holds the model once, and one
-weight twice. On a GPU the weights move into the buffer first, siblings side by side; a fused weight is then a view over
-its parts, without a second copy.
+::
+
+    checkpoint --> Stored --> Precision --> Kept --> buffer         on the CPU, several weights at a time
+    (codes or numbers of one weight)
+
+On the CPU the process holds the model once, and a few weights twice. On a GPU the weights move into the buffer first,
+siblings side by side; a fused weight is then a view over its parts, without a second copy.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -20,35 +27,70 @@ from torch import nn
 from manylora.core.adapters.shape import ModuleKind, TargetModule
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
-from manylora.execution.kernels.linear import side_by_side, write_weight
+from manylora.execution.device import find_device
+from manylora.execution.kernels.linear import WeightEntry, side_by_side, write_narrow_weight, write_weight
 from manylora.execution.model.base_weights import BaseWeights, WeightsManifest
 from manylora.execution.model.describe import describe_modules, siblings
 from manylora.execution.model.device_memory import DeviceMemory
-from manylora.execution.model.load import LoadedModel
-from manylora.execution.model.probe import probe_model
+from manylora.execution.model.load import LoadedModel, load_model, load_skeleton
+from manylora.execution.model.packed_cache import PackedCache
+from manylora.execution.model.precision import Kept, Precision, Stored
+from manylora.execution.model.probe import probe_model, stand_ins
 from manylora.execution.model.sealed_memory import ALIGNMENT, MemoryWriter, SealedMemory
 
 __all__ = ["freeze", "gather", "load_weights"]
 
+AHEAD = 2
+"""Weights that are worked on, or wait to be written, beside the next."""
 
-def load_weights(config: ModelConfig, load: Callable[[ModelConfig], LoadedModel]) -> tuple[LoadedModel, BaseWeights]:
-    """Load a checkpoint with ``load``, into main memory; return the module tree without weights, and the weights.
+DROP_BYTES = 2**27
+"""Bytes of weights that are read before the memory of their files is given back."""
+
+
+def load_weights(
+    config: ModelConfig, load: Callable[[ModelConfig], LoadedModel] = load_model, *, cache: Path | None = None
+) -> tuple[LoadedModel, BaseWeights]:
+    """Return the module tree of a checkpoint without weights, and the weights.
+
+    Args:
+        config: The model.
+        load: Loads it; another function for a model without a folder.
+        cache: Folder of ``PackedCache``, where weights on a CPU may be found, and are kept for the next start.
 
     Raises:
         ConfigError: The model cannot be served.
     """
+    packed = None
+    if cache is not None and load is load_model and (device := find_device(config.device)).type == "cpu":
+        packed = PackedCache(cache, config, Precision.choose(config, torch.float32, device))
+        if (weights := packed.find()) is not None:
+            return load_skeleton(config), weights
     loaded = load(config)
-    return loaded, freeze(loaded) if loaded.device.type == "cpu" else freeze(
-        loaded, *gather(loaded.model, loaded.device)
-    )
+    precision = Precision.choose(config, loaded.dtype, loaded.device)
+    try:
+        if loaded.device.type == "cpu":
+            weights = freeze(loaded, precision)
+            if packed is not None:
+                packed.store_later(weights)
+            return loaded, weights
+        return loaded, freeze(loaded, precision, *gather(loaded, precision, loaded.device))
+    finally:
+        if loaded.checkpoint is not None:
+            loaded.checkpoint.close()
 
 
-def gather(model: nn.Module, device: torch.device) -> tuple[torch.Tensor, DeviceMemory | None]:
-    """Move the weights of ``model`` to ``device``, with siblings side by side.
+def gather(loaded: LoadedModel, precision: Precision, device: torch.device) -> tuple[torch.Tensor, DeviceMemory | None]:
+    """Read the weights of a model, unless it has them, and move them to ``device``, with siblings side by side.
 
     Returns:
         Their buffer, ``[num_bytes]``, uint8, and its memory where other processes can map it.
     """
+    model = loaded.model
+    if (checkpoint := loaded.checkpoint) is not None:
+        own = {name: precision.keep_numbers(checkpoint.linear(name)) for name in checkpoint.names}
+        model.load_state_dict(own, strict=False, assign=True)
+        model.tie_weights()  # type: ignore[operator]
+        model.requires_grad_(False)
     _complete_biases(model)
     tensors = {id(tensor): tensor for _, tensor in _tensors(model)}
     stretches = [
@@ -72,64 +114,69 @@ def gather(model: nn.Module, device: torch.device) -> tuple[torch.Tensor, Device
 
 
 def freeze(
-    loaded: LoadedModel, buffer: torch.Tensor | None = None, device_memory: DeviceMemory | None = None
+    loaded: LoadedModel,
+    precision: Precision,
+    buffer: torch.Tensor | None = None,
+    device_memory: DeviceMemory | None = None,
 ) -> BaseWeights:
     """Probe a model, then fuse, pack and freeze its weights; the model has none afterwards.
 
     Args:
         loaded: The model.
+        precision: The numbers to keep weights in.
         buffer: From ``gather``, with the weights in it; by default a new one on the CPU.
         device_memory: Its memory, from ``gather`` too.
 
     Raises:
         ConfigError: The model cannot be served, or a weight is not finite.
     """
+    model, config = loaded.model, loaded.text_config
     if buffer is None:
-        _complete_biases(loaded.model)
-    config = loaded.text_config
-    probe = probe_model(loaded.model, architecture=str(config.model_type), num_layers=int(config.num_hidden_layers))
-    pieces = _pieces(loaded.model, describe_modules(loaded.model, probe))
-    uses = Counter(id(part) for piece in pieces for part in piece.parts)
-    writer = MemoryWriter()
-    entries = []
-    names = {id(tensor): name for name, tensor in reversed(loaded.model.state_dict(keep_vars=True).items())}
-    for piece in pieces:
-        for part in piece.parts:
-            if id(part) in names:
-                _check_finite(loaded, names[id(part)], part)
-        if buffer is None:
-            weight = torch.cat(piece.parts) if len(piece.parts) > 1 else piece.parts[0]
-            entries.append(write_weight(piece.names, weight, writer.append, is_linear=piece.is_linear))
-            del weight
-        else:
-            entries.append(side_by_side(piece.names, piece.parts, buffer))
-        for part in piece.parts:
-            uses[id(part)] -= 1
-            if not uses[id(part)]:
-                _release(part)
+        _complete_biases(model)
+    source = _Source(loaded, has_weights=buffer is not None)
+    with stand_ins(model):
+        probe = probe_model(model, architecture=str(config.model_type), num_layers=int(config.num_hidden_layers))
+    pieces = _pieces(model, describe_modules(model, probe))
     memory: SealedMemory | DeviceMemory | None = device_memory
     if buffer is None:
+        writer = MemoryWriter()
+        entries = _write_all(pieces, partial(_keep, precision, source), writer, source)
         memory = writer.seal()
         buffer = memory.map()
-    elif device_memory is not None:
-        device_memory.seal()
+    else:
+        entries = [_find(piece, source, buffer) for piece in pieces]
+        if device_memory is not None:
+            device_memory.seal()
     manifest = WeightsManifest(model=loaded.name, probe=probe, entries=tuple(entries), num_bytes=buffer.numel())
     return BaseWeights(manifest, buffer, memory)
 
 
-@dataclass(frozen=True, slots=True)
-class _UnwrittenEntry:
-    """An entry before it is written: tensors that follow one another in the buffer, more than one for fused linears.
+class _Role(Enum):
+    """The use of a weight, which decides the numbers that it may be kept in."""
 
-    An entry that only products read (``is_linear``) may be packed.
+    LINEAR = auto()
+    HEAD = auto()
+    TABLE = auto()
+    TIED = auto()  # an embedding that is the output head as well
+    OTHER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Weights that become one entry of the table.
+
+    Args:
+        names: Of the entry.
+        parts: Names of each weight in the model, more than one if it is tied; more than one part if linears are fused.
+        role: Their use.
     """
 
     names: tuple[str, ...]
-    parts: tuple[torch.Tensor, ...]
-    is_linear: bool
+    parts: tuple[tuple[str, ...], ...]
+    role: _Role
 
 
-def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_UnwrittenEntry]:
+def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:
     """Return the entries: fused linears first, then every other tensor once."""
     groups: dict[str, list[str]] = defaultdict(list)
     for module in modules:
@@ -139,39 +186,142 @@ def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Unwritte
     for group, names in groups.items():
         if len(names) == 1:
             continue
-        linears = _linears(model, names)
         for leaf in ("weight", "bias"):
-            if getattr(linears[0], leaf) is not None:
-                parts = tuple(getattr(linear, leaf) for linear in linears)
-                pieces.append(_UnwrittenEntry((f"{group}.{leaf}",), parts, is_linear=leaf == "weight"))
+            if getattr(_linears(model, names)[0], leaf) is not None:
+                role = _Role.LINEAR if leaf == "weight" else _Role.OTHER
+                parts = tuple((f"{name}.{leaf}",) for name in names)
+                pieces.append(_Piece((f"{group}.{leaf}",), parts, role))
                 fused.update(f"{name}.{leaf}" for name in names)
-    products = {f"{module.name}.weight" for module in modules if module.kind is ModuleKind.LINEAR}
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    roles = {
+        f"{module.name}.weight": _Role.TABLE
+        if module.kind is ModuleKind.EMBEDDING
+        else _Role.HEAD
+        if model.get_submodule(module.name) is head
+        else _Role.LINEAR
+        for module in modules
+    }
     names_of: dict[int, list[str]] = defaultdict(list)
-    tensors: dict[int, torch.Tensor] = {}
     for name, tensor in _tensors(model):
         if name not in fused:
             names_of[id(tensor)].append(name)
-            tensors[id(tensor)] = tensor
-    for key, own in names_of.items():
-        # A head that shares its weight with the embedding keeps it plain.
-        pieces.append(_UnwrittenEntry(tuple(own), (tensors[key],), is_linear=products.issuperset(own)))
+    for own in names_of.values():
+        found = {roles.get(name, _Role.OTHER) for name in own}
+        role = found.pop() if len(found) == 1 else _Role.TIED if found == {_Role.TABLE, _Role.HEAD} else _Role.OTHER
+        pieces.append(_Piece(tuple(own), (tuple(own),), role))
     return pieces
 
 
-def _check_finite(loaded: LoadedModel, name: str, tensor: torch.Tensor) -> None:
-    """Refuse a weight that holds NaN or infinity: one pass, over numbers that are copied next."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return
-    least, most = torch.aminmax(tensor.detach())  # both NaN if one number is
-    if not (torch.isfinite(least) and torch.isfinite(most)):
-        place = "" if loaded.files is None else f"{loaded.files.place(name)} has "
-        found = "NaN" if torch.isnan(least) else "infinity"
-        raise ConfigError(f"Got model = {loaded.name!r}: {place}tensor {name!r} with {found} in it")
+class _Source:
+    """Where weights are read from: the model if it has them (``has_weights``), or the checkpoint's files."""
+
+    def __init__(self, loaded: LoadedModel, *, has_weights: bool) -> None:
+        self._loaded = loaded
+        self._files = None if has_weights else loaded.checkpoint
+        self._tensors = dict(_tensors(loaded.model))
+        self._num_read = 0
+
+    def read(self, names: Sequence[str]) -> Stored:
+        """Return a weight by any of its names; refuse one that is not finite."""
+        stored = () if self._files is None else self._files.names
+        name = next((name for name in names if name in stored), names[0])
+        weight: Stored = self._tensors[name].detach()
+        if self._files is not None and name in stored:
+            weight = self._files.linear(name)
+            self._num_read += weight.nbytes if isinstance(weight, torch.Tensor) else weight.codes.nbytes
+        self._check_finite(name, weight)
+        return weight
+
+    def drop(self) -> None:
+        """Give back the memory of files, if much was read."""
+        if self._files is not None and self._num_read >= DROP_BYTES:
+            self._files.drop()
+            self._num_read = 0
+
+    def release(self, names: Sequence[str]) -> None:
+        """Free the memory of a weight in the model; its shape stays, for the description of the model."""
+        tensor = self._tensors[names[0]]
+        if not tensor.is_meta:
+            tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+    def _check_finite(self, name: str, weight: Stored) -> None:
+        """Refuse a weight that holds NaN or infinity; codes were checked as they were read."""
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or not weight.numel():
+            return
+        least, most = torch.aminmax(weight.detach())  # both NaN if one number is
+        if not (torch.isfinite(least) and torch.isfinite(most)):
+            checkpoint = self._loaded.checkpoint
+            place = self._loaded.place if checkpoint is None else checkpoint.place
+            where = "" if place is None else f"{place(name)} has "
+            found = "NaN" if torch.isnan(least) else "infinity"
+            raise ConfigError(f"Got model = {self._loaded.name!r}: {where}tensor {name!r} with {found} in it")
 
 
-def _release(tensor: torch.Tensor) -> None:
-    """Free a tensor's memory; its shape stays, for the description of the model."""
-    tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+def _keep(precision: Precision, source: _Source, piece: _Piece) -> list[Kept]:
+    """Return a piece's weights as they are kept, and release those in the model."""
+    stored = [source.read(names) for names in piece.parts]
+    if piece.role is _Role.OTHER:
+        numbers = [precision.keep_numbers(part) for part in stored]
+        kept: list[Kept] = [torch.cat(numbers) if len(numbers) > 1 else numbers[0]]
+    elif piece.role is _Role.TABLE:
+        kept = [precision.keep_table(stored[0])]
+    else:
+        kept = precision.keep_linear(stored, is_head=piece.role is not _Role.LINEAR)
+    for names in piece.parts:
+        source.release(names)
+    return kept
+
+
+def _write_all(
+    pieces: Sequence[_Piece], keep: Callable[[_Piece], list[Kept]], writer: MemoryWriter, source: _Source
+) -> list[WeightEntry]:
+    """Write all pieces in order, on every processor."""
+    entries: list[WeightEntry] = []
+    threads = torch.get_num_threads()
+    try:
+        # Each thread works on a weight of its own. The number holds for threads that are started later as well.
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for piece, kept in zip(pieces, _ahead(pool, keep, pieces), strict=True):
+                entries += _write(piece, kept, writer)
+                source.drop()
+    finally:
+        torch.set_num_threads(threads)
+    return entries
+
+
+def _write(piece: _Piece, kept: Sequence[Kept], writer: MemoryWriter) -> list[WeightEntry]:
+    """Write a piece's weights; several that could not become one are numbered."""
+    entries = []
+    for number, weight in enumerate(kept):
+        names = piece.names if len(kept) == 1 else tuple(f"{name}.{number}" for name in piece.names)
+        if isinstance(weight, tuple):
+            entries.append(write_narrow_weight(names, *weight, writer.append))
+        else:
+            is_linear = piece.role in (_Role.LINEAR, _Role.HEAD)  # of a tied weight, the embedding reads rows
+            entries.append(write_weight(names, weight, writer.append, is_linear=is_linear))
+    return entries
+
+
+def _find(piece: _Piece, source: _Source, buffer: torch.Tensor) -> WeightEntry:
+    """Return the entry of a piece whose parts lie side by side in ``buffer``."""
+    parts = [cast(torch.Tensor, source.read(names)) for names in piece.parts]
+    entry = side_by_side(piece.names, parts, buffer)
+    for names in piece.parts:
+        source.release(names)
+    return entry
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, work: Callable[[_Piece], list[Kept]], pieces: Sequence[_Piece]
+) -> Iterator[list[Kept]]:
+    """Yield the work on each piece, in order, with a few more under way: not all of them, for the sake of memory."""
+    under_way: deque[Future[list[Kept]]] = deque()
+    waiting = iter(pieces)
+    for piece in islice(waiting, AHEAD):
+        under_way.append(pool.submit(work, piece))
+    while under_way:
+        yield under_way.popleft().result()
+        under_way.extend(pool.submit(work, piece) for piece in islice(waiting, 1))
 
 
 def _complete_biases(model: nn.Module) -> None:
@@ -181,7 +331,8 @@ def _complete_biases(model: nn.Module) -> None:
         if any(linear.bias is not None for linear in linears):
             for linear in linears:
                 if linear.bias is None:
-                    linear.bias = nn.Parameter(linear.weight.new_zeros(linear.out_features), requires_grad=False)
+                    bias = torch.zeros(linear.out_features, dtype=linear.weight.dtype)
+                    linear.bias = nn.Parameter(bias, requires_grad=False)
 
 
 def _linears(model: nn.Module, names: Sequence[str]) -> list[nn.Linear]:

@@ -17,8 +17,9 @@ from transformers.utils import logging as transformers_logging
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.execution.attention.call import ATTENTION_NAME, register_attention
+from manylora.execution.checkpoint.files import CheckpointFiles, find_gguf, hide_load_report, is_gguf
+from manylora.execution.checkpoint.open import Checkpoint, open_checkpoint, read_config
 from manylora.execution.device import find_device
-from manylora.execution.model.checkpoint import CheckpointFiles, check_checkpoint, hide_load_report
 
 __all__ = ["LoadedModel", "context_limit", "load_model", "load_skeleton"]
 
@@ -47,7 +48,8 @@ class LoadedModel:
         name: Folder or hub name of its checkpoint.
         model: The causal language model, in evaluation mode; its weights may still be in main memory, or missing.
         text_config: The part of its configuration that describes the decoder.
-        files: The files that its weights were read from, if they were.
+        checkpoint: The files that its weights, which are missing, are to be read from.
+        place: Returns the file of a weight that was read, by its name.
     """
 
     name: str
@@ -55,19 +57,35 @@ class LoadedModel:
     text_config: Any
     dtype: torch.dtype
     device: torch.device
-    files: CheckpointFiles | None = None
+    checkpoint: Checkpoint | None = None
+    place: Callable[[str], str] | None = None
 
 
 def load_model(config: ModelConfig) -> LoadedModel:
-    """Load the base model into main memory.
+    """Open the base model, whose weights are read one at a time later.
+
+    Weights that transformers merges while it loads them (experts) are read into main memory here.
 
     Raises:
         ConfigError: The model does not exist or cannot be served.
     """
+    builder = _Builder(config)
+    checkpoint = open_checkpoint(
+        config.model, config.revision, trust_remote_code=config.trust_remote_code, build=builder.build
+    )
+    if checkpoint.is_plain:
+        return builder.loaded(checkpoint.skeleton, checkpoint=checkpoint)
+    checkpoint.close()
+    if checkpoint.is_quantised:
+        raise ConfigError(
+            f"Got model = {config.model!r} in {checkpoint.format}, whose weights transformers merges while it loads "
+            "them (as experts), which is not supported of codes"
+        )
+    named = getattr(checkpoint.config, "transformers_weights", None)
+    files = CheckpointFiles.read(config.model, config.revision, named)
+    hide_load_report()
 
-    def read(checkpoint: Any, options: dict[str, Any]) -> tuple[Any, CheckpointFiles]:
-        files = CheckpointFiles.read(config.model, config.revision, getattr(checkpoint, "transformers_weights", None))
-        hide_load_report()
+    def read(_: Any, options: dict[str, Any]) -> Any:
         model, differences = AutoModelForCausalLM.from_pretrained(
             config.model,
             revision=config.revision,
@@ -77,9 +95,9 @@ def load_model(config: ModelConfig) -> LoadedModel:
             **options,
         )
         files.check_loaded(model, differences)
-        return model, files
+        return model
 
-    return _load(config, read)
+    return builder.loaded(builder.build(checkpoint.config, read), place=files.place)
 
 
 def load_skeleton(config: ModelConfig) -> LoadedModel:
@@ -89,61 +107,92 @@ def load_skeleton(config: ModelConfig) -> LoadedModel:
         ConfigError: The model does not exist or cannot be served.
     """
 
-    def build(checkpoint: Any, options: dict[str, Any]) -> tuple[Any, None]:
+    def empty(checkpoint: Any, options: dict[str, Any]) -> Any:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(checkpoint, **options)
-        with suppress(OSError):  # without the file, the model's configuration applies
-            model.generation_config = GenerationConfig.from_pretrained(config.model, revision=config.revision)
-        return model, None
+            return AutoModelForCausalLM.from_config(checkpoint, **options)
 
-    return _load(config, build)
+    builder = _Builder(config)
+    if is_gguf(config.model):
+        path = find_gguf(config.model, config.revision)
+        checkpoint = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    else:
+        checkpoint, _ = read_config(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+    return builder.loaded(builder.build(checkpoint, empty))
 
 
-def _load(
-    config: ModelConfig, make: Callable[[Any, dict[str, Any]], tuple[Any, CheckpointFiles | None]]
-) -> LoadedModel:
-    """Make the module tree from a checkpoint's configuration and options; check that its attention can be replaced."""
-    check_checkpoint(config.model, config.revision)
-    register_attention()
-    device = find_device(config.device)
-    got = f"Got model = {config.model!r}"
+def _without_weights(checkpoint: Any, options: dict[str, Any]) -> Any:
+    """Return the model with parameters on the ``meta`` device; its buffers, which no file holds, are computed."""
+    register = nn.Module.register_parameter
+
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
     try:
-        checkpoint = AutoConfig.from_pretrained(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+        return AutoModelForCausalLM.from_config(checkpoint, **options)
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _Builder:
+    """Builds models of transformers from their configurations, and checks that their attention can be replaced."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        register_attention()
+        transformers_logging.disable_progress_bar()
+        self._config = config
+        self._device = find_device(config.device)
+        self._dtype = torch.float32
+
+    def build(self, checkpoint: Any, make: Callable[[Any, dict[str, Any]], Any] = _without_weights) -> Any:
+        """Return the model that ``make`` returns for a configuration and options.
+
+        Raises:
+            ConfigError: It cannot be served, or ``make`` raises anything.
+        """
+        config = self._config
+        got = f"Got model = {config.model!r} of type {checkpoint.model_type!r}"
+        if getattr(checkpoint, "is_encoder_decoder", False):
+            raise ConfigError(f"{got}: encoder-decoder models are not supported")
+        self._dtype = _dtype(config.dtype, checkpoint.get_text_config(), self._device)
+        trust = config.trust_remote_code
+        options = {"trust_remote_code": trust, "dtype": self._dtype, "attn_implementation": ATTENTION_NAME}
+        try:
+            model = make(checkpoint, options)
+        except ManyloraError:
+            raise
+        except Exception as error:  # wrong numbers in configurations raise many kinds
+            if "automatic conversion of the weights" in str(error):  # its report, which is hidden, has pages
+                raise ConfigError(
+                    f"{got}: tensors of its files do not merge into the model's (as experts do): "
+                    "one is missing, or has another shape"
+                ) from error
+            if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+                raise ConfigError(f"{got}, {_FIXED_ATTENTION}") from error
+            raise ConfigError(f"{got}, which cannot be loaded: {_reason(error)}") from error
+        if not model._supports_attention_backend:
+            raise ConfigError(f"{got}, {_FIXED_ATTENTION}")
+        if not is_gguf(config.model):
+            with suppress(OSError):  # without the file, the model's configuration applies
+                model.generation_config = GenerationConfig.from_pretrained(config.model, revision=config.revision)
+        return model
+
+    def loaded(
+        self, model: Any, *, checkpoint: Checkpoint | None = None, place: Callable[[str], str] | None = None
+    ) -> LoadedModel:
+        """Return a model that was built."""
+        model.requires_grad_(False)
+        return LoadedModel(
+            name=self._config.model,
+            model=model.eval(),
+            text_config=model.config.get_text_config(),
+            dtype=self._dtype,
+            device=self._device,
+            checkpoint=checkpoint,
+            place=place,
         )
-        text_config = checkpoint.get_text_config()
-    except Exception as error:  # broken configurations raise many kinds
-        raise ConfigError(f"{got}: config.json cannot be read: {_reason(error)}") from error
-    got += f" of type {checkpoint.model_type!r}"
-    if getattr(checkpoint, "is_encoder_decoder", False):
-        raise ConfigError(f"{got}: encoder-decoder models are not supported")
-    dtype = _dtype(config.dtype, text_config, device)
-    options = {"trust_remote_code": config.trust_remote_code, "dtype": dtype, "attn_implementation": ATTENTION_NAME}
-    transformers_logging.disable_progress_bar()
-    try:
-        model, files = make(checkpoint, options)
-    except ManyloraError:
-        raise
-    except Exception as error:  # so do wrong numbers in them
-        if "automatic conversion of the weights" in str(error):  # its report, which is hidden, has pages
-            raise ConfigError(
-                f"{got}: tensors of its files do not merge into the model's (as experts do): "
-                "one is missing, or has another shape"
-            ) from error
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
-            raise ConfigError(f"{got}, {_FIXED_ATTENTION}") from error
-        raise ConfigError(f"{got}, which cannot be loaded: {_reason(error)}") from error
-    if not model._supports_attention_backend:
-        raise ConfigError(f"{got}, {_FIXED_ATTENTION}")
-    model.requires_grad_(False)
-    return LoadedModel(
-        name=config.model,
-        model=model.eval(),
-        text_config=model.config.get_text_config(),
-        dtype=dtype,
-        device=device,
-        files=files,
-    )
 
 
 def _reason(error: Exception) -> str:

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count, takewhile
 from typing import cast
 
 import torch
 from torch import nn
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
-from manylora.execution.kernels.linear import BaseLinear
+from manylora.core.errors import ConfigError
+from manylora.execution.kernels.linear import BaseLinear, Weight
+from manylora.execution.kernels.narrow import NarrowWeight
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import add_embedding
 from manylora.execution.lora.parts import AssistedReply, GroupParts, Part
@@ -51,7 +54,7 @@ class AdaptedLinear(nn.Module):
         self._is_head = is_head
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Weight:
         """The weight of the base: some models ask for its type."""
         return self.base.weight
 
@@ -77,25 +80,33 @@ class AdaptedLinear(nn.Module):
 
 
 class AdaptedEmbedding(nn.Module):
-    """An embedding with LoRA beside it; the original is called, since subclasses scale their output."""
+    """An embedding with LoRA beside it; the original is called, since subclasses scale their output.
 
-    def __init__(self, embedding: nn.Embedding, group: str, step: StepContext) -> None:
+    A ``table`` of fewer than 32 bits on a CPU is read row by row: the original gets the rows of a step's tokens, as
+    float32, for its table.
+    """
+
+    def __init__(self, embedding: nn.Embedding, table: Weight | None, group: str, step: StepContext) -> None:
         super().__init__()
         self.base = embedding
         self._group = group
         self._step = step
         self._scale = getattr(embedding, "embed_scale", None)
+        self._table = table
+        if table is not None:
+            embedding.padding_idx = None  # a token's place, which concerns training alone
+            embedding.weight = nn.Parameter(torch.zeros(0, embedding.embedding_dim), requires_grad=False)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Weight:
         """The table: a tied head shares it."""
-        return self.base.weight
+        return self.base.weight if self._table is None else self._table
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' vectors plus each row's adapter."""
         step = self._step
         reply = step.assist.send(self._group, token_ids) if step.assist is not None else None
-        out = cast(torch.Tensor, self.base(token_ids))
+        out = self._look_up(token_ids)
         parts = step.lora.parts(self._group) if step.lora is not None else None
         rows = out.view(-1, out.shape[-1])
         if parts is not None:
@@ -108,6 +119,16 @@ class AdaptedEmbedding(nn.Module):
         if parts is not None or reply is not None:
             _apply_epilogue(rows, None, parts, reply)
         return out
+
+    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._table is None:
+            return cast(torch.Tensor, self.base(token_ids))
+        tokens = token_ids.flatten()
+        table = self._table
+        rows = table.rows(tokens) if isinstance(table, NarrowWeight) else table.index_select(0, tokens).float()
+        places = torch.arange(len(tokens)).view(token_ids.shape)
+        found: torch.Tensor = torch.func.functional_call(self.base, {"weight": rows}, (places,))
+        return found
 
 
 class FusedLinear(AdaptedLinear):
@@ -152,31 +173,48 @@ class FusedPart(nn.Module):
         return self._part(self._index, x)
 
 
-def adapt_modules(model: nn.Module, weights: Mapping[str, torch.Tensor], shape: BaseShape, step: StepContext) -> None:
-    """Replace every module of ``shape`` in ``model`` by one that adds LoRA, in place.
+def adapt_modules(
+    model: nn.Module, weights: Mapping[str, Weight], shape: BaseShape, step: StepContext, dtype: torch.dtype
+) -> None:
+    """Replace every module of ``shape`` in ``model``, whose activations are ``dtype``, by one that adds LoRA, in place.
 
-    ``weights`` has fused weights and biases, as ``<group>.weight`` and ``<group>.bias``.
+    ``weights`` has the weights and biases of groups of linears as ``<group>.weight`` (or ``<group>.weight.0``,
+    ``<group>.weight.1`` ... where they could not become one) and ``<group>.bias``, others by their names.
     """
     head = cast(nn.Module | None, model.get_output_embeddings())  # type: ignore[operator]
     groups: dict[str, list[TargetModule]] = defaultdict(list)
     for module in shape.modules:
         groups[module.group].append(module)
     for group, members in groups.items():
+        name = members[0].name
+        if members[0].kind is ModuleKind.EMBEDDING:
+            embedding = cast(nn.Embedding, model.get_submodule(name))
+            table = weights[f"{name}.weight"]
+            is_narrow = isinstance(table, NarrowWeight) or table.dtype != dtype
+            model.set_submodule(name, AdaptedEmbedding(embedding, table if is_narrow else None, group, step))
+            continue
+        base = _base_linear(weights, group if len(members) > 1 else name)
         if len(members) > 1:
-            sizes = [member.out_features for member in members]
-            base = BaseLinear(weights[f"{group}.weight"], weights.get(f"{group}.bias"))
-            fused = FusedLinear(base, sizes, group, step)
+            fused = FusedLinear(base, [member.out_features for member in members], group, step)
             for index, member in enumerate(members):
                 model.set_submodule(member.name, FusedPart(fused, index, is_owner=index == 0))
-            continue
-        name = members[0].name
-        original = model.get_submodule(name)
-        if members[0].kind is ModuleKind.EMBEDDING:
-            model.set_submodule(name, AdaptedEmbedding(cast(nn.Embedding, original), group, step))
         else:
-            linear = cast(nn.Linear, original)
-            base = BaseLinear(linear.weight, linear.bias)
-            model.set_submodule(name, AdaptedLinear(base, group, step, is_head=original is head))
+            is_head = model.get_submodule(name) is head
+            model.set_submodule(name, AdaptedLinear(base, group, step, is_head=is_head))
+
+
+def _base_linear(weights: Mapping[str, Weight], name: str) -> BaseLinear:
+    """Return the linear of a module or group from its weight, or from its parts' weights.
+
+    Raises:
+        ConfigError: It has none: another process shared an incomplete table.
+    """
+    own = weights.get(f"{name}.weight")
+    numbered = (weights.get(f"{name}.weight.{number}") for number in count())
+    parts = [own] if own is not None else list(takewhile(lambda part: part is not None, numbered))
+    if not parts:
+        raise ConfigError(f"Got shared weights without {name}.weight: the table is incomplete")
+    return BaseLinear(cast(list[Weight], parts), cast(torch.Tensor | None, weights.get(f"{name}.bias")))
 
 
 def _apply_epilogue(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from manylora.core.errors import ConfigError
 from manylora.execution.attention.call import AttentionCall
 from manylora.execution.model.head import RecordedPass
 
-__all__ = ["ModelProbe", "measure_activations", "probe_model"]
+__all__ = ["ModelProbe", "measure_activations", "probe_model", "stand_ins"]
 
 NUM_TOKENS = 5
 NUM_SAMPLED = 2
@@ -92,11 +93,50 @@ class _ProbeSink:
         return ConfigError(f"Got a model of type {self.architecture!r}, which is not supported: {why}")
 
 
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Let a model whose weights are on the ``meta`` device run on a few tokens inside, without any weight.
+
+    A linear returns numbers of its input in another order, an embedding those of a small table; other weights are
+    ones. So the pass shows which modules are called, with which inputs, and not what a trained model would compute.
+    """
+    generator = torch.Generator().manual_seed(0)
+    undo: list[Callable[[], object]] = []
+
+    def put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+        undo.append(partial(module._parameters.__setitem__, name, module._parameters[name]))
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.is_meta:
+            vars(module)["forward"] = partial(_mixed, torch.arange(module.out_features) % module.in_features)
+            undo.append(partial(vars(module).pop, "forward"))
+            continue
+        if isinstance(module, nn.Embedding) and module.weight.is_meta:
+            dtype, dim = module.weight.dtype, module.embedding_dim
+            put(module, "weight", torch.randn(min(module.num_embeddings, 64), dim, generator=generator).to(dtype))
+            undo.append(partial(setattr, module, "padding_idx", module.padding_idx))
+            module.padding_idx = None
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                put(module, name, torch.ones((), dtype=parameter.dtype).expand(parameter.shape))
+    try:
+        yield
+    finally:
+        for step in undo:
+            step()
+
+
+def _mixed(places: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` ``[..., in]`` at ``places`` ``[out]``, each number with another factor."""
+    return x[..., places] * torch.linspace(0.5, 1.5, len(places), dtype=x.dtype)
+
+
 def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> ModelProbe:
     """Run the model once on a few tokens and report its behaviour.
 
     Args:
-        model: A causal language model with our attention; not changed.
+        model: A causal language model with our attention; not changed. Without weights, within ``stand_ins``.
         architecture: Its ``model_type``, for messages.
         num_layers: Decoder layers by its configuration.
 

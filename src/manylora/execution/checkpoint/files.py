@@ -35,7 +35,7 @@ from manylora.core.errors import AdapterError, ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["HUB_TIMEOUT_S", "CheckpointFiles", "check_checkpoint", "hide_load_report"]
+__all__ = ["HUB_TIMEOUT_S", "CheckpointFiles", "check_checkpoint", "find_gguf", "hide_load_report", "is_gguf"]
 
 HUB_TIMEOUT_S = 2.0
 """Timeout of the connection to the hub, and of its answer."""
@@ -52,16 +52,44 @@ _OBSOLETE = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that old checkpoints of many architectures hold; transformers computes them."""
 
 
+def is_gguf(name: str) -> bool:
+    """Whether a model's name is that of a ``.gguf`` file, which holds weights, configuration and tokenizer."""
+    return name.endswith(".gguf")
+
+
+def find_gguf(name: str, revision: str | None = None) -> Path:
+    """Return the path of a ``.gguf`` file, which may be at the hub (``owner/name/file.gguf``).
+
+    Raises:
+        ConfigError: There is none.
+    """
+    path = Path(name)
+    owner, model, file = (*name.split("/", 2), "", "")[:3]
+    if file and not path.is_file() and not name.startswith(("/", ".", "~")):
+        check_checkpoint(f"{owner}/{model}", revision)
+        try:
+            path = Path(hf_hub_download(f"{owner}/{model}", file, revision=revision))
+        except Exception as error:  # of the hub's library, or of its HTTP client
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ConfigError(f"Got model = {name!r}: {file} cannot be fetched: {reason}") from error
+    if not path.is_file():
+        raise ConfigError(f"Got model = {name!r}, and there is no such file")
+    return path
+
+
 def check_checkpoint(name: str, revision: str | None = None) -> None:
     """Check that a model or a tokenizer of that name exists, without fetching it.
 
     A model that the hub has but does not deliver (gated, or a server error) passes; the loader reports it.
 
-    ``name`` is a folder's path, or a name at the hub.
+    ``name`` is a path of a folder or of a ``.gguf`` file, or a name at the hub.
 
     Raises:
         ConfigError: It does not exist; the message names the places that were searched.
     """
+    if is_gguf(name):
+        find_gguf(name, revision)
+        return
     if Path(name).is_dir():
         return
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:

@@ -1,0 +1,196 @@
+"""The numbers in which the base's weights are kept, and the rounding of a checkpoint's weights to them.
+
+A weight comes as it is stored: as numbers, or as codes of a quantised checkpoint. It is kept
+
+* on a GPU, as numbers in the type of the model;
+* on a CPU with compiled kernels, as ``base_dtype`` says: ``auto`` keeps what is stored, in 32, 16, 8 or 4 bits;
+* on a CPU without them, as float32.
+
+Own rounding is symmetric: 8 bits have a step for every ``GROUP_8`` inputs of an output, 4 bits for every ``GROUP_4``.
+The output head keeps 8 bits where others have 4: its errors go straight into the logits, and it is one of hundreds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from manylora.core.config import ModelConfig
+from manylora.core.errors import ConfigError
+from manylora.execution.checkpoint.codes import Codes
+from manylora.execution.kernels.cpu.forms import HALF_BLOCK, NarrowForm
+from manylora.execution.kernels.cpu.support import find_compiled
+from manylora.execution.kernels.narrow import write_narrow
+
+__all__ = ["Kept", "Precision", "Stored"]
+
+logger = logging.getLogger(__name__)
+
+GROUP_8 = 128
+GROUP_4 = 32
+
+Stored: TypeAlias = torch.Tensor | Codes
+"""A weight as a checkpoint holds it."""
+
+Kept: TypeAlias = torch.Tensor | tuple[NarrowForm, NDArray[np.uint8]]
+"""A weight as it is kept: numbers, or the form and the bytes of a narrow weight."""
+
+_SIXTEEN = (torch.bfloat16, torch.float16)
+
+_LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
+"""Magnitudes that float16 holds to 11 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How weights are kept.
+
+    Args:
+        dtype: Type of the model's numbers: float32 on a CPU.
+        base: ``stored``, ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``int4``.
+        is_rounded: Whether activations are rounded to 8 bits beside integers.
+    """
+
+    dtype: torch.dtype
+    base: str
+    is_rounded: bool
+
+    @classmethod
+    def choose(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Precision:
+        """Return the precision that the options ask for, as far as this machine has kernels for it.
+
+        Raises:
+            ConfigError: They ask for numbers that no kernel here multiplies.
+        """
+        wanted, activations = config.base_dtype, config.activation_dtype
+        kernels = find_compiled() if device.type == "cpu" and dtype is torch.float32 else None
+        if kernels is None:
+            if wanted not in ("auto", "float32") or activations == "int8":
+                raise ConfigError(
+                    f"Got base_dtype = {wanted!r} and activation_dtype = {activations!r}, which need a CPU, float32 "
+                    "activations and numba (pip install 'manylora[cpu]')"
+                )
+            return cls(dtype, "float32", is_rounded=False)
+        is_rounded = activations == "int8" or (activations == "auto" and kernels.has_integer_dots)
+        return cls(dtype, "stored" if wanted == "auto" else wanted, is_rounded)
+
+    def keep_table(self, stored: Stored) -> Kept:
+        """Return an embedding as it is kept: in 16 bits where it is stored in fewer than 32, or others are kept so."""
+        if self.base == "float32" or (self.base == "stored" and is_float32(stored)):
+            return self._numbers(stored)
+        weight = self._numbers(stored) if isinstance(stored, Codes) else stored
+        if self.base in ("bfloat16", "float16"):
+            return weight.to(getattr(torch, self.base))
+        return weight if weight.dtype in _SIXTEEN else weight.to(torch.bfloat16)
+
+    def keep_numbers(self, stored: Stored) -> torch.Tensor:
+        """Return what is no matrix of a product (norms, biases) as numbers of the model's type."""
+        return self._numbers(stored)
+
+    def keep_linear(self, parts: Sequence[Stored], *, is_head: bool = False) -> list[Kept]:
+        """Return the weight of linears that share an input, one behind the other: as one weight if they can be one."""
+        base = "int8" if is_head and self.base == "int4" else self.base
+        weights = [self._rounded(part, base) for part in parts]
+        if len({_kind(weight) for weight in weights}) == 1 and getattr(weights[0], "order", None) is None:
+            weights = [_joined(weights)]
+        return [self._written(weight) for weight in weights]
+
+    def _numbers(self, stored: Stored) -> torch.Tensor:
+        weight = stored.dequantise() if isinstance(stored, Codes) else stored
+        return weight.to(self.dtype) if weight.is_floating_point() else weight
+
+    def _rounded(self, stored: Stored, base: str) -> Stored:
+        """Return one weight in the numbers of ``base``."""
+        if isinstance(stored, Codes) and base in ("stored", stored.numbers):
+            if stored.group >= stored.codes.shape[1] or stored.group % HALF_BLOCK == 0:
+                return replace(stored, scales=_halved(stored.scales, stored.group))
+            logger.warning("weight_widened group=%d reason=no kernel reads groups of this size", stored.group)
+            base = "float32"
+        weight = stored.dequantise() if isinstance(stored, Codes) else stored
+        if base in ("int8", "int4"):
+            return round_to_codes(weight, base)
+        return weight if base == "stored" else weight.to(getattr(torch, base))
+
+    def _written(self, weight: Stored) -> Kept:
+        if isinstance(weight, torch.Tensor):
+            if weight.dtype in _SIXTEEN:
+                return write_narrow(str(weight.dtype).removeprefix("torch."), weight.contiguous())
+            return weight.to(self.dtype)
+        return write_narrow(
+            weight.numbers,
+            weight.codes.contiguous(),
+            group=weight.group,
+            scales=weight.scales,
+            shifts=weight.shifts,
+            table=weight.table,
+            order=weight.order,
+            is_rounded=self.is_rounded and weight.numbers in ("int8", "int4"),
+        )
+
+
+def round_to_codes(weight: torch.Tensor, numbers: str) -> Codes:
+    """Return ``weight`` ``[out, in]``, of any floating point, as ``int8`` or ``int4``."""
+    from manylora.execution.kernels.cpu.packing import find_peaks, find_steps, round_weights
+
+    is_8, (num_out, num_in) = numbers == "int8", weight.shape
+    group = min(GROUP_8 if is_8 else GROUP_4, num_in)
+    if weight.dtype in _SIXTEEN:
+        bits = weight.contiguous().view(torch.int16).numpy()
+        bits = bits.view(np.uint16) if weight.dtype is torch.bfloat16 else bits
+    else:
+        bits = weight.float().contiguous().numpy()
+    steps = np.empty((num_out, -(-num_in // group)), np.float32)
+    if is_8:
+        find_peaks(bits, group, steps)
+        steps /= np.float32(127.0)
+    else:
+        find_steps(bits, group, steps)
+    scales = _halved(torch.from_numpy(steps), group)
+    codes = torch.empty(num_out, num_in, dtype=torch.uint8)
+    round_weights(bits, group, scales.float().numpy(), 128 if is_8 else 8, codes.numpy())
+    return Codes(numbers=numbers, codes=codes, group=group, scales=scales)
+
+
+def is_float32(stored: Stored) -> bool:
+    """Return whether a weight is stored as numbers of 32 bits or more."""
+    return isinstance(stored, torch.Tensor) and stored.dtype not in _SIXTEEN
+
+
+def _halved(scales: torch.Tensor, group: int) -> torch.Tensor:
+    """Return float32 scales of small groups as float16, if it holds each of them to 11 bits."""
+    if scales.dtype is not torch.float32 or group > GROUP_8:
+        return scales
+    magnitudes = scales.abs()
+    is_held = ((magnitudes >= _LEAST_HALF) & (magnitudes <= _MOST_HALF)) | (magnitudes == 0.0)
+    return scales.half() if bool(is_held.all()) else scales
+
+
+def _kind(weight: Stored) -> tuple[object, ...]:
+    """Return what weights must have in common to be one weight."""
+    if isinstance(weight, torch.Tensor):
+        return (weight.dtype,)
+    table = None if weight.table is None else tuple(weight.table.tolist())
+    return weight.numbers, weight.group, weight.scales.dtype, weight.shifts is None, table, weight.order is None
+
+
+def _joined(weights: Sequence[Stored]) -> Stored:
+    """Return weights of one kind as one, their outputs one behind the other."""
+    if len(weights) == 1:
+        return weights[0]
+    numbers = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if numbers:
+        return torch.cat(numbers)
+    codes = [weight for weight in weights if isinstance(weight, Codes)]
+    shifts = [weight.shifts for weight in codes if weight.shifts is not None]
+    return replace(
+        codes[0],
+        codes=torch.cat([weight.codes for weight in codes]),
+        scales=torch.cat([weight.scales for weight in codes]),
+        shifts=torch.cat(shifts) if shifts else None,
+    )
