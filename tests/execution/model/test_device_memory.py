@@ -35,7 +35,7 @@ from manylora.execution.model.device_memory import DeviceMemory, find_gpu
 from manylora.execution.model.freeze import freeze, gather
 from manylora.execution.model.load import load_model
 from manylora.execution.page_budget import bytes_for_pages
-from manylora.serving.hosting.links.base_share import BaseShare, BaseShares
+from manylora.serving.hosting.links.base_share import BaseShare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="descriptors of memory are Linux's")
 
@@ -360,20 +360,19 @@ def test_the_weights_outlive_the_engine_that_made_them(tmp_path: Path, driver: F
     torch.testing.assert_close(logits(model, weights), logits(model))
 
 
-def test_a_base_is_loaded_once_on_each_device() -> None:
-    shares = BaseShares()
+def test_a_base_is_loaded_once() -> None:
+    share = BaseShare()
 
     async def scenario() -> None:
-        assert await shares.on("cuda:0").take() is None
-        assert await shares.on("cuda:1").take() is None  # does not wait for the other device's
-        waiting = asyncio.create_task(shares.on("cuda:0").take())
+        assert await share.take() is None
+        waiting = asyncio.create_task(share.take())
         await asyncio.sleep(0)
         assert not waiting.done()
-        shares.on("cuda:0").give(None, os.getpid())
+        share.give(None, os.getpid())
         assert await waiting is None
 
     asyncio.run(scenario())
-    shares.close()
+    share.close()
 
 
 def test_a_gpu_that_is_not_seen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

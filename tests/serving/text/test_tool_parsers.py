@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.serving.text.message_reader import REASONING_PARSERS, MessageReader, ReasoningSplitter
-from manylora.serving.text.tools import TOOL_PARSERS, EventKind, NamedCall, RequiredCalls, ToolParser
+from manylora.serving.text.tools import TOOL_PARSERS, EventKind, ToolParser
+from manylora.serving.text.tools.json_formats import NamedCall, RequiredCalls
 
 SCHEMAS = {"get": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "on": {"type": "boolean"}}}}
 Message = tuple[str, str, list[tuple[str, str]]]

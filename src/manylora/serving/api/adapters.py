@@ -30,13 +30,15 @@ from manylora.serving.api.request import Context, context_of, hidden_from_caller
 from manylora.serving.hosting.fleet.adapter_book import UnavailableAdapter
 from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
-from manylora.serving.metrics.status_report import adapter_fields
 from manylora.serving.ports import AdaptersPort
 
-__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "admin_routes"]
+__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "adapter_fields", "admin_routes"]
 
 
 UNAVAILABLE_RETRY_S = 5  # seconds after which a load may be tried again whose registry did not answer
+
+OF_ADAPTER = ("name", "state", "generation", "num_running", "num_waiting", "num_requests", "num_hits", "last_used_s")
+"""Fields of an adapter's status that are shown as they are."""
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
@@ -159,10 +161,23 @@ async def delete_adapter(request: Request) -> Response:
     return await _unload(context, request.path_params["name"], "name")
 
 
+def adapter_fields(status: AdapterStatus, *, shows_paths: bool) -> dict[str, Any]:
+    """Return the fields of an adapter that both ``GET /status`` and ``GET /adapters`` show."""
+    error = status.error if shows_paths or status.error is None else hide_paths(status.error)
+    return {name: getattr(status, name) for name in OF_ADAPTER} | {
+        "price": status.price,
+        "error": error,
+        "tier": status.tier.value,
+        "pinned": status.is_pinned,
+        "rank": status.version.rank,
+        "num_pages": status.version.num_pages,
+    }
+
+
 def _status_json(status: AdapterStatus, *, shows_paths: bool) -> dict[str, Any]:
-    version, error = status.version, status.error
+    version = status.version
     return {
-        **adapter_fields(status),
+        **adapter_fields(status, shows_paths=shows_paths),
         "version": version.key,
         "source": version.source if shows_paths else status.name,
         "num_modules": version.num_modules,
@@ -170,7 +185,6 @@ def _status_json(status: AdapterStatus, *, shows_paths: bool) -> dict[str, Any]:
         "weight_bytes": version.weight_bytes,
         "host_bytes": version.host_bytes,
         "disk_bytes": version.disk_bytes,
-        "error": error if shows_paths or error is None else hide_paths(error),
     }
 
 

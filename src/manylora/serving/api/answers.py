@@ -51,58 +51,33 @@ class _Answer:
     prompt_logprobs: PromptLogprobs | None = None  # until its first piece
 
 
+@dataclass(eq=False, kw_only=True)
 class RequestAnswers:
-    """The answers to one HTTP request.
+    """The answers to one HTTP request."""
 
-    Args:
-        context: The server's parts.
-        requests: Prompts in order, ``num_answers`` requests for each.
-        sampling: Their sampling parameters, with the stop strings, which are searched here alone.
-        num_answers: Answers per prompt.
-        form_field: The field that gives the form of the answers, if one does.
-        details: The details of the response.
-        places: The places of its caller; each is given back when its answer ends.
-    """
+    context: Context
+    requests: Sequence[Request]  # prompts in order, ``num_answers`` requests for each
+    sampling: SamplingParams  # their parameters, with the stop strings, which are searched here alone
+    num_answers: int  # answers per prompt
+    form_field: str | None  # the field that gives the form of the answers, if one does
+    details: Details  # the details of the response
+    places: Places | None  # the places of its caller; each is given back when its answer ends
+    adapter: AdapterKey | None = None  # the adapter's version, once an output has named it
+    _stream: OutputStream | None = None
+    # Totals for ``usage``, which some clients ask for with every chunk.
+    _num_generated_tokens: int = 0
+    _num_cached_tokens: int = 0
 
-    def __init__(
-        self,
-        context: Context,
-        requests: Sequence[Request],
-        sampling: SamplingParams,
-        *,
-        num_answers: int,
-        form_field: str | None,
-        details: Details,
-        places: Places | None,
-    ) -> None:
-        self._engines = context.fleet.requests
-        self._tokenizer = context.tokenizer
-        self._count = context.metrics.count_answers
-        self._places = places
-        self._requests = requests
-        self._sampling = sampling
-        self._num_answers = num_answers
-        self._form_field = form_field
-        self._details = None if details == NO_DETAILS else details
-        self._answers = {request.request_id: _Answer(index) for index, request in enumerate(requests)}
-        self._num_unfinished = len(requests)
-        # Totals for ``usage``, which some clients ask for with every chunk.
-        self._num_prompt_tokens = sum(len(request.prompt) for request in requests[::num_answers])
-        self._num_generated_tokens = 0
-        self._num_cached_tokens = 0
-        self._stream: OutputStream | None = None
-        self.adapter: AdapterKey | None = None
+    def __post_init__(self) -> None:
+        self._details = None if self.details == NO_DETAILS else self.details
+        self._answers = {request.request_id: _Answer(index) for index, request in enumerate(self.requests)}
+        self._num_unfinished = len(self.requests)
+        self._num_prompt_tokens = sum(len(request.prompt) for request in self.requests[:: self.num_answers])
 
     async def start(self) -> None:
-        """Submit the requests; return once the engine has accepted them.
-
-        Raises:
-            RequestError: A request is invalid.
-            CapacityError: The queue is full.
-            EngineDead: The engine died.
-        """
+        """Submit the requests; return once the engines have accepted them, with errors of ``FleetRequests.submit``."""
         try:
-            self._stream = await self._engines.submit(self._requests)
+            self._stream = await self.context.fleet.requests.submit(self.requests)
         except BaseException:
             self._give_places()
             raise
@@ -110,9 +85,8 @@ class RequestAnswers:
     async def deliver(self, consume: Callable[[list[TextPiece]], Flush | None]) -> None:
         """Deliver pieces to ``consume`` as they arrive, until every answer has finished.
 
-        Args:
-            consume: Called on the event loop but not in this task; returns the work, if any, that must be awaited
-                before more pieces are delivered. Its errors are raised here.
+        ``consume`` is called on the event loop but not in this task; it returns the work, if any, that must be awaited
+        before more pieces are delivered. Its errors are raised here.
 
         Raises:
             EngineDead: The engine died.
@@ -144,7 +118,7 @@ class RequestAnswers:
             if self._stream is not None:
                 self._stream.fail(ClientGone("the client disconnected"))
 
-        with self._engines.in_progress.counted():
+        with self.context.fleet.requests.in_progress.counted():
             watcher = asyncio.create_task(watch())
             try:
                 yield
@@ -154,8 +128,8 @@ class RequestAnswers:
                 self._give_places()
                 if not self._num_unfinished:
                     num_tokens = [answer.num_tokens for answer in self._answers.values()]
-                    for first in range(0, len(num_tokens), self._num_answers):
-                        self._count(num_tokens[first : first + self._num_answers])
+                    for first in range(0, len(num_tokens), self.num_answers):
+                        self.context.metrics.count_answers(num_tokens[first : first + self.num_answers])
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once."""
@@ -171,11 +145,12 @@ class RequestAnswers:
     def _cancel_unfinished(self) -> None:
         if not self._num_unfinished:
             return
-        self._engines.cancel([request_id for request_id, answer in self._answers.items() if not answer.is_finished])
+        unfinished = [request_id for request_id, answer in self._answers.items() if not answer.is_finished]
+        self.context.fleet.requests.cancel(unfinished)
 
     def _give_places(self) -> None:
-        if self._places is not None:
-            self._places.close()
+        if self.places is not None:
+            self.places.close()
 
     def _pieces_of(self, outputs: Sequence[Output]) -> list[TextPiece]:
         """Turn outputs, possibly of several steps, into one piece per answer."""
@@ -197,18 +172,18 @@ class RequestAnswers:
             return None
         if output.finish is FinishReason.ERROR:
             reason = hide_paths(output.error or "The engine aborted this request without a reason.")
-            raise RequestError(reason, param=self._form_field) if output.is_refused else ManyloraError(reason)
+            raise RequestError(reason, param=self.form_field) if output.is_refused else ManyloraError(reason)
         if output.finish is FinishReason.CANCELLED:
             raise EngineDead("The engine cancelled this request.")
         self.adapter = output.adapter
         if output.num_cached_tokens > answer.num_cached_tokens:
-            if answer.index % self._num_answers == 0:
+            if answer.index % self.num_answers == 0:
                 self._num_cached_tokens += output.num_cached_tokens - answer.num_cached_tokens
             answer.num_cached_tokens = output.num_cached_tokens
         detokenizer = answer.detokenizer
         if detokenizer is None:
-            prompt = self._requests[answer.index].prompt
-            detokenizer = answer.detokenizer = Detokenizer(self._tokenizer, prompt, self._sampling)
+            prompt = self.requests[answer.index].prompt
+            detokenizer = answer.detokenizer = Detokenizer(self.context.tokenizer, prompt, self.sampling)
         delta = detokenizer.push(tokens, stop_token=output.stop_token)
         answer.num_tokens += delta.num_tokens
         self._num_generated_tokens += delta.num_tokens
@@ -217,8 +192,8 @@ class RequestAnswers:
         else:
             answer.is_finished = True
             self._num_unfinished -= 1
-            if self._places is not None:
-                self._places.give()
+            if self.places is not None:
+                self.places.give()
             piece = self._last_piece(answer, output, delta)
         return piece if self._details is None else _detailed(piece, answer, tokens[: delta.num_tokens], self._details)
 
@@ -236,7 +211,7 @@ class RequestAnswers:
             text, stop_reason = text + rest.text, rest.stop_reason
             finish_reason = "stop" if stop_reason is not None else output.finish.value
         elif output.finish is None:
-            self._engines.cancel([output.request_id], stopped=True)
+            self.context.fleet.requests.cancel([output.request_id], stopped=True)
         return TextPiece(
             index=answer.index, text=text, logprobs=delta.logprobs, finish_reason=finish_reason, stop_reason=stop_reason
         )

@@ -29,9 +29,8 @@ class FormChecks:
     async def check(self, request: Request, constraint: Constraint) -> None:
         """Return once the form of a request is known to be one that engines can follow.
 
-        Raises:
-            RequestError: It cannot be followed, or costs too much.
-            ManyloraError: As of ``FairWork.run`` and ``FormProcess.check``.
+        ``RequestError`` if it cannot be followed or costs too much; other errors are those of ``FairWork.run`` and
+        ``FormProcess.check``.
         """
         digest = hashlib.blake2b(f"{constraint.kind} {constraint.text}".encode(), digest_size=16).digest()
         if digest in self._known:

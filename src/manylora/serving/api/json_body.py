@@ -77,8 +77,7 @@ class FieldRules:
 async def parse(data: bytes, body: type[Body]) -> Body:
     """Read a JSON request body; a type's ``field_rules``, if it has any, hold for fields that it does not have.
 
-    Raises:
-        RequestError: Not JSON, not an object, a wrong type or value, or a field that is not supported; names the field.
+    ``RequestError``, which names the field, for a wrong type or value, or a field that is not supported.
     """
     rules: FieldRules | None = getattr(body, "field_rules", None)
     made = _small(data, body, rules) if len(data) <= SLICE_BYTES else await _large(data, body, rules)
@@ -153,11 +152,7 @@ def is_null(raw: msgspec.Raw) -> bool:
 
 
 def free_form(raw: msgspec.Raw, kind: type[Value], most_bytes: int, param: str) -> Value:
-    """Read a field whose JSON may have at most so many bytes.
-
-    Raises:
-        RequestError: It is longer, or not of that type.
-    """
+    """Read a field of at most so many bytes of JSON; ``RequestError`` if it is longer, or of another type."""
     if num_bytes(raw) > most_bytes:
         raise RequestError(f"{param} has {num_bytes(raw)} bytes of JSON, expected at most {most_bytes}", param=param)
     try:
@@ -169,12 +164,9 @@ def free_form(raw: msgspec.Raw, kind: type[Value], most_bytes: int, param: str) 
 
 
 def decode(data: bytes | msgspec.Raw, kind: type[Value], at: str = "") -> Value:
-    """Read JSON of a known type.
+    """Read JSON of a known type, or raise ``RequestError``, which names the field.
 
     ``at`` is the field in which it is, for messages; empty for the whole body.
-
-    Raises:
-        RequestError: Not JSON, or of another type; names the field.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -222,11 +214,7 @@ def _decode_shallow(
 
 
 def split(raw: bytes | msgspec.Raw, most: int, at: str) -> Sequence[msgspec.Raw]:
-    """Return the JSON of the items of a list; one that has too many ends at the first of those.
-
-    Raises:
-        RequestError: It is no list, or has more than ``most`` items.
-    """
+    """Return the JSON of the items of a list; ``RequestError`` if it is none, or has more than ``most`` items."""
     if len(memoryview(raw)) <= SLICE_BYTES or most > MAX_ITEMS:  # the latter by an option of the server
         items = decode(raw, list[msgspec.Raw], at)
     else:

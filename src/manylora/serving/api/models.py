@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.core.errors import CapacityError, EngineDead, ModelNotFound, RequestError
-from manylora.serving.api.chat_prompt import chat_tokens, template_of
+from manylora.serving.api.chat import chat_tokens, template_of
 from manylora.serving.api.request import Context, context_of, read_body
 from manylora.serving.api.sampling import check_token_ids
 from manylora.serving.api.schemas import INLINE_CHARS, TOKENIZE_CONTEXTS, DetokenizeBody, TokenizeBody

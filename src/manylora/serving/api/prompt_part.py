@@ -92,11 +92,7 @@ class Details:
 
     @classmethod
     def of(cls, body: SamplingFields, *, num_echo_top: int | None = None, is_prompt_only: bool = False) -> Details:
-        """Return the details that a request asks for.
-
-        Raises:
-            RequestError: They cannot be streamed.
-        """
+        """Return the details that a request asks for; ``RequestError`` for a stream that cannot have them."""
         if body.stream and body.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs are not available with stream = true", param="prompt_logprobs")
         return cls(
@@ -117,11 +113,7 @@ NO_DETAILS = Details()
 
 
 class PromptPart:
-    """The prompts' part of one response.
-
-    Raises:
-        RequestError: The log-probabilities of all prompts are too many.
-    """
+    """The prompts' part of one response; ``RequestError`` if they have too many log-probabilities in all."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompts: Sequence[tuple[int, ...]], num_answers: int, details: Details

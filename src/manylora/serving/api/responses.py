@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from manylora.core.errors import RequestError
 from manylora.core.types import SamplingParams
-from manylora.serving.api.chat_prompt import ChatTemplate, chat_tokens, joined_text, template_kwargs, tool_parser
+from manylora.serving.api.chat import ChatTemplate, chat_tokens, joined_text, template_kwargs, tool_parser
 from manylora.serving.api.formats import message_readers
 from manylora.serving.api.json_body import free_form, is_null, raw_field
 from manylora.serving.api.request import read_call

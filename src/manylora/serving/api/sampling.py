@@ -39,14 +39,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters of a request, with the model's defaults, then those of OpenAI's API.
 
-    Args:
-        call: The request.
-        max_tokens: Most tokens to generate; ``None`` for as many as fit.
-        logprobs: Number of alternatives to report; ``None`` for no log-probabilities.
-        prompt_logprobs: The same for the prompt.
-
-    Raises:
-        RequestError: A value is out of range, or two fields contradict each other.
+    ``max_tokens`` is ``None`` for as many as fit; ``logprobs`` is the number of alternatives to report, ``None`` for no
+    log-probabilities. ``RequestError`` if a value is out of range, or two fields contradict each other.
     """
     body: SamplingFields = call.body
     defaults, vocab_size = call.settings.defaults, call.context.fleet.engines.info.vocab_size
@@ -143,11 +137,7 @@ def constraint_field(body: ConstraintFields) -> str:
 
 
 def _constraint_of(body: ConstraintFields) -> Constraint | None:
-    """Return the constraint that a request asks for.
-
-    Raises:
-        RequestError: It asks for several, or for a kind that is not supported.
-    """
+    """Return the constraint that a request asks for, or raise ``RequestError`` if it asks for several."""
     found = _guided(body, "guided_")
     if (given := body.structured_outputs) is not None:
         found += [("structured_outputs", one) for _, one in _guided(given, "")]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from importlib import metadata
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -21,13 +20,14 @@ from starlette.routing import Route
 
 from manylora.core.errors import CapacityError, EngineDead, RequestError
 from manylora.core.types import Tier
+from manylora.serving.api.adapters import adapter_fields
 from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, context_of, hidden_from_caller
 from manylora.serving.hosting.fleet.engines import Replica
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
-from manylora.serving.metrics.status_report import AdapterRow, ReplicaRow, StatusReport, adapter_fields
+from manylora.serving.metrics.status_report import AdapterRow, ReplicaRow, StatusReport
 
 __all__ = ["status_routes"]
 
@@ -42,16 +42,16 @@ async def status(request: Request) -> Response:
     context = context_of(request)
     context.gate.check_admin(request)
     num_adapters = _number(request.query_params.get("adapters"), "adapters", NUM_ADAPTERS)
-    hidden = hidden_from_caller(context, request)
-    report = _report(context, num_adapters, hidden)
+    hidden, shows_paths = hidden_from_caller(context, request), context.gate.is_admin(request)
+    report = _report(context, num_adapters, hidden, shows_paths=shows_paths)
     try:
         snapshots = await context.fleet.engines.snapshots(None if hidden else num_adapters)
     except (CapacityError, EngineDead):  # no engine serves: the report of the API process alone
-        return _answer(context, request, report)
+        return json_response(report)
     if hidden:
         snapshots = _visible(snapshots, hidden)
     if not snapshots:
-        return _answer(context, request, report)
+        return json_response(report)
     stats, statuses = merge_snapshots(snapshots.values(), num_adapters)
     now = context.monotonic_s()
     report = msgspec.structs.replace(
@@ -60,7 +60,10 @@ async def status(request: Request) -> Response:
         page_bytes=context.fleet.engines.info.page_bytes,
         engine=stats,
         adapters=tuple(
-            AdapterRow(**adapter_fields(one), latency=context.metrics.latency.of_adapter(one.name, now))
+            AdapterRow(
+                **adapter_fields(one, shows_paths=shows_paths),
+                latency=context.metrics.latency.of_adapter(one.name, now),
+            )
             for one in statuses[:num_adapters]
         ),
         replicas=tuple(
@@ -69,24 +72,7 @@ async def status(request: Request) -> Response:
             if not hidden or one.index in snapshots
         ),
     )
-    return _answer(context, request, report)
-
-
-def _answer(context: Context, request: Request, report: StatusReport) -> Response:
-    """Return the report; the errors in it may have paths, which the administrator alone sees."""
-    answer = json_response(report)
-    if context.gate.is_admin(request):
-        return answer
-    return json_response(_without_paths(msgspec.json.decode(answer.body)))
-
-
-def _without_paths(part: Any) -> Any:
-    if isinstance(part, dict):
-        return {
-            name: hide_paths(one) if name == "error" and isinstance(one, str) else _without_paths(one)
-            for name, one in part.items()
-        }
-    return [_without_paths(one) for one in part] if isinstance(part, list) else part
+    return json_response(report)
 
 
 def _visible(snapshots: Mapping[int, Snapshot], hidden: Collection[str]) -> dict[int, Snapshot]:
@@ -99,9 +85,12 @@ def _visible(snapshots: Mapping[int, Snapshot], hidden: Collection[str]) -> dict
     return found
 
 
-def _report(context: Context, num_functions: int, hidden: Collection[str]) -> StatusReport:
+def _report(context: Context, num_functions: int, hidden: Collection[str], *, shows_paths: bool) -> StatusReport:
     """Return the report of the API process, without the engines."""
     fleet, latency, now = context.fleet, context.metrics.latency, context.monotonic_s()
+    functions = [one for one in context.functions() if one.name not in hidden][:num_functions]
+    if not shows_paths:
+        functions = [msgspec.structs.replace(one, error=one.error and hide_paths(one.error)) for one in functions]
     return StatusReport(
         state=fleet.engines.state.value,
         model=fleet.served_name,
@@ -117,7 +106,7 @@ def _report(context: Context, num_functions: int, hidden: Collection[str]) -> St
         resumes=fleet.resumes,
         generation_defaults=context.settings.base.defaults.given(),
         scaling=fleet.scaling,
-        functions=tuple([one for one in context.functions() if one.name not in hidden][:num_functions]),
+        functions=tuple(functions),
     )
 
 

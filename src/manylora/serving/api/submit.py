@@ -31,10 +31,7 @@ REQUESTS_AT_ONCE = 256  # requests of the engine that are made at once, in a mil
 class Truncation:
     """The cut of a request's prompts by ``truncate_prompt_tokens``: their last tokens alone.
 
-    ``truncate_prompt_tokens = -1`` leaves room for an answer of ``max_tokens``.
-
-    Raises:
-        RequestError: The number is out of range.
+    With -1 there is room for an answer of ``max_tokens``; a number out of range raises ``RequestError``.
     """
 
     def __init__(self, context: Context, body: SamplingFields, max_tokens: int | None) -> None:
@@ -71,13 +68,8 @@ async def submit(
 ) -> tuple[RequestAnswers, dict[str, Any]]:
     """Submit the prompts; return their answers, and the id, time and model of the response.
 
-    Args:
-        call: The request, its caller and its body.
-        prompts: Token ids.
-        sampling: Sampling parameters of every answer.
-        id_prefix: The begin of the response's id.
-        form_field: The field that gave the form of the answers, if none of the usual ones.
-        details: The details of the response.
+    The id begins with ``id_prefix``. ``form_field`` is the field that gave the form of the answers, if none of the
+    usual ones.
 
     Raises:
         RequestError: The engine refuses a request, or its form cannot be followed.
@@ -103,9 +95,9 @@ async def submit(
     answer_id = id_prefix + uuid.uuid4().hex
     requests = await _requests(call, prompts, sampling, answer_id)
     answers = RequestAnswers(
-        context,
-        requests,
-        sampling,
+        context=context,
+        requests=requests,
+        sampling=sampling,
         num_answers=num_answers,
         form_field=form_field,
         details=details,
@@ -190,11 +182,7 @@ def _check_logprobs(call: AnswerCall[Any], sampling: SamplingParams, prompts: Se
 
 
 def _salt(call: AnswerCall[Any]) -> str:
-    """Return the salt of cached prefixes: callers with different API keys share none, or timing would show theirs.
-
-    Raises:
-        RequestError: The caller's own is too long.
-    """
+    """Return the salt of cached prefixes: callers with different API keys share none, or timing would show theirs."""
     given: str = call.body.cache_salt or ""
     if len(given) > MAX_SALT_CHARS:
         raise RequestError(

@@ -19,7 +19,8 @@ from manylora.core.types import Constraint, SamplingParams
 from manylora.serving.api.json_body import free_form, is_null, num_bytes
 from manylora.serving.api.request import Context
 from manylora.serving.api.schemas import INLINE_CHARS, MAX_SCHEMA_BYTES, Tool, ToolCall, ToolChoice, ToolFunction
-from manylora.serving.text.tools import NamedCall, RequiredCalls, ToolParser
+from manylora.serving.text.tools import ToolParser
+from manylora.serving.text.tools.json_formats import NamedCall, RequiredCalls
 
 __all__ = ["NO_TOOLS", "ToolUse", "arguments_bytes", "called", "read_tool_use"]
 
@@ -43,8 +44,7 @@ class ToolUse:
     def constrain(self, sampling: SamplingParams) -> SamplingParams:
         """Return the sampling parameters of an answer that may, or must, call the tools.
 
-        Raises:
-            RequestError: The call is forced, and the answer has another form already.
+        ``RequestError`` if it must, and has another form already.
         """
         if self.needs_special_tokens:
             sampling = replace(sampling, skip_special_tokens=False)
@@ -70,13 +70,8 @@ async def read_tool_use(
 ) -> ToolUse:
     """Return the part of tools in a request; schemas that take milliseconds are read in a turn.
 
-    Args:
-        request: Its client may leave meanwhile.
-        context: The server's parts.
-        tools: The tools of the request.
-        choice: Its choice among them.
-        parallel: Whether the model may call several; ``None`` means that it may.
-        parser: Reads the calls of a model that chooses; without it the answer is all content.
+    Unless ``parallel`` is false, the model may call several. ``parser`` reads the calls of a model that chooses;
+    without it the answer is all content.
 
     Raises:
         RequestError: A tool is malformed, or the choice contradicts the tools.
@@ -212,11 +207,7 @@ def arguments_bytes(calls: Sequence[ToolCall] | None) -> int:
 
 
 def called(calls: Sequence[ToolCall], at: str) -> list[dict[str, Any]]:
-    """Return calls of the history for a chat template, with the arguments as an object.
-
-    Raises:
-        RequestError: Arguments are not a JSON object, or too long.
-    """
+    """Return calls of the history for a chat template, with the arguments as an object of bounded length."""
     entries = []
     for index, call in enumerate(calls):
         arguments = _arguments(call.function.arguments, f"{at}.tool_calls[{index}].function.arguments")

@@ -66,10 +66,9 @@ class Gate:
         """Whether there are several API keys: one alone names no tenant among others."""
 
     def check_inference(self, request: Request) -> str:
-        """Return the tenant of a request to an inference route: a digest of its key, empty without ``api_keys``.
+        """Return the tenant of an inference request: a digest of its key, empty without ``api_keys``.
 
-        Raises:
-            HttpError: 401, the key is missing or wrong.
+        A missing or wrong key raises ``HttpError`` (401).
         """
         if not self._api_keys:
             return ""
@@ -83,9 +82,7 @@ class Gate:
         """Return the name of an inference request's caller, among whom turns are shared: its tenant, else its address.
 
         Behind a proxy all callers have the proxy's address; of several keys each is a caller. An IPv6 network is one.
-
-        Raises:
-            HttpError: As of ``check_inference``.
+        A missing or wrong key raises ``HttpError`` (401).
         """
         tenant = self.check_inference(request)
         if self.tells_tenants or request.client is None:
@@ -93,10 +90,9 @@ class Gate:
         return client_of(request.client.host)
 
     def check_admin(self, request: Request) -> None:
-        """Raise unless a request may use the admin routes.
+        """Raise ``HttpError`` unless a request may use the admin routes.
 
-        Raises:
-            HttpError: 401, no key or an unknown one; 403, an inference key, or a caller that is not on this machine.
+        401 for no key or an unknown one; 403 for an inference key, or a caller that is not on this machine.
         """
         if self._admin_key is not None:
             given = self._bearer(request)
@@ -185,14 +181,10 @@ def without_foreign_pages(
     allowed_hosts: Collection[str],
     allowed_origins: Collection[str] = (),
 ) -> ASGIApp:
-    """Return an application that refuses such requests with 403, or ``app`` where keys or the address keep them out.
+    """Return an application that refuses requests of foreign pages with 403.
 
-    Args:
-        app: The application.
-        host: The address that it listens on.
-        api_keys: Its keys.
-        allowed_hosts: More names and addresses that requests may have as their ``Host``; ``*`` is any.
-        allowed_origins: Origins of pages that may call it, as of CORS; ``*`` is any.
+    It is ``app`` itself where keys, or the address that it listens on (``host``), keep them out. ``allowed_hosts`` are
+    more values of ``Host``, and ``allowed_origins`` pages that may call it, as in CORS; ``*`` is any.
     """
     if api_keys or not is_loopback(host):
         return app

@@ -114,10 +114,7 @@ class ConnectionBounds:
 def within_open_files(num_connections: int, *, files_beside: int, files_each: int = 1) -> int:
     """Return how many of some connections this process may open, after raising its limit as far as it may.
 
-    Args:
-        num_connections: The most that are wanted.
-        files_beside: Files that the process opens beside connections.
-        files_each: Files that a connection takes.
+    It opens ``files_beside`` other files, and ``files_each`` for each connection.
     """
     num_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if num_files != most:

@@ -36,6 +36,7 @@ from manylora.serving.http.errors import HttpError, error_body
 __all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer", "connection_breaker"]
 
 EXTENSION = "manylora.write_chunk"
+NO_EXTENSION: dict[str, Any] = {"write": lambda body: False, "break": lambda: None}
 
 WriteChunk: TypeAlias = Callable[[bytes], bool]
 """Writes a chunk of a started response now, or returns False: then ``send`` must be awaited for it."""
@@ -367,7 +368,7 @@ class ChunkWritingProtocol(HttpToolsProtocol):
 
 def chunk_writer(scope: Scope) -> WriteChunk:
     """Return the function that writes a request's chunks; under another server it always returns False."""
-    write: WriteChunk = scope.get("extensions", {}).get(EXTENSION, {}).get("write", _never)
+    write: WriteChunk = scope.get("extensions", {}).get(EXTENSION, NO_EXTENSION)["write"]
     return write
 
 
@@ -376,16 +377,8 @@ def connection_breaker(scope: Scope) -> Callable[[], None]:
 
     Under another server it does nothing.
     """
-    breaker: Callable[[], None] = scope.get("extensions", {}).get(EXTENSION, {}).get("break", _never_broken)
+    breaker: Callable[[], None] = scope.get("extensions", {}).get(EXTENSION, NO_EXTENSION)["break"]
     return breaker
-
-
-def _never(body: bytes) -> bool:
-    return False
-
-
-def _never_broken() -> None:
-    pass
 
 
 def _write_chunk(cycle: RequestResponseCycle, body: bytes) -> bool:

@@ -149,10 +149,7 @@ def run_until_stopped(
 
     The first signal drains, the second exits at once; processes that serve this one end with their standard input.
 
-    ``make`` makes the server, on the loop; ``drain_timeout_s`` is for the message.
-
-    Returns:
-        The exit code: 0 after a graceful stop.
+    ``make`` makes the server, on the loop; ``drain_timeout_s`` is for the message. Return 0 after a graceful stop.
     """
 
     async def serve() -> None:
@@ -187,10 +184,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Return a bound socket; ``ConfigError`` for a port in use is raised before a model is loaded.
 
-    Args:
-        host: Address or name.
-        port: 0 picks a free one.
-        reuse_port: Share the port with other processes that ask for it too, so that one can replace another.
+    Port 0 picks a free one. With ``reuse_port`` it is shared with other processes that ask for it too, so that one can
+    replace another.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -212,12 +207,9 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 
 def bind_unix(path: str, mode: int) -> socket.socket:
-    """Return a Unix socket bound to a path, in place of one that no process listens on.
+    """Return a Unix socket bound to a path, in place of one that no process listens on, or raise ``ConfigError``.
 
     The file has the permissions ``mode`` from the first moment on.
-
-    Raises:
-        ConfigError: Another process listens there, or there can be no socket.
     """
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

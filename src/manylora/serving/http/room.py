@@ -112,11 +112,7 @@ class CallerRoom:
             self._check(caller, 1)
 
     def take(self, caller: str, num: int) -> Places:
-        """Take places for the answers of a request, all or none.
-
-        Raises:
-            CapacityError: The caller would have too many (429).
-        """
+        """Take places for the answers of a request, all or none; ``CapacityError`` (429) if they are too many."""
         if self._check(caller, num) == 0:
             self._full.add(caller)
         return Places(self._counts, self._full, caller, num)
@@ -151,11 +147,7 @@ class BodyRoom:
         return ArrivingBody(self, caller_of)
 
     def take(self, caller: str, num_bytes: int, held: int) -> None:
-        """Count more bytes of a body, which holds ``held`` already.
-
-        Raises:
-            HttpError: 429, with ``Retry-After``: the other bodies leave no room.
-        """
+        """Count more bytes of a body, which holds ``held`` already; ``HttpError`` (429) if others leave no room."""
         is_alone = self.num_bytes == held
         if not is_alone and self._bytes_of[caller] + num_bytes > self._most_bytes - self.num_bytes - num_bytes:
             raise HttpError(

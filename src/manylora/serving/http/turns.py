@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, TypeVar
 
 from starlette.requests import Request
@@ -88,27 +89,21 @@ class ClientGone(ManyloraError):
     status = 499
 
 
+@dataclass(eq=False)
 class FairWork:
-    """The turns of one kind of work. For the event loop's thread alone.
+    """The turns of one kind of work. For the event loop's thread alone."""
 
-    Args:
-        things: The kind of pieces, for messages.
-        caller_of: Returns the caller of a request, by whom turns are shared.
-        max_waiting: Pieces that wait; more get a 429. One caller has half of them at most.
-        num_at_once: Pieces at once; by default half of the processors, at most four.
-    """
+    things: str  # the kind of pieces, for messages
+    caller_of: Callable[[Request], str]  # returns the caller of a request, by whom turns are shared
+    _: KW_ONLY
+    max_waiting: int  # pieces that wait; more get a 429. One caller has half of them at most
+    num_at_once: int | None = None  # pieces at once; by default half of the processors, at most four
+    _num_waiting: int = 0
+    _queues: CallerQueues[asyncio.Future[None]] = field(default_factory=CallerQueues)
 
-    def __init__(
-        self, things: str, caller_of: Callable[[Request], str], *, max_waiting: int, num_at_once: int | None = None
-    ) -> None:
-        at_once = min(4, max(1, (os.cpu_count() or 2) // 2)) if num_at_once is None else num_at_once
-        self._things = things
-        self._caller_of = caller_of
-        self._max_waiting = max_waiting
-        self._num_free = at_once
-        self._num_waiting = 0
-        self._queues: CallerQueues[asyncio.Future[None]] = CallerQueues()
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="fair-work")
+    def __post_init__(self) -> None:
+        self._num_free = self.num_at_once or min(4, max(1, (os.cpu_count() or 2) // 2))
+        self._threads = ThreadPoolExecutor(self._num_free, thread_name_prefix="fair-work")
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:
         """Run ``work`` on a thread when it is the request's turn.
@@ -128,12 +123,12 @@ class FairWork:
 
     async def _turn(self, request: Request) -> None:
         """Wait for a turn, or for the client to leave."""
-        if self._num_waiting >= self._max_waiting:
-            raise CapacityError(f"{self._num_waiting} {self._things} wait, the most allowed")
-        caller = self._caller_of(request)
+        if self._num_waiting >= self.max_waiting:
+            raise CapacityError(f"{self._num_waiting} {self.things} wait, the most allowed")
+        caller = self.caller_of(request)
         num_of_caller = self._queues.num_of(caller)
-        if num_of_caller >= max(1, self._max_waiting // 2):
-            raise CapacityError(f"{num_of_caller} {self._things} of this caller wait, the most allowed")
+        if num_of_caller >= max(1, self.max_waiting // 2):
+            raise CapacityError(f"{num_of_caller} {self.things} of this caller wait, the most allowed")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.put(caller, turn)
         self._num_waiting += 1

@@ -183,11 +183,8 @@ class Metrics:
     ) -> bytes:
         """Return the metrics as Prometheus text, made on a thread: ten thousand adapters take a second.
 
-        Args:
-            fleet: The engines.
-            snapshots: Those of engines that serve, by number, with their adapters that are in use: unused ones have no
-                series of their own.
-            functions: Isolated functions that have been awake.
+        ``snapshots`` are those of engines that serve, by number, with their adapters that are in use: unused ones have
+        no series of their own. ``functions`` are isolated functions that have been awake.
         """
         if snapshots:
             self._by_adapter.keep_only(fleet.adapters.loaded)
@@ -245,13 +242,10 @@ class _AdapterMetrics:
 
     Tokens per adapter are always kept: two series each, enough to share costs by. Latency histograms are three times
     some twenty series each, too many for a scrape of a thousand adapters, and so an option
-    (``ServerConfig.adapter_histograms``). Without it, ``GET /status`` has the last minute's percentiles.
+    (``has_histograms``). Without it, ``GET /status`` has the last minute's percentiles.
 
-    Args:
-        registry: Shows the metrics.
-        has_histograms: Whether latencies are kept as well.
-        max_adapters: Most names at once; the oldest name makes room. ``keep_only`` runs at scrapes alone, and a server
-            may never be scraped.
+    Above ``max_adapters`` names the oldest makes room: ``keep_only`` runs at scrapes alone, and a server may never be
+    scraped.
     """
 
     def __init__(self, registry: CollectorRegistry, *, has_histograms: bool, max_adapters: int) -> None:

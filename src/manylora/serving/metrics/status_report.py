@@ -6,13 +6,13 @@ Agents report the states of functions to their controller in the same types.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from manylora.core.costs.rank_fit import StepFit
-from manylora.core.engine.status import AdapterStatus, EngineStats
+from manylora.core.engine.status import EngineStats
 from manylora.core.scaling import ScalingDecision
 from manylora.serving.hosting.fleet.resumption import ResumeStats
 
@@ -26,7 +26,6 @@ __all__ = [
     "Percentiles",
     "ReplicaRow",
     "StatusReport",
-    "adapter_fields",
 ]
 
 
@@ -154,19 +153,3 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     scaling: ScalingDecision | None = None  # the last decision about the number of engines; ``None`` if it is fixed
     # Isolated functions that have been awake, with the measures that each lacks on this kernel.
     functions: tuple[FunctionState, ...] = ()
-
-
-def adapter_fields(status: AdapterStatus) -> dict[str, Any]:
-    """Return the fields of an adapter that both ``GET /status`` and ``GET /adapters`` show."""
-    return {name: getattr(status, name) for name in _OF_ADAPTER} | {
-        "tier": status.tier.value,
-        "pinned": status.is_pinned,
-        "rank": status.version.rank,
-        "num_pages": status.version.num_pages,
-    }
-
-
-_OF_ADAPTER = (
-    *("name", "state", "generation", "num_running", "num_waiting", "num_requests", "num_hits"),
-    *("last_used_s", "price", "error"),
-)

@@ -20,33 +20,20 @@ RETRY_S = 0.05  # seconds until requests that found the queue full are submitted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The answer to one prompt.
+    """The answer to one prompt."""
 
-    Args:
-        prompt: The prompt; of a conversation, the text of its template.
-        text: The answer.
-        token_ids: Its tokens, with the stop token.
-        finish_reason: ``stop``, ``length`` or ``error``.
-        stop_reason: The stop string or requested stop token that ended it, if any.
-        adapter: The adapter that answered; ``None`` is the base.
-        logprobs: One entry per token, if requested.
-        prompt_logprobs: One entry per token of the prompt, if requested; the first is ``None``.
-        num_prompt_tokens: Tokens of the prompt.
-        num_cached_tokens: Prompt tokens whose KV was in the prefix cache.
-        error: The reason, if ``finish_reason`` is ``error``.
-    """
-
-    prompt: str | tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    adapter: str | None
-    stop_reason: str | int | None = None
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt: str | tuple[int, ...]  # the prompt; of a conversation, the text of its template
+    text: str  # the answer
+    token_ids: tuple[int, ...]  # its tokens, with the stop token
+    finish_reason: str  # ``stop``, ``length`` or ``error``
+    adapter: str | None  # the adapter that answered; ``None`` is the base
+    stop_reason: str | int | None = None  # the stop string or requested stop token that ended it, if any
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one entry per token, if requested
+    # One entry per token of the prompt, if requested; the first is ``None``.
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    error: str | None = None
+    num_prompt_tokens: int = 0  # tokens of the prompt
+    num_cached_tokens: int = 0  # prompt tokens whose KV was in the prefix cache
+    error: str | None = None  # the reason, if ``finish_reason`` is ``error``
 
 
 @dataclass(slots=True)
@@ -129,11 +116,7 @@ class Batch:
     _stream: OutputStream = field(default_factory=OutputStream)
 
     async def run(self) -> None:
-        """Run every job to its end; on an exception, cancel those in the engine.
-
-        Raises:
-            EngineDead: The engine failed or was closed.
-        """
+        """Run every job to its end; on an exception, as ``EngineDead``, cancel those in the engine."""
         try:
             await self._fill()
             await self._stream.deliver(self._consume)

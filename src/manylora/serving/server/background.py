@@ -20,7 +20,7 @@ __all__ = ["BackgroundServer"]
 
 
 class BackgroundServer:
-    """A server in a thread of this process, as a context manager.
+    """A server in a thread of this process, as a context manager; entering raises ``ManyloraError`` if it cannot start.
 
     ::
 
@@ -28,9 +28,6 @@ class BackgroundServer:
             client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
 
     It listens on a free port of the loopback address unless ``server`` says otherwise. ``builder`` is for tests.
-
-    Raises:
-        ManyloraError: On entering, if the server could not start.
     """
 
     def __init__(
@@ -86,12 +83,7 @@ class BackgroundServer:
         self._loop.call_soon_threadsafe(self._server.drain)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the server has ended.
-
-        Raises:
-            ManyloraError: The server failed.
-            TimeoutError: The server has not ended yet.
-        """
+        """Wait until the server has ended, and raise its error; ``TimeoutError`` if it has not ended yet."""
         self._ended.result(timeout_s)
 
     def stop(self) -> None:

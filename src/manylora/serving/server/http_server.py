@@ -69,10 +69,8 @@ def make_http_server(
 ) -> HttpServer:
     """Load the tokenizer and return the server, which does not listen yet.
 
-    ``named_paths`` are folders of adapters named at the start, which may be loaded again.
-
-    Raises:
-        ConfigError: There is no such tokenizer, or TLS cannot be set up.
+    ``named_paths`` are folders of adapters named at the start, which may be loaded again. ``ConfigError`` if there is
+    no such tokenizer, or TLS cannot be set up.
     """
     model, web = engine.model, server.web
     tokenizer = Tokenizer.load(model.tokenizer or model.model, revision=model.revision, chat_template=web.chat_template)

@@ -15,6 +15,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
@@ -33,7 +34,7 @@ from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
 from manylora.serving.hosting.fleet.specs import engine_specs
-from manylora.serving.hosting.links.base_share import BaseShares
+from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.links.link import LINKS, EngineLink
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources
@@ -48,11 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Server:
-    """One server, from start to stop, on one event loop.
-
-    Raises:
-        ConfigError: The server cannot listen on the address.
-    """
+    """One server, from start to stop, on one event loop; ``ConfigError`` if it cannot listen on the address."""
 
     def __init__(
         self,
@@ -81,7 +78,7 @@ class Server:
             epoch_s=time.time,
             monotonic_s=time.monotonic,
         )
-        self._shares = BaseShares()
+        self._shares: defaultdict[str, BaseShare] = defaultdict(BaseShare)  # by device
         self._cluster = None
         if server.fleet.ray is not None:
             resources = engine_resources(server.fleet.ray_resources, engine.model.device)
@@ -119,11 +116,7 @@ class Server:
         self.drain()
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
-        """Serve until drained.
-
-        Raises:
-            ManyloraError: The server could not start, or the engine died too often.
-        """
+        """Serve until drained, or raise ``ManyloraError``: it could not start, or the engine died too often."""
         listening = asyncio.Event()
 
         async def live() -> None:
@@ -149,7 +142,8 @@ class Server:
                         task.result()
         finally:
             await self.fleet.stop()  # clients that wait get an error
-            self._shares.close()
+            for share in self._shares.values():
+                share.close()
             if self._cluster is not None:
                 await self._cluster.close()
             stopping.cancel()
@@ -177,9 +171,8 @@ class Server:
     def _make_link(self, spec: EngineSpec) -> EngineLink:
         if self._cluster is not None:
             return RayLink(spec, self._cluster)
-        return LINKS["thread" if self._config.in_process else "process"](
-            spec, self._shares.on(spec.config.model.device)
-        )
+        make = LINKS["thread" if self._config.in_process else "process"]
+        return make(spec, self._shares[spec.config.model.device])
 
     async def _finish_in_flight(self) -> None:
         try:
@@ -225,10 +218,7 @@ def _scaling_policy(engine: EngineConfig, fleet: FleetConfig) -> ScalingPolicy |
 def run(
     engine: EngineConfig, server: ServerConfig, lora_modules: Sequence[LoraModule] = (), *, builder: str | None = None
 ) -> int:
-    """Serve until SIGTERM or SIGINT; call it from the main thread.
-
-    Returns:
-        The exit code: 0 after a graceful stop.
+    """Serve until SIGTERM or SIGINT, and return 0; call it from the main thread.
 
     Raises:
         ManyloraError: The server could not start, or the engine died too often.

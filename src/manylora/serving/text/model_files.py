@@ -64,10 +64,8 @@ def _read(file: Path) -> dict[str, Any]:
 def load_generation_defaults(model: ModelConfig) -> GenerationDefaults | None:
     """Return the defaults of a model, ``None`` if they are off; logs them.
 
-    A model without the file has none. A folder that the option names must have it.
-
-    Raises:
-        ConfigError: The file is missing there, or cannot be used.
+    A model without the file has none. ``ConfigError`` if a folder that the option names has none, or the file cannot be
+    used.
     """
     chosen = model.generation_config
     if chosen == "vllm":

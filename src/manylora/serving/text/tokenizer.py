@@ -67,8 +67,7 @@ class Tokenizer:
     ) -> Tokenizer:
         """Load a tokenizer from a directory or, with a network, from the hub; ``chat_template`` replaces its own.
 
-        Raises:
-            ConfigError: The tokenizer is missing, unreadable, or not a fast one.
+        ``ConfigError`` if the tokenizer is missing, unreadable, or not a fast one.
         """
         name = str(path_or_name)
         check_checkpoint(name, revision)
@@ -110,25 +109,18 @@ class Tokenizer:
         return found
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``.
+        """Return the token ids of a text; special tokens written out in it are recognised.
 
-        Args:
-            text: Any text; special tokens written out in it are recognised.
-            add_special_tokens: Add the model's tokens around a text (mostly a beginning-of-sequence token).
-
-        Raises:
-            RequestError: The text is not valid Unicode (a lone surrogate).
+        With ``add_special_tokens`` the model's tokens (mostly a beginning-of-sequence token) are added around it.
+        ``RequestError`` if it is not valid Unicode (a lone surrogate).
         """
         return list(self._encoding(text, add_special_tokens).ids)
 
     def encode_within(self, text: str, limit: int, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``, which must be fewer than ``limit``; otherwise as ``encode``.
+        """Return the token ids of a text as ``encode`` does, or raise ``ContextExceeded`` if it has ``limit`` or more.
 
         The cost is bounded by the limit, not by the text: a text that is too long by its characters is refused at
         once, and one that is by its tokens after a slice or a few. Other threads run meanwhile.
-
-        Raises:
-            ContextExceeded: The text has ``limit`` tokens or more.
         """
         self.check_chars(len(text), limit)
         stride = CHARS_AT_ONCE * limit
@@ -186,11 +178,7 @@ class Tokenizer:
         return tuple(runs)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``token_ids``; unknown ids have no text.
-
-        Raises:
-            RequestError: A number is out of the range of token ids.
-        """
+        """Return the text of tokens; unknown ids have none, and ids out of range raise ``RequestError``."""
         try:
             # Other threads run during ``decode_batch``, and not during ``decode``.
             text: str = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]

@@ -103,11 +103,8 @@ class EngineService:
     def run(self) -> bool:
         """Build the engine and serve on the calling thread until ``stop``.
 
-        Returns:
-            False if the configuration was refused, with the reason in a ``StartRefused`` message.
-
-        Raises:
-            Exception: The engine failed; it cannot be used again.
+        False if the configuration was refused, with the reason in a ``StartRefused`` message. An exception means that
+        the engine failed and cannot be used again.
         """
         try:
             given = {} if self.base is None else {"shared": self.base}

@@ -96,11 +96,7 @@ class AdapterBook:
 
     @contextlib.asynccontextmanager
     async def free(self, name: str, *, may_replace: bool) -> AsyncIterator[LoadedAdapter | None]:
-        """Lock a name for a load while inside; yield the entry that the load replaces, if any.
-
-        Raises:
-            AdapterExists: The name is taken.
-        """
+        """Lock a name for a load while inside, or raise ``AdapterExists``; yield the entry that is replaced, if any."""
         if name == self.served_name:
             raise AdapterExists(name, "this is the name of the base model")
         async with self._lock(name):
@@ -111,11 +107,7 @@ class AdapterBook:
 
     @contextlib.asynccontextmanager
     async def known(self, name: str) -> AsyncIterator[None]:
-        """Lock an adapter that is loaded while inside.
-
-        Raises:
-            AdapterNotFound: No such name.
-        """
+        """Lock an adapter that is loaded while inside, or raise ``AdapterNotFound``."""
         async with self._lock(name):
             if name not in self.adapters and name not in self.unavailable:
                 raise AdapterNotFound(name, "no adapter of this name is loaded")
@@ -165,11 +157,8 @@ class AdapterBook:
             held: The entries that the engine has loaded, by name; empty for a new engine. Updated.
 
         Returns:
-            The errors of adapters that could not be loaded. Without errors ``held`` equals the book, until the caller
-            next awaits.
-
-        Raises:
-            ManyloraError: An error that does not concern one adapter.
+            The errors of adapters that could not be loaded; an error that does not concern one adapter is raised.
+            Without errors ``held`` equals the book, until the caller next awaits.
         """
         errors: list[AdapterError] = []
         while not errors:

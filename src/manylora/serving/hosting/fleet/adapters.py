@@ -53,9 +53,7 @@ class FleetAdapters:
     def opened(self, modules: Sequence[LoraModule]) -> Iterator[None]:
         """Record the adapters given at start, for engines that start inside; those that are required end the start.
 
-        Raises:
-            ConfigError: Two models that are required have one name.
-            AdapterNotFound: A required adapter has no directory.
+        Errors are those of ``AdapterBook.open``.
         """
         self._book.open(modules)
         self._required = frozenset(module.name for module in modules if module.is_required)
@@ -99,12 +97,7 @@ class FleetAdapters:
             return status
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter; requests in flight finish on it.
-
-        Raises:
-            AdapterNotFound: No such name.
-            CapacityError: No engine serves.
-        """
+        """Unload an adapter, or raise ``AdapterNotFound``; requests in flight finish on it."""
         async with self._book.known(name):
             if name not in self.unavailable:
                 await self._everywhere(lambda client: client.unload_adapter(name))
@@ -114,9 +107,7 @@ class FleetAdapters:
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
         """Pin or unpin an adapter on every engine, and on those that start later.
 
-        Raises:
-            AdapterNotFound: No such name.
-            CapacityError: No engine serves, or no room to pin.
+        ``CapacityError`` if there is no room to pin it, or no engine serves.
         """
         async with self._book.known(name):
             self.check_available(name)
@@ -127,12 +118,7 @@ class FleetAdapters:
             return statuses[0]
 
     async def warm(self, name: str) -> AdapterStatus:
-        """Start to copy an adapter to the device of every engine.
-
-        Raises:
-            AdapterNotFound: No such name.
-            CapacityError: No engine serves, or no room.
-        """
+        """Start to copy an adapter to the device of every engine; ``CapacityError`` if there is no room."""
         async with self._book.known(name):
             self.check_available(name)
             return (await self._everywhere(lambda client: client.warm_adapter(name)))[0]
@@ -140,10 +126,7 @@ class FleetAdapters:
     async def lose(self, error: AdapterError) -> None:
         """Remove an adapter that one engine could not load: every engine serves the same names.
 
-        An adapter whose registry did not answer comes back by ``retry``.
-
-        Raises:
-            AdapterError: ``error``, if the start requires the adapter.
+        An adapter whose registry did not answer comes back by ``retry``. If the start requires it, ``error`` is raised.
         """
         name = error.adapter
         if self._required is not None and name in self._required:
@@ -200,14 +183,11 @@ class FleetAdapters:
         """Make a change on every engine that serves, and on those that start to serve meanwhile.
 
         The error of an engine that dies is ignored if another succeeds: the book brings its successor up to date.
-
-        ``undo`` reverts the change where it succeeded, if it failed elsewhere.
+        Another error is raised, after ``undo`` has reverted the change where it succeeded; of several engines it names
+        those that failed.
 
         Returns:
             The results of the engines that are alive, at least one.
-
-        Raises:
-            ManyloraError: The change failed on an engine; of several engines the message names those that failed.
         """
         results: dict[int, T | BaseException] = {}
         clients: dict[int, EngineClient] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,22 +28,15 @@ __all__ = ["FleetEngines", "Replica"]
 logger = logging.getLogger(__name__)
 
 UNAVAILABLE = {
-    EngineState.STARTING: ("The server is starting; please try again.", 5),
     EngineState.RESTARTING: ("The engine died and is being restarted; please try again.", 5),
+    EngineState.STARTING: ("The server is starting; please try again.", 5),
     EngineState.DRAINING: ("The server is shutting down and takes no new requests.", 10),
     EngineState.STOPPED: ("The server is shutting down and takes no new requests.", 10),
     EngineState.IDLE: ("The server is starting; please try again.", 5),
 }
-"""The reason why no engine serves, and ``Retry-After`` in seconds."""
+"""The reason why no engine serves, and ``Retry-After`` in seconds; the state nearest to service first."""
 
-BEST_FIRST = (
-    EngineState.SERVING,
-    EngineState.RESTARTING,
-    EngineState.STARTING,
-    EngineState.DRAINING,
-    EngineState.STOPPED,
-    EngineState.IDLE,
-)
+BEST_FIRST = (EngineState.SERVING, *UNAVAILABLE)
 
 ENDED = (EngineState.STOPPED, EngineState.IDLE)  # states of engines that will not serve by themselves
 SNAPSHOT_S = 5.0  # longest wait for the snapshot of one of several engines
@@ -87,11 +80,7 @@ class FleetEngines:
 
     @property
     def info(self) -> EngineInfo:
-        """Limits and sizes of an engine; the same for every engine of one configuration.
-
-        Raises:
-            CapacityError: No engine has started yet.
-        """
+        """Limits and sizes of an engine, the same for all; ``CapacityError`` before one has started."""
         for keeper in self.keepers:
             if keeper.info is not None:
                 return keeper.info
@@ -109,19 +98,13 @@ class FleetEngines:
 
     def replicas(self) -> list[Replica]:
         """Return every engine, as the API process knows it."""
-        return [
-            Replica(index=index, state=keeper.state, num_restarts=keeper.num_restarts)
-            if (client := keeper.client) is None
-            else Replica(
-                index=index,
-                state=keeper.state,
-                pid=client.link.pid,
-                node=client.link.node,
-                num_restarts=keeper.num_restarts,
-                num_in_flight=client.num_requests,
-            )
-            for index, keeper in enumerate(self.keepers)
-        ]
+        replicas = []
+        for index, keeper in enumerate(self.keepers):
+            one = Replica(index=index, state=keeper.state, num_restarts=keeper.num_restarts)
+            if (client := keeper.client) is not None:
+                one = replace(one, pid=client.link.pid, node=client.link.node, num_in_flight=client.num_requests)
+            replicas.append(one)
+        return replicas
 
     def clients(self) -> list[EngineClient]:
         """Return every engine that may hold requests."""
@@ -218,10 +201,8 @@ class FleetEngines:
     async def run(self, beside: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Watch the engines and restart those that die, until all are drained or stopped.
 
-        ``beside`` is other work of the fleet, for as long.
-
-        Raises:
-            EngineDead: An engine died too often, and no other serves or may soon.
+        ``beside`` is other work of the fleet, for as long. ``EngineDead`` if an engine died too often, and no other
+        serves or may soon.
         """
         for engine, keeper in enumerate(self.keepers):
             if keeper.state is not EngineState.IDLE and engine not in self._watching:
@@ -248,8 +229,7 @@ class FleetEngines:
     async def drain_replica(self, index: int, timeout_s: float) -> None:
         """End one engine for good: its requests may finish for ``timeout_s`` seconds, then they go on elsewhere.
 
-        Raises:
-            RequestError: There is no such engine, or no other serves.
+        ``RequestError`` if there is no such engine, or no other serves.
         """
         if not 0 <= index < len(self.keepers):
             raise RequestError(f"Got replica {index}, expected 0 to {len(self.keepers) - 1}", param="replica")

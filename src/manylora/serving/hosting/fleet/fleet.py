@@ -125,21 +125,14 @@ class Fleet:
     async def start(self, modules: Sequence[LoraModule] = ()) -> None:
         """Start the engines and load the adapters given at start.
 
-        Of several engines one may fail, for any other reason than these; ``run`` tries it again.
-
-        Raises:
-            ManyloraError: An engine refused its configuration, or a required adapter, named in the message. Or no
-                engine came up.
+        ``ManyloraError`` if an engine refused its configuration or a required adapter, or none came up. Of several
+        engines one may fail for another reason; ``run`` tries it again.
         """
         with self.adapters.opened(modules):
             await self.engines.start()
 
     async def run(self) -> None:
-        """Watch the engines and restart those that die, until drained or stopped.
-
-        Raises:
-            EngineDead: An engine died too often, and no other serves or may soon.
-        """
+        """Watch the engines and restart those that die, until drained or stopped; ``EngineDead`` if none is left."""
         beside: list[Coroutine[Any, Any, None]] = [self.adapters.retry()]
         if self._routing is not None:
             beside.append(self._routing.report(self.engines.keepers))

@@ -102,10 +102,8 @@ class EngineKeeper:
     async def start(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> None:
         """Start the first engine, or the next one of a keeper whose last was drained.
 
-        ``prepare`` is called with the engine once it has every adapter, before it serves.
-
-        Raises:
-            ManyloraError: The engine refused its configuration, or ``lose`` raised an adapter's error. It has ended.
+        ``prepare`` is called with the engine once it has every adapter, before it serves. A ``ManyloraError`` means
+        that it refused its configuration, or that ``lose`` raised an adapter's error; it has ended.
         """
         try:
             await self._bring_up(prepare)
@@ -121,10 +119,8 @@ class EngineKeeper:
     async def run(self, others_may_serve: Callable[[], bool]) -> None:
         """Watch the engine and restart it, until drained or stopped; one whose start failed is started first.
 
-        ``others_may_serve`` tells whether another engine of the fleet serves, or may soon.
-
-        Raises:
-            EngineDead: The engine is failing, and no other may serve.
+        ``EngineDead`` if it is failing, and ``others_may_serve`` tells that no other engine of the fleet serves, or may
+        soon.
         """
         now = asyncio.get_running_loop().time
         while True:
@@ -181,10 +177,9 @@ class EngineKeeper:
         self._forget_deaths()
 
     async def _bring_up(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> EngineClient:
-        """Start an engine and load the adapters of the book; the caller must set ``state`` without an await.
+        """Start an engine and load the adapters of the book; ``EngineDead`` if it took longer than the limit.
 
-        Raises:
-            EngineDead: It took longer than the limit.
+        The caller must set ``state`` without an await.
         """
         try:
             # Not ``wait_for``, which wraps a task before Python 3.12: the loop would turn before the caller goes on.

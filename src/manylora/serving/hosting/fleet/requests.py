@@ -104,9 +104,7 @@ class FleetRequests:
     async def submit_each(self, requests: Sequence[Request], stream: OutputStream) -> dict[str, ManyloraError]:
         """Add the valid requests, with outputs on an existing stream; return the errors of the others by request id.
 
-        Raises:
-            CapacityError: No engine serves.
-            EngineDead: An engine died before it had answered; no request is left.
+        ``CapacityError`` if no engine serves; after ``EngineDead`` no request is left.
         """
         return await self._submit(requests, stream, each=True)
 

@@ -135,9 +135,7 @@ class Resumer:
 
     def close(self, error: ManyloraError) -> None:
         """End every request that waits."""
-        for one in [*self._waiting.values(), *self._suspects.values()]:
-            self._end(one, error)
-        self._count()
+        self._end_all(error)
         for task in [self._sender, *self._placing]:
             if task is not None:
                 task.cancel()
@@ -152,7 +150,7 @@ class Resumer:
                 try:
                     is_open = bool(self.going_on())
                 except EngineDead:
-                    self._end_all("no engine is left")
+                    self._end_all(_ended("no engine is left"))
                     break
                 if not is_open:
                     await self._wait_for_engine()
@@ -195,7 +193,7 @@ class Resumer:
         try:
             await asyncio.wait_for(self._woken.wait(), max(0.0, left_s))
         except TimeoutError:
-            self._end_all(f"no other served within {self.policy.max_wait_s:g} s")
+            self._end_all(_ended(f"no other served within {self.policy.max_wait_s:g} s"))
 
     def _note_output(self, one: InFlightRequest) -> None:
         """A request that was sent on has an output."""
@@ -229,8 +227,7 @@ class Resumer:
             return EngineDead(f"This request lost {one.num_resumes} engines, and may lose {most} (last: {loss.error})")
         return None
 
-    def _end_all(self, reason: str) -> None:
-        error = EngineDead(f"The engine died while it worked on this request, and {reason}.")
+    def _end_all(self, error: ManyloraError) -> None:
         for one in [*self._waiting.values(), *self._suspects.values()]:
             self._end(one, error)
         self._count()
@@ -250,3 +247,7 @@ class Resumer:
 
     def _count(self) -> None:
         self.stats.num_waiting = len(self._waiting) + len(self._suspects)
+
+
+def _ended(reason: str) -> EngineDead:
+    return EngineDead(f"The engine died while it worked on this request, and {reason}.")

@@ -25,11 +25,7 @@ MAX_PAUSE_S = 5.0
 
 
 async def wait_until_hung(client: EngineClient, timeout_s: float) -> str:
-    """Wait until an engine has made no progress for ``timeout_s`` seconds; return the reason, in words.
-
-    Raises:
-        EngineDead: The engine died.
-    """
+    """Wait until an engine has made no progress for ``timeout_s`` seconds; return the reason, in words."""
     slice_s = min(MAX_PAUSE_S, timeout_s / NUM_CHECKS)
     num_steps, unmoved_s = -1, 0.0
     while True:
@@ -50,12 +46,7 @@ async def wait_until_hung(client: EngineClient, timeout_s: float) -> str:
 
 
 async def _ask(client: EngineClient, timeout_s: float, slice_s: float) -> tuple[EngineStats | None, float]:
-    """Ask for the engine's counters; return them, or ``None`` without an answer, and the time in which it could come.
-
-    Raises:
-        EngineDead: The engine died.
-        SnapshotFailed: The engine answered without its counters.
-    """
+    """Ask for the engine's counters; return them, ``None`` without an answer, and the time in which it could come."""
     answer = asyncio.ensure_future(client.snapshot(0))
     waited_s = 0.0
     try:

@@ -15,25 +15,9 @@ from dataclasses import replace
 from manylora.core.isolation.system import take_file
 from manylora.core.ports import SharedBase
 
-__all__ = ["BaseShare", "BaseShares"]
+__all__ = ["BaseShare"]
 
 logger = logging.getLogger(__name__)
-
-
-class BaseShares:
-    """The base on each device of a machine. For the event loop's thread alone."""
-
-    def __init__(self) -> None:
-        self._shares: dict[str, BaseShare] = {}
-
-    def on(self, device: str) -> BaseShare:
-        """Return the share of the engines on a device, as it is named in their configuration."""
-        return self._shares.setdefault(device, BaseShare())
-
-    def close(self) -> None:
-        """Release the memory, once no engine maps it."""
-        for share in self._shares.values():
-            share.close()
 
 
 class BaseShare:

@@ -179,14 +179,10 @@ class EngineClient:
             await asyncio.shield(self._idle)
 
     def submit(self, requests: Sequence[InFlightRequest], *, each: bool = False) -> Awaitable[dict[str, ManyloraError]]:
-        """Submit requests; await the result for the engine's answer.
+        """Submit requests; await the result for the engine's answer. They can be cancelled from the call on.
 
-        The requests can be cancelled from the call on.
-
-        Args:
-            requests: The requests.
-            each: Whether valid requests are added although others fail, whose errors are returned by request id;
-                otherwise all are added or none.
+        With ``each`` valid requests are added although others fail, whose errors are returned by request id; otherwise
+        all are added or none.
 
         Raises:
             RequestError: A request is invalid.
@@ -224,8 +220,7 @@ class EngineClient:
     ) -> tuple[dict[str, AdapterIdentity], dict[str, ManyloraError]]:
         """Check adapters without their weights and register those that pass.
 
-        Returns:
-            Each that is registered, and the error of each that is not, by name.
+        Return each that is registered, and the error of each that is not, by name.
         """
         reply = await self._call(lambda call: LoadAdapters(call, list(adapters)))
         return reply.registered, {name: fault.to_error() for name, fault in reply.refused.items()}

@@ -49,17 +49,11 @@ class OutputStream:
         self._interrupted: asyncio.Future[Flush | None] | None = None  # ... and the task that sleeps meanwhile
 
     async def deliver(self, consume: Consume) -> None:
-        """Deliver outputs to ``consume`` as they arrive, until ``close``.
+        """Deliver outputs to ``consume`` as they arrive, until ``close``; after ``EngineDead`` the others are lost.
 
-        While the work that ``consume`` returned is awaited, outputs are collected: a slow reader gets more tokens at a
+        ``consume`` is called with one or more outputs, on the event loop but not in this task. Its errors are raised
+        here. While the work that it returned is awaited, outputs are collected: a slow reader gets more tokens at a
         time, not a longer queue.
-
-        Args:
-            consume: Called with one or more outputs, on the event loop but not in this task. Its errors are raised
-                here.
-
-        Raises:
-            EngineDead: The engine died; its undelivered outputs are lost.
         """
         while not self._is_closed:
             if self._waiting:

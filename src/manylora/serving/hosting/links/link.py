@@ -30,11 +30,7 @@ class EngineLink(Protocol):
         """Return the node of a cluster that the engine runs on; ``None`` for this machine."""
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
-        """Start the engine; from now on ``deliver`` is called on the event loop with its messages.
-
-        Raises:
-            ManyloraError: The engine could not be started.
-        """
+        """Start the engine, or raise ``ManyloraError``; ``deliver`` is called on the event loop with its messages."""
 
     def send(self, command: Command) -> None:
         """Send a command without blocking; a command to a dead engine is dropped."""

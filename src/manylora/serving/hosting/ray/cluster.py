@@ -32,14 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def engine_resources(given: Mapping[str, Any], device: str) -> dict[str, float]:
-    """Return the amounts by name: ``CPU``, ``GPU``, ``memory`` in bytes, and names of the cluster's own.
+    """Return an engine's amounts by name: ``CPU``, ``GPU``, ``memory`` in bytes, and names of the cluster's own.
 
-    Args:
-        given: Amounts, as numbers or text.
-        device: The engine's device; a GPU takes one by default.
-
-    Raises:
-        ConfigError: An amount is not a number above 0.
+    An engine on a GPU takes one by default. ``ConfigError`` if a given amount is not a number above 0.
     """
     resources = {"CPU": 1.0} | ({"GPU": 1.0} if device.startswith("cuda") else {})
     for name, amount in given.items():
@@ -53,14 +48,10 @@ def engine_resources(given: Mapping[str, Any], device: str) -> dict[str, float]:
 
 
 def engines_on_node(node: Mapping[str, float], each: Mapping[str, float], most: int) -> int:
-    """Return how many engines of a fleet may be on one node, for the shares of its cores and its memory.
+    """Return how many engines may be on one node, ``most`` at most, for the shares of its cores and its memory.
 
-    Ray fills and empties nodes later, and an engine keeps its share. So the number is the most for which there is room.
-
-    Args:
-        node: Amounts that the node has in all, by name.
-        each: Amounts that an engine takes.
-        most: Engines of the fleet.
+    ``node`` has the amounts of the node in all, ``each`` those that an engine takes, by name. Ray fills and empties
+    nodes later, and an engine keeps its share, so the number is the most for which there is room.
     """
     room = [math.floor(node.get(name, 0.0) / amount + 1e-6) for name, amount in each.items()]
     return max(1, min([most, *room]))
@@ -69,10 +60,8 @@ def engines_on_node(node: Mapping[str, float], each: Mapping[str, float], most: 
 class RayCluster:
     """The cluster of one fleet. For the event loop's thread alone.
 
-    ``resources`` are the amounts that each engine takes of its node.
-
-    Raises:
-        ConfigError: Ray is not installed, or the address cannot be one.
+    ``resources`` are the amounts that each engine takes of its node. ``ConfigError`` if Ray is not installed, or the
+    address cannot be one.
     """
 
     def __init__(self, fleet: FleetConfig, resources: dict[str, float]) -> None:
@@ -95,11 +84,7 @@ class RayCluster:
         return RayPlace(self)
 
     async def connect(self) -> None:
-        """Connect to the cluster, once.
-
-        Raises:
-            ConfigError: There is no cluster at the address.
-        """
+        """Connect to the cluster, once; ``ConfigError`` if there is none at the address."""
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
         await asyncio.shield(self._connecting)
@@ -109,11 +94,7 @@ class RayCluster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def result(self, reference: Any) -> Any:
-        """Wait for the result of a remote call.
-
-        Raises:
-            EngineDead: Its actor has ended, or could not start.
-        """
+        """Wait for the result of a remote call; ``EngineDead`` if its actor has ended, or could not start."""
         from ray.exceptions import RayError
 
         try:
@@ -221,10 +202,9 @@ class RayPlace:
         return door
 
     async def start(self, engine: bytes, log_level: int) -> int:
-        """Start the engine process and return its id; arguments as of ``EngineActor.start``.
+        """Start the engine process and return its id; ``EngineDead`` if the actor has ended.
 
-        Raises:
-            EngineDead: The actor has ended.
+        ``engine`` is an ``EngineSpec`` as msgpack.
         """
         client_key = self._cluster.keys.public
         starting = await self._cluster.call(lambda: self._actor.start.remote(engine, client_key, log_level))
@@ -234,8 +214,7 @@ class RayPlace:
     async def exit_code(self) -> int:
         """Wait for the end of the engine process; return its exit code, or minus the number of a signal.
 
-        Raises:
-            EngineDead: The actor ended first: it was killed, or its node has died.
+        ``EngineDead`` if the actor ended first: it was killed, or its node has died.
         """
         waiting = await self._cluster.call(lambda: self._actor.wait.remote())
         code: int = await self._cluster.result(waiting)

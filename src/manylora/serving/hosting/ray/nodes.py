@@ -25,11 +25,7 @@ class RayNode:
 
 
 async def fitting_nodes(cluster: RayCluster) -> list[RayNode]:
-    """Return the nodes with the labels and, were they idle, the resources of the cluster's settings.
-
-    Raises:
-        ConfigError: There is no cluster.
-    """
+    """Return the nodes with the labels and, were they idle, the resources of the cluster's settings."""
     await cluster.connect()
 
     def find() -> list[RayNode]:

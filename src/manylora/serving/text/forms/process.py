@@ -53,8 +53,7 @@ class FormProcess:
     def check(self, constraint: Constraint) -> str | None:
         """Return the message of a form's refusal, ``None`` if it can be followed.
 
-        Raises:
-            CapacityError: The process could not be started, or was lost twice, or had no answer in time (503).
+        ``CapacityError`` (503) if the process could not be started, was lost twice, or had no answer in time.
         """
         with self._lock:
             for is_last in (False, True):
@@ -125,11 +124,8 @@ _decode = msgspec.msgpack.Decoder(str | None).decode
 def _receive(pipe: Connection, limit_s: float) -> str | None:
     """Return the next answer: the message of a refusal, ``None`` for a form that can be followed.
 
-    The first answer of a process is about its tokenizer, in the same way.
-
-    Raises:
-        TimeoutError: There is none within ``limit_s`` seconds.
-        OSError: The process died, or its answer cannot be read.
+    The first answer of a process is about its tokenizer, in the same way. ``TimeoutError`` if there is none within
+    ``limit_s`` seconds, ``OSError`` if the process died or its answer cannot be read.
     """
     answer: str | None = receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)
     return answer

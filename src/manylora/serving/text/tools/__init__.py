@@ -8,27 +8,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from manylora.serving.text.tools.json_formats import (
-    HermesParser,
-    Llama3JsonParser,
-    MistralParser,
-    NamedCall,
-    QwenParser,
-    RequiredCalls,
-)
-from manylora.serving.text.tools.parser import EventKind, ToolEvent, ToolParser, ToolSchemas
+from manylora.serving.text.tools.json_formats import HermesParser, Llama3JsonParser, MistralParser, QwenParser
+from manylora.serving.text.tools.parser import EventKind, ToolEvent, ToolParser
 from manylora.serving.text.tools.pythonic import PythonicParser
 
-__all__ = [
-    "TOOL_PARSERS",
-    "EventKind",
-    "NamedCall",
-    "RequiredCalls",
-    "ToolEvent",
-    "ToolParser",
-    "ToolSchemas",
-    "parser_of_template",
-]
+__all__ = ["TOOL_PARSERS", "EventKind", "ToolEvent", "ToolParser", "parser_of_template"]
 
 TOOL_PARSERS: Mapping[str, type[ToolParser]] = {
     "hermes": HermesParser,
