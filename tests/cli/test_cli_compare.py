@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from manylora.cli.app import app
+from manylora.cli.app import app, main
 from manylora.cli.views.terminal import out
 from manylora.core.errors import ConfigError
 from manylora.core.scheduling import POLICIES
@@ -66,3 +67,18 @@ def test_a_wrong_policy_is_named_before_the_first_run(monkeypatch: pytest.Monkey
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, ["compare", *words, *BUSY], catch_exceptions=False)
     assert not simulated
+
+
+def test_an_error_of_a_plug_in_names_its_file_and_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE.replace("sequence.num_to_run", "1 / 0"))
+    monkeypatch.setattr(sys, "argv", ["manylora", "compare", "--policy", f"{mine}:Shortest", *BUSY])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    line = MINE.splitlines().index("    return KeyedPolicy(lambda sequence, now: sequence.num_to_run)") + 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "ZeroDivisionError: division by zero, raised in the plug-in policy = " in error
+    assert error.replace(" ", "").partition(f"mine.py:{line}")[1]

@@ -174,6 +174,7 @@ def main() -> None:
             fail(f"{error.filename}: {error.strerror}", code=2)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             fail(f"the output is incomplete: {error.strerror}", code=1)
-        fail(f"{type(error).__name__}: {error} (run `manylora --debug ...` to see where)", code=1)
+        notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # the plug-in that raised it
+        fail(f"{type(error).__name__}: {error}{notes} (run `manylora --debug ...` to see where)", code=1)
     finally:
         end_prestarted()
