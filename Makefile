@@ -4,6 +4,7 @@
 #   make test
 #   make PYTHON=python3.12 demo     another interpreter
 #   make test ARGS="-k server -x"   arguments for pytest, which runs in two processes; "-n 0 ..." for one
+#   make quick QUICK=tests/route    the fast tests of another room
 #   make bench TRACES=DIR           with the benchmarks that read public traces
 
 SHELL := bash
@@ -14,6 +15,7 @@ PYTHON ?= python3
 ARGS ?=
 TRACES ?=
 ATTACK_S ?= 1800
+QUICK ?= tests/core tests/lab tests/functions/decisions tests/golden tests/cli tests/demo tests/route/test_proxy_parts.py
 VENV := .venv
 BIN := $(VENV)/bin
 FOR_RUN := $(VENV)/.installed-for-run
@@ -33,6 +35,10 @@ test: $(FOR_TEST) ## all checks and all tests; the tests run even when a check f
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS); \
 	[ $$checks -eq 0 ] || echo 'The tests passed, but `make check` did not: see above.' >&2; \
 	exit $$checks
+
+.PHONY: quick
+quick: $(FOR_TEST) ## the inner loop, in under a minute: decisions, simulation and commands, without servers and kernels
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
 
 .PHONY: attack
 attack: $(FOR_TEST) ## the attack suite over and over for ATTACK_S seconds (half an hour), every neighbour within 50 ms

@@ -25,6 +25,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from reciter import HOLD, engine_config, write_reciter
+from rich.console import Console, ConsoleDimensions
 from serving import Gate, write_tokenizer
 
 from manylora.core.config import ServerConfig
@@ -40,6 +41,12 @@ assert torch.empty(1).isnan()
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")
+
+
+@pytest.fixture
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands print their tables at full width, on whatever terminal."""
+    monkeypatch.setattr(Console, "size", property(lambda console: ConsoleDimensions(400, 50)))
 
 
 @pytest.fixture

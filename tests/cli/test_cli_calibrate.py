@@ -73,6 +73,7 @@ def test_what_was_asked_for_wrongly_is_said(
     assert message in str(result.exception)
 
 
+@pytest.mark.slow
 def test_a_live_engine_is_swept(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(

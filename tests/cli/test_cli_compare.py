@@ -14,6 +14,8 @@ from manylora.cli.views.terminal import out
 from manylora.core.errors import ConfigError
 from manylora.core.scheduling import POLICIES
 
+pytestmark = pytest.mark.usefixtures("wide_terminal")
+
 BUSY = ["--rate", "8", "--requests", "80", "--set", "warm_up_s=0", "--set", "setup.scheduler.max_num_seqs=4"]
 
 MINE = """

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from demo_tasks import is_held_out
 
 from manylora.cli.commands.demo import PROMPTS
 from manylora.demo import TASKS
 
 
+@pytest.mark.slow
 def test_the_demo_without_a_terminal_answers_rightly_and_ends() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "manylora", "demo"],

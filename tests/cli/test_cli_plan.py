@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def run(*words: str) -> str:
-    result = CliRunner().invoke(app, ["plan", *words, *QUICK], catch_exceptions=False, env={"COLUMNS": "160"})
+    result = CliRunner().invoke(app, ["plan", *words, *QUICK], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -65,6 +65,7 @@ def test_a_plan_says_capacity_memory_cost_and_what_binds(file: Path, tmp_path: P
     assert plan["usage"]["memory"]["over_time"].keys() == {"seconds", "kv", "prefixes", "adapters", "free"}
 
 
+@pytest.mark.slow
 def test_variants_are_planned_side_by_side(file: Path, tmp_path: Path) -> None:
     written = tmp_path / "plan.json"
     text = run(str(file), "--compare", "gpu=a40,h100", "--price", "a40=1", "--rate", "8", "--json", str(written))

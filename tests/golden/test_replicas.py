@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.core.events import Event
 from manylora.lab.catalog.models import base_shape
@@ -79,6 +81,7 @@ def test_the_run_exercises_what_the_digest_is_to_guard():
     assert any(record.adapter_wait_s > 0 for record in done.records)
 
 
+@pytest.mark.slow
 def test_the_log_is_the_one_on_record_here_and_in_another_process():
     assert digest() == DIGEST
     output = subprocess.run([sys.executable, str(Path(__file__))], capture_output=True, text=True, check=True)

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from manylora.core.clock import VirtualClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
@@ -99,6 +101,7 @@ def test_the_event_log_is_the_one_on_record():
     assert digest(simulate()[0]) == DIGEST
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same_log():
     output = subprocess.run([sys.executable, str(Path(__file__))], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == digest(simulate()[0])

@@ -191,6 +191,7 @@ def test_errors_of_the_server_are_retried_and_then_named(server: RegistryServer,
         check(server, registry)
 
 
+@pytest.mark.slow
 @given(
     has_ranges=st.booleans(),
     cuts=st.lists(st.integers(0, 300_000), max_size=5),
@@ -279,6 +280,7 @@ def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpReg
         read_adapter("mine", f"{server.url}/org/b", ReadRules(base=BASE, max_bytes=LIMIT, registry=registry))
 
 
+@pytest.mark.slow
 def test_slow_headers_are_refused_alone_and_soon(
     server: RegistryServer, folder: Path, known: PackedAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,6 +310,7 @@ def test_slow_headers_are_refused_alone_and_soon(
         process.close()
 
 
+@pytest.mark.slow
 def test_a_reader_without_network_hands_on_layers_while_later_ones_are_held_back(
     server: RegistryServer, folder: Path, known: PackedAdapter
 ) -> None:

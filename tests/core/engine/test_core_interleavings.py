@@ -330,6 +330,7 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=100, stateful_step_count=50)
 
 
+@pytest.mark.slow
 def test_soak_under_pressure() -> None:
     """Hundreds of actions on a pool that is always too small: what short examples do not reach."""
     soaks = [soak(seed) for seed in range(NUM_SOAKS)]

@@ -52,6 +52,7 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+@pytest.mark.slow
 def test_unload_frees_pages_and_host_memory(model_path: Path, tmp_path: Path) -> None:
     bases: list[BaseShape] = []
 

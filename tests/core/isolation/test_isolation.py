@@ -59,6 +59,7 @@ def _attack(tmp_path: Path, *, as_root: bool) -> dict[str, dict[str, object]]:
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(landlock_version() < 4, reason="needs a kernel with Landlock 4")
 @pytest.mark.parametrize("as_root", [True, False])
 def test_a_compromised_function_gets_nowhere(tmp_path: Path, as_root: bool) -> None:

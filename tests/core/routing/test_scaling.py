@@ -248,6 +248,7 @@ def scaled(seed: int = 0, num_warm: int = 4) -> Run:
     return simulate(workload, replace(config, scaling=SimulatedScaling(policy=policy, start_s=8.0)))
 
 
+@pytest.mark.slow
 def test_simulated_replicas_follow_a_hill_and_lose_no_request() -> None:
     run = scaled()
     assert all(record.error is None and record.num_output_tokens == 60 for record in run.records)
@@ -264,6 +265,7 @@ def test_simulated_replicas_follow_a_hill_and_lose_no_request() -> None:
     assert again.spans == run.spans
 
 
+@pytest.mark.slow
 def test_the_first_requests_of_a_new_replica_find_their_adapters_warm() -> None:
     def cold(run: Run) -> int:
         begins = {span.index: span.serving_at for span in run.spans if span.asked_at > 0}

@@ -43,7 +43,7 @@ NUM_ADAPTERS = 8
 SLACK_S = 0.1
 """A few steps: what two means may differ by when no request waits."""
 LEAST_WORK = f"{Path(__file__).parents[3] / 'examples' / 'own_policy.py'}:least_work"
-# A plug-in, module:Name or file.py:Name, held to the same guarantees: docs/scheduling.md, "Writing a policy".
+# A plug-in, module:Name or file.py:Name, held to the same guarantees: docs/own-policy.md, "More than one number".
 NAMES_OF_POLICIES = [*sorted(POLICIES), LEAST_WORK, *os.environ.get("OWN_POLICY", "").split()]
 LONGEST_FIRST = f"{__name__}:longest_first"
 
@@ -132,6 +132,7 @@ DISCIPLINES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(
     policy=st.sampled_from(NAMES_OF_POLICIES),
     asks=ASKS,
@@ -233,6 +234,7 @@ def test_a_queue_with_work_and_quota_is_never_skipped(demands, refusals, num_pag
             made.check_integrity()
 
 
+@pytest.mark.slow
 @given(
     gap=st.sampled_from([0.002, 0.005, 0.01, 0.02, 0.05, 0.2]),
     share=st.floats(0.05, 0.4),

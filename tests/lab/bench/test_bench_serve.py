@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from reciter import engine_config
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from manylora.core.config import ServerConfig
 from manylora.serving.server import BackgroundServer, LoraModule
 
 
+@pytest.mark.slow
 def test_a_run_over_adapters_and_one_over_the_base(tokenizer: Path, lora_dir: Path, tmp_path: Path) -> None:
     server = BackgroundServer(
         engine_config(tokenizer),

@@ -60,6 +60,7 @@ def test_with_one_size_the_bound_is_belady():
     assert most_saved("aabb", sizes, ones, 1) == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traffic", ["independent", "sessions"])
 def test_no_policy_beats_the_bound_and_price_is_not_beaten_by_much(traffic):
     experiment = read_experiment("manylora/eviction")

@@ -72,6 +72,7 @@ def priced(scenario: Scenario, cost: CostModel) -> Scenario:
     return PricedScenario(**{one.name: getattr(scenario, one.name) for one in fields(scenario)}, cost=cost)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit_s", "percentile"), [(0.25, 90.0), (0.35, 80.0)])
 def test_capacity_of_one_server_is_that_of_queueing_theory(limit_s: float, percentile: float) -> None:
     """One sequence at a time, one step each, no adapter: Poisson arrivals, deterministic service, one server."""
@@ -186,6 +187,7 @@ def test_a_slow_link_binds() -> None:
     assert made.usage.link_busy > 0.5 > made.usage.device_busy
 
 
+@pytest.mark.slow
 def test_from_data_sheets_a_promise_on_gaps_is_bound_by_steps() -> None:
     one = scenario(prompt=500, output=30, setup=Setup(model="llama-3-8b", hardware="a40"), scheduler=SchedulerConfig())
     made = plan(one, Slo(tbt_s=0.06), None, price_per_hour=2.0)

@@ -104,6 +104,7 @@ def _even(rng: random.Random, between: tuple[int, int], num: int) -> list[int]:
     return rng.sample([low + index * (high - low + 1) // num for index in range(num)], num)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_goodput_holds_at_ten_times_the_capacity(name: str) -> None:
     case = CASES[name]
