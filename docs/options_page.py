@@ -85,7 +85,7 @@ def options_page() -> str:
     for title, owner, place in _SECTIONS:
         parts += [f"## {title}\n", f"{place}\n" if place else "", _table(owner)]
     parts.append("## Options of one policy, predictor, eviction policy or router\n")
-    parts.append("Those of one of your own are given in the same way ([scheduling](scheduling.md#writing-a-policy)).\n")
+    parts.append("Options of a policy of your own are given in the same way ([your own policy](own-policy.md)).\n")
     for kind, ours in PLUGINS.items():
         owners: dict[type, list[str]] = {}
         for name, owner in options_of(ours).items():

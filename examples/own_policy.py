@@ -4,7 +4,7 @@
     manylora simulate --rate 3 --policy examples/own_policy.py:least_work --policy-option answer_weight=2
     manylora experiment run examples/own-policy.toml --traces DIR
 
-docs/scheduling.md and docs/memory.md describe the inputs and the guarantees of a policy.
+docs/own-policy.md and docs/own-eviction.md describe the inputs and the guarantees of a policy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of routes and fields in docs/api.md hold: each row is tried, and no route, field or refusal is missing."""
+"""The tables in docs/api-fields.md hold: each row is tried, and no route, field or refusal is missing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from manylora.serving.api.schemas import (
 )
 from manylora.serving.server import BackgroundServer
 
-PAGE = Path(__file__).parents[3] / "docs" / "api.md"
+PAGE = Path(__file__).parents[3] / "docs" / "api-fields.md"
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object"}
 TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
@@ -165,9 +165,8 @@ WITHIN: Mapping[str, Any] = {
 
 def tables() -> dict[str, list[tuple[str, list[str]]]]:
     """Return the rows of the section's tables by the first two heads: each name of the first cell, and the cells."""
-    section = PAGE.read_text().partition("\n## All routes and fields\n")[2].partition("\n## ")[0]
     found: dict[str, list[tuple[str, list[str]]]] = {}
-    for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
+    for block in re.findall(r"(?:^\|.*\n)+", PAGE.read_text(), re.MULTILINE):
         lines = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in block.splitlines()]
         rows = [(name, line) for line in lines[2:] for name in re.findall("`([^`]+)`", line[0])]
         found[" ".join(lines[0][:2])] = rows

@@ -11,7 +11,7 @@
 An adapter that no replica holds goes to the cheapest candidate: placing it is a chance to even out the load. From then
 on its requests go there as long as that costs less than another copy. A hot adapter gets copies one by one. Once its
 load falls, the last copies in its order are asked no more, and their engines drop them. There is no state beside the
-views of the replicas: another router, or this one after a restart, decides alike (docs/adr/0034).
+views of the replicas: another router, or this one after a restart, decides alike (docs/routing.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 
 A replica in use costs time; so does a start. To keep an idle replica for as long as a start costs, several times over,
 bounds the loss against a plan that knows the future, as in renting against buying. The slack is a hysteresis: the rate
-at which a replica is given up is lower than the one at which it is asked for (docs/adr/0039).
+at which a replica is given up is lower than the one at which it is asked for (docs/scaling.md).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The running set asks one strategy, chosen by name (``SchedulerConfig.step_composition``). The default, ``mixed``, cuts
 prompts to the room that decoding leaves and admits at every step, after Sarathi-Serve. The others compose steps as
-published baselines do, so that their figures can be compared on this engine. ``docs/adr/0016`` maps each part of the
-``s-lora`` ones to S-LoRA's router and request queue.
+published baselines do, so that their figures can be compared on this engine. ``docs/baselines.md`` maps each
+part of S-LoRA's router and request queue to an option.
 
 ::
 

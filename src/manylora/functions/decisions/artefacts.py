@@ -8,9 +8,10 @@ r"""The artefacts of a cold start, the places that can hold them, and the value 
 A function's first token waits for every artefact that is not loaded. Holding one in a place saves the part of its load
 that lies behind that place: from host memory less than from the device.
 
-Source: ServerlessLoRA, section 4.1. It differs in three ways (ADR 36). An artefact has a value of its own for each kind
-of memory, and the best copy alone counts. A shared backbone is one artefact: its value adds up over its functions and
-its bytes count once. The rules of precedence hold by place: a child on a device needs its parent on that device.
+Source: ServerlessLoRA, section 4.1. It differs in three ways (``docs/functions-decisions.md``). An artefact has a value
+of its own for each kind of memory, and the best copy alone counts. A shared backbone is one artefact: its value adds up
+over its functions and its bytes count once. The rules of precedence hold by place: a child on a device needs its parent
+on that device.
 """
 
 from __future__ import annotations

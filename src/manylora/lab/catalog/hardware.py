@@ -2,7 +2,7 @@
 
 Peaks are from vendors' data sheets (dense, 16-bit inputs, 32-bit accumulation). Shares are estimates for large products
 and streaming reads; replace them first when a device can be measured. No value was tuned to a result under load; see
-`docs/simulator.md`.
+`docs/cost-model.md`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ No request starves, for the reasons in ``keyed.py``. The backlog that counts is 
 become shortest first under an overload that lasts.
 
 Source: the key after Yu and Scully, "Strongly tail-optimal scheduling in the light-tailed M/G/1" (2024), the weighted
-size after Chameleon, section 4.3.1; the backlog in place of a constant, and the bound, are ours (``docs/adr/0022``).
+size after Chameleon, section 4.3.1; the backlog in place of a constant, and the bound, are ours
+(``docs/scheduling.md``).
 """
 
 from __future__ import annotations

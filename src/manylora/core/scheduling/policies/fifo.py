@@ -8,7 +8,7 @@ wrong.
 
 Under ``strict-fifo`` a request that cannot run holds up all that came later. No request starves: the oldest is first in
 line, and none is offered behind a refused one. Source: S-LoRA's queue, as the baseline of published comparisons;
-``docs/adr/0016`` lists the rest of that baseline.
+``docs/baselines.md`` lists the rest of that baseline.
 
 Under ``fifo`` a sequence whose adapter is loading is passed by younger ones: it could not run anyway. A sequence that
 lacks room for its adapter, or that the adapter cap keeps out, may be passed a bounded number of times.

@@ -21,7 +21,7 @@ quota and is not admitted, for want of memory or because smaller requests took t
 times (``policies/fifo.py``), then is first in line, and no other is offered. Squashing ends: only older requests
 squash younger ones.
 
-Source: Chameleon, section 4.3, algorithm 1. Our choices where it is silent are in ``docs/adr/0010`` to ``0013``.
+Source: Chameleon, section 4.3, algorithm 1. Our choices where it is silent are in ``docs/chameleon.md``.
 """
 
 from __future__ import annotations
