@@ -20,6 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 FOR_RUN := $(VENV)/.installed-for-run
 FOR_TEST := $(VENV)/.installed-for-test
+FOR_DOCS := $(VENV)/.installed-for-docs
 
 .PHONY: help
 help: ## show this list
@@ -62,9 +63,11 @@ bench: $(FOR_TEST) ## run the benchmarks and rewrite bench/results (eight hours,
 	@$(BIN)/python bench/run_all.py $(if $(TRACES),--traces '$(TRACES)') $(ARGS)
 
 .PHONY: docs
-docs: $(FOR_TEST) ## write docs/options.md anew, and check that links, commands and claims about the tree hold
+docs: $(FOR_DOCS) ## write docs/options.md anew, check what pages claim, and build the site into build/site
 	@$(BIN)/python docs/options_page.py
-	@$(BIN)/python -m pytest tests/project/test_project.py $(ARGS)
+	@$(BIN)/python -m pytest -n 2 tests/project/test_project.py tests/project/test_pages.py tests/project/test_site.py $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo 'The site is in build/site: open build/site/index.html'
 
 .PHONY: setup
 setup: $(FOR_TEST) ## install everything a developer needs
@@ -75,7 +78,8 @@ clean: ## remove .venv and every cache
 	rm -rf $(VENV) .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One environment, two levels of it: to run, and to develop. A test environment can run as well, so making it stamps both.
+# One environment, three levels of it: to run, to develop, to build the site. A level includes those before it, and making it
+# stamps them.
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -103,5 +107,9 @@ $(FOR_RUN): pyproject.toml | $(BIN)/python
 $(FOR_TEST): pyproject.toml | $(BIN)/python
 	$(call pip_install,what manylora needs to run and be tested,.[test$(comma)dev$(comma)cpu$(comma)grammar])
 	@touch $(FOR_RUN) $(FOR_TEST)
+
+$(FOR_DOCS): pyproject.toml | $(FOR_TEST)
+	$(call pip_install,what the site of the documentation needs,.[docs])
+	@touch $(FOR_DOCS)
 
 comma := ,
