@@ -1,4 +1,4 @@
-"""The words that documents, docstrings, comments and messages do without, and the plain word for each.
+"""The words that documents and docstrings do without, and the plain word for each.
 
 To ban another word, add a line to ``WORDS``. The test names every place: ``file:line: the words -> the replacement``.
 """
@@ -6,9 +6,7 @@ To ban another word, add a line to ``WORDS``. The test names every place: ``file
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -68,25 +66,18 @@ PATTERNS = [(re.compile(word.pattern.replace(" ", r"\s+"), re.IGNORECASE), word)
 ANY = re.compile("|".join(pattern.pattern for pattern, word in PATTERNS if word.where == "all"), re.IGNORECASE)
 SENTENCE = re.compile(rf"\b(?:What|Who)\s+(?:is|are)\b|\w+: (?:{QUESTION})\b")
 """Modules that match neither of these two are not parsed, which keeps the test fast."""
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")]
-TABLES = [*ROOT.glob("examples/*.toml"), *ROOT.glob("src/**/*.toml")]
+DOCUMENTS = [
+    page for where in ("*", "docs/**/*", "bench/**/*", "src/manylora/*/*") for page in ROOT.glob(f"{where}.md")
+]
 CODE = [path for folder in ("src", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
 
 
-def texts_of(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield docstrings, other strings and comments of a module: first line, text, whether it is a docstring."""
-    tree = ast.parse(source)
-    docstrings = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.lineno, node.value, id(node) in docstrings
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string.lstrip("# "), False
+def docstrings_of(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings of a module, those of its fields included: first line, text."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text), lineno=line)):
+                yield line, text
 
 
 def matches(path: Path, first_line: int, text: str, *, is_docstring: bool = False) -> Iterator[str]:
@@ -100,12 +91,12 @@ def matches(path: Path, first_line: int, text: str, *, is_docstring: bool = Fals
 
 
 def test_words_are_plain() -> None:
-    wrong = [line for path in sorted(DOCUMENTS + TABLES) for line in matches(path, 1, path.read_text(encoding="utf-8"))]
+    wrong = [line for path in sorted(DOCUMENTS) for line in matches(path, 1, path.read_text(encoding="utf-8"))]
     for path in sorted(CODE):
         source = path.read_text(encoding="utf-8")
         if ANY.search(source) or SENTENCE.search(source):
-            for first_line, text, is_docstring in texts_of(source):
-                wrong.extend(matches(path, first_line, text, is_docstring=is_docstring))
+            for first_line, text in docstrings_of(source):
+                wrong.extend(matches(path, first_line, text, is_docstring=True))
     assert not wrong, "words with a plainer replacement:\n" + "\n".join(wrong)
 
 
@@ -130,11 +121,6 @@ def test_patterns(text: str, is_found: bool) -> None:
     assert bool([*matches(ROOT / "example.py", 1, text, is_docstring=True)]) == is_found
 
 
-def test_texts_of_a_module() -> None:
-    source = '"""Doc."""\n\nx = f"{1} message"  # a comment\n\n\nclass A:\n    """Doc of A."""\n'
-    assert sorted(texts_of(source)) == [
-        (1, "Doc.", True),
-        (3, " message", False),
-        (3, "a comment", False),
-        (7, "Doc of A.", True),
-    ]
+def test_docstrings_of_a_module() -> None:
+    source = '"""Doc."""\n\nx = "message"  # a comment\n"""Doc of x."""\n\n\nclass A:\n    """Doc of A."""\n'
+    assert sorted(docstrings_of(source)) == [(1, "Doc."), (4, "Doc of x."), (8, "Doc of A.")]
