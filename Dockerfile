@@ -3,7 +3,8 @@
 
 FROM python:3.12-slim AS cpu
 RUN pip install --no-cache-dir "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cpu
-COPY pyproject.toml README.md LICENSE /src/
+COPY pyproject.toml LICENSE /src/
+COPY packages/description.md /src/packages/
 COPY src /src/src
 RUN pip install --no-cache-dir "/src[cpu,grammar]" && rm -rf /src && useradd --create-home --uid 10001 manylora
 USER manylora
@@ -18,7 +19,8 @@ FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04 AS cuda
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv gcc python3-dev \
   && rm -rf /var/lib/apt/lists/* && python3 -m venv /opt/manylora
 ENV PATH=/opt/manylora/bin:$PATH
-COPY pyproject.toml README.md LICENSE /src/
+COPY pyproject.toml LICENSE /src/
+COPY packages/description.md /src/packages/
 COPY src /src/src
 RUN pip install --no-cache-dir "/src[grammar]" && rm -rf /src && useradd --create-home --uid 10001 manylora
 USER manylora

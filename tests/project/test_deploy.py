@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,10 @@ def test_the_image_serves_its_demo() -> None:
         ["docker", "run", "--rm", "manylora:test", "demo", "--once"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("project", [".", "packages/light"])
+def test_the_description_on_a_package_index_has_no_link_into_the_repository(project: str) -> None:
+    metadata = tomllib.loads((ROOT / project / "pyproject.toml").read_text())["project"]
+    text = (ROOT / project / metadata["readme"]).read_text()
+    assert re.findall(r"\]\((?!https?:)([^)]*)\)", text) == []
