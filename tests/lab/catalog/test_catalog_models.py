@@ -93,6 +93,34 @@ def test_quantised_layers_take_fewer_bytes_and_as_many_operations() -> None:
     assert quarter.active_weights == whole.active_weights
 
 
+def test_kv_in_8_bits_takes_half_the_pages_and_adapters_the_same_bytes() -> None:
+    half = find_dims("llama-3-8b")
+    narrow = replace(half, kv_dtype="int8")
+    assert narrow.kv_bytes_per_token == 2 * 32 * 8 * (128 + 4)
+    assert base_shape(narrow).page.num_bytes == 16 * narrow.kv_bytes_per_token
+    assert adapter_bytes(base_shape(narrow), 32, ATTENTION_TARGETS) == adapter_bytes(
+        base_shape(half), 32, ATTENTION_TARGETS
+    )
+    with pytest.raises(ConfigError, match="kv_dtype = 'int4', expected int8 or one of float32"):
+        replace(half, kv_dtype="int4")
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "bits"),
+    [
+        (None, None),
+        ({"quant_method": "gptq", "bits": 4}, 4),
+        ({"quant_method": "awq", "w_bit": 4}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 4),
+    ],
+)
+def test_a_config_file_says_how_wide_weights_are(quantisation: object, bits: int | None) -> None:
+    assert dims_from_config(QWEN_2_5_7B | {"quantization_config": quantisation}).weight_bits == bits
+
+
 def test_a_base_in_single_precision_is_twice_as_large() -> None:
     half = find_dims("llama-3-8b")
     single = replace(half, dtype="float32")

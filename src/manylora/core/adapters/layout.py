@@ -250,10 +250,12 @@ def lay_out(
     Args:
         ranks: Rank of each module that has weights, by module name; every name is in ``base.modules``.
         base: The base model.
-        dtype: Type of the packed weights; the page's own when ``None``.
+        dtype: Type of the packed weights; ``None`` is the ``adapter_dtype`` of the page.
         column_scaled: Names of the modules with a column scale, all of them in ``ranks``.
     """
-    return _lay_out(tuple(ranks.items()), base, base.page.dtype if dtype is None else dtype, frozenset(column_scaled))
+    return _lay_out(
+        tuple(ranks.items()), base, base.page.adapter_dtype if dtype is None else dtype, frozenset(column_scaled)
+    )
 
 
 @lru_cache(MAX_SHAPES)

@@ -81,7 +81,7 @@ class ReadRules:
     @property
     def asked_dtype(self) -> str:
         """The type of packed weights that is asked for."""
-        return self.dtype or self.base.page.dtype
+        return self.dtype or self.base.page.adapter_dtype
 
     def open(self, name: str, place: str | Path) -> Folder:
         """Return the folder at a path or URL; errors as for ``open_folder``."""

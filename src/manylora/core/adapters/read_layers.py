@@ -80,7 +80,7 @@ class LayerReader:
             matched = shapes.match(self._name, written, self._file)
             if least_bytes(matched.weights) > version.host_bytes:
                 raise self._changed()  # before it is laid out, since its ranks have no bound yet
-            dtype = version.dtype or choose_dtype(self._file.fetch(matched.weights), base.page.dtype)
+            dtype = version.dtype or choose_dtype(self._file.fetch(matched.weights), base.page.adapter_dtype)
             self.layout: AdapterLayout = layout_of(matched.weights, base, dtype)
             self._layers = matched.layers
             is_same = self.layout.num_pages == version.num_pages

@@ -79,6 +79,11 @@ class PageShape:
         return self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
 
     @property
+    def adapter_dtype(self) -> str:
+        """Type of an adapter's weights where nothing else is asked for: that of KV, or 16 bits beside KV in 8."""
+        return "bfloat16" if self.dtype == "int8" else self.dtype
+
+    @property
     def num_elements(self) -> int:
         """Elements in a page."""
         return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.vector_elements

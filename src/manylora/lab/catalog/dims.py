@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manylora.core.adapters.shape import ELEMENT_BYTES
+from manylora.core.adapters.shape import ELEMENT_BYTES, PageShape
 from manylora.core.errors import ConfigError
 
 __all__ = ["ATTENTION_TARGETS", "ModelDims"]
@@ -30,9 +30,10 @@ class ModelDims:
         experts_per_token: Experts that a token is routed to.
         tie_embeddings: Whether the head is the embedding.
         has_attention_bias: Whether q, k and v have biases.
-        dtype: Precision of KV, adapters and activations.
+        dtype: Precision of adapters and activations, and of KV without ``kv_dtype``.
         weight_bits: Bits per weight of the layers' matrices in a quantised base, whose embedding and head stay in
             ``dtype``; ``None`` for an unquantised base.
+        kv_dtype: Precision of KV; int8 has a scale for each vector.
     """
 
     name: str
@@ -50,16 +51,19 @@ class ModelDims:
     has_attention_bias: bool = False
     dtype: str = "bfloat16"
     weight_bits: int | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError(f"Got dtype = {self.dtype!r}, expected one of {', '.join(ELEMENT_BYTES)}")
+        if self.kv_dtype not in (None, "int8", *ELEMENT_BYTES):
+            raise ConfigError(f"Got kv_dtype = {self.kv_dtype!r}, expected int8 or one of {', '.join(ELEMENT_BYTES)}")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(f"Got experts_per_token = {self.experts_per_token}, expected 1 to {self.num_experts}")
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an activation, a KV element or an adapter weight."""
+        """Bytes of an activation or an adapter weight."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
@@ -120,7 +124,19 @@ class ModelDims:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV per token."""
-        return 2 * self.num_layers * self.kv_size * self.element_bytes
+        return self.page_shape(1).num_bytes
+
+    def page_shape(self, block_size: int) -> PageShape:
+        """Return the shape of a page of ``block_size`` tokens."""
+        dtype = self.kv_dtype or self.dtype
+        return PageShape(
+            block_size=block_size,
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            element_bytes=ELEMENT_BYTES.get(dtype, 1),
+            dtype=dtype,
+        )
 
     def adapter_elements(self, targets: tuple[str, ...] = ATTENTION_TARGETS) -> int:
         """Return the weights per unit of rank of an adapter on these modules (by last name) of every layer.

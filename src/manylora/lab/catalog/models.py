@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from manylora.core.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
 from manylora.core.errors import ConfigError
 from manylora.lab.catalog.dims import ModelDims
 
@@ -55,7 +55,26 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
         tie_embeddings=fields.get("tie_word_embeddings") is True,
         has_attention_bias=fields.get("attention_bias") is True or kind in ("qwen2", "qwen2_moe"),
         dtype=dtype,
+        weight_bits=_weight_bits(fields.get("quantization_config") or config.get("quantization_config")),
     )
+
+
+def _weight_bits(quantisation: object) -> int | None:
+    """Return the bits per weight that a ``quantization_config`` names; ``None`` without one."""
+    if not isinstance(quantisation, Mapping):
+        return None
+    bits = quantisation.get("bits") or quantisation.get("w_bit")  # AWQ and GPTQ
+    if isinstance(bits, int):
+        return bits
+    if quantisation.get("load_in_4bit"):
+        return 4
+    groups = quantisation.get("config_groups")  # compressed-tensors
+    found = [
+        weights.get("num_bits")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping) and isinstance(weights := group.get("weights"), Mapping)
+    ]
+    return max((one for one in found if isinstance(one, int)), default=8)  # FP8 and LLM.int8() say no number
 
 
 def _llama(
@@ -162,14 +181,7 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
         ]
     all_linear = tuple(module.name for module in modules if module.kind is ModuleKind.LINEAR)
     modules.append(_at_the_end("lm_head", ModuleKind.LINEAR, hidden, dims.vocab_size))
-    page = PageShape(
-        block_size=block_size,
-        num_layers=dims.num_layers,
-        num_kv_heads=dims.num_kv_heads,
-        head_dim=dims.head_dim,
-        element_bytes=dims.element_bytes,
-        dtype=dims.dtype,
-    )
+    page = dims.page_shape(block_size)
     return BaseShape(
         name=dims.name,
         architecture="llama",

@@ -111,6 +111,11 @@ class Setup:
     weight_bits: int | None = option(
         None, unit="bits", at_least=1, help="Bits per weight of a quantised base; by default as the model has them."
     )
+    kv_cache_dtype: str | None = option(
+        None,
+        choices=("float32", "bfloat16", "float16", "int8"),
+        help="Type of KV in pages; by default the model's.",
+    )
     max_model_len: int | None = option(
         None, unit="tokens", at_least=2, help="Longest context; by default the model's own."
     )
@@ -197,8 +202,11 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
 
 def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, RooflineCost, int]:
     dims = read_dims(setup.model)
-    if setup.weight_bits is not None:
-        dims = replace(dims, weight_bits=setup.weight_bits)
+    dims = replace(
+        dims,
+        weight_bits=dims.weight_bits if setup.weight_bits is None else setup.weight_bits,
+        kv_dtype=dims.kv_dtype if setup.kv_cache_dtype is None else setup.kv_cache_dtype,
+    )
     copies = find_copy_path(setup.copies, setup.lora_kernel)
     if setup.link_share is not None:
         copies = replace(copies, link_share=setup.link_share)
