@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from peers import PeerRequest, quiet
 from publishing import table
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -273,12 +275,12 @@ def described(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def write_gguf(model: Path, file: Path) -> None:
-    """Write a Llama checkpoint in llama.cpp's format, every weight in fp32, without a tokenizer."""
+def write_gguf(model: Path, file: Path, *, is_half: bool = False) -> None:
+    """Write a Llama checkpoint in llama.cpp's format, matrices in fp32 or fp16, without a tokenizer, file by file."""
     gguf: Any = importlib.import_module("gguf")
     config = LlamaConfig.from_pretrained(model)
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if is_half else gguf.LlamaFileType.ALL_F32)
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
@@ -291,16 +293,26 @@ def write_gguf(model: Path, file: Path) -> None:
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    files = sorted(model.glob("*.safetensors"))
     # Where the embedding is tied to the head there is no head in the file, as llama.cpp expects.
-    for name, weight in load_file(model / "model.safetensors").items():
-        if name.endswith("q_proj.weight"):
-            weight = interleaved(weight, config.num_attention_heads)
-        if name.endswith("k_proj.weight"):
-            weight = interleaved(weight, config.num_key_value_heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.float().contiguous().numpy())
+    for source in files:
+        with safe_open(source, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - no mapping
+                shape = tuple(weights.get_slice(name).get_shape())
+                dtype = np.dtype(np.float16 if is_half and len(shape) > 1 else np.float32)
+                num_bytes = math.prod(shape) * dtype.itemsize
+                writer.add_tensor_info(names.get_name(name, try_suffixes=(".weight",)), shape, dtype, num_bytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    for source in files:
+        for name, weight in load_file(source).items():
+            if name.endswith("q_proj.weight"):
+                weight = interleaved(weight, config.num_attention_heads)
+            if name.endswith("k_proj.weight"):
+                weight = interleaved(weight, config.num_key_value_heads)
+            weight = weight.half() if is_half and weight.ndim > 1 else weight.float()
+            writer.write_tensor_data(weight.contiguous().numpy())
     writer.close()
 
 
