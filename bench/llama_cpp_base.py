@@ -73,15 +73,15 @@ class LlamaCpp:
 
     Args:
         folder: Where `libllama` was built, or the folder above its `bin`.
-        model: The checkpoint.
-        scratch: Where the GGUF file may be written.
+        model: The checkpoint; ``None`` if the file is there.
+        file: The GGUF file, written from the checkpoint.
         num_threads: For prompts and for decode steps.
 
     Raises:
         FileNotFoundError: There is no library in the folder.
     """
 
-    def __init__(self, folder: Path, model: Path, scratch: Path, num_threads: int) -> None:
+    def __init__(self, folder: Path, model: Path | None, file: Path, num_threads: int) -> None:
         place = next((one for one in (folder, folder / "bin") if list(one.glob("libllama.*"))), None)
         if place is None:
             raise FileNotFoundError(f"no libllama in {folder}")
@@ -92,8 +92,9 @@ class LlamaCpp:
         library.llama_backend_init()
         self._checkpoint = model
         self._num_threads = num_threads
-        write_gguf(model, scratch)
-        self._model = library.llama_model_load_from_file(str(scratch).encode(), library.llama_model_default_params())
+        if model is not None:
+            write_gguf(model, file)
+        self._model = library.llama_model_load_from_file(str(file).encode(), library.llama_model_default_params())
         assert self._model, "llama.cpp refuses the file"
         self._num_vocab = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
         self._context: Any = None
@@ -106,13 +107,13 @@ class LlamaCpp:
     def choose(self, asked: Sequence[PeerRequest], clock: Callable[[], float]) -> None:
         """Take the settings that answer these requests quickest, in the second of two runs."""
         for settings in self.to_try():
-            self._open(settings, asked)
+            self.open(settings, asked)
             self.run(asked)
             began = clock()
             self.run(asked)
             self.swept.append((settings, clock() - began))
             print(f"llama.cpp {self.swept[-1][1]:8.2f} s: {settings}", flush=True)
-        self._open(self.best(), asked)
+        self.open(self.best(), asked)
 
     def to_try(self) -> Iterator[Settings]:
         yield Settings()
@@ -191,7 +192,13 @@ class LlamaCpp:
             self._context = None
         self._library.llama_model_free(self._model)
 
-    def _open(self, settings: Settings, asked: Sequence[PeerRequest]) -> None:
+    def read_all(self, one: PeerRequest) -> Logits:
+        """Return the logits behind every token of a prompt, ``[tokens, vocab]``."""
+        self._forget()
+        places = np.arange(len(one.prompt))
+        return self._decode(one.prompt, places, np.zeros(len(places)), np.ones(len(places))).copy()
+
+    def open(self, settings: Settings, asked: Sequence[PeerRequest]) -> None:
         """Make a context with room for these requests."""
         library = self._library
         if self._context is not None:
