@@ -1,6 +1,7 @@
 """Bases in 8 and 4 bits against llama.cpp on this processor: tokens per second, memory, and time to the first answer.
 
     python bench/bases.py --llama-cpp BUILD --folder DIR [--shape 1b] [--streams 1 8 32] [--prompt 2048] [--rounds 5]
+        [--openvino PYTHON]
 
 The base has the shape of a Llama and random weights, in bfloat16; `llama-quantize` makes its GGUF files from the same
 numbers. Our int8 stands beside Q8_0, our int4 beside the quicker of Q4_0 and Q4_K_M. Each candidate is one process per
@@ -10,6 +11,9 @@ prompt of 128 tokens and an answer of 64; and one prompt of ``--prompt`` tokens 
 llama.cpp is its own `llama-batched-bench`, which needs no server and no tokenizer; ours is the engine in one process,
 likewise. llama.cpp must be built for this processor: every vector extension of the processor that it has code for must
 be in what it says of itself. Its micro-batch is the quickest of a sweep over the largest load, made before the rounds.
+
+``--openvino`` is the Python of an environment with `openvino-genai`, for a second peer in each precision; the folder
+``ov`` below ``--folder`` holds what `bases_openvino.py` reads, as ``1b-int8`` and ``1b-int4``.
 
 The figure of a load is the time from the first token in to the last token out, and a ratio is llama.cpp's time over
 ours, round by round. *Ready* is a process that starts, answers one token of one and ends. *Memory* is the largest
@@ -58,6 +62,8 @@ UBATCHES = (128, 512, 2048)
 GROUPS = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
 """Our precisions, and llama.cpp's beside them."""
 
+OPENVINO = {precision: f"OpenVINO {precision}" for precision in GROUPS}
+
 FLAGS = {"avx512f": "AVX512", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "amx_int8": "AMX_INT8"}
 """Extensions by the kernel's name, and by llama.cpp's."""
 
@@ -65,6 +71,7 @@ FLAGS = {"avx512f": "AVX512", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX5
 def main() -> None:
     parser = arguments(__doc__, quick="one round of one stream")
     parser.add_argument("--llama-cpp", type=Path, help="folder with llama-batched-bench and llama-quantize")
+    parser.add_argument("--openvino", type=Path, help="Python of an environment with openvino-genai")
     parser.add_argument("--folder", type=Path, default=Path(".bases"), help="checkpoints are made and kept there")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
@@ -99,6 +106,10 @@ def compare(options: argparse.Namespace) -> None:
         candidates["int8, adapters"] = partial(run_ours, model, "int8", options, adapters=adapters)
     for name, file in files.items():
         candidates[name] = partial(run_llama, options.llama_cpp, file, ubatches[name])
+    if options.openvino is not None:
+        for precision in options.precisions:
+            exported = options.folder / "ov" / f"{options.shape}-{precision}"
+            candidates[OPENVINO[precision]] = partial(run_openvino, options.openvino, exported)
     for precision in options.precisions:  # the first start writes the packed cache, as a first start does anywhere
         candidates[precision]([(1, 1, 1)])
     names, others = list(candidates), Others()
@@ -158,18 +169,20 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
         "",
         *table(["", *titles, "peak GiB", "ready s"], rows),
         "",
-        "Times as fast as llama.cpp: the median of its time over ours by round (lowest, highest).",
+        "Times as fast as the quickest opponent of its kind: the median of its time over ours by round (lowest, highest).",
         "",
     ]
     ratios = []
     for precision in options.precisions:
-        cells = []
-        for place in range(len(loads)):
-            rival = min(GROUPS[precision], key=lambda name: seconds(name, place))
-            pairs = zip(found[precision], found[rival], strict=True)
-            by_round = sorted(theirs["total_s"][place] / ours["total_s"][place] for ours, theirs in pairs)
-            cells.append(f"{statistics.median(by_round):.2f} ({by_round[0]:.2f}, {by_round[-1]:.2f}) {rival}")
-        ratios.append([precision, *cells])
+        for rivals in (GROUPS[precision], [name for name in (OPENVINO[precision],) if name in found]):
+            cells = []
+            for place in range(len(loads) if rivals else 0):
+                rival = min(rivals, key=lambda name: seconds(name, place))
+                pairs = zip(found[precision], found[rival], strict=True)
+                by_round = sorted(theirs["total_s"][place] / ours["total_s"][place] for ours, theirs in pairs)
+                cells.append(f"{statistics.median(by_round):.2f} ({by_round[0]:.2f}, {by_round[-1]:.2f}) {rival}")
+            if cells:
+                ratios.append([precision, *cells])
     lines += table(["", *titles], ratios)
     if "int8, adapters" in found:
         lines += floor_lines(figures, seconds)
@@ -380,6 +393,13 @@ def run_ours(
         "loads": loads,
     }
     out, peak, seconds = watch([sys.executable, __file__, "--ours", json.dumps(asked)])
+    return {**json.loads(out.splitlines()[-1]), "peak_bytes": peak, "process_s": seconds}
+
+
+def run_openvino(python: Path, folder: Path, loads: Sequence[Load]) -> dict[str, Any]:
+    """Answer the loads with OpenVINO GenAI, in a process of its own."""
+    worker = str(Path(__file__).with_name("bases_openvino.py"))
+    out, peak, seconds = watch([str(python), worker, str(folder), json.dumps(loads)])
     return {**json.loads(out.splitlines()[-1]), "peak_bytes": peak, "process_s": seconds}
 
 

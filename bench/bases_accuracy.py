@@ -161,7 +161,7 @@ def train(folder: Path, tokens: Tokens, train_s: float) -> None:
         number += 1
         if spent_s - said_at > 10:
             said_at = spent_s
-            print(f"{spent_s:.0f} of {train_s:.0f} s: step {number}, loss {float(loss):.3f}", flush=True)
+            print(f"{spent_s:.0f} of {train_s:.0f} s: step {number}, loss {float(loss.detach()):.3f}", flush=True)
     model.bfloat16().save_pretrained(folder)
 
 
