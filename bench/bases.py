@@ -169,7 +169,8 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
         "",
         *table(["", *titles, "peak GiB", "ready s"], rows),
         "",
-        "Times as fast as the quickest opponent of its kind: the median of its time over ours by round (lowest, highest).",
+        "Times as fast as the quickest opponent of its kind: the median by round of its time over ours (lowest, "
+        "highest).",
         "",
     ]
     ratios = []

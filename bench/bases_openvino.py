@@ -1,4 +1,4 @@
-"""The loads of `bases.py` in OpenVINO GenAI, run by the Python of an environment of its own: `PYTHON THIS FOLDER LOADS`.
+"""The loads of `bases.py` in OpenVINO GenAI, run by an environment of its own: `PYTHON THIS FOLDER LOADS`.
 
 The folder is what `optimum-cli export openvino --weight-format int8` (or `int4`) makes of the checkpoint, beside any
 tokenizer: prompts are token ids. Everything else is as it comes: activations are rounded to 8 bits in groups and KV is
