@@ -113,6 +113,7 @@ class CoreParts:
         reads_host: Whether a step can read an adapter's weights from the host tier.
         waits_by_layer: Whether a step can run on an adapter that is on its way, and wait for each layer.
         host_bytes: Size of the host tier where the configuration gives none.
+        base_weights: How the base's weights are kept and multiplied: a line for each kind, the largest first.
     """
 
     base: BaseShape
@@ -122,6 +123,7 @@ class CoreParts:
     reads_host: bool = False
     waits_by_layer: bool = False
     host_bytes: int = DEFAULT_HOST_BYTES
+    base_weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

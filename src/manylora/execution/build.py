@@ -272,6 +272,9 @@ def _parts(
     if assistant is not None:
         closing.callback(assistant.close)
     closing.callback(executor.close)
+    base_weights = weights.describe()
+    for line in base_weights:
+        logger.info("base_weights %s", line)
     logger.info(
         "model_loaded name=%s architecture=%s device=%s dtype=%s num_pages=%d page_bytes=%d max_model_len=%d",
         *(base.name, base.architecture, device, base.page.dtype),
@@ -287,6 +290,7 @@ def _parts(
         is_accelerated=device.type != "cpu",
         reads_host=executor.reads_host,
         host_bytes=_host_bytes(config.num_engines),
+        base_weights=base_weights,
         waits_by_layer=True,
         shared=share_weights(weights),
         prepare=runner.prepare,

@@ -115,3 +115,11 @@ def test_a_folder_that_cannot_be_made_is_no_error(folder: Path, caplog: pytest.L
     (folder / "cache").write_text("a file")
     start(folder)
     assert "base_not_cached" in caplog.text
+
+
+def test_weights_say_how_they_are_kept_and_multiplied(folder: Path) -> None:
+    found = start(folder, "int4").describe()
+    assert found[0].startswith("int4, a scale for 32 inputs, activations in ")
+    assert any(line.startswith("int8, a scale for ") for line in found)  # the head
+    assert found[-1].startswith("float32: ")  # norms
+    assert len(found) == len({line.partition(":")[0] for line in found})

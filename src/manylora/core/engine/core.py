@@ -84,6 +84,7 @@ class EngineCore:
     ) -> None:
         scheduler, memory, adapters = config.scheduler, config.memory, config.adapters
         num_pages, executor = parts.num_pages, parts.executor
+        self._base_weights = parts.base_weights
         self._executor = executor
         self._prefix_caching, self._block_size = memory.prefix_caching, memory.block_size
         self._sequences: dict[str, Sequence] = {}  # by request id: waiting and running
@@ -313,6 +314,7 @@ class EngineCore:
             counters=self._telemetry.counters,
             cold_starts=self._cold_starts.statuses(),
             fits=self._rank_fit.fits(),
+            base_weights=self._base_weights,
         )
 
     def check_integrity(self) -> None:

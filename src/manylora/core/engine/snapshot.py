@@ -38,6 +38,7 @@ def take_snapshot(
     counters: Counters,
     cold_starts: tuple[ColdStartStatus, ...],
     fits: tuple[StepFit, ...],
+    base_weights: tuple[str, ...],
 ) -> EngineStats:
     """Return gauges and counters of the engine with these parts and figures.
 
@@ -75,5 +76,6 @@ def take_snapshot(
         queues=policy.queues(),
         cold_starts=cold_starts,
         fits=fits,
+        base_weights=base_weights,
         **dict(zip(_COUNTED, _counts(counters), strict=True)),
     )

@@ -102,6 +102,7 @@ class EngineStats:
         resident_adapters: Names of adapters on the device, sorted.
         fits: Step-time models fitted to this engine's steps; none before enough steps.
         queues: The policy's queues, smallest requests first.
+        base_weights: How the base's weights are kept and multiplied: a line for each kind, the largest first.
         cold_starts: Cold starts by mode, of the modes that the executor can do; empty if it can only wait.
     """
 
@@ -142,3 +143,4 @@ class EngineStats:
     fits: tuple[StepFit, ...] = ()
     queues: tuple[QueueStatus, ...] = ()
     cold_starts: tuple[ColdStartStatus, ...] = ()
+    base_weights: tuple[str, ...] = ()

@@ -61,6 +61,7 @@ __all__ = [
     "packed_over",
     "reorder",
     "side_by_side",
+    "weight_kind",
     "write_narrow_weight",
     "write_weight",
 ]
@@ -146,6 +147,17 @@ def write_narrow_weight(
         num_bytes=content.nbytes,
         form=form,
     )
+
+
+def weight_kind(entry: WeightEntry) -> str:
+    """Return the numbers of a weight, and how it is multiplied, in words."""
+    if entry.packing:
+        return f"{entry.dtype}, in oneDNN's order"
+    if (form := entry.form) is None:
+        return entry.dtype
+    scales = f", a scale for {form.group} inputs" if form.group else ""
+    activations = "int8, summed as integers" if form.is_rounded else "float32"
+    return f"{form.numbers}{scales}, activations in {activations}"
 
 
 def side_by_side(names: tuple[str, ...], parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> WeightEntry:

@@ -15,6 +15,7 @@ entry of several names. After freezing, nothing writes to a weight: LoRA is adde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -23,7 +24,7 @@ from torch import nn
 
 from manylora.core.errors import ConfigError
 from manylora.core.ports import SharedBase
-from manylora.execution.kernels.linear import Weight, WeightEntry, can_share_packed, map_weight
+from manylora.execution.kernels.linear import Weight, WeightEntry, can_share_packed, map_weight, weight_kind
 from manylora.execution.model.device_memory import DeviceMemory, find_gpu, gpu_identity
 from manylora.execution.model.probe import ModelProbe
 from manylora.execution.model.sealed_memory import SealedMemory
@@ -61,6 +62,14 @@ class BaseWeights:
         self.tensors: Mapping[str, Weight] = {
             name: weight for entry in manifest.entries for weight in [map_weight(buffer, entry)] for name in entry.names
         }
+
+    def describe(self) -> tuple[str, ...]:
+        """Return how weights are kept and multiplied: a line for each kind, the largest first."""
+        num_bytes, count = Counter[str](), Counter[str]()
+        for entry in self.manifest.entries:
+            num_bytes[kind := weight_kind(entry)] += entry.num_bytes
+            count[kind] += 1
+        return tuple(f"{kind}: {count[kind]} weights, {size / 1e6:,.2f} MB" for kind, size in num_bytes.most_common())
 
     @classmethod
     def attach(cls, manifest: WeightsManifest, buffer: torch.Tensor, memory: DeviceMemory | None = None) -> BaseWeights:
