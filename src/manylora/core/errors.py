@@ -61,7 +61,7 @@ class CertificateRefused(ConfigError):
 
 
 class RequestError(ManyloraError):
-    """A request is wrong; ``param`` is the field at fault, if one is."""
+    """A request is wrong; ``param`` is the field at fault, ``None`` if it is no single field."""
 
     status = 400
 

@@ -55,7 +55,7 @@ class GenerationDefaults:
     max_new_tokens: int | None = None
 
     def over(self, base: GenerationDefaults) -> GenerationDefaults:
-        """Return these values, and those of ``base`` where there are none."""
+        """Return these values, with the values of ``base`` for fields that are ``None``."""
         return GenerationDefaults(**{**base.given(), **self.given()})
 
     def given(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class EnginesPort(Protocol):
     async def snapshots(
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
     ) -> dict[int, Snapshot]:
-        """Return the counters of each engine that serves, by number, and the state of its adapters, or of some."""
+        """Return the counters of each engine that serves, by number, and the state of its adapters, all or selected."""
 
     async def drain_replica(self, index: int, timeout_s: float) -> None:
         """End one engine for good."""

@@ -79,7 +79,7 @@ class ControllerOptions:
         return tls_files(self.tls_cert, self.tls_key, self.tls_ca)
 
     def client(self) -> ControllerClient:
-        """Return the controller at an address, or else the one that runs with the folder of state."""
+        """Return a client of the controller at an address, by default of the one that uses the folder of state."""
         from manylora.functions.controller.client import ControllerClient
 
         if self.controller is not None:

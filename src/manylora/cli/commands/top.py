@@ -126,7 +126,7 @@ class Keys:
                 termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
 
     def pressed(self, timeout_s: float) -> str | None:
-        """Return the next key, or ``None`` after a time in seconds without one."""
+        """Return the next key that is pressed, or ``None`` if none is pressed for a time in seconds."""
         if self._file is None:
             time.sleep(timeout_s)
             return None

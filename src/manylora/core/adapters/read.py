@@ -174,7 +174,7 @@ class MatchedShapes:
         self._known: dict[Shape, MatchedWeights] = {}
 
     def match(self, name: str, config: bytes, file: WeightFile) -> MatchedWeights:
-        """Return the weights of an open file; it may be of another version than the one that is registered.
+        """Return the weights of an open file; it may hold another version than the registered version.
 
         Args:
             name: The adapter, for messages.

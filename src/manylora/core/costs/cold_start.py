@@ -101,7 +101,7 @@ class Route:
         return max(0.0, begins_s + self.copy_s)
 
     def first_layer_s(self, num_layers: int) -> float:
-        """Return the time until the first layer has arrived, with a copy that follows the read."""
+        """Return the time until the first layer is on the device, if the copy follows the read layer by layer."""
         return self._first_is_read_s(num_layers) + self.copy_s / num_layers
 
     def last_layer_s(self, num_layers: int) -> float:
@@ -226,7 +226,10 @@ class AssistCosts:
             self._row_rank_s += learn * (rate_s - self._row_rank_s)
 
     def forget(self) -> None:
-        """Learn that a request started in another mode: the rate fades to its guess, so that assisting is retried."""
+        """Let the learnt rate fade towards the initial estimate, after a request that was not assisted.
+
+        An estimate that is too high would never be corrected: assistance would not be chosen, hence not observed.
+        """
         self._row_rank_s += FORGET * (BESIDE_ROW_RANK_S - self._row_rank_s)
 
 

@@ -20,7 +20,7 @@ _IS_ENABLED = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
 class Cgroup:
-    """A group below the one of this process, in either version of the interface.
+    """A control group below the group of this process, in version 1 or 2 of the interface.
 
     Args:
         name: Unique on the machine; letters, digits and ``-``.
@@ -83,7 +83,7 @@ class Cgroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def close(self) -> None:
-        """Remove the group; its processes have ended."""
+        """Remove the group; all its processes must have ended."""
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
@@ -91,7 +91,7 @@ class Cgroup:
 
 
 def remove_groups_of_the_dead(prefix: str, root: Path = ROOT) -> None:
-    """Remove the groups ``PREFIX-PID-...`` of processes that have ended without; one that is in use stays.
+    """Remove the groups ``PREFIX-PID-...`` that processes left behind when they ended; a group in use stays.
 
     A process that is killed leaves the groups that it has made.
     """

@@ -136,7 +136,7 @@ class ReplicaView:
 
     @property
     def load(self) -> int:
-        """Requests in flight, those of other routers included."""
+        """Requests in flight on the replica, including requests that other routers sent."""
         return self.num_requests + self.num_foreign
 
     @property
@@ -247,5 +247,5 @@ class ReplicaView:
             self.steps = steps
 
     def forget(self) -> None:
-        """Believe no adapter on its device but those of requests in flight."""
+        """Assume that the device holds the adapters of requests in flight and no others."""
         self.resident = dict.fromkeys(self.adapters)

@@ -114,7 +114,7 @@ class Scaler(Protocol):
 
 
 class Autoscaler:
-    """The scaler of live and simulated fleets. It is told the time; one look is one call of ``decide``."""
+    """Decides how many replicas a live or simulated fleet should have, each time ``decide`` is called."""
 
     def __init__(self, policy: ScalingPolicy) -> None:
         self._policy = policy

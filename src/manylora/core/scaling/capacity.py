@@ -76,7 +76,7 @@ class ReplicaCapacity:
         return None if self._rate is None else self._rate * self._correction * self._utilization
 
     def predict(self, rate: float) -> None:
-        """Learn a prediction; ignored if the capacity was given."""
+        """Update the capacity by a prediction, in requests per second; ignored if the configuration gives it."""
         if not self._is_given:
             self._rate = rate if self._rate is None else self._rate + NEWEST * (rate - self._rate)
 

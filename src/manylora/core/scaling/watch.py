@@ -17,13 +17,13 @@ MOST_MOVED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLoad:
-    """The load at one look.
+    """The load of a fleet at one call of the autoscaler.
 
     Args:
         num_arrivals: Requests since the start.
         num_waiting: Requests without a first token.
         num_judged: Requests since the start whose time to first token is known, or is over the SLO already.
-        num_kept: Those within the SLO.
+        num_kept: Of ``num_judged``, the requests within the SLO.
     """
 
     num_arrivals: int
@@ -70,7 +70,7 @@ class LoadWatch:
             self._num_kept += now - arrived_at <= self._ttft_s
 
     def ended(self, request_id: str) -> None:
-        """Learn that a request ended; one that ended without a token is not judged any more, unless it moves."""
+        """Learn that a request ended. Without a token it is judged no more, unless it moves to another engine."""
         self._arrived_at.pop(request_id, None)
         if request_id in self._late:
             self._late.discard(request_id)

@@ -116,7 +116,7 @@ class Policy(Protocol):
         """Forget a waiting sequence that was cancelled or failed."""
 
     def squash(self, now: float) -> list[Sequence]:
-        """Name running sequences to pre-empt before the step, because one that they passed can run after all.
+        """Name running sequences to pre-empt before the step, so that an older sequence that they bypassed can run.
 
         They run on while a step that writes their pages is in flight: a sequence that should still go is named again.
         """
@@ -137,7 +137,7 @@ class Policy(Protocol):
         """Return the next sequence to try, ``None`` to stop for this step. Each at most once a step."""
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
-        """Learn the outcome for the sequence just offered; one that was admitted waits no more."""
+        """Learn whether the sequence that was offered last was admitted; if so, it no longer waits."""
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Learn that an admitted sequence ended."""

@@ -313,7 +313,7 @@ class Assistant:
         return self._step
 
     def forget(self) -> None:
-        """Let go of the last step's adapters, but for those that a stuck worker may read."""
+        """Release the images of the last step's adapters, except images that a stuck worker may still read."""
         self._step = None
         for worker in self._workers:
             if worker.is_sound:

@@ -83,7 +83,7 @@ def completed(done: int, last: int) -> int:
 
 
 def is_held(done: int) -> bool:
-    """Return whether the worker may complete nothing more."""
+    """Return whether the worker is held: its step broke off, and it completes no further exchange."""
     return done % STEP != 0
 
 

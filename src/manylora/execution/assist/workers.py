@@ -221,16 +221,16 @@ class Worker:
         write_word(self.words, LAST, self._number)
 
     def hold(self) -> None:
-        """Let the worker complete nothing more: its step broke off, and the device may not come to the rest of it.
+        """Stop the worker from completing exchanges: its step broke off, and the device may never reach the others.
 
-        Its memory stays its own, and another worker takes its place.
+        Its memory is not reused, and another worker takes its place.
         """
         while not protocol.is_held(done := read_word(self.words, DONE)):
             swap_word(self.words, DONE, done, (done + 1) % MODULUS)
         self._wake.set()
 
     def forget(self) -> None:
-        """Let go of the last step's tasks; not within a step."""
+        """Release the last step's tasks; not within a step."""
         self._posted.clear()
 
     def close(self) -> None:

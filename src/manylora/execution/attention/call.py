@@ -131,7 +131,7 @@ class AttentionKernel(Protocol):
     """Prepares a step's attention."""
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> StepAttention:
-        """Return the attention of a step whose rows are those of ``sequences``, in their order."""
+        """Return the attention of a step; its rows are the tokens of ``sequences``, in their order."""
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None:

@@ -215,7 +215,7 @@ def attend_step(
     sequences: Sequence[PlannedSequence],
     splits: int | None = None,
 ) -> TritonAttention:
-    """Return the attention of a step whose rows are those of ``sequences``, in their order."""
+    """Return the attention of a step; its rows are the tokens of ``sequences``, in their order."""
     spans: list[tuple[int, int, int, int]] = []
     row = 0
     for sequence, line in zip(sequences, tables.place(sequences), strict=True):

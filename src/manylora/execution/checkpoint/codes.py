@@ -112,7 +112,7 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_nibbles(octets: torch.Tensor) -> torch.Tensor:
-    """Return twice as many codes of 4 bits along the last axis, those in low bits before those in high bits."""
+    """Split each byte along the last axis into two codes of 4 bits, the low bits first."""
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 

@@ -94,7 +94,7 @@ class StoredTensors:
 def check_names(
     skeleton: Any, files: CheckpointFiles, shapes: Mapping[str, tuple[int, ...]], unexpected: Iterable[str]
 ) -> None:
-    """Refuse files that lack a tensor of the model, hold one of another shape or type, or hold one that it lacks.
+    """Refuse files that lack a tensor of the model, hold it in another shape or type, or hold further tensors.
 
     Args:
         skeleton: The model of transformers without weights.

@@ -128,7 +128,7 @@ class ArrivingBatch:
 
 
 class StepLora(Protocol):
-    """A step's adapters as modules see them: a ``LoraBatch``, one that waits, or the tables of a captured graph."""
+    """A step's adapters, as modules use them: a ``LoraBatch``, a batch that waits for layers, or a graph's tables."""
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it."""

@@ -71,7 +71,7 @@ def apply_padded(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
 
 
 def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-    """Add LoRA by table, but that of one adapter with many rows by plain products; see ``LoraKernel``."""
+    """Add LoRA by table; an adapter with many rows is added by plain products (``LoraKernel``)."""
     is_product = len(parts.parts) == 1 and parts.parts[0].stop - parts.parts[0].start >= MIN_PRODUCT_ROWS
     (apply_grouped if is_product else apply_padded)(x, out, parts)
 

@@ -222,7 +222,7 @@ class _Source:
         self._num_read = 0
 
     def read(self, names: Sequence[str]) -> Stored:
-        """Return a weight by any of its names; refuse one that is not finite."""
+        """Return a weight by any of its names; refuse a weight that is not finite."""
         stored = () if self._files is None else self._files.names
         name = next((name for name in names if name in stored), names[0])
         weight: Stored = self._tensors[name].detach()

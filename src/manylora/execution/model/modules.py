@@ -176,7 +176,7 @@ class FusedPart(nn.Module):
 def adapt_modules(
     model: nn.Module, weights: Mapping[str, Weight], shape: BaseShape, step: StepContext, dtype: torch.dtype
 ) -> None:
-    """Replace every module of ``shape`` in ``model``, whose activations are ``dtype``, by one that adds LoRA, in place.
+    """Replace every module of ``shape`` in ``model``, in place, by a module that adds LoRA to ``dtype`` activations.
 
     ``weights`` has the weights and biases of groups of linears as ``<group>.weight`` (or ``<group>.weight.0``,
     ``<group>.weight.1`` ... where they could not become one) and ``<group>.bias``, others by their names.

@@ -94,7 +94,7 @@ class HostTier:
         return adapter
 
     def fail(self, key: AdapterKey, adapter: HostAdapter, error: str) -> None:
-        """Forget an adapter that will not be complete, and tell those that wait for it."""
+        """Forget an adapter whose read failed, and pass the error to the loads that wait for it."""
         with self._lock:
             if self._adapters.get(key) is adapter:
                 del self._adapters[key]

@@ -164,7 +164,7 @@ def _pieces(tiles: Sequence[Tile], memory: AdapterMemory) -> tuple[WeightPiece, 
 
 
 def merge_tiles(tiles: Sequence[Tile]) -> list[Tile]:
-    """Return tiles with those merged that continue one another in rows and in memory."""
+    """Merge neighbouring tiles of the same columns whose rows and bytes are contiguous; keep the order."""
     runs: list[Tile] = []
     for tile in tiles:
         last = runs[-1] if runs else None

@@ -77,7 +77,7 @@ class Bill:
 def make_bill(
     accounts: Iterable[Account], machines: Sequence[MachineUse], prices: PriceList, *, by_tenant: bool
 ) -> Bill:
-    """Return the bill of a ledger."""
+    """Return the bill of a ledger, with a line for each tenant (``by_tenant``) or for each function."""
     lines: dict[str, BillLine] = {}
     total = Usage()
     for one in accounts:

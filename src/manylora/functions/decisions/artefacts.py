@@ -118,7 +118,7 @@ class PreloadProblem:
                 raise ConfigError(f"Got parent = {one.parent!r} of {one.name!r}, expected another artefact")
 
     def parents_of(self, artefact: Artefact, place: Place) -> tuple[Placed, ...]:
-        """Return the places of its parent of which one is required; empty if none is.
+        """Return the places where the parent may be, one of which is required; empty if the artefact has no parent.
 
         On a device it is the same device, if the parent can be on one. Otherwise any place of the node serves.
         """

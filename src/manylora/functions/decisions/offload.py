@@ -120,7 +120,7 @@ class _Removable:
         return min((name for name, size in self.sizes.items() if size >= num_bytes), key=lost.__getitem__, default=None)
 
     def densest_within(self, num_bytes: int) -> str | None:
-        """Return the artefact that loses least per byte, of those that free fewer bytes."""
+        """Return the artefact that loses least per byte, among artefacts of fewer bytes than the limit."""
         lost, sizes = self.lost, self.sizes
         fitting = (name for name, size in sizes.items() if 0 < size < num_bytes)
         return min(fitting, key=lambda name: lost[name] / sizes[name], default=None)

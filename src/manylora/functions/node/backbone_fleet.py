@@ -64,7 +64,7 @@ class BackboneFleet:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Wake the function if it sleeps, and submit requests; all name the same one.
+        """Wake the function if it sleeps, and submit requests, which all name the same function.
 
         Raises:
             ModelNotFound: There is no such function, or the caller may not know of it.

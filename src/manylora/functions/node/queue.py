@@ -58,11 +58,14 @@ class BatchQueue:
                 self._entries.remove(entry)
 
     def margin_s(self, now: float, num_batches: int) -> float:
-        """Return the time left before its requests must start; it has some."""
+        """Return the seconds left until the requests of the queue must start, to meet their objective.
+
+        The queue must not be empty. ``num_batches`` counts batches on the device, this one included.
+        """
         return deadline_margin_s(self.times.window, self._entries[0].since, len(self), now, num_batches)
 
     def leaves_at(self, now: float, num_batches: int) -> float:
-        """Return the time at which its requests leave as one of ``num_batches`` on the device; it has some."""
+        """Return the time at which the batch leaves if it is not full before; arguments as in ``margin_s``."""
         return self.times.window.leaves_at(self._entries[0].since, len(self), now, num_batches)
 
     def leave(self, now: float, num_batches: int, *, is_alone: bool) -> int:

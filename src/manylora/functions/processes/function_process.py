@@ -53,7 +53,7 @@ class StartStages:
         self._at = began_at
 
     def note(self, stage: str) -> None:
-        """End a stage, which began with the end of the one before."""
+        """Record the end of a stage; it began when the stage before it ended."""
         now = time.monotonic()
         self.took_s[stage] = now - self._at
         self._at = now

@@ -34,8 +34,8 @@ class MachineSpeed(Protocol):
 class DriftingSpeed:
     """A machine whose speed is a product of drift components, drawn from ``rng``.
 
-    The mean over *time* of the speed, one over the factor, is 1: in the long run the machine executes as many steps as
-    a steady one.
+    ``factor`` multiplies the durations of steps, so the speed is its inverse. The mean of the speed over *time* is 1:
+    in the long run the machine executes as many steps as a steady machine.
     """
 
     def __init__(self, components: Sequence[DriftComponent], rng: Random) -> None:

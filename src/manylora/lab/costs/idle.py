@@ -38,12 +38,12 @@ class IdleEngineTimes:
 
     @property
     def ttft_s(self) -> float:
-        """Time to its first token."""
+        """Time to the request's first token."""
         return self.load_s + self.base_s + self.adapter_s
 
     @property
     def e2e_s(self) -> float:
-        """Time to its last token."""
+        """Time to the request's last token."""
         return self.ttft_s + self.decode_s
 
 

@@ -32,16 +32,17 @@ FORM = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run.
+    """One run of an experiment: a system, its workload, and what counts as good.
 
     Args:
-        setup: Table of the simulated system.
+        setup: The simulated system, as the table ``[setup]`` of the experiment's file.
+        workload: Its requests, as the table ``[workload]``.
         seed: Seed of all random streams.
         warm_up_s: Requests that arrive this early are not counted, in seconds.
         slo_s: Limit on the time to first token, in seconds.
         slo_tpot_s: Limit on the mean time per token after the first, in seconds; ``None`` for no limit.
         traces: Folder of traces; ``None`` where the workload needs none.
-        calculation: Name of a calculation; ``None`` for a simulated run.
+        calculation: Name of a calculation that replaces the simulation; ``None`` for a simulated run.
     """
 
     setup: Table

@@ -87,7 +87,7 @@ class Process:
     Args:
         ready_at: When all that it needs is loaded.
         stages: Its cold start: name, begin and end of each stage.
-        awake_until: When its keep-alive ends; it is asleep, and the platform's, from then on.
+        awake_until: End of its keep-alive. From then on it sleeps, and the platform pays for its memory.
         prompts: Calls of the prompt step that runs.
         joining: Calls of the next prompt step.
         decoding: Calls that decode.

@@ -47,7 +47,8 @@ class LoadTimes:
 class FunctionsSetup:
     """A system that serves functions.
 
-    The adapters of a workload are dealt to the models in equal runs: of eight, the first four are of the first of two.
+    The adapters of a workload are divided among the models in order: with eight adapters and two models, the first four
+    adapters are of the first model.
 
     Args:
         models: Base models by name.

@@ -96,7 +96,7 @@ class Recorder:
         }
 
     def watch(self, stats: Callable[[], EngineStats]) -> None:
-        """Sample an engine (its ``EngineCore.stats``) from now on; without one the timeline has no samples."""
+        """Sample an engine through its ``EngineCore.stats`` from now on. Without this the timeline has no samples."""
         self._stats = stats
 
     def __call__(self, event: Event) -> None:

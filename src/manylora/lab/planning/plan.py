@@ -69,7 +69,7 @@ class Plan:
         num_replicas: Replicas for the traffic: 1 without a rate, ``None`` if ``MOST_SIMULATED`` are too few.
         is_simulated: Whether the replicas were simulated together, not computed by division.
         served: The load test of the service as planned.
-        cost: ``None`` without a price, or without a plan.
+        cost: Cost of the replicas; ``None`` without a price, or if no rate meets the SLO.
     """
 
     objective: Objective

@@ -41,7 +41,7 @@ class AdapterPlacement:
     """Loads adapters on backends where requests want them. For the event loop's thread alone.
 
     Args:
-        config: The bound.
+        config: Its ``max_placed`` bounds the adapters that are loaded on demand on a backend.
         backends: Read their lists of models after a load.
         changes: Makes the changes of the log, which go before lists of models.
     """
@@ -166,8 +166,8 @@ class RoutedAdapters:
     """Loads and unloads adapters on all backends. For the event loop's thread alone.
 
     Args:
-        config: Times.
-        backends: All of them.
+        config: Its ``poll_s`` is the ``Retry-After`` while no backend is up.
+        backends: Every backend of the router.
         changes: Makes changes on single backends.
         placement: Loads adapters on demand, and holds off while an adapter changes.
     """

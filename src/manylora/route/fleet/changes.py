@@ -162,14 +162,17 @@ class AdapterAccount:
         self._failures.pop(name, None)
 
     def rejoin(self) -> None:
-        """Begin anew, if the backend was up since: its failures may be over, and its adapters gone."""
+        """Adjust the account to a backend that may have restarted.
+
+        After a restart earlier failures count no more. Adapters that the backend does not list are not placed there.
+        """
         if self._num_joins != self.backend.health.num_joins:
             self._num_joins = self.backend.health.num_joins
             self._failures.clear()
         self.placed = {name: at for name, at in self.placed.items() if name in self.backend.cards}
 
     def is_left_out(self, name: str) -> bool:
-        """Whether the backend joins without an adapter."""
+        """Whether the backend may serve without this adapter, because its load failed too often."""
         failure = self._failures.get(name)
         return failure is not None and failure.num_tries >= MAX_TRIES
 
@@ -203,7 +206,7 @@ class BackendChanges:
         return list(self._accounts.values())
 
     def account_of(self, backend: Backend) -> AdapterAccount:
-        """Return the account of a backend; that of a backend which is leaving is not kept."""
+        """Return the account of a backend; the account of a backend that leaves is not kept."""
         account = self._accounts.get(backend)
         if account is None:
             account = AdapterAccount(backend)

@@ -82,7 +82,7 @@ class Exchange:
             await self._change()
 
     def write_to(self, write: WriteChunk) -> None:
-        """From now on write pieces as they come, behind those that are held."""
+        """Write the pieces that are held, and from now on every piece as it comes."""
         self._write = write
 
     def held(self) -> list[bytes]:

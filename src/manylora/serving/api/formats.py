@@ -53,7 +53,7 @@ class AnswerFormat(ABC, Generic[Items]):
 
     @abstractmethod
     def chunk(self, piece: TextPiece) -> bytes | None:
-        """Return the choice of a chunk as JSON; ``None`` for no chunk."""
+        """Return a piece of an answer as JSON for one chunk of a stream; ``None`` if the piece shows nothing."""
 
     def gather(self, piece: TextPiece) -> None:
         """Add a piece to its whole answer."""
@@ -99,7 +99,7 @@ class CompletionFormat(AnswerFormat[dict[str, bytes]]):
         self._echoes = echoes
 
     def chunk(self, piece: TextPiece) -> bytes | None:
-        """Return the choice of a chunk; the first of an answer has the prompt."""
+        """Return a piece as JSON; the first piece of an answer has the prompt, if the request echoes it."""
         if not (piece.text or piece.logprobs or piece.finish_reason or piece.token_ids):
             return None
         is_begun = piece.index in self._begun
@@ -170,7 +170,7 @@ class ChatFormat(AnswerFormat[bytes]):
         return self.prompt.token_ids(0) if is_chunk else self.prompt.fields(0)
 
     def chunk(self, piece: TextPiece) -> bytes | None:
-        """Return the choice of a chunk; the first of an answer has the role, the first of a call its id and name."""
+        """Return a piece as JSON; the first piece of an answer has the role, that of a call its id and name."""
         delta: dict[str, Any] = {}
         if piece.index not in self._begun:
             self._begun.add(piece.index)

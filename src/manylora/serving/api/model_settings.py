@@ -58,7 +58,7 @@ class ModelSettings:
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="adapter-settings")
 
     async def of(self, model: str) -> Settings:
-        """Return the settings for a model's name; those of the base for a name that does not exist."""
+        """Return the settings for a model's name; the base's settings for a name that does not exist."""
         if model == self.base_name:
             return self.base
         name = model if model in self.adapters else model.removeprefix(f"{self.base_name}:")

@@ -43,7 +43,7 @@ encode = msgspec.json.encode
 
 
 class JsonParts:
-    """JSON of a value in parts; ``encode_parts`` takes it as a value of other JSON."""
+    """A value that is JSON already, as bytes in several parts. It may stand in a value for ``encode_parts``."""
 
     __slots__ = ("parts",)
 
@@ -52,7 +52,7 @@ class JsonParts:
 
     @classmethod
     def of_list(cls, items: Sequence[bytes]) -> JsonParts:
-        """Return a list, given the JSON of its items, several or none in each part."""
+        """Return the JSON of a list; each of ``items`` is empty or some elements as JSON, separated by commas."""
         parts = [b"["]
         for part in filter(None, items):
             if len(parts) > 1:
@@ -213,7 +213,7 @@ def logprob_items(tokens: Sequence[TokenLogprob], *, num_chars_before: int = 0) 
 
 
 def as_lists(parts: Sequence[Mapping[str, bytes]]) -> dict[str, JsonParts]:
-    """Return OpenAI's ``logprobs`` from the items of its parts, in order."""
+    """Return OpenAI's ``logprobs`` of a whole answer; ``parts`` are the JSON elements of each list, in order."""
     return {name: JsonParts.of_list([one[name] for one in parts]) for name in LISTS}
 
 

@@ -101,7 +101,7 @@ def make_context(
     serves_base: bool = True,
     functions: Callable[[], Sequence[FunctionState]] = tuple,
 ) -> Context:
-    """Return the parts of a server; arguments as of ``Context``."""
+    """Return the parts of a server; the arguments are the fields of ``Context``."""
     model = engine_config.model
     gate = Gate(config.api_keys, config.admin_key)
     form_turns = FairWork("new forms", gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)

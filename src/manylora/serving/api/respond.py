@@ -53,7 +53,7 @@ async def respond(
     id_prefix: str,
     form_field: str | None = None,
 ) -> Response:
-    """Submit the prompts and return the response, which sends the answers; arguments and errors as of ``submit``."""
+    """Submit the prompts and return the response, which sends the answers; arguments and errors as for ``submit``."""
     answers, head = await submit(
         call, prompts, sampling, id_prefix=id_prefix, form_field=form_field, details=form.prompt.details
     )

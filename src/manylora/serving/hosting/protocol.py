@@ -95,7 +95,7 @@ class Ending(NamedTuple):
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Add requests: all or none, or with ``each`` all valid ones."""
+    """Add requests: with ``each`` every valid request, and otherwise all of them, or none if one is refused."""
 
     call: int
     requests: list[Request]
@@ -146,13 +146,13 @@ class ChangeAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Report counters and the state of every adapter, or of some."""
+    """Report counters and the state of adapters: of every adapter, or of those that the fields select."""
 
     call: int
-    num_adapters: int | None = None  # only so many, the busiest
-    # Only those that metrics report: with requests since the start, pages or a failure, or pinned.
+    num_adapters: int | None = None  # this many adapters, the busiest; None for all
+    # Adapters that metrics report: with requests since the start, pages or a failure, or pinned.
     only_in_use: bool = False
-    name: str | None = None  # only the one of this name, if there is one
+    name: str | None = None  # the adapter of this name; none if no adapter has it
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ __all__ = ["RequestFields"]
 
 
 class CommonFields(msgspec.Struct, frozen=True, array_like=True):
-    """The fields that the answers of one HTTP request share, as of ``Request``."""
+    """Fields of ``Request`` that all answers of one HTTP request share."""
 
     sampling: SamplingParams
     model: str
@@ -30,7 +30,7 @@ class CommonFields(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnFields(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of one answer; ``prompt_at`` and ``common_at`` are the indices of those that it shares."""
+    """Fields of ``Request`` that differ between answers, and the indices of its prompt and its ``CommonFields``."""
 
     request_id: str
     prompt_at: int

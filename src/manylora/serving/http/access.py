@@ -97,7 +97,7 @@ class AccessLayer:
 
 
 def request_id_of(scope: Scope) -> str:
-    """Return the name of a request; empty outside of an ``AccessLayer``."""
+    """Return the ID of a request for logs and errors; an empty text if no ``AccessLayer`` gave it one."""
     name: str = scope.get("manylora.request_id", "")
     return name
 

@@ -158,7 +158,7 @@ class BodyRoom:
         self.count(caller, num_bytes)
 
     def count(self, caller: str, num_bytes: int) -> None:
-        """Count bytes of a body, or those of one that has ended as a negative number."""
+        """Add the bytes of a body that arrived; a negative number when a body has ended."""
         self._bytes_of.add(caller, num_bytes)
         self.num_bytes += num_bytes
 

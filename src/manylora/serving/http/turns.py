@@ -63,7 +63,7 @@ class CallerQueues(Generic[T]):
         self._queues.setdefault(caller, deque()).append(item)
 
     def take(self) -> tuple[str, T]:
-        """Remove the next item, of which there must be one; return its caller, whose next turn is now last, and it."""
+        """Remove the next item and return it after its caller, whose turn is now last. There must be an item."""
         caller = next(iter(self._queues))
         queue = self._queues.pop(caller)
         item = queue.popleft()

@@ -92,7 +92,7 @@ class _Slice:
 
 
 class LatencyWindow:
-    """The observations of the last minute. Times are in seconds, from an origin that never moves."""
+    """Latencies of the last minute, in all and by adapter; ``now`` is in seconds on a monotonic clock."""
 
     window_s = WINDOW_S
 

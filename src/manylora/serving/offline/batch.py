@@ -116,7 +116,7 @@ class Batch:
     _stream: OutputStream = field(default_factory=OutputStream)
 
     async def run(self) -> None:
-        """Run every job to its end; on an exception, as ``EngineDead``, cancel those in the engine."""
+        """Run every job to its end; on an exception, such as ``EngineDead``, cancel the jobs in the engine."""
         try:
             await self._fill()
             await self._stream.deliver(self._consume)

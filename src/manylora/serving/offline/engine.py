@@ -160,7 +160,7 @@ class Engine:
         progress: bool = False,
         **template_kwargs: Any,
     ) -> list[Generation]:
-        """Answer conversations by the model's chat template; other arguments and errors as of ``generate``.
+        """Answer conversations by the model's chat template; other arguments and errors are as for ``generate``.
 
         A conversation lists ``{"role": ..., "content": ...}``; ``template_kwargs`` are variables for the template.
         """

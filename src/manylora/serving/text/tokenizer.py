@@ -238,7 +238,7 @@ class Tokenizer:
         return str(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, also of one that is half a character."""
+        """Return the bytes of a token, which may end within a character."""
         return self._token_bytes(token_id)
 
     def token_text(self, token_id: int) -> str:

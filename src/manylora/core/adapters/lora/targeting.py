@@ -156,14 +156,18 @@ class PatternError(ValueError):
 
 
 class Budget:
-    """Processor time left for the patterns of one adapter, in seconds; a busy machine takes none of it."""
+    """Processor time left for the patterns of one adapter, in seconds; waiting for a processor does not count."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
 
     @contextmanager
     def spend(self) -> Iterator[float]:
-        """Yield the time left and count the time inside; raise ``PatternError`` if none is left."""
+        """Charge the processor time of a ``with`` block to the budget; yield the seconds that are left.
+
+        Raises:
+            PatternError: No time is left.
+        """
         if self._left <= 0:
             raise PatternError(TOO_LONG)
         began_at = time.thread_time()

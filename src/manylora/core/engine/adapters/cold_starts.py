@@ -159,7 +159,10 @@ class ColdStarts:
             self.choices[sequence.seq_id].is_held_up = True
 
     def was_late(self, sequence: Sequence, now: float) -> None:
-        """Learn that a step did not wait for a sequence, which is a wrong prediction if it has no token yet."""
+        """Learn that a step went on without a sequence whose layers had not arrived.
+
+        If the sequence has no token yet, its start was predicted too early, and the corrections learn the delay.
+        """
         choice = self.choices.get(sequence.seq_id)
         if choice is not None:
             self._learn(choice, now - choice.chosen_at)

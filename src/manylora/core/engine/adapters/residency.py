@@ -199,7 +199,7 @@ class HostCopies:
         self._copies.move_to_end(key)
 
     def drop(self, residency: Residency, now: float) -> None:
-        """Drop a copy."""
+        """Drop a version's copy in host memory; the adapter's files stay on disk."""
         self._residencies.drop(residency, Tier.HOST, now)
         self.num_bytes -= self._copies.pop(residency.version.key)
 

@@ -49,7 +49,7 @@ _Planned = tuple[Sequence, int]
 
 
 class StepPlanner:
-    """Decides each step: pre-empts for it, admits to it, and cuts prompts.
+    """Decides each step: which sequences are pre-empted, which are admitted, and how many tokens of a prompt run.
 
     Args:
         policy: The waiting sequences.

@@ -146,7 +146,7 @@ class LateSequences:
         after both    they wait again, for the whole adapter: no step begins on the layers of that load any more
 
     Attributes:
-        sequences: They.
+        sequences: The late sequences that were not sent back yet.
     """
 
     def __init__(self, running: RunningSet, cache: AdapterCache) -> None:
@@ -155,7 +155,7 @@ class LateSequences:
         self._cache = cache
 
     def add(self, sequences: Seq[Sequence], late: Collection[int]) -> list[Sequence]:
-        """Learn which sequences of a step were late, by ``seq_id``; return those that were not known to be."""
+        """Record the late sequences of a step, whose ``seq_id`` are ``late``; return those that were not late before."""
         added = [
             sequence
             for sequence in sequences
@@ -169,7 +169,7 @@ class LateSequences:
         return added
 
     def send_back(self, now: float) -> None:
-        """Send back those that no step in flight has any more, unless they have ended or are about to."""
+        """Pre-empt the late sequences that no step in flight has any more, unless they have ended or are about to."""
         left = [sequence for sequence in self.sequences if sequence.num_in_flight]
         for sequence in self.sequences:
             if not sequence.num_in_flight and sequence.status is SequenceStatus.RUNNING and sequence.ending is None:

@@ -74,7 +74,7 @@ class KeyedPolicy(Policy):
             self._insert(sequence, key(sequence))
 
     def begin(self, now: float) -> None:
-        """Keep the first in line if it still waits, else name the one of least key."""
+        """Keep the first in line while it waits; otherwise choose the sequence of least key."""
         if self._by_arrival is not None and self._by_arrival.head is not None:
             # A request that goes before the oldest passes it, whether that was offered or not.
             self._bypass.refuse(self._by_arrival.head)
@@ -88,7 +88,7 @@ class KeyedPolicy(Policy):
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The sequence of least key when the last first in line was admitted, or one that was passed too often."""
+        """The first in line: the sequence of least key when its predecessor was admitted, or one passed too often."""
         return self._first
 
     def offer(self) -> Sequence | None:

@@ -82,7 +82,16 @@ EXPAND_COLS = 256
 
 @dataclass(frozen=True, slots=True)
 class ProductTables:
-    """A group's pieces over the prompts of a step, as in ``LoraTables``; ``parts`` has a line per adapter."""
+    """The work that adapters add to one group of modules in the prompts of a step.
+
+    Args:
+        parts: A line for each adapter: its rows of the batch, its lines in the other tables, its work.
+        shrink: A line for each piece of A, as in ``LoraTables``.
+        expand: A line for each piece of B^T, as in ``LoraTables``.
+        cost: The sum of all work, by which threads divide it.
+        max_rank: The largest rank of an adapter of the step.
+        memory: The memory that offsets in ``shrink`` and ``expand`` count from.
+    """
 
     parts: Table
     shrink: Table

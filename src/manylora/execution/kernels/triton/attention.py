@@ -210,7 +210,7 @@ def combine(
     SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up the splits of a decoding row and head, block ``i`` holding row ``i`` alone."""
+    """Combine the partial attention of all splits, for one decoding row and head; block ``i`` is row ``i``."""
     block = blocks + tl.program_id(0) * _BLOCK_FIELDS
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)

@@ -46,12 +46,14 @@ class FleetAdapters:
 
     @property
     def num_changes(self) -> int:
-        """Changes of the names and paths in ``loaded`` so far."""
+        """Number of changes of ``loaded`` so far: readers compare it with the number at their last look."""
         return self._book.num_changes
 
     @contextlib.contextmanager
     def opened(self, modules: Sequence[LoraModule]) -> Iterator[None]:
-        """Record the adapters given at start, for engines that start inside; those that are required end the start.
+        """Register the adapters given at start for engines that start in this context.
+
+        A required adapter that fails ends the start.
 
         Errors are those of ``AdapterBook.open``.
         """

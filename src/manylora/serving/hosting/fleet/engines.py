@@ -74,7 +74,7 @@ class FleetEngines:
 
     @property
     def state(self) -> EngineState:
-        """The state of the fleet: that of its best engine."""
+        """The state of the fleet, which is the state of its best engine."""
         states = [keeper.state for keeper in self.keepers]
         return next(state for state in BEST_FIRST if state in states)
 
@@ -148,7 +148,7 @@ class FleetEngines:
     async def snapshots(
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
     ) -> dict[int, Snapshot]:
-        """Return the snapshot of each engine that serves and answers, by number; arguments as of ``TakeSnapshot``.
+        """Return the snapshot of each engine that serves and answers, by number; arguments as in ``TakeSnapshot``.
 
         Of several engines each reports all adapters, because their counters are summed.
 

@@ -212,7 +212,7 @@ class EngineClient:
             self.link.send(Cancel(in_flight, stopped))
 
     async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
-        """Read and register an adapter; errors as of ``AdapterCatalog.register``."""
+        """Read and register an adapter; errors are as for ``AdapterCatalog.register``."""
         return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
 
     async def load_adapters(
@@ -241,7 +241,7 @@ class EngineClient:
     async def snapshot(
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
     ) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
-        """Return the engine's counters and the state of every adapter, or of some as of ``TakeSnapshot``."""
+        """Return the engine's counters and the state of every adapter, or of those selected, as in ``TakeSnapshot``."""
         reply = await self._call(lambda call: TakeSnapshot(call, num_adapters, only_in_use, name))
         if reply.stats is None:
             raise EngineDead("The engine answered without its counters.")

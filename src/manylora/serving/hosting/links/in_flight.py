@@ -187,7 +187,7 @@ class InFlightRequest:
             self.settled.set_result(None)
 
     def fail(self, error: ManyloraError) -> None:
-        """End it with an error: that of the submission that waits, or else of the stream."""
+        """End the request with an error: raised by the submission if it still waits, and otherwise by the stream."""
         if self.settled is not None and not self.settled.done():
             self.settled.set_exception(error)
         else:

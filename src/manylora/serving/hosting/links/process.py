@@ -51,7 +51,7 @@ Tokens of a stream that are delivered together share a write, so a busy server l
 
 
 class EngineChild:
-    """An engine process: a new one, or the one that was started early for such an engine.
+    """An engine process, new or started early by ``prestart_engine``.
 
     It has its own process group, so that Ctrl-C reaches this process alone. Its standard input is a pipe from this
     process, and it ends with the pipe. The kernel kills it when the thread ends that creates it: that thread must stay

@@ -274,7 +274,10 @@ class ChameleonPolicy:
     # -- opportunistic bypass ----------------------------------------------------------------------------------------
 
     def squash(self, now: float) -> list[Sequence]:
-        """Name the fewest sequences that must go so that one they passed can run, youngest first."""
+        """Name running sequences to pre-empt for an older sequence that they bypassed, the youngest first.
+
+        They are the fewest whose memory lets the older sequence run; none are named if that would not.
+        """
         passers: dict[int, list[tuple[Sequence, int]]] = {}  # by seq_id of the older one
         for seq_id, entry in self._running.items():
             for older in entry.passed:
