@@ -74,7 +74,7 @@ class CudaOps(DeviceOps):
         return torch.from_numpy(np.ascontiguousarray(values)).pin_memory().to(self.device, non_blocking=True)
 
     def upload_bits(self, bits: NDArray[np.uint8], num_columns: int) -> torch.Tensor:
-        """Upload the bytes, an eighth of the bools, and unpack them there."""
+        """Upload the packed bytes and unpack them on the device: an eighth of the bytes of bools."""
         shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
         unpacked = (self.upload(bits)[:, :, None] >> shifts) & 1
         return unpacked.view(torch.bool).flatten(1)[:, :num_columns]

@@ -205,18 +205,18 @@ class Backend:
         return self.view.num_requests
 
     def can_take(self, now: float) -> bool:
-        """Whether it is up, not avoided, and below its bound, which grows during a slow start."""
+        """Whether the backend is up, not avoided, and below its bound of requests, which grows during a slow start."""
         if not self.can_be_forced() or now < self.avoid_until:
             return False
         share = self.health.share(now)
         return share == 1.0 or self.num_in_flight < max(1, int(share * self._max_in_flight))
 
     def can_be_forced(self) -> bool:
-        """Whether it is up and below its bound: the last resort."""
+        """Whether the backend is up and below its bound: taken if no backend ``can_take``."""
         return self.health.is_up and self._has_room()
 
     def can_be_tried(self) -> bool:
-        """Whether it is down, and below its bound: it may be better than no answer."""
+        """Whether the backend is down and below its bound: a try may be better than no answer."""
         return self.health.state is BackendState.DOWN and self._has_room()
 
     def is_resident(self, adapter: str, now: float) -> bool | None:
@@ -239,13 +239,13 @@ class Backend:
             self.went_down()
 
     def stalled(self) -> None:
-        """Take it out after it sent nothing to any request for a whole time limit; its requests go elsewhere."""
+        """Take the backend out after it sent nothing to any request for a whole time limit; its requests go elsewhere."""
         if self.health.stalled(monotonic(), "no progress") and not self.is_leaving:
             self.went_down()
             self.cancel_all(Failure.DOWN)
 
     def went_down(self) -> None:
-        """Log that it is down; it may come back as another process, so its models are read again before it is up."""
+        """Log that the backend is down. It may return as another process: its models are read again before it is up."""
         self.needs_models = True
         logger.warning("backend_down url=%s reason=%r", self.url, self.health.reason)
 

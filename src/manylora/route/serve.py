@@ -86,7 +86,7 @@ class Proxy:
         return self._socket.fileno() >= 0
 
     def drain(self) -> None:
-        """Begin to stop: it no longer listens, and requests under way may finish."""
+        """Begin to stop: the router no longer listens, and requests under way may finish."""
         self._is_stopping = True
         if self._http is not None:
             self._http.should_exit = True

@@ -90,7 +90,7 @@ class OpenFile(Protocol):
         """
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
 
 
 class LocalFile:

@@ -26,7 +26,7 @@ class AdapterSettings(Protocol):
 
     @property
     def base_model(self) -> str | None:
-        """The base it was trained on, as its author called it."""
+        """The base that the adapter was trained on, as its author called it."""
 
     @property
     def task_type(self) -> str | None:

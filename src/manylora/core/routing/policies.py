@@ -60,7 +60,7 @@ class LeastLoadedRouter:
     """
 
     def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
-        """Compare all of them."""
+        """Compare all replicas."""
         return _least_loaded(replicas, among)
 
 
@@ -91,7 +91,7 @@ class PowerOfTwoRouter:
         self._rng = rng
 
     def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
-        """Compare two of them."""
+        """Compare two replicas that are drawn at random."""
         if len(among) == 1:
             return among[0]
         return _least_loaded(replicas, self._rng.sample(among, 2))

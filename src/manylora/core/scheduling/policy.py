@@ -151,5 +151,5 @@ class Policy(Protocol):
         """Return up to ``count`` waiting sequences, likeliest to be next first: their adapters are worth fetching."""
 
     def queues(self) -> tuple[QueueStatus, ...]:
-        """Return its queues for status pages, smallest requests first."""
+        """Return the policy's queues for status pages, smallest requests first."""
         return (QueueStatus(num_waiting=len(self)),)

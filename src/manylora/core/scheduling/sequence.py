@@ -119,7 +119,7 @@ class Sequence:
 
     @property
     def has_unscored(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be computed."""
+        """Whether log-probabilities of the prompt are still to be computed."""
         return self.num_scored < self.num_prompt_tokens - 1
 
     @property
@@ -151,12 +151,12 @@ class Sequence:
 
     @property
     def num_tokens_to_hold(self) -> int:
-        """Tokens it needs pages for when it is admitted; the last token generated needs no KV."""
+        """Tokens that need pages when the sequence is admitted; the last token generated needs no KV."""
         return self.num_prompt_tokens + self.max_tokens - 1 if self.reserves_output else len(self.tokens)
 
     @property
     def num_adapter_pages(self) -> int:
-        """Pages its adapter takes on the device."""
+        """Pages that the sequence's adapter takes on the device."""
         return self.version.num_pages if self.version else 0
 
     # -- while it waits ----------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Sequence:
         return PromptRows(self.seq_id, start, stop, num_top)
 
     def launched(self, num_tokens: int) -> PlannedSequence:
-        """``num_tokens`` of its tokens run in the next step; return its part of that step's plan."""
+        """Record that ``num_tokens`` tokens run in the next step; return the sequence's part of that step's plan."""
         tokens, start, num_pending = self.tokens, self.num_computed, self.num_pending
         self.num_computed = end = start + num_tokens
         self.num_in_flight += 1
@@ -266,7 +266,7 @@ class Sequence:
         self.is_late = True
 
     def unscored(self) -> None:
-        """None of its prompt's log-probabilities are there: they are computed again."""
+        """Forget the log-probabilities of the prompt: all are computed again."""
         self.num_scored = 0
 
     def sent_back(self) -> None:

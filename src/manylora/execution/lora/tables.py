@@ -32,7 +32,7 @@ PROMPT_ROWS = 64
 
 
 class RowBlocks(NamedTuple):
-    """Rows of a row block, in a step that decodes and in one with prompts."""
+    """Height of a row block, in rows: ``decode`` in steps that only decode, ``prompt`` in steps with prompts."""
 
     decode: int
     prompt: int

@@ -168,7 +168,7 @@ class ArrivingAdapter:
 
     @property
     def error(self) -> str | None:
-        """The reason why it will not arrive; a step has computed on zeros then."""
+        """The reason why the adapter will not arrive; steps that used it have computed on zeros."""
         return self._arrival.error
 
     def wait(self, group: str) -> None:

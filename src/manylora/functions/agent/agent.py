@@ -81,7 +81,7 @@ class Agent:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it was asked to stop."""
+        """Whether the agent was asked to stop."""
         return self._stop.is_set()
 
     def drain(self) -> None:

@@ -110,7 +110,7 @@ class Child:
             await asyncio.sleep(RESTARTS.pause_s(deaths))
 
     async def stop(self) -> None:
-        """End it, and wait."""
+        """End the process, and wait for its end."""
         self._is_stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
@@ -140,11 +140,11 @@ class Kept(Protocol):
     """A part that is started again when it ends."""
 
     async def keep(self) -> None:
-        """Run it until ``stop``."""
+        """Run the process, and start it again when it ends, until ``stop``."""
         ...
 
     async def stop(self) -> None:
-        """End it, and wait."""
+        """End the process, and wait for its end."""
         ...
 
 

@@ -152,7 +152,7 @@ class Controller:
     # -- functions ---------------------------------------------------------------------------------------------------
 
     def check(self, name: str, spec: FunctionSpec) -> None:
-        """Raise ``ConfigError`` if its name or its backbone is wrong, or there are too many functions."""
+        """Raise ``ConfigError`` if the name or the backbone of a function is wrong, or there are too many functions."""
         check_function(name, spec, self._backbones)
         if name not in self._functions and len(self._functions) >= MAX_FUNCTIONS:
             raise ConfigError(f"Got functions.{name}, and there are {MAX_FUNCTIONS} already")

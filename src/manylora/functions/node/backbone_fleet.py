@@ -77,7 +77,7 @@ class BackboneFleet:
         return await instance.submit(requests)
 
     def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
-        """Cancel requests, wherever they are."""
+        """Cancel requests, in the queue or in a function."""
         self._node.cancel(self.served_name, request_ids, stopped=stopped)
 
     def drain(self) -> None:
@@ -150,7 +150,7 @@ class BackboneFleet:
         """Return: each function has a queue of its own, and the model of the request is not known yet."""
 
     def check_serving(self) -> None:
-        """Raise ``CapacityError`` once it drains."""
+        """Raise ``CapacityError`` once the node drains."""
         if self._is_draining:
             message = "The server is shutting down and takes no new requests."
             raise CapacityError(message, retry_after_s=10.0, status=503)

@@ -114,7 +114,7 @@ class BackboneHost:
         return self._backbone
 
     def describe(self) -> BackboneState:
-        """Return its state for a report."""
+        """Return the state of the backbone for a report."""
         return BackboneState(
             name=self.name,
             state=self.state,

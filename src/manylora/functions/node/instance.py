@@ -140,7 +140,7 @@ class FunctionInstance:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is awake without any request."""
+        """Whether the function is awake without any request."""
         return self.phase is FunctionPhase.AWAKE and not self.queue and not self.is_running
 
     @property
@@ -151,11 +151,11 @@ class FunctionInstance:
 
     @property
     def cold_start_s(self) -> float:
-        """Seconds of its last start; a guess before the first."""
+        """Seconds of the last start; an estimate before the first."""
         return 1.0 if self._start is None else self._start.total_s
 
     def describe(self, now: float) -> FunctionState:
-        """Return its state for a report."""
+        """Return the state of the function for a report."""
         engine = self.engine
         return FunctionState(
             name=self.name,

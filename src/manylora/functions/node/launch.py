@@ -116,7 +116,7 @@ class AwakeFunction:
         return next((link.report for link in reversed(self.links) if link.report is not None), None)
 
     def weigh(self, has_requests: bool) -> None:
-        """Give its process a share of the processors, or without requests only the time that no other process wants."""
+        """Set the process's share of the processors; without requests, only time that no other process wants."""
         link = self.links[-1]
         if link is not self._weighed and link.report is not None and link.pid is not None:  # it is in its own by then
             self._weighed = link
@@ -128,7 +128,7 @@ class AwakeFunction:
                 self._share.set_background(not has_requests)
 
     async def stop(self, error: ManyloraError) -> None:
-        """End it; its requests end with the error."""
+        """End the process; its requests end with the error."""
         self.keeping.cancel()
         self.weigh(True)  # its memory comes free as fast as it can
         await self.fleet.stop(error)

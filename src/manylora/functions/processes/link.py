@@ -160,7 +160,7 @@ class FunctionLink(asyncio.Protocol):
 
     @property
     def node(self) -> None:
-        """Return ``None``: it runs on this machine."""
+        """Return ``None``: a function runs on this machine."""
         return None
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:

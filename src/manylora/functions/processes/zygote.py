@@ -70,7 +70,7 @@ class ForkedFunction:
     process: int | None = None
 
     def end(self, code: int | None) -> None:
-        """Note its end."""
+        """Record that the function process ended."""
         if self.process is not None:
             os.close(self.process)
             self.process = None
@@ -78,7 +78,7 @@ class ForkedFunction:
             self.exited.set_result(code)
 
     def end_without_zygote(self) -> None:
-        """Kill it and note its end when it has come: its zygote, which would have told, is lost."""
+        """Kill the process and record its end, after the zygote that would have reported the end is lost."""
         if self.process is None:
             self.end(None)
             return

@@ -114,10 +114,10 @@ class LoadReport:
 
 
 def make_report(run: LoadRun, *, slo: Slo, offered_per_s: float, warm_up_s: float = 0.0) -> LoadReport:
-    """Reduce a run to figures.
+    """Return the figures of a load test.
 
     Args:
-        run: With all answers.
+        run: The requests and their answers.
         slo: Limits on latency.
         offered_per_s: Requests per second that were due.
         warm_up_s: Requests that were sent this soon after the first are left out.

@@ -216,7 +216,7 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
 
     def write(self, path: str | Path) -> None:
-        """Write it as JSON, a line for each field."""
+        """Write the profile as JSON, a line for each field."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
         Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

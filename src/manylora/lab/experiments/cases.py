@@ -56,7 +56,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The key of its result: a hash of all inputs."""
+        """The key of the result: a hash of all inputs of the case."""
         read = {file: _digest(path) for file, path in self._files()}
         limits = [self.slo_s, self.slo_tpot_s]
         content = [FORM, self.setup, self.workload, self.seed, self.warm_up_s, limits, read, self.calculation]

@@ -65,7 +65,7 @@ def format_published(claim: Claim) -> str:
 
 
 def format_interval(ours: Estimate | None, claim: Claim) -> str:
-    """Return ours, with its 95 % interval where there is one."""
+    """Return our figure, with its 95 % interval where there is one."""
     if ours is None:
         return "-"
     text = format_value(ours.middle, claim)

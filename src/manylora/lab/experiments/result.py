@@ -51,7 +51,7 @@ class Result:
 
 
 def cdf(values: Iterable[float]) -> Curve:
-    """Return a cumulative distribution: values across, shares up."""
+    """Return the cumulative distribution of values as a curve: x is a value, y the share of values up to it."""
     found = np.fromiter(values, dtype=np.float64)
     if not len(found):
         return Curve((), ())

@@ -35,7 +35,7 @@ class Model:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its weights."""
+        """Bytes of the model's weights."""
         return self.cost.dims.weight_bytes
 
     @property
@@ -61,7 +61,7 @@ class SimulatedFunction:
 
     @property
     def adapter(self) -> str:
-        """Name of its adapter's artefact."""
+        """Name of the artefact that is the function's adapter."""
         return f"adapter/{self.name}"
 
     @property
@@ -71,7 +71,7 @@ class SimulatedFunction:
 
 
 def lay_out(adapters: Sequence[AdapterSpec], setup: FunctionsSetup) -> list[SimulatedFunction]:
-    """Return the functions of a workload's adapters."""
+    """Return a simulated function for each adapter of a workload, with the adapters divided among the models."""
     models = []
     for name, slo_s in zip(setup.models, setup.slo_s, strict=True):
         cost = RooflineCost(name, setup.hardware, targets=adapters[0].targets)

@@ -41,7 +41,7 @@ class Call:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of its KV at its end."""
+        """Bytes of KV when the call ends."""
         tokens = self.spec.num_prompt_tokens + self.spec.num_output_tokens
         return tokens * self.function.model.kv_bytes_per_token
 
@@ -108,7 +108,7 @@ class Process:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it computes."""
+        """Whether the process computes."""
         return bool(self.prompts or self.decoding)
 
     def is_awake(self, now: float) -> bool:

@@ -52,7 +52,7 @@ EngineSockets: TypeAlias = UnixSockets | CurveSockets
 
 
 class OpenSockets(NamedTuple):
-    """The engine's two sockets: commands come in, messages go out. Each may move to one other thread before its first use."""
+    """The engine's sockets: commands in, messages out. Each may move to one other thread before its first use."""
 
     commands: zmq.Socket[bytes]
     messages: zmq.Socket[bytes]

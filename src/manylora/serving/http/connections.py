@@ -27,10 +27,10 @@ class Connection(Protocol):
     """A connection, as its server sees it."""
 
     def close_idle(self) -> bool:
-        """Close it between two requests; return whether it was open."""
+        """Close the connection between two requests; return whether it was open."""
 
     def check_reader(self, now: float) -> None:
-        """Break it if its client reads nothing of its answer."""
+        """Break the connection if the client has taken no byte of an answer within the time limit."""
 
 
 class RepeatedLines:

@@ -133,7 +133,7 @@ class Stoppable(Protocol):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether it was asked to stop."""
+        """Whether the server was asked to stop."""
 
     def drain(self) -> None:
         """Begin to stop: requests under way may finish."""

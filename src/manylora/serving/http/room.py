@@ -181,7 +181,7 @@ class ArrivingBody:
             self._held = num_bytes
 
     def close(self) -> None:
-        """Count it no more."""
+        """Count the bytes of the body no more."""
         if self._held:
             self._room.count(self._caller, -self._held)
             self._held = 0

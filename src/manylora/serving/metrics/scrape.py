@@ -243,7 +243,7 @@ def _adapter_metrics(statuses: Sequence[AdapterStatus], served_name: str) -> Ite
 
 
 def function_metrics(states: Sequence[FunctionState]) -> Iterator[Metric]:
-    """Yield the metrics of functions. Series of their own have only functions that are awake; counts include the others."""
+    """Yield the metrics of functions; a function has series of its own while it is awake."""
     awake = [one for one in states if one.state == "awake"]
     by_state = Counter(one.state for one in states)
     missing = Counter(note.name for one in awake for note in one.missing)

@@ -75,7 +75,7 @@ class PlainSettings:
 
     @property
     def base_model(self) -> str | None:
-        """The base it was trained on."""
+        """The base that the adapter was trained on."""
         return self.settings.base_model
 
     @property

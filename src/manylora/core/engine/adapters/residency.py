@@ -79,7 +79,7 @@ class Residency:
 
     @property
     def tier(self) -> Tier:
-        """The highest tier it is in."""
+        """The highest tier that the version is in."""
         if self.device is TierState.RESIDENT:
             return Tier.DEVICE
         return Tier.HOST if self.host is TierState.RESIDENT else Tier.DISK

@@ -155,7 +155,7 @@ class LateSequences:
         self._cache = cache
 
     def add(self, sequences: Seq[Sequence], late: Collection[int]) -> list[Sequence]:
-        """Record the late sequences of a step, whose ``seq_id`` are ``late``; return those that were not late before."""
+        """Record the late sequences of a step, by ``seq_id``; return those that were not late before."""
         added = [
             sequence
             for sequence in sequences

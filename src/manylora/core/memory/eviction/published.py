@@ -52,18 +52,18 @@ class AdapterScore(Protocol):
         """Forget an adapter that was unloaded."""
 
     def evicted(self, item: IdleItem) -> None:
-        """Record that it was dropped for a claim."""
+        """Record that the adapter was dropped for a claim."""
         return
 
     def place(self, item: IdleItem) -> tuple[Hashable, float]:
-        """Return its group and its order in the group, lowest first (see ``ranking.py``)."""
+        """Return the group of the adapter and its order in the group, lowest first (see ``ranking.py``)."""
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
         """Return the adapters whose place has changed since the last call, other than by the calls above."""
         return ()
 
     def worth(self, item: IdleItem, now: float) -> float:
-        """Return its score; the lowest goes first."""
+        """Return the score of the adapter; the lowest goes first."""
 
 
 class ByAge(EvictionPolicy):
@@ -81,7 +81,7 @@ class ByAge(EvictionPolicy):
             self._rescore()
 
     def forget(self, key: AdapterKey, now: float) -> None:
-        """Forget it."""
+        """Forget the item."""
         self._score.forget(key)
 
     def add(self, item: IdleItem, depth: Depth) -> None:
@@ -140,7 +140,7 @@ class GdsfScore(AdapterScore):
         self._num_uses[key] = self._num_uses.get(key, 0) + 1
 
     def forget(self, key: AdapterKey) -> None:
-        """Drop its count."""
+        """Drop the count of the adapter's uses."""
         self._num_uses.pop(key, None)
         self._worth.pop(key, None)
 
@@ -158,7 +158,7 @@ class GdsfScore(AdapterScore):
         return None, self._worth[item.key]
 
     def worth(self, item: IdleItem, now: float) -> float:
-        """Return its worth."""
+        """Return the worth of the adapter since its last use: the clock plus uses times reload cost per page."""
         assert isinstance(item.key, str)
         return self._worth[item.key]
 
@@ -182,7 +182,7 @@ class WeightedScore(AdapterScore):
         self._change(key, 1)
 
     def forget(self, key: AdapterKey) -> None:
-        """Remove its uses."""
+        """Remove the uses of the adapter."""
         if key in self._num_uses:
             self._recent = deque(use for use in self._recent if use[1] != key)
             self._change(key, -self._num_uses[key])

@@ -56,7 +56,7 @@ class KeyedPolicy(Policy):
         return len(self._waiting)
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Insert it by its key."""
+        """Insert a sequence by its key."""
         self._waiting[sequence.seq_id] = sequence
         self._insert(sequence, self._key(sequence, now))
         if self._by_arrival is not None:

@@ -69,7 +69,7 @@ class LengthHistogram:
         return self._total / self._weight
 
     def add(self, num_tokens: int, *, was_cut: bool = False, count: float = 1.0) -> None:
-        """Add a length."""
+        """Add the length of an answer ``count`` times; with ``was_cut`` the answer was longer than ``num_tokens``."""
         # Instead of decaying the old, new lengths weigh more; once in a while all are scaled down.
         self._weight *= self._growth
         side = self.cut if was_cut else self.ended
@@ -84,7 +84,7 @@ class LengthHistogram:
             self._weight = 1.0
 
     def add_to(self, ended: list[float], cut: list[float], count: float) -> None:
-        """Add its weights to dense bins, scaled to ``count`` lengths in sum."""
+        """Add the histogram's weights to dense bins, scaled to ``count`` lengths in sum."""
         if not self._total:
             return
         scale = count / self._total

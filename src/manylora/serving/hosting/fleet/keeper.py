@@ -85,18 +85,18 @@ class EngineKeeper:
 
     @property
     def is_failing(self) -> bool:
-        """Whether it died too often in a row by its own fault."""
+        """Whether the engine died too often in a row by its own fault."""
         return len(self._faults) >= self.restarts.max_deaths
 
     @property
     def may_serve(self) -> bool:
-        """Whether it serves, or is likely to serve soon."""
+        """Whether the engine serves, or is likely to serve soon."""
         is_coming = self.state in (EngineState.STARTING, EngineState.RESTARTING) and not self.is_failing
         return is_coming or self.state is EngineState.SERVING
 
     @property
     def pause_s(self) -> float:
-        """The pause before its next start, in seconds."""
+        """The pause before the next start of the engine, in seconds."""
         return self.restarts.max_pause_s if self.is_failing else self.restarts.pause_s(self._num_deaths)
 
     async def start(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> None:

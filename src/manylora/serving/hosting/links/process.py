@@ -71,15 +71,15 @@ class EngineChild:
 
     @property
     def pid(self) -> int:
-        """Return its id."""
+        """The process id."""
         return self._process.pid
 
     def wait(self) -> int:
-        """Wait for its end; return the exit code, or minus the number of a signal."""
+        """Wait until the process ends; return the exit code, or minus the number of a signal."""
         return self._process.wait()
 
     def kill(self) -> None:
-        """Kill its process group and wait for its end; may be called again."""
+        """Kill the process group and wait for its end; may be called again."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -120,7 +120,7 @@ class ChameleonPolicy:
     # -- sequences come and go ---------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Predict its length, and add it to the queue for its size."""
+        """Predict the length of the answer, and add the sequence to the queue for its size."""
         entry = self._measure(sequence)
         if sequence.admitted_at is None:
             self._history.arrived(entry.demand, now)
@@ -133,13 +133,13 @@ class ChameleonPolicy:
         self._bypass.forgive(sequence)
 
     def finish(self, sequence: Sequence, now: float) -> None:
-        """Release its tokens, and record its duration."""
+        """Release the quota of an ended sequence, and record how long it ran."""
         demand, held_tokens = self._stop(sequence)
         assert sequence.admitted_at is not None
         self._history.ended(demand, held_tokens, now - sequence.admitted_at)
 
     def send_back(self, sequence: Sequence, now: float) -> None:
-        """Release its tokens and let it wait in its old place."""
+        """Release the quota of a pre-empted sequence and let it wait in its old place."""
         self._stop(sequence)
         self.add(sequence, now)
 
