@@ -239,7 +239,7 @@ class Backend:
             self.went_down()
 
     def stalled(self) -> None:
-        """Take the backend out after it sent nothing to any request for a whole time limit; its requests go elsewhere."""
+        """Take the backend out: it sent nothing to any request for a whole time limit. Its requests go elsewhere."""
         if self.health.stalled(monotonic(), "no progress") and not self.is_leaving:
             self.went_down()
             self.cancel_all(Failure.DOWN)

@@ -189,7 +189,7 @@ class AssistCosts:
         self._handoff_s = BESIDE_HANDOFF_S
 
     def delay_s(self, row_rank: int, step_s: float, num_layers: int) -> float:
-        """Return the delay of a step of ``step_s`` by rows with that sum of ranks over tokens."""
+        """Return the delay of a step of ``step_s`` by assisted rows, with the sum of their ranks over tokens."""
         if not self.is_beside:
             return 0.0
         exposed_s = max(0.0, self._row_rank_s * row_rank - step_s / num_layers)
@@ -234,11 +234,12 @@ class AssistCosts:
 
 
 class Corrections:
-    """Factors on the delay that a mode's predictions add to a resident start, from predictions that were wrong.
+    """A factor for each mode of a cold start, which corrects predicted delays by the delays of earlier requests.
 
-    With a share ``w`` of the delay in the prediction and actual delays of ``r`` times the predicted delays, ``n``
-    observations give ``log factor = log r * (1 - (1 - LEARN * w) ** n)``. The time that a resident start takes too
-    counts with the delay it is compared to, so a prediction of little delay teaches little.
+    The delay is the time to first token less the time that the request would take with its adapter on the device.
+    With actual delays of ``r`` times the predicted delays, ``n`` observations give
+    ``log factor = log r * (1 - (1 - LEARN * w) ** n)``. ``w`` is the delay's share of the predicted time to first
+    token: a prediction of little delay teaches little.
     """
 
     def __init__(self) -> None:

@@ -93,11 +93,11 @@ class WholePromptSteps(MixedSteps):
     """Mixed steps in which each prompt runs whole: the last one may overshoot the budget."""
 
     def most_tokens(self, budget: int, longest: int) -> int:
-        """Return the budget but for one token, and the longest prompt in its place."""
+        """Return ``budget - 1 + longest``: a whole prompt is admitted while one token of the budget is left."""
         return budget - 1 + longest
 
     def chunk(self, num_tokens: int, room: int) -> int:
-        """Return all of the prompt."""
+        """Return ``num_tokens``: a prompt is never cut."""
         return num_tokens
 
 

@@ -95,7 +95,7 @@ class CompressedTensors(Method):
         return self._find(name, module) is not None
 
     def read(self, stored: StoredTensors, name: str, module: nn.Module, shape: tuple[int, int]) -> Codes:
-        """Return a weight."""
+        """Return the weight of a module as codes, by the scheme of the module's group."""
         scheme = self._find(name, module)
         assert scheme is not None
         block = (scheme.block[0] or shape[0], scheme.block[1] or shape[1])

@@ -134,7 +134,7 @@ def _own_share() -> Measure:
 
 
 def shared_folders(model: ModelConfig) -> list[str]:
-    """Return the folders that all functions on a base read, beside those of this package: libraries, and the base."""
+    """Return the folders that every function on a base may read: Python with its libraries, the base, the tokenizer."""
     return sorted({sys.prefix, sys.base_prefix, model.model} | ({model.tokenizer} if model.tokenizer else set()))
 
 

@@ -111,7 +111,7 @@ class TraceLengths:
         require(self.scale > 0, "scale", self.scale, "a factor above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
-        """Return so many rows, drawn."""
+        """Return the lengths of ``num`` rows, each drawn at random from the trace."""
         trace = read_requests(self.file)
         rows = rng.integers(0, len(trace.prompt), num)
         answers = rows if self.pairing == "rows" else rng.integers(0, len(trace.output), num)
@@ -139,7 +139,7 @@ class ReplayLengths:
         require(self.scale > 0, "scale", self.scale, "a factor above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
-        """Return so many rows from the first on."""
+        """Return the lengths of the first ``num`` rows; after the last row the trace begins again."""
         trace = read_requests(self.file)
         rows = np.arange(num) % len(trace.prompt)
         prompt, output = self.bounds.fit(trace.prompt[rows], trace.output[rows], self.scale)
@@ -290,7 +290,7 @@ class ParametricLengths:
         require(-1 <= self.correlation <= 1, "correlation", self.correlation, "a number in [-1, 1]")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
-        """Return so many pairs."""
+        """Return ``num`` pairs of a prompt's and an answer's length."""
         # A stream each, so that another distribution of answers leaves the prompts as they are.
         of_prompt, of_output, of_pairs = rng.spawn(3)
         prompt, output = self.prompt.draw(num, of_prompt), self.output.draw(num, of_output)

@@ -78,7 +78,7 @@ class Bypass:
 
     @property
     def exhausted(self) -> Sequence | None:
-        """The oldest that was passed as often as a sequence may be."""
+        """The oldest sequence that was passed ``MAX_BYPASS`` times, and may not be passed again; or ``None``."""
         exhausted = [sequence for sequence in self._refused.values() if sequence.num_bypassed >= MAX_BYPASS]
         return min(exhausted, key=lambda sequence: sequence.seq_id, default=None)
 
@@ -91,7 +91,7 @@ class Bypass:
         self._refused.pop(sequence.seq_id, None)
 
     def admit(self, sequence: Sequence) -> bool:
-        """Count an admission; return whether a sequence that it passed may not be passed again."""
+        """Count an admission as a pass for every older refused sequence; return whether any is now exhausted."""
         self.forgive(sequence)
         is_exhausted = False
         for older in self._refused.values():
@@ -101,7 +101,7 @@ class Bypass:
         return is_exhausted
 
     def report(self, sequence: Sequence, outcome: Outcome) -> bool:
-        """Learn the outcome of an offer; return whether no other may be admitted in this step."""
+        """Learn the outcome of an offer; return whether the step must admit no other sequence."""
         match outcome:
             case Outcome.ADMITTED:
                 return self.admit(sequence)

@@ -37,7 +37,7 @@ class AnswersInProgress:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count an answer while inside."""
+        """Count an answer as in progress for the duration of a ``with`` block."""
         self.num += 1
         self._none_left.clear()
         try:
