@@ -149,3 +149,11 @@ def test_the_page_of_packages_has_a_line_for_each_part() -> None:
         inside = (ROOT / "src" / "manylora" / room).iterdir()
         parts = {path.stem for path in inside if not path.name.startswith("_") and path.suffix != ".md"}
         assert parts - set(re.findall(r"`([\w]+)`", section)) == set(), room
+
+
+@pytest.mark.parametrize("room", ["core", "execution", "serving", "route", "functions", "lab"])
+def test_the_picture_in_a_readme_has_each_part_of_the_room(room: str) -> None:
+    folder = ROOT / "src" / "manylora" / room
+    picture = (folder / "README.md").read_text().split("```")[1]
+    parts = {path.stem for path in folder.iterdir() if not path.name.startswith("_") and path.suffix != ".md"}
+    assert parts - set(re.findall(r"\w+", picture)) == set()

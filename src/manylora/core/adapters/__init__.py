@@ -1,1 +1,1 @@
-"""Adapters: checkpoint formats, identity, layout in pages, names and tiers."""
+"""Adapters as PEFT saves them: where they are, checks, methods, identity by content, layout in pages."""

@@ -1,5 +1,5 @@
-"""The time that a step or a load takes: its features, the protocol over cost models, and the models themselves.
+"""What an engine learns of its own times while it runs: steps, loads, and the break-even of cold starts.
 
-``roofline`` derives prices from a data sheet, ``fitted`` reads a profile that ``calibrate`` made from a step log,
-``online`` learns while steps run. A simulator, a scheduler and a router ask the same questions of them.
+Schedulers, cold starts and routers ask it for predictions. Prices of simulated steps, from data sheets or from fitted
+profiles, are in ``lab/costs``.
 """

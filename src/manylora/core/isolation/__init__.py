@@ -1,6 +1,6 @@
 """Lock a process in before it touches a tenant's bytes: no new files, sockets, processes or rights.
 
-Every measure of the kernel is taken that is to be had, and a report names those that were not.
+Every measure that the kernel offers is taken; a report names the measures that are missing.
 """
 
 from manylora.core.isolation.cgroups import Cgroup, ProcessorShare, enter_own_share, remove_groups_of_the_dead

@@ -3,6 +3,6 @@
 ::
 
     backbone process   loads, fuses, packs and seals the base     --- descriptor and table --->  API process
-    zygote process     imports everything, maps nothing of a tenant's  --- fork --->  function process
+    zygote process     imports everything, maps no tenant's bytes      --- fork --->  function process
     function process   confined first, then: map, build, read its adapter, serve its socket
 """
