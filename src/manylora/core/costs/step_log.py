@@ -109,7 +109,7 @@ class LoadRecord(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     @property
     def took_s(self) -> float:
-        """Duration from turn to turn, its wait for the link included, in seconds."""
+        """Seconds from the turn that launched the load to the turn that saw it complete, with its wait for the link."""
         return self.ended_at - self.launched_at
 
 

@@ -54,7 +54,7 @@ class RandomRouter:
 
 
 class LeastLoadedRouter:
-    """The replica with the fewest requests in flight; of equals, that with the fewest prompt tokens.
+    """The replica with the fewest requests in flight; ties go to the fewest prompt tokens.
 
     CaraServe's *most idle*.
     """

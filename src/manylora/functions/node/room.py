@@ -80,7 +80,7 @@ class NodeRoom:
             self._usual_bytes = max(self._usual_bytes, reading.own)
 
     def changed(self, instance: FunctionInstance | None) -> None:
-        """Look again for the functions that wait: a function, or something else, has ended or is used no more."""
+        """Let the functions that wait for memory look again, after something on the node ended or is no longer used."""
         if instance is not None and not instance.phase.has_process:
             self._reserved.pop(instance, None)
         self._has_changed.set()

@@ -223,7 +223,7 @@ def is_plain(source: str) -> bool:
 
 
 class Names:
-    r"""Many expressions that are names, for a module of which one is the end: ``(.*\.)?(name)$`` of each, at once.
+    r"""Many expressions of the form ``(.*\.)?(name)$``, matched against a module's name all at once.
 
     They are kept by the places of their dots, each of which matches any character::
 
@@ -244,7 +244,7 @@ class Names:
                 self._by_length.setdefault(len(name), {}).setdefault(dots, {}).setdefault(name, number)
 
     def first(self, module: str) -> int | None:
-        """Return the least number whose name the module ends in, after a dot or whole; ``None`` if there is none.
+        """Return the least number of a name that matches the module; ``None`` if none does.
 
         Raises:
             PatternError: The budget is spent.

@@ -150,7 +150,7 @@ class Residencies(dict[AdapterKey, Residency]):
         self._telemetry = telemetry
 
     def drop(self, residency: Residency, tier: Tier, now: float) -> None:
-        """Drop a copy: its pages are free already, and the executor forgets it."""
+        """Drop a version's copy in ``tier``; pages of a copy on the device must be free already."""
         residency.drop(tier)
         version = residency.version
         self._executor.drop_adapter(version.key, tier)

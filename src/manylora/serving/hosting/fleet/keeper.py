@@ -100,10 +100,12 @@ class EngineKeeper:
         return self.restarts.max_pause_s if self.is_failing else self.restarts.pause_s(self._num_deaths)
 
     async def start(self, prepare: Callable[[EngineClient], Awaitable[None]] | None = None) -> None:
-        """Start the first engine, or the next one of a keeper whose last was drained.
+        """Start an engine: the first, or another after the keeper's last engine was drained.
 
-        ``prepare`` is called with the engine once it has every adapter, before it serves. A ``ManyloraError`` means
-        that it refused its configuration, or that ``lose`` raised an adapter's error; it has ended.
+        ``prepare`` is called with the engine once it has every adapter, before it serves.
+
+        Raises:
+            ManyloraError: The engine refused its configuration, or ``lose`` raised an adapter's error. It has ended.
         """
         try:
             await self._bring_up(prepare)
