@@ -317,7 +317,7 @@ def _kv_dtype(wanted: str, loaded: LoadedModel, weights: BaseWeights) -> torch.d
     """Return the type of KV in pages; refuse one that no kernel here reads.
 
     Raises:
-        ConfigError: It is not the model's, where attention reads that alone.
+        ConfigError: ``wanted`` is another type than the model's, and attention reads no other.
     """
     is_free = loaded.device.type == "cpu" and loaded.dtype is torch.float32
     if wanted == "auto":

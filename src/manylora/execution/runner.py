@@ -51,9 +51,9 @@ class OffDevice:
     """The adapters of a step that are not on the device, by key.
 
     Args:
-        in_host: Those that it reads from host memory.
-        arriving: Those that it waits for, group by group. The sequences of one that does not arrive have failed, and
-            those of one that is late have no token in this step; the others are not affected.
+        in_host: Adapters that the step reads from host memory.
+        arriving: Adapters that the step waits for, group by group. If an adapter does not arrive, its sequences
+            fail; if it is late, they get no token in this step. Other sequences are not affected.
         coming: The loads of adapters in host memory: the device takes over the groups that arrive in time from the
             assistant.
     """

@@ -59,7 +59,7 @@ class RouterRoutes:
     Args:
         config: Whether the router manages adapters.
         gate: Knows the keys of callers.
-        backends: All of them.
+        backends: All backends of the router.
         adapters: Loads and unloads adapters on all backends.
         metrics: The router's own.
     """

@@ -44,7 +44,7 @@ class ControllerOptions:
     """The state of a controller, and how to reach it.
 
     Raises:
-        ConfigError: Of the files of TLS some are missing.
+        ConfigError: Some of the files for TLS are given, and others are not.
     """
 
     state_dir: str = _option("functions-state", metavar="DIR", help="Folder of the ledger, the token and the sockets.")

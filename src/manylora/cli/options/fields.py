@@ -152,13 +152,13 @@ def flags_of(
     panel: str | None = None,
     may_be_unset: bool = False,
 ) -> tuple[Flag, ...]:
-    """Return the flags of dataclasses, in the order of their fields; of two with one name, the first.
+    """Return the flags of dataclasses, in the order of their fields; of flags with one name, the first.
 
     Args:
         owners: The dataclasses.
         only: Names of fields; empty for all with a panel.
         spelled: Other names of flags in this command, by field.
-        panel: One panel for all, in place of their own.
+        panel: The panel of the help for all flags, in place of the panels of their fields.
         may_be_unset: Whether an option that is not given changes nothing.
     """
     flags: dict[str, Flag] = {}

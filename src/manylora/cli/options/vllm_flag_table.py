@@ -15,12 +15,12 @@ __all__ = ["SAME_AS", "TRANSLATED", "VLLM_FLAGS", "VllmFlag"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFlag:
-    """One flag.
+    """A flag of ``vllm serve`` that is ignored or refused.
 
     Args:
         why: The reason, for the remark or the error.
         has_value: Whether the flag has a value.
-        fine: Values that can be ignored; ``None`` for all, empty if the flag is refused.
+        fine: Values that are ignored with a remark; ``None`` for all. Any other value is refused; empty refuses all.
     """
 
     why: str

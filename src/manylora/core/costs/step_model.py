@@ -57,10 +57,10 @@ class StepModel:
 
         Args:
             num_requests: Sequences in the step.
-            context: Their tokens of KV.
-            num_adapted: Those with an adapter.
+            context: Tokens of KV of all sequences.
+            num_adapted: Sequences with an adapter.
             sum_rank: Sum of the ranks of their adapters.
-            max_rank: Largest of these ranks.
+            max_rank: Largest of their ranks.
         """
         rank = num_adapted * max_rank if self.is_padded else sum_rank
         return self.step_s + self.request_s * num_requests + self.context_s * context + self.rank_s * rank

@@ -21,7 +21,7 @@ class AdapterStatus:
         state: ``idle``, ``active``, ``loading``, ``failed`` (its weights cannot be read) or ``evicting`` (waiting for
             its last request to end).
         num_requests: Requests for it since it was loaded.
-        num_hits: Those that found it on the device.
+        num_hits: Of these, the requests that found it on the device.
         last_used_s: Seconds since its last use, ``None`` if never used.
         price: Value of keeping it on the device while it idles there, in seconds of reloading saved per second and
             page; ``None`` where it is in use, in another tier, or the eviction policy has another unit.
@@ -89,9 +89,9 @@ class EngineStats:
         num_prefix_evictions: Prefix pages dropped for room.
         num_preemptions: Sequences pre-empted because memory was short.
         num_prompt_tokens: Prompt tokens of admitted requests.
-        num_cached_tokens: Those that the prefix cache held.
+        num_cached_tokens: Of these, the tokens that the prefix cache held.
         num_adapter_requests: Requests for an adapter.
-        num_adapter_hits: Those that found it on the device when first looked up.
+        num_adapter_hits: Of these, the requests that found it on the device when it was first looked up.
         num_squashes: Sequences pre-empted for one that they had passed.
         num_prefetches: Loads started before the admission of their sequences.
         num_failed: Versions whose weights could not be read.

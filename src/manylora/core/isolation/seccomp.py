@@ -90,10 +90,10 @@ class ArgumentCheck:
     """A condition on the lower 32 bits of an argument, which are all that the kernel uses of the arguments here.
 
     Args:
-        place: Of the argument, from 0.
-        values: It is one of these; empty for no condition.
-        has: It has all of these bits...
-        lacks: ...and none of these.
+        place: Position of the argument, from 0.
+        values: Values that the argument may have; empty for any.
+        has: Bits that must all be set.
+        lacks: Bits that must not be set.
     """
 
     place: int

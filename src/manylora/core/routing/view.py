@@ -93,8 +93,8 @@ class StepTimes(NamedTuple):
             arrive during an answer as requests are in flight.
         context: Tokens of KV that the requests in flight have.
         num_rows: Tokens in the next step.
-        num_adapted_rows: Those with an adapter.
-        row_rank: Sum of ranks over them.
+        num_adapted_rows: Of these, the tokens of sequences with an adapter.
+        row_rank: Sum of their ranks.
     """
 
     decode_s: float

@@ -86,7 +86,7 @@ class ReplicaCapacity:
         Args:
             rate: Requests per second that each replica took.
             num_judged: Requests whose time to first token is known, or is over the SLO already.
-            num_kept: Those within the SLO.
+            num_kept: Of these, the requests within the SLO.
         """
         safe = self.safe_rate
         if safe is None or num_judged < FEWEST_JUDGED:

@@ -125,7 +125,7 @@ def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
     """Make the predictor that the configuration names.
 
     Args:
-        config: Its ``predictor``, in ``PREDICTORS`` or a plug-in (``plugins.py``), and that one's options.
+        config: Names the predictor, one of ``PREDICTORS`` or a plug-in (``plugins.py``), and has its options.
         seed: Seed of the noisy predictor.
 
     Raises:

@@ -181,7 +181,7 @@ def _release(stream: CudaStream, device: torch.device, words: Words, is_done: to
     """Let a stream that waits for a word pass by the device's own write: it reads the memory that we free.
 
     Raises:
-        EngineDead: It does not pass. Whatever waits for all work of the device, as its allocator does, would hang.
+        EngineDead: The stream still waits. A wait for all work of the device, as its allocator does, would hang.
     """
     with torch.cuda.stream(torch.cuda.Stream(device)):
         stream.write_value(words, 0, 1)

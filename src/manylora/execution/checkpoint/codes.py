@@ -120,7 +120,7 @@ def spread(scales: torch.Tensor, shape: tuple[int, int], block: tuple[int, int])
     """Return scales of blocks of a weight as scales of each of its outputs.
 
     Args:
-        scales: One number per block, in rows of blocks; one axis, or none, where the other has one block.
+        scales: A number for each block, in rows of blocks. An axis with a single block may be left out.
         shape: Outputs and inputs of the weight.
         block: Outputs and inputs that share a scale; the last block of either may be smaller.
 

@@ -103,7 +103,7 @@ def check_names(
         unexpected: Tensors that are no part of the model.
 
     Raises:
-        ConfigError: They do.
+        ConfigError: The files differ from the model; the error names the tensor.
     """
     own, tied = skeleton.state_dict(), skeleton.all_tied_weights_keys
     ties = {target for target, source in tied.items() if source in shapes}
@@ -155,7 +155,7 @@ class QuantisationConfig:
             kind: The type it must have.
 
         Raises:
-            ConfigError: It is none of them.
+            ConfigError: The value is of another type, or not among the allowed values.
         """
         value = self._fields.get(field)
         if value is None:

@@ -83,7 +83,7 @@ class AssistedReply(Protocol):
     is_scaled: bool
 
     def add_to(self, out: torch.Tensor, scale: torch.Tensor | float | None = None) -> None:
-        """Add the LoRA, times ``scale``, into its rows of ``out`` ``[rows, out]``, behind the device's work so far."""
+        """Add the LoRA, times ``scale``, to its rows in ``out`` ``[rows, out]``, behind the device's queued work."""
         ...
 
 

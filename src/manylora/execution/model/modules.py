@@ -207,7 +207,7 @@ def _base_linear(weights: Mapping[str, Weight], name: str) -> BaseLinear:
     """Return the linear of a module or group from its weight, or from its parts' weights.
 
     Raises:
-        ConfigError: It has none: another process shared an incomplete table.
+        ConfigError: There is no weight of that name: another process shared an incomplete table.
     """
     own = weights.get(f"{name}.weight")
     numbered = (weights.get(f"{name}.weight.{number}") for number in count())

@@ -43,7 +43,7 @@ class Offload:
 
     Args:
         names: Artefacts to take off the device, children before their parents.
-        kept: Those of them to keep in host memory.
+        kept: Of ``names``, the artefacts to keep in host memory.
         lost: Value that is lost, in seconds saved per second.
     """
 

@@ -99,7 +99,7 @@ class Wanted:
         backbone: Its backbone.
         requests_per_s: Rate of its requests.
         adapter: Its adapter's file.
-        process: Its process; the time without the adapter's.
+        process: Its process; the time to start does not include the time to load the adapter.
     """
 
     name: str

@@ -45,7 +45,7 @@ def memory_of(pid: int, num_sharers: int = 2, inherited_bytes: int = 0, base_byt
     Args:
         pid: The process.
         num_sharers: Processes that share the pages of a zygote: it, and its functions.
-        inherited_bytes: Those pages, as the zygote has them; 0 for a process that is not forked from one.
+        inherited_bytes: Bytes of the pages that it was forked with; 0 for a process that no zygote forked.
         base_bytes: The base, which it has mapped and which is no memory of its own.
     """
     shared_own = max(0, _shared_bytes(pid) - base_bytes)

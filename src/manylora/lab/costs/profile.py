@@ -159,10 +159,10 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         regime: ``decode``, ``prefill`` or ``mixed``.
         num_steps: Steps held out.
-        mean_s: Their mean time, in seconds.
+        mean_s: Mean time of these steps, in seconds.
         r2: Share of the variance explained.
         median_error: Median of the relative error of the typical duration, which has the median of the noise.
-        p90_error: Its 90th percentile.
+        p90_error: 90th percentile of that relative error.
         steady_r2: ``r2`` without the machine's drift, as estimated from the steps before and after; ``None`` for a
             steady machine.
     """

@@ -98,7 +98,7 @@ class AssistCost:
 
         Args:
             plan: The step.
-            on_cpu: Those sequences.
+            on_cpu: The sequences whose adapters the workers compute.
         """
         taken = {part.seq_id for part in on_cpu}
         on_device = [

@@ -21,7 +21,7 @@ class Holding:
     """Decides what is held where, and carries it out.
 
     Args:
-        workload: Its mean rates are the history that the first decision rests on.
+        workload: The workload; the first decision uses its mean rates, since there is no history yet.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ class Client:
         """Cancel this exchange when the client goes.
 
         Raises:
-            ClientClosed: It went before.
+            ClientClosed: The client has gone already.
         """
         self._exchange = exchange
         if self.is_gone:

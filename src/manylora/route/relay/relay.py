@@ -54,7 +54,7 @@ class Relay:
     Args:
         config: Limits.
         gate: Knows the keys of callers.
-        backends: All of them.
+        backends: All backends of the router.
         selection: Chooses the backend of a request.
         placement: Learns which adapters are used.
         metrics: Counts.

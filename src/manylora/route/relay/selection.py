@@ -63,7 +63,7 @@ class Selection:
 
     Args:
         config: Limits.
-        backends: All of them.
+        backends: All backends of the router.
         choice: The router.
         changes: Knows which backends have the present version of an adapter.
         placement: Loads adapters.

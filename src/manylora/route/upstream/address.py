@@ -60,7 +60,7 @@ def parse_backend(text: str) -> Address:
     """Return the address of ``http://host:port/prefix`` (also with ``/v1``), ``host:port`` or ``dns:name:port``.
 
     Raises:
-        ConfigError: It is none of them.
+        ConfigError: ``text`` has none of these forms.
     """
     kind, _, rest = text.partition(":")
     scheme = DNS.get(kind)

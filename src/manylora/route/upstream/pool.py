@@ -32,7 +32,7 @@ class Pool:
     """The connections to one address; ``num_surplus`` counts connections closed for bytes behind an answer.
 
     Args:
-        address: Of the backend.
+        address: Address of the backend.
         connect_timeout_s: Time that a connection may take, in seconds.
     """
 
@@ -169,9 +169,9 @@ async def fetch(
     """Send a request; return the status and the body of its answer.
 
     Args:
-        pool: Of the backend.
+        pool: The connections to the backend.
         head: See ``request_head``.
-        body: Its body.
+        body: Body of the request.
         timeout_s: Time for all of it, in seconds.
         max_bytes: Most bytes of the answer's body.
         on_piece: Takes the body in pieces; the returned body is then empty.

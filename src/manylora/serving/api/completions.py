@@ -41,7 +41,7 @@ async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] |
 
     Raises:
         ContextExceeded: A prompt has more token ids.
-        RequestError: It is none of them, empty, of different kinds, or has too many items.
+        RequestError: The prompt has none of these types, is empty, of different kinds, or has too many items.
     """
     data = bytes(memoryview(raw))
     if not data.startswith(b"["):

@@ -192,7 +192,7 @@ class AdapterLoader:
         return residency
 
     def read_ahead(self, version: AdapterVersion, now: float) -> None:
-        """Read an adapter before any request needs it; until one does, its image is the first to leave the host tier."""
+        """Read an adapter before any request needs it; until then its image is the first to leave the host tier."""
         if self.ensure(version, now, Depth.IDLE).is_loading:
             self._read_ahead[version.key] = None
 

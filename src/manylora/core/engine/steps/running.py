@@ -31,7 +31,7 @@ class RunningSet:
     """Running sequences, oldest arrival first.
 
     Attributes:
-        sequences: They; also sequences that have ended while a step in flight still uses their pages.
+        sequences: The running sequences, and sequences that have ended while a step in flight uses their pages.
         first_in_line: The policy's first in line of the last step, if it was not admitted.
         is_full: Whether a sequence was refused in the last step although seats are free, and not for a copy of its
             adapter.

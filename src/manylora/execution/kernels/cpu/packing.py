@@ -169,7 +169,8 @@ def try_steps(typing_context: Any, numbers: Any, count: Any, inverses: Any, dots
 def find_steps(weights: Any, group: int, steps: Any) -> None:
     """Write the step of 4-bit codes, -8 to 7, for each group to ``steps`` ``[out, groups]``; it may be negative.
 
-    The number of largest magnitude gets code -8. Of this step and smaller ones, the least squares decide.
+    The step that gives the number of largest magnitude the code -8, and smaller steps, are tried: the one with the
+    least sum of squared errors is taken.
     """
     num_out, num_in = weights.shape
     inverses, dots, squares = np.empty(LANES, np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)

@@ -127,11 +127,11 @@ class Run:
 
     Args:
         records: Every request, in order of arrival; refused ones have an ``error``.
-        timelines: One per replica.
+        timelines: A timeline for each replica.
         stats: The counters of each engine at its end.
         duration_s: Virtual time of the last event.
         spans: The lives of replicas that were started and drained; empty for a fixed number.
-        decisions: Those about their number, with their times in seconds.
+        decisions: Decisions about the number of replicas, with their times in seconds.
     """
 
     workload: str

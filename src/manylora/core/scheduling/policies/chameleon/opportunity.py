@@ -44,7 +44,7 @@ def steps_to_end(sequence: Sequence, total_output: int, max_num_batched_tokens: 
 
 
 class Opportunity:
-    """Knows which adapters run; answers how long until there is room, and which requests to squash for it."""
+    """Answers when a waiting request will have memory for its adapter, and which running requests to squash for it."""
 
     def __init__(self, context: PolicyContext) -> None:
         self._context = context
