@@ -6,7 +6,7 @@ RUN pip install --no-cache-dir "torch>=2.11,<2.14" --index-url https://download.
 COPY pyproject.toml LICENSE /src/
 COPY packages/description.md /src/packages/
 COPY src /src/src
-RUN pip install --no-cache-dir "/src[cpu,grammar]" && rm -rf /src && useradd --create-home --uid 10001 manylora
+RUN pip install --no-cache-dir "/src[cpu,gguf,grammar]" && rm -rf /src && useradd --create-home --uid 10001 manylora
 USER manylora
 WORKDIR /home/manylora
 EXPOSE 8000
@@ -22,7 +22,7 @@ ENV PATH=/opt/manylora/bin:$PATH
 COPY pyproject.toml LICENSE /src/
 COPY packages/description.md /src/packages/
 COPY src /src/src
-RUN pip install --no-cache-dir "/src[grammar]" && rm -rf /src && useradd --create-home --uid 10001 manylora
+RUN pip install --no-cache-dir "/src[gguf,grammar]" && rm -rf /src && useradd --create-home --uid 10001 manylora
 USER manylora
 WORKDIR /home/manylora
 EXPOSE 8000
