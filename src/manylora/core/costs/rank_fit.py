@@ -96,7 +96,7 @@ class RankFit:
 
 
 def model_of(fits: Iterable[StepFit]) -> StepModel | None:
-    """Return the model of an engine with these fits: of each phase the family with the smaller error out of sample.
+    """Return the step-time model of an engine: for each phase, the fit with the smallest error out of sample.
 
     Without a fit of prompts, or of decoding, that phase is priced by the prior; without any the result is ``None``.
     """

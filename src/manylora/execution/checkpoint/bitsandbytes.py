@@ -47,7 +47,7 @@ class BitsAndBytes(Method):
         self.marks = four if is_4_bit else ("SCB", "weight_format")
 
     def read(self, stored: StoredTensors, name: str, module: nn.Module, shape: tuple[int, int]) -> Codes:
-        """Return a weight."""
+        """Return the weight of a module as codes."""
         return (self._read_8 if self._kind == "int8" else self._read_4)(stored, name, shape)
 
     def _read_8(self, stored: StoredTensors, name: str, shape: tuple[int, int]) -> Codes:

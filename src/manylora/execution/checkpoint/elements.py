@@ -125,7 +125,7 @@ class Float8(Method):
         return super().announces(name, module) or self.settings.lists(self._also, name)
 
     def read(self, stored: StoredTensors, name: str, module: nn.Module, shape: tuple[int, int]) -> Codes:
-        """Return a weight."""
+        """Return the weight of a module as codes."""
         scale = next((scale for mark in self.marks if (scale := f"{name}.{mark}") in stored), f"{name}.weight_scale")
         rows, columns = self._block
         if rows == 0 and scale in stored and math.prod(stored.shape(scale)) > 1:
@@ -152,7 +152,7 @@ class TorchAo(Method):
         return name in self._entries
 
     def read(self, stored: StoredTensors, name: str, module: nn.Module, shape: tuple[int, int]) -> Codes:
-        """Return a weight."""
+        """Return the weight of a module as codes."""
         entry = self._entries[name]
         rows, columns = entry["_data"]["block_size"]
         return read_elements(

@@ -75,7 +75,7 @@ class Awq(_Grouped):
         settings.get("zero_point", among=(True,))
 
     def read(self, stored: StoredTensors, name: str, module: nn.Module, shape: tuple[int, int]) -> Codes:
-        """Return a weight."""
+        """Return the weight of a module as codes."""
         num_out, num_in = shape
         group = num_in if self._group == -1 else self._group
         if num_in % group or num_out % 8:
@@ -112,7 +112,7 @@ class Gptq(_Grouped):
         return name.endswith(self._listed) if self._listed else super().announces(name, module)
 
     def read(self, stored: StoredTensors, name: str, module: nn.Module, shape: tuple[int, int]) -> Codes:
-        """Return a weight."""
+        """Return the weight of a module as codes."""
         num_out, num_in = shape
         group = num_in if self._group == -1 else min(self._group, num_in)
         per_word = 32 // self._bits

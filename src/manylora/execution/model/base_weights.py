@@ -35,7 +35,7 @@ __all__ = ["BaseWeights", "WeightsManifest", "check_complete", "map_weights", "s
 class WeightsManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The table of the buffer: with it and the checkpoint's configuration, another process builds the model.
 
-    It includes the probe's findings, since the probe needs the weights as they were loaded.
+    It includes the probe's findings, so that a process that maps the buffer does not probe the model again.
     """
 
     model: str

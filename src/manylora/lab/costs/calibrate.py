@@ -150,8 +150,8 @@ def predict_times(
 ) -> Array:
     """Return the durations of steps beside these loads in a simulation, in seconds, ``[n]``.
 
-    They have the mean of the noise. Typical ones have its median: one step in ten that waits for another process
-    doubles the mean.
+    With ``is_typical`` a duration has the median of the machine's noise, otherwise the mean, which is twice as large
+    where one step in ten waits for another process.
     """
     beside = _beside(steps, loads) @ np.array([profile.interference[tier] for tier in TIERS])
     factors = np.ones(len(steps))

@@ -75,7 +75,7 @@ class FieldRules:
 
 
 async def parse(data: bytes, body: type[Body]) -> Body:
-    """Read a JSON request body; a type's ``field_rules``, if it has any, hold for fields that it does not have.
+    """Read a JSON request body; ``field_rules`` of ``body``, if any, decide about fields that it does not know.
 
     ``RequestError``, which names the field, for a wrong type or value, or a field that is not supported.
     """
