@@ -27,7 +27,6 @@ KEY = AdapterKey("a")
 def page_cache(num_pages: int, eviction: str = "lru") -> PageCache:
     return PageCache(
         num_pages,
-        512,
         4,
         policy=make_eviction_policy(eviction, ReloadCosts()),
         on_adapter_dropped=lambda key, now: None,
@@ -122,7 +121,7 @@ def test_a_claim_that_fails_leaves_shared_pages_as_they_were():
 def test_what_could_be_displaced_is_told_and_left_alone():
     pages = page_cache(10, "price")
     pages.claim_adapter(KEY, 4, 0.0, Depth.IDLE)
-    pages.set_adapter_depth(KEY, Depth.IDLE, 0.0)
+    pages.set_adapter_depth(KEY, Depth.IDLE, 0.0, copy_bytes=4 * 512)
     policy = make_eviction_policy("price", ReloadCosts())
     item = IdleItem(KEY, 4, 0.0, copy_bytes=4 * 512)
     policy.add(item, Depth.IDLE)
@@ -140,15 +139,15 @@ def test_losing_the_host_copy_makes_the_device_copy_dearer_and_no_younger():
     pages = page_cache(12, "price")
     for now, key in enumerate(("a", "b")):
         pages.claim_adapter(AdapterKey(key), 4, 0.0, Depth.IDLE)
-        pages.set_adapter_depth(AdapterKey(key), Depth.IDLE, float(now))
-    pages.set_adapter_depth(KEY, Depth.IDLE, 7.0, read_bytes=2000)
+        pages.set_adapter_depth(AdapterKey(key), Depth.IDLE, float(now), copy_bytes=4 * 512)
+    pages.set_adapter_depth(KEY, Depth.IDLE, 7.0, copy_bytes=4 * 512, read_bytes=2000)
     pages.claim_kv(8, 8.0, Depth.IDLE)
     assert KEY in pages.adapters(), "the younger one went: the host has it still"
     pages = page_cache(12, "lru")
     for now, key in enumerate(("a", "b")):
         pages.claim_adapter(AdapterKey(key), 4, 0.0, Depth.IDLE)
-        pages.set_adapter_depth(AdapterKey(key), Depth.IDLE, float(now))
-    pages.set_adapter_depth(KEY, Depth.IDLE, 7.0, read_bytes=2000)
+        pages.set_adapter_depth(AdapterKey(key), Depth.IDLE, float(now), copy_bytes=4 * 512)
+    pages.set_adapter_depth(KEY, Depth.IDLE, 7.0, copy_bytes=4 * 512, read_bytes=2000)
     pages.claim_kv(8, 8.0, Depth.IDLE)
     assert AdapterKey("b") in pages.adapters(), "idle since 0 as before"
 

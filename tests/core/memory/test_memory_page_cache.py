@@ -38,7 +38,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.tables: list[BlockTable] = []
         self.page_cache = PageCache(
             num_pages,
-            512,
             BLOCK,
             policy=make_eviction_policy(eviction, ReloadCosts()),
             on_adapter_dropped=lambda key, now: self.dropped.append(key),
@@ -128,7 +127,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), depth=st.none() | st.sampled_from(Depth), read_bytes=st.sampled_from([0, 500]))
     def change(self, key: AdapterKey, depth: Depth | None, read_bytes: int) -> None:
         if key in self.depths:
-            self.page_cache.set_adapter_depth(key, depth, self.now, read_bytes=read_bytes)
+            self.page_cache.set_adapter_depth(
+                key, depth, self.now, copy_bytes=512 * self.sizes[key], read_bytes=read_bytes
+            )
             self.depths[key] = depth
 
     @rule(key=st.sampled_from(KEYS))

@@ -81,7 +81,6 @@ class PlainStore(PageCache):
 def make_store(kind: type[PageCache], num_pages: int, policy: EvictionPolicy) -> PageCache:
     return kind(
         num_pages,
-        512,
         BLOCK,
         policy=policy,
         on_adapter_dropped=lambda key, now: None,
@@ -194,7 +193,7 @@ class TwinStores(RuleBasedStateMachine):
         if self.both(lambda page_cache: page_cache.claim_adapter(key, num_pages, self.now, Depth.IDLE)) is not None:
             for page_cache in self.stores:
                 page_cache.adapter_used(key, self.now)
-                page_cache.set_adapter_depth(key, depth, self.now)
+                page_cache.set_adapter_depth(key, depth, self.now, copy_bytes=512 * num_pages)
 
     @rule(num_pages=st.integers(1, 12), price=st.sampled_from([1e-7, 1e-5, 1e-3, float("inf")]))
     def ask_what_could_be_displaced(self, num_pages: int, price: float) -> None:

@@ -41,7 +41,7 @@ from manylora.core.engine.steps.running import LateSequences, RunningSet
 from manylora.core.engine.telemetry import Telemetry
 from manylora.core.errors import RequestError
 from manylora.core.events import EventSink, StepFinished, StepLaunched, TokensEmitted
-from manylora.core.memory import Depth, PageCache, ReloadCosts, make_eviction_policy
+from manylora.core.memory import Depth, PageCache, ReloadCosts, make_eviction_policy, num_blocks
 from manylora.core.plan import ON_DEVICE, StepPlan, StepResult
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import (
@@ -98,15 +98,13 @@ class EngineCore:
         residencies = Residencies(executor, telemetry)
         self.page_cache = page_cache = PageCache(
             num_pages,
-            parts.base.page.num_bytes,
             memory.block_size,
             policy=make_eviction_policy(adapters.eviction, costs, adapters.eviction_options),
             on_adapter_dropped=residencies.evicted,
             on_prefix_dropped=telemetry.prefix_dropped,
         )
-        host = HostCopies(
-            residencies, adapters, parts.host_bytes if adapters.host_bytes is None else adapters.host_bytes
-        )
+        host_bytes = parts.host_bytes if adapters.host_bytes is None else adapters.host_bytes
+        host = HostCopies(residencies, adapters, host_bytes)
         self._cache = cache = AdapterCache(residencies, host, page_cache, executor, costs, registry.is_pinned)
         self._loader = loader = AdapterLoader(cache, page_cache, executor, costs, telemetry)
         self._cold_starts = ColdStarts(parts, config, cache, loader.loads, costs, telemetry.emit)
@@ -120,7 +118,9 @@ class EngineCore:
         )
         plans_ahead = parts.is_accelerated if scheduler.plan_ahead is None else scheduler.plan_ahead
         self._steps = StepsInFlight(costs.step, plans_ahead=plans_ahead)
-        self._prefetcher = Prefetcher(config, cache, loader, page_cache, policy, composition, telemetry.counters)
+        self._prefetcher = Prefetcher(
+            adapters, cache, loader, page_cache, policy, composition, telemetry.counters, _kv_pages
+        )
 
         self.adapters = AdapterCatalog(config, registry, cache, loader, num_pages, self._sequences, self._prefetcher)
         self.queue_wait = QueueWait(scheduler, predictor, self._sequences, policy, running)
@@ -328,6 +328,11 @@ class EngineCore:
             cache=self._cache,
             block_size=self._block_size,
         )
+
+
+def _kv_pages(sequence: Sequence) -> int:
+    """Return the pages that a waiting sequence needs for its KV."""
+    return num_blocks(sequence.num_tokens_to_hold, sequence.table.block_size)
 
 
 def _make_policy(

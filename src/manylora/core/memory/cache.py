@@ -39,7 +39,6 @@ class PageCache:
 
     Args:
         num_pages: Pages in the pool.
-        page_bytes: Bytes in a page.
         block_size: Tokens of KV in a page.
         policy: Ranks the items that may be dropped.
         on_adapter_dropped: Called with each adapter dropped for a claim and the time, after its pages are freed.
@@ -49,7 +48,6 @@ class PageCache:
     def __init__(
         self,
         num_pages: int,
-        page_bytes: int,
         block_size: int,
         *,
         policy: EvictionPolicy,
@@ -58,7 +56,6 @@ class PageCache:
     ) -> None:
         self.allocator = PageAllocator(num_pages)
         self.prefix = PrefixIndex()
-        self._page_bytes = page_bytes
         self._block_size = block_size
         self._policy = policy
         self._on_adapter_dropped = on_adapter_dropped
@@ -234,10 +231,17 @@ class PageCache:
         """Return the adapters that have pages: those on the device, or loading to it."""
         return self._adapter_pages.keys()
 
-    def set_adapter_depth(self, key: AdapterKey, depth: Depth | None, now: float, *, read_bytes: int = 0) -> None:
+    def set_adapter_depth(
+        self, key: AdapterKey, depth: Depth | None, now: float, *, copy_bytes: int, read_bytes: int = 0
+    ) -> None:
         """Set the depth of claims that may drop an adapter on the device; with ``None`` it is held.
 
-        ``read_bytes`` are the bytes to read from disk for a reload, 0 while the host has a copy.
+        Args:
+            key: The adapter.
+            depth: The depth of claims that may drop it; ``None`` for none.
+            now: In seconds.
+            copy_bytes: Bytes to copy from the host for a reload.
+            read_bytes: Bytes to read from disk before that; 0 while the host has a copy.
         """
         item, old = self._droppable.get(key, (None, None))
         if old is depth and (item is None or item.read_bytes == read_bytes):
@@ -248,7 +252,6 @@ class PageCache:
             num_pages = len(self._adapter_pages[key])
             # Only the cost of a reload has changed, not the time since which it is idle.
             idle_since = item.idle_since if item is not None and old is depth else now
-            copy_bytes = num_pages * self._page_bytes
             self._set_droppable(IdleItem(key, num_pages, idle_since, copy_bytes, read_bytes), depth)
 
     def adapter_used(self, key: AdapterKey, now: float) -> None:

@@ -200,7 +200,9 @@ class AdapterCache:
             depth = Depth.WANTED
         else:
             depth = Depth.IDLE
-        self._page_cache.set_adapter_depth(key, depth, now, read_bytes=self._read_bytes(key))
+        self._page_cache.set_adapter_depth(
+            key, depth, now, copy_bytes=residency.version.host_bytes, read_bytes=self._read_bytes(key)
+        )
 
     def _read_bytes(self, key: AdapterKey) -> int:
         """Return the bytes to be read from disk before the version can be copied to the device."""

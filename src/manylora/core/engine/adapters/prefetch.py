@@ -27,16 +27,17 @@ Source: Chameleon, section 4.2, "Prefetching"; look-ahead of ten after "vLLM mul
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from manylora.core.config import EngineConfig
+from manylora.core.config import AdapterConfig
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.forecast import Forecast
 from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.residency import TierState
 from manylora.core.engine.telemetry import Counters
-from manylora.core.memory import Depth, PageCache, num_blocks
-from manylora.core.scheduling import Policy, StepComposition
+from manylora.core.memory import Depth, PageCache
+from manylora.core.scheduling import Policy, Sequence, StepComposition
 from manylora.core.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["Prefetcher"]
@@ -47,17 +48,22 @@ BUSY_SHARE = 0.05
 
 
 class Prefetcher:
-    """Starts loads on idle links, for upcoming sequences or for forecast requests: one, or as the composition asks."""
+    """Starts loads on idle links, for upcoming sequences or for forecast requests: one, or as the composition asks.
+
+    Args:
+        kv_pages: Pages of the pool that a waiting sequence needs for its KV; none where the KV lies elsewhere.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: AdapterConfig,
         cache: AdapterCache,
         loader: AdapterLoader,
         page_cache: PageCache,
         policy: Policy,
         composition: StepComposition,
         counters: Counters,
+        kv_pages: Callable[[Sequence], int],
     ) -> None:
         self._cache = cache
         self._loader = loader
@@ -65,10 +71,10 @@ class Prefetcher:
         self._policy = policy
         self._composition = composition
         self._counters = counters
-        self._look_ahead = config.adapters.look_ahead
-        self._block_size = config.memory.block_size
-        self._forecast = Forecast() if config.adapters.forecast else None
-        reads_ahead = config.adapters.background_reads and config.adapters.keep_host_copies
+        self._kv_pages = kv_pages
+        self._look_ahead = config.look_ahead
+        self._forecast = Forecast() if config.forecast else None
+        reads_ahead = config.background_reads and config.keep_host_copies
         self._background = BackgroundReads(cache, loader) if reads_ahead else None
 
     def asked(self, key: AdapterKey, now: float) -> None:
@@ -111,7 +117,7 @@ class Prefetcher:
                         return
                 if tier is not None:
                     room -= version.num_pages
-            room -= num_blocks(sequence.num_tokens_to_hold, self._block_size)
+            room -= self._kv_pages(sequence)
 
     def _prefetch_due(self, forecast: Forecast, idle: Seq[Tier], now: float) -> None:
         """Prefetch one adapter that is due, if it is worth more until then than the items it displaces."""
