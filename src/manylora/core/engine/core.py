@@ -25,10 +25,9 @@ from manylora.core.engine.acceptance import Acceptance, arrival_of
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.catalog import AdapterCatalog
 from manylora.core.engine.adapters.cold_starts import ColdStarts
-from manylora.core.engine.adapters.loader import AdapterLoader
+from manylora.core.engine.adapters.loader import make_loader
 from manylora.core.engine.adapters.prefetch import Prefetcher
 from manylora.core.engine.adapters.registry import AdapterRegistry
-from manylora.core.engine.adapters.residency import HostCopies, Residencies
 from manylora.core.engine.answers import Answers
 from manylora.core.engine.integrity import check_integrity
 from manylora.core.engine.queue_wait import QueueWait
@@ -41,7 +40,7 @@ from manylora.core.engine.steps.running import LateSequences, RunningSet
 from manylora.core.engine.telemetry import Telemetry
 from manylora.core.errors import RequestError
 from manylora.core.events import EventSink, StepFinished, StepLaunched, TokensEmitted
-from manylora.core.memory import Depth, PageCache, ReloadCosts, make_eviction_policy, num_blocks
+from manylora.core.memory import Depth, PageCache, ReloadCosts, num_blocks
 from manylora.core.plan import ON_DEVICE, StepPlan, StepResult
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import (
@@ -95,18 +94,16 @@ class EngineCore:
         composition = make_step_composition(scheduler.step_composition)
 
         self._registry = registry = AdapterRegistry(served_name, adapters.max_registered)
-        residencies = Residencies(executor, telemetry)
-        self.page_cache = page_cache = PageCache(
-            num_pages,
-            memory.block_size,
-            policy=make_eviction_policy(adapters.eviction, costs, adapters.eviction_options),
-            on_adapter_dropped=residencies.evicted,
-            on_prefix_dropped=telemetry.prefix_dropped,
+        self.page_cache, self._cache, self._loader = page_cache, cache, loader = make_loader(
+            executor,
+            adapters,
+            costs,
+            telemetry,
+            num_pages=num_pages,
+            block_size=memory.block_size,
+            host_bytes=parts.host_bytes,
+            is_pinned=registry.is_pinned,
         )
-        host_bytes = parts.host_bytes if adapters.host_bytes is None else adapters.host_bytes
-        host = HostCopies(residencies, adapters, host_bytes)
-        self._cache = cache = AdapterCache(residencies, host, page_cache, executor, costs, registry.is_pinned)
-        self._loader = loader = AdapterLoader(cache, page_cache, executor, costs, telemetry)
         self._cold_starts = ColdStarts(parts, config, cache, loader.loads, costs, telemetry.emit)
 
         self._policy = policy = _make_policy(parts, config, predictor, page_cache, cache, self._step_costs)

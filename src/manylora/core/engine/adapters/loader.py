@@ -14,20 +14,22 @@ those that have ended follow the times of loads to come (``LoadsInFlight.route``
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from manylora.core.config import AdapterConfig
 from manylora.core.costs.cold_start import Route
 from manylora.core.engine.adapters.cache import AdapterCache
-from manylora.core.engine.adapters.residency import Residency, TierState
+from manylora.core.engine.adapters.residency import HostCopies, Residencies, Residency, TierState
 from manylora.core.engine.telemetry import Telemetry
 from manylora.core.events import AdapterLoaded, AdapterLoadStarted
-from manylora.core.memory import Depth, PageCache, ReloadCosts
+from manylora.core.memory import Depth, PageCache, ReloadCosts, make_eviction_policy
 from manylora.core.plan import ARRIVING, AdapterLoad, LoadResult
 from manylora.core.ports import Executor, Work
 from manylora.core.types import AdapterKey, AdapterVersion, Tier
 
-__all__ = ["AdapterLoader", "LoadInFlight", "LoadsEnded", "LoadsInFlight"]
+__all__ = ["AdapterLoader", "LoadInFlight", "LoadsEnded", "LoadsInFlight", "make_loader"]
 
 CHAINED_COPY = 2.0
 """Duration of a chained copy, in durations of its read, from which on the link and not the disk held it up."""
@@ -267,3 +269,39 @@ class AdapterLoader:
         self._warming.pop(key, None)
         if (residency := self._cache.residencies.get(key)) is not None:
             residency.is_warming = False
+
+
+def make_loader(
+    executor: Executor,
+    config: AdapterConfig,
+    costs: ReloadCosts,
+    telemetry: Telemetry,
+    *,
+    num_pages: int,
+    block_size: int,
+    host_bytes: int,
+    is_pinned: Callable[[AdapterKey], bool],
+) -> tuple[PageCache, AdapterCache, AdapterLoader]:
+    """Make a pool of pages, the cache of the adapters in it, and the loader that fills it.
+
+    Args:
+        executor: Carries out loads.
+        config: The eviction policy and the limits of the host tier.
+        costs: Durations of loads, learnt by the loader.
+        telemetry: Counts and reports loads and evictions.
+        num_pages: Pages in the pool.
+        block_size: Tokens of KV in a page.
+        host_bytes: Most bytes of the host tier, if the configuration gives none.
+        is_pinned: Whether a version must stay on the device.
+    """
+    residencies = Residencies(executor, telemetry)
+    page_cache = PageCache(
+        num_pages,
+        block_size,
+        policy=make_eviction_policy(config.eviction, costs, config.eviction_options),
+        on_adapter_dropped=residencies.evicted,
+        on_prefix_dropped=telemetry.prefix_dropped,
+    )
+    host = HostCopies(residencies, config, host_bytes if config.host_bytes is None else config.host_bytes)
+    cache = AdapterCache(residencies, host, page_cache, executor, costs, is_pinned)
+    return page_cache, cache, AdapterLoader(cache, page_cache, executor, costs, telemetry)
