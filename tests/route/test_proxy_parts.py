@@ -99,6 +99,8 @@ vllm:lora_requests_info{max_lora="4",running_lora_adapters="sql, poet",waiting_l
 vllm:lora_adapter_loaded{adapter_name="a \\"quoted\\" {one}",level="gpu",pinned="false",rank="16"} 1.0
 vllm:lora_adapter_loaded{adapter_name="cold",level="cpu",pinned="false",rank="8"} 1.0
 vllm:lora_adapter_loaded{adapter_name="gone",level="gpu",pinned="false",rank="8"} 0.0
+manylora:adapter_copies_total{engine="0",model_name="m"} 7.0
+manylora:lora_adapter_loaded{adapter_name="plugged",engine="0",level="device",model_name="m",rank="4"} 1.0
 """
 
 
@@ -111,8 +113,8 @@ def test_metrics_are_the_same_in_whatever_pieces_they_come(cuts: list[int]) -> N
     metrics = reader.result()
     assert (metrics.num_running, metrics.num_waiting, metrics.kv_usage) == (7, 2, 0.5)
     assert metrics.in_use == {"sql", "poet", "tax"}
-    assert metrics.on_device == {'a "quoted" {one}'}
-    assert metrics.ranks == {'a "quoted" {one}': 16, "cold": 8}
+    assert metrics.on_device == {'a "quoted" {one}', "plugged"}
+    assert metrics.ranks == {'a "quoted" {one}': 16, "cold": 8, "plugged": 4}
 
 
 @given(st.binary(max_size=400), st.sampled_from(["vllm:num_requests_running", "vllm:lora_requests_info{", "sglang:"]))

@@ -21,7 +21,7 @@ MAX_SAMPLES = 4 * MAX_ADAPTERS
 """Lines of metrics that are parsed, and objects of a list of models: reading them holds up all other requests."""
 MAX_NAME = 512
 
-_PREFIXES = (b"vllm:", b"sglang:")
+_PREFIXES = (b"vllm:", b"sglang:", b"manylora:lora_adapter_loaded")
 _NAME = re.compile(rb"[a-z:_]{1,64}")
 _LABEL = re.compile(rb'([a-z_]{1,64})="((?:[^"\\\n]|\\.)*)",?')
 
@@ -30,7 +30,7 @@ WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
 TOKENS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total", b"sglang:generation_tokens_total")
 KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 LORA_INFO = b"vllm:lora_requests_info"
-LORA_LOADED = b"vllm:lora_adapter_loaded"
+LORA_LOADED = (b"vllm:lora_adapter_loaded", b"manylora:lora_adapter_loaded")
 DEVICE_LEVELS = frozenset(("gpu", "device"))
 
 
@@ -113,7 +113,7 @@ class MetricsReader:
                 metrics.kv_usage = max(metrics.kv_usage or 0.0, value)
         elif name == LORA_INFO:
             self._read_adapters_in_use(line)
-        elif name == LORA_LOADED:
+        elif name in LORA_LOADED:
             self._read_loaded_adapter(line)
 
     def _read_adapters_in_use(self, line: bytes) -> None:

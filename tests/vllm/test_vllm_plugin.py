@@ -1,0 +1,112 @@
+"""What the plug-in refuses, and how it registers, against stand-ins of vLLM's modules."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from manylora.core.errors import ConfigError
+from manylora.vllm.plugin import CONNECTOR, MANAGER, check_engine, check_release, chosen_options
+
+
+class Manager:
+    """Has the methods that are needed."""
+
+    def needed(self) -> None:
+        """Do nothing."""
+
+    _apply_adapters = _load_adapter = _create_merged_loras_inplace = _get_lora_layer_weights = needed
+
+
+Replaced = type("Replaced", (), {"__module__": "manylora.vllm.worker"})
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the stand-ins by module."""
+    contents: dict[str, dict[str, Any]] = {
+        "vllm.version": {"__version__": "0.32.1"},
+        "vllm.lora.worker_manager": {"LRUCacheWorkerLoRAManager": Manager},
+        "vllm.lora.model_manager": {"LoRAModelManager": Manager},
+        MANAGER[0]: {MANAGER[1]: Replaced},
+    }
+    made = {}
+    for name, content in contents.items():
+        parts = name.split(".")
+        for number in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:number]), ModuleType(parts[number - 1]))
+        made[name] = ModuleType(name)
+        vars(made[name]).update(content)
+        monkeypatch.setitem(sys.modules, name, made[name])
+    return made
+
+
+def make_config(**changes: Any) -> SimpleNamespace:
+    fields: dict[str, Any] = {
+        "runner": "generate",
+        "stages": 1,
+        "failures": "fail",
+        "lora": SimpleNamespace(max_loras=8, max_cpu_loras=None, enable_mixed_moe_lora_format=False),
+        **changes,
+    }
+    return SimpleNamespace(
+        lora_config=fields["lora"],
+        parallel_config=SimpleNamespace(pipeline_parallel_size=fields["stages"], world_size=2),
+        scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=2048),
+        model_config=SimpleNamespace(runner_type=fields["runner"]),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=fields["failures"]),
+    )
+
+
+@pytest.mark.usefixtures("vllm")
+def test_an_engine_gives_its_limits() -> None:
+    assert check_engine(make_config()) == (8, 8, 16, 2048, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runner": "pooling"}, "--runner = 'pooling'"),
+        ({"stages": 2}, "--pipeline-parallel-size = 2"),
+        ({"failures": "recompute"}, "kv_load_failure_policy = 'recompute'"),
+        ({"lora": None}, "needs --enable-lora"),
+        ({"lora": SimpleNamespace(max_loras=8, enable_mixed_moe_lora_format=True)}, "--enable-mixed-moe-lora-format"),
+    ],
+)
+@pytest.mark.usefixtures("vllm")
+def test_engines_that_it_cannot_serve_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_engine(make_config(**changes))
+
+
+@pytest.mark.parametrize("release", ["0.30.2", "0.33.0", "0.3", "1.0"])
+def test_releases_that_it_does_not_know_are_refused(release: str, vllm: dict[str, Any]) -> None:
+    assert check_release() == "0.32.1"
+    vllm["vllm.version"].__version__ = release
+    with pytest.raises(ConfigError, match=r"one of .*0\.32\.x"):
+        check_release()
+
+
+def test_a_known_release_that_lacks_a_method_is_refused(vllm: dict[str, Any]) -> None:
+    vllm["vllm.lora.worker_manager"].LRUCacheWorkerLoRAManager = object
+    with pytest.raises(ConfigError, match="_load_adapter"):
+        check_release()
+
+
+def test_an_engine_that_has_not_loaded_the_plug_in_is_refused(vllm: dict[str, Any]) -> None:
+    setattr(vllm[MANAGER[0]], MANAGER[1], Manager)
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
+        check_engine(make_config())
+
+
+def test_it_is_found_alone_and_beside_other_connectors() -> None:
+    own = {"kv_connector": CONNECTOR, "kv_connector_extra_config": {"policy": "sjf"}}
+    several = {"connectors": [{"kv_connector": "Other"}, own]}
+    assert chosen_options(None) is None
+    assert chosen_options(SimpleNamespace(kv_connector="Other", kv_connector_extra_config={})) is None
+    assert chosen_options(SimpleNamespace(**own)) == {"policy": "sjf"}
+    both = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=several)
+    assert chosen_options(both) == {"policy": "sjf"}
