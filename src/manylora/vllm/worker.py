@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -71,8 +70,7 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self._packed: dict[int, Any] = {}  # vLLM's LoRAModel by number, as the next two
         self._reads: dict[int, Future[None]] = {}
         self._writing: dict[int, int] = {}  # slots that copies in flight write
-        spare = partial(torch.set_num_threads, 1) if self.device.type == "cpu" else None  # the cores are the model's
-        self._disk, self._link = (ThreadPoolExecutor(1, initializer=spare) for _ in range(2))
+        self._disk, self._link = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._done: SimpleQueue[tuple[Order, Done]] = SimpleQueue()
         self._num_blocking = 0
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

@@ -1,0 +1,316 @@
+"""vLLM as it comes against vLLM with the plug-in: the same requests, in rounds that take turns, on one machine.
+
+    make vllm ARGS="-k plugin"                        # makes the environment
+    .venv-vllm/bin/python bench/vllm_plugin.py        # 15 minutes on two cores; --rounds 1 --seconds 4 to try it
+
+A random Llama with 64 adapters of some 10 MB, 8 slots, requests that come at random (popularity: Zipf 0.92). Reads of
+adapters are slowed down to a disk of 200 MB/s, or not. Each arm has an engine of its own that lives for all rounds. The
+arm ``no loads`` is vLLM with requests for adapters that are in slots: its time between tokens is the others' target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+NUM_ADAPTERS, NUM_SLOTS, NUM_HOST = 64, 8, 16
+HIDDEN, INNER, LAYERS, RANK, VOCABULARY = 256, 704, 8, 64, 1024
+ZIPF, PACE = 0.92, 200e6
+PROMPT_TOKENS, MOST_TOKENS = (8, 32), (8, 32)
+ONE = {"policy": "strict-fifo", "eviction": "lru", "look_ahead": 0, "blocking_loads": True}
+ARMS: dict[str, dict[str, Any] | None] = {
+    "vllm": None,
+    "no loads": None,
+    "plug-in": {},
+    "order alone": {**ONE, "policy": "adapter-aware"},
+    "eviction alone": {**ONE, "eviction": "price"},
+    "prefetching alone": {**ONE, "look_ahead": 10},
+    "no stall alone": {**ONE, "policy": "fifo", "blocking_loads": False},
+}
+
+
+class PacedWorker:
+    """Added to a vLLM worker: slows reads down, and records when which adapter was read and copied."""
+
+    def pace(self, bytes_per_s: float) -> None:
+        """Read at most so fast from now on; 0 for as fast as it goes."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.model_manager import LoRAModelManager
+
+        if not hasattr(type(self), "loads"):
+            type(self).loads = loads = []  # type: ignore[attr-defined]
+            read, names = LoRAModel.from_local_checkpoint.__func__, {}
+
+            def slow_read(cls: Any, lora_dir: str, *args: Any, **kwargs: Any) -> Any:
+                began, num_bytes = time.monotonic(), os.path.getsize(f"{lora_dir}/adapter_model.safetensors")
+                lora, pace = read(cls, lora_dir, *args, **kwargs), type(self).bytes_per_s  # type: ignore[attr-defined]
+                for weights in lora.loras.values():  # touch the mapped file: a disk is slow here, not in the copy
+                    weights.lora_a, weights.lora_b = weights.lora_a.clone(), weights.lora_b.clone()
+                time.sleep(max(0.0, num_bytes / pace - (time.monotonic() - began)) if pace else 0.0)
+                names[lora.id] = Path(lora_dir).name
+                loads.append(("read", names[lora.id], num_bytes, began, time.monotonic()))
+                return lora
+
+            def timed(method: Callable[..., Any], number_of: Callable[[Any], int]) -> Callable[..., Any]:
+                def run(manager: Any, what: Any, *args: Any) -> Any:
+                    began = time.monotonic()
+                    result = method(manager, what, *args)
+                    if result is not False and number_of(what) in names:
+                        loads.append(("copy", names[number_of(what)], 0, began, time.monotonic()))
+                    return result
+
+                return run
+
+            LoRAModel.from_local_checkpoint = classmethod(slow_read)
+            LoRAModelManager.activate_adapter = timed(LoRAModelManager.activate_adapter, lambda number: int(number))
+            from manylora.vllm.worker import SlotManager
+
+            SlotManager._copy = timed(SlotManager._copy, lambda order: int(order.adapter.number))  # type: ignore[method-assign]
+        type(self).bytes_per_s = bytes_per_s  # type: ignore[attr-defined]
+
+    def take_loads(self) -> list[tuple[str, str, int, float, float]]:
+        """Return the loads since the last call: kind, adapter, bytes, begin and end."""
+        taken: list[tuple[str, str, int, float, float]] = list(type(self).loads)  # type: ignore[attr-defined]
+        type(self).loads.clear()  # type: ignore[attr-defined]
+        return taken
+
+
+def make_files(folder: Path) -> None:
+    """Write the base, without a tokenizer, and the adapters."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder / "base")
+    ends = {"q": (HIDDEN, HIDDEN), "k": (HIDDEN, HIDDEN), "v": (HIDDEN, HIDDEN), "o": (HIDDEN, HIDDEN)}
+    shapes = {f"self_attn.{name}_proj": shape for name, shape in ends.items()}
+    shapes |= {"mlp.gate_proj": (HIDDEN, INNER), "mlp.up_proj": (HIDDEN, INNER), "mlp.down_proj": (INNER, HIDDEN)}
+    for number in range(NUM_ADAPTERS):
+        weights = {}
+        for layer in range(LAYERS):
+            for name, (num_in, num_out) in shapes.items():
+                prefix = f"base_model.model.model.layers.{layer}.{name}"
+                weights[f"{prefix}.lora_A.weight"] = torch.randn(RANK, num_in, dtype=torch.float32) * 0.02
+                weights[f"{prefix}.lora_B.weight"] = torch.randn(num_out, RANK, dtype=torch.float32) * 0.02
+        adapter = folder / f"a{number}"
+        adapter.mkdir()
+        save_file(weights, adapter / "adapter_model.safetensors")
+        told = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+        told["target_modules"] = [name.partition(".")[2] for name in shapes]
+        (adapter / "adapter_config.json").write_text(json.dumps(told))
+
+
+class Arm:
+    """One engine, in the process of this script that was started for it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        from vllm import LLM
+
+        self._name, self._folder = name, folder
+        chosen: dict[str, Any] = {}
+        if (options := ARMS[name]) is not None:
+            config = {"kv_connector": "Manylora", "kv_role": "kv_both", "kv_connector_extra_config": options}
+            chosen["kv_transfer_config"] = config
+        llm = LLM(
+            str(folder / "base"),
+            skip_tokenizer_init=True,
+            enable_lora=True,
+            max_loras=NUM_SLOTS,
+            max_cpu_loras=NUM_HOST,
+            max_lora_rank=RANK,
+            max_num_seqs=16,
+            max_model_len=512,
+            dtype="float32",
+            enforce_eager=True,
+            enable_prefix_caching=False,
+            worker_extension_cls="vllm_plugin.PacedWorker",
+            **chosen,
+        )
+        self._engine = llm.llm_engine
+        self._num_requests = 0
+
+    def run(self, *, seconds: float, rate: float, pace: float, seed: int) -> dict[str, float]:
+        """Serve a round of requests; return its figures."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        self._engine.collective_rpc("pace", args=(pace,))
+        rng, weights = random.Random(seed), [rank**-ZIPF for rank in range(1, NUM_ADAPTERS + 1)]
+        arrivals: list[tuple[float, int, int, int]] = []
+        at = rng.expovariate(rate)
+        while at < seconds:
+            adapter = rng.choices(range(NUM_ADAPTERS), weights)[0]
+            adapter %= NUM_SLOTS if self._name == "no loads" else NUM_ADAPTERS
+            arrivals.append((at, adapter, rng.randint(*PROMPT_TOKENS), rng.randint(*MOST_TOKENS)))
+            at += rng.expovariate(rate)
+        if self._name == "no loads":  # they are loaded first
+            arrivals = [(at + 2.0, *rest) for at, *rest in arrivals]  # type: ignore[misc]
+            arrivals = [(0.0, number, 16, 8) for number in range(NUM_SLOTS)] + arrivals
+        began = time.monotonic()
+        times: dict[str, list[float]] = {}
+        asked: dict[str, tuple[str, float]] = {}
+        waiting = list(reversed(arrivals))
+        while waiting or self._engine.has_unfinished_requests():
+            while waiting and began + waiting[-1][0] <= time.monotonic():
+                at, adapter, num_prompt, num_answer = waiting.pop()
+                self._num_requests += 1
+                name, key = f"a{adapter}", str(self._num_requests)
+                asked[key], times[key] = (name, began + at), []
+                self._engine.add_request(
+                    key,
+                    {"prompt_token_ids": [rng.randrange(10, VOCABULARY) for _ in range(num_prompt)]},
+                    SamplingParams(max_tokens=num_answer, temperature=0, ignore_eos=True, detokenize=False),
+                    lora_request=LoRARequest(name, adapter + 1, str(self._folder / name)),
+                )
+            if not self._engine.has_unfinished_requests():
+                time.sleep(0.001)
+                continue
+            for output in self._engine.step():
+                now, seen = time.monotonic(), times[output.request_id]
+                seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
+        loads = self._engine.collective_rpc("take_loads")[0]
+        return figures(asked, times, loads, time.monotonic() - began)
+
+
+def figures(
+    asked: dict[str, tuple[str, float]],
+    times: dict[str, list[float]],
+    loads: Iterable[tuple[str, str, int, float, float]],
+    took_s: float,
+) -> dict[str, float]:
+    """Return the figures of a round, from times of tokens and of loads on one clock."""
+    loads = list(loads)
+    gaps = [pair for seen in times.values() for pair in itertools.pairwise(seen)]
+    held = [end - begin for begin, end in gaps if any(a < end and begin < b for *_, a, b in loads)]
+    cold, load_s = [], []
+    for key, (name, at) in asked.items():
+        first = times[key][0]
+        own = [b - a for _, one, _, a, b in loads if one == name and a > at and b <= first]
+        if own:
+            cold.append(first - at)
+            load_s.append(sum(own))
+    return {
+        "gap_p99_s": quantile([end - begin for begin, end in gaps], 0.99),
+        "gap_while_loading_p99_s": quantile(held, 0.99),
+        "cold_ttft_p50_s": quantile(cold, 0.5),
+        "cold_load_p50_s": quantile(load_s, 0.5),
+        "ttft_p50_s": quantile([seen[0] - asked[key][1] for key, seen in times.items()], 0.5),
+        "ttft_p99_s": quantile([seen[0] - asked[key][1] for key, seen in times.items()], 0.99),
+        "read_mb": sum(num_bytes for *_, num_bytes, _, _ in loads) / 1e6,
+        "num_copies": float(sum(kind == "copy" for kind, *_ in loads)),
+        "tokens_per_s": sum(map(len, times.values())) / took_s,
+    }
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Return a quantile, 0 for no values."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
+
+
+def serve_arm(name: str, folder: Path) -> None:
+    """Answer rounds asked for on standard input."""
+    arm, answers = Arm(name, folder), os.fdopen(int(os.environ["ANSWERS"]), "w")
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(arm.run(**json.loads(line))), file=answers, flush=True)
+
+
+def start_arm(name: str, folder: Path) -> tuple[subprocess.Popen[str], Any]:
+    """Start an arm; return its process and the file of its answers."""
+    read, write = os.pipe()
+    environment = {
+        **os.environ,
+        "ANSWERS": str(write),
+        "PYTHONPATH": str(Path(__file__).parent),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    command = [sys.executable, __file__, "--arm", name, "--folder", str(folder)]
+    log = (folder / f"{name}.log").open("w")
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[write]
+    )
+    os.close(write)
+    answers = os.fdopen(read)
+    if answers.readline() != "ready\n":
+        sys.exit((folder / f"{name}.log").read_text()[-4000:])
+    return process, answers
+
+
+def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+    """Return the medians over rounds as Markdown."""
+    lines = []
+    for disk, arms in results.items():
+        names = list(next(iter(arms.values()))[0])
+        lines += [f"\n## {disk}\n", f"| arm | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+        for arm, rounds in arms.items():
+            medians = [f"{statistics.median(one[name] for one in rounds):.4g}" for name in names]
+            lines.append(f"| {arm} | {' | '.join(medians)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the arms in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=9.0, help="of requests, per round, arm and disk")
+    parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--output", type=Path, default=RESULTS / "vllm_plugin")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.arm is not None:
+        serve_arm(given.arm, given.folder)
+        return
+    disks = {"disk of 200 MB/s": PACE, "files in memory": 0.0}
+    names = given.arms.split(",")
+    results: dict[str, dict[str, list[dict[str, float]]]] = {disk: {arm: [] for arm in names} for disk in disks}
+    with tempfile.TemporaryDirectory() as folder:
+        make_files(Path(folder))
+        arms = {name: start_arm(name, Path(folder)) for name in names}
+        for number in range(given.rounds):
+            for turn, (disk, pace) in enumerate(disks.items()):
+                for name, (process, answers) in arms.items():
+                    order = {"seconds": given.seconds, "rate": given.rate, "pace": pace, "seed": 2 * number + turn}
+                    assert process.stdin is not None
+                    print(json.dumps(order), file=process.stdin, flush=True)
+                    if not (line := answers.readline()):
+                        sys.exit((Path(folder) / f"{name}.log").read_text()[-4000:])
+                    results[disk][name].append(json.loads(line))
+                    print(number, disk, name, line.strip(), flush=True)
+        for process, _ in arms.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)
+    given.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    given.output.with_suffix(".md").write_text(f"# vLLM with and without the plug-in\n{table(results)}")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
