@@ -31,15 +31,23 @@ from manylora.execution.kernels.cpu.coded import (
 from manylora.execution.kernels.cpu.forms import BLOCK, TILE, NarrowForm
 from manylora.execution.kernels.cpu.loops import WIDE_ROWS, WIDE_WIDTH, wide_row, wide_tile
 from manylora.execution.kernels.cpu.openmp import Team, compile_kernel, num_threads, thread_num
-from manylora.execution.kernels.cpu.vectors import as_float32, from_bits
+from manylora.execution.kernels.cpu.widening import (
+    CHUNK,
+    widen_bfloat16,
+    widen_e4m3,
+    widen_e5m2,
+    widen_float16,
+    widen_int4,
+    widen_int4_shifted,
+    widen_int8,
+    widen_int8_shifted,
+    widen_table4,
+)
 
 __all__ = ["decoded_kernel", "multiply_decoded"]
 
 ROW_BLOCK = 64
 """Rows whose activations stay in a second-level cache while a tile passes."""
-
-CHUNK = 128
-"""Inputs of a tile that are widened together: 32 KiB."""
 
 
 def multiply_decoded(
@@ -58,63 +66,27 @@ def multiply_decoded(
 
 
 def _widen_block(
-    kind: int,
-    size: int,
-    words: Any,
-    at: int,
-    scales: Any,
-    shifts: Any,
-    has_scale: bool,
-    has_shift: bool,
-    table: Any,
-    panel: Any,
+    kind: int, has_shift: bool, words: Any, at: int, size: int, scales: Any, shifts: Any, table: Any, panel: Any
 ) -> None:
     """Write a block of ``size`` inputs of a tile to ``panel`` ``[WIDE_PARTS, CHUNK, WIDE_WIDTH]``."""
-    for part in range(TILE // WIDE_WIDTH):
-        first = part * WIDE_WIDTH
-        target = panel[part * CHUNK * WIDE_WIDTH :]
-        for k in range(size):
-            line = target[k * WIDE_WIDTH : (k + 1) * WIDE_WIDTH]
-            if kind == BFLOAT16:
-                source, shift = words[at + k // 2 * TILE + first :], np.uint32(16 * (k % 2))
-                for i in range(WIDE_WIDTH):
-                    line[i] = as_float32(np.uint16(source[i] >> shift))
-            elif kind == FLOAT16:
-                source, shift = words[at + k // 2 * TILE + first :], np.uint32(16 * (k % 2))
-                for i in range(WIDE_WIDTH):
-                    line[i] = as_float32(np.int16(source[i] >> shift))
-            elif kind == INT8:
-                source, shift = words[at + k // 4 * TILE + first :], np.uint32(8 * (k % 4))
-                for i in range(WIDE_WIDTH):
-                    line[i] = np.float32(np.int32((source[i] >> shift) & np.uint32(255)) - np.int32(128))
-            elif kind == INT4:
-                source, shift = words[at + k // 8 * TILE + first :], np.uint32(8 * (k % 4) + k // 4 % 2 * 4)
-                for i in range(WIDE_WIDTH):
-                    line[i] = np.float32(np.int32((source[i] >> shift) & np.uint32(15)) - np.int32(8))
-            elif kind == TABLE4:
-                source, shift = words[at + k // 8 * TILE + first :], np.uint32(8 * (k % 4) + k // 4 % 2 * 4)
-                for i in range(WIDE_WIDTH):
-                    line[i] = table[(source[i] >> shift) & np.uint32(15)]
-            elif kind == E4M3:
-                source, shift = words[at + k // 4 * TILE + first :], np.uint32(8 * (k % 4))
-                for i in range(WIDE_WIDTH):
-                    bits = source[i] >> shift
-                    moved = (bits & np.uint32(0x7F)) << np.uint32(20) | (bits & np.uint32(0x80)) << np.uint32(24)
-                    line[i] = from_bits(moved) * np.float32(2.0**120)
-            else:
-                source, shift = words[at + k // 4 * TILE + first :], np.uint32(8 * (k % 4))
-                for i in range(WIDE_WIDTH):
-                    bits = source[i] >> shift
-                    moved = (bits & np.uint32(0x7F)) << np.uint32(21) | (bits & np.uint32(0x80)) << np.uint32(24)
-                    line[i] = from_bits(moved) * np.float32(2.0**112)
-            if has_scale:
-                scale = scales[first : first + WIDE_WIDTH]
-                for i in range(WIDE_WIDTH):
-                    line[i] *= scale[i]
-            if has_shift:
-                shift_of = shifts[first : first + WIDE_WIDTH]
-                for i in range(WIDE_WIDTH):
-                    line[i] += shift_of[i]
+    if kind == BFLOAT16:
+        widen_bfloat16(words, at, size, scales, shifts, table, panel)
+    elif kind == FLOAT16:
+        widen_float16(words, at, size, scales, shifts, table, panel)
+    elif kind == INT8 and has_shift:
+        widen_int8_shifted(words, at, size, scales, shifts, table, panel)
+    elif kind == INT8:
+        widen_int8(words, at, size, scales, shifts, table, panel)
+    elif kind == INT4 and has_shift:
+        widen_int4_shifted(words, at, size, scales, shifts, table, panel)
+    elif kind == INT4:
+        widen_int4(words, at, size, scales, shifts, table, panel)
+    elif kind == TABLE4:
+        widen_table4(words, at, size, scales, shifts, table, panel)
+    elif kind == E4M3:
+        widen_e4m3(words, at, size, scales, shifts, table, panel)
+    else:
+        widen_e5m2(words, at, size, scales, shifts, table, panel)
 
 
 def _multiply(pointers: Any) -> None:
@@ -138,6 +110,8 @@ def _multiply(pointers: Any) -> None:
     scales, shifts = scratch[: num_blocks * TILE], scratch[num_blocks * TILE : 2 * num_blocks * TILE]
     panel = scratch[2 * num_blocks * TILE : (2 * num_blocks + CHUNK) * TILE]
     sums = scratch[(2 * num_blocks + CHUNK) * TILE :]
+    if not has_scale:
+        scales[:] = np.float32(1.0)
     low, high = num_tiles * thread // threads, num_tiles * (thread + 1) // threads
     for begin in range(0, num_rows, ROW_BLOCK):
         rows = min(ROW_BLOCK, num_rows - begin)
@@ -153,9 +127,7 @@ def _multiply(pointers: Any) -> None:
                     line = slice(block * TILE, (block + 1) * TILE)
                     at = tile * tile_words + block * (size * TILE * bits // 32)
                     place = panel[(block - first) * size * WIDE_WIDTH :]
-                    widen_block(
-                        kind, size, words, at, scales[line], shifts[line], has_scale, has_shift != 0, table, place
-                    )
+                    widen_block(kind, has_shift != 0, words, at, size, scales[line], shifts[line], table, place)
                 column = first * size
                 count_in = min(num_in, last * size) - column
                 for part in range(TILE // WIDE_WIDTH):
