@@ -31,7 +31,8 @@ from manylora.execution.kernels.cpu.integer_dots import (
     dot_8_of_4_rows_halved,
 )
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
-from manylora.execution.kernels.cpu.vectors import as_float32, from_bits, magnitude_bits, nearest
+from manylora.execution.kernels.cpu.vectors import from_bits, magnitude_bits, nearest
+from manylora.execution.kernels.cpu.widening import widen_line
 
 if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.forms import NarrowForm
@@ -104,19 +105,14 @@ def _round_row(x: Any, middle: int, rounded: Any, scales: Any, sums: Any) -> Non
 
 def _widen_tile(source: Any, dtype: int, tile: int, num_groups: int, blocks_per_group: int, target: Any) -> None:
     """Write the scales (or shifts) of a tile's groups to ``target`` ``[num_blocks, TILE]``, one line for each block."""
-    num_blocks = target.shape[0] // TILE
-    for block in range(num_blocks):
+    for block in range(target.shape[0] // TILE):
         at = (tile * num_groups + block // blocks_per_group) * TILE
-        line = target[block * TILE : (block + 1) * TILE]
         if dtype == 0:
-            for i in range(TILE):
-                line[i] = source[0][at + i]
+            widen_line(source[0], at, target, block * TILE)
         elif dtype == 1:
-            for i in range(TILE):
-                line[i] = as_float32(source[1][at + i])
+            widen_line(source[1], at, target, block * TILE)
         else:
-            for i in range(TILE):
-                line[i] = as_float32(source[2][at + i])
+            widen_line(source[2], at, target, block * TILE)
 
 
 def _dot_rows(

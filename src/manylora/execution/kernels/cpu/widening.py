@@ -1,4 +1,4 @@
-"""The innermost loop of ``decoded``: a tile's words of weights, widened to float32 in registers.
+"""The innermost loops of ``decoded`` and of scales: a tile's words of weights, widened to float32 in registers.
 
 A word of 32 bits holds two, four or eight consecutive inputs of one output, and a tile's words of the same inputs
 follow one another (``packing``). So a vector of words is widened by a shift, a mask and a conversion for each input,
@@ -28,6 +28,7 @@ __all__ = [
     "widen_int4_shifted",
     "widen_int8",
     "widen_int8_shifted",
+    "widen_line",
     "widen_table4",
 ]
 
@@ -111,6 +112,21 @@ def _make_widen(numbers: str, *, has_scale: bool = True, has_shift: bool = False
         return types.void(words, at, size, scales, shifts, table, panel), generate
 
     return widen_words
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def widen_line(typing_context: Any, source: Any, at: Any, target: Any, target_at: Any) -> Any:
+    """Write TILE numbers of ``source``, of float32 or the bits of 16, from ``at`` on to ``target``, float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        place = address(context, builder, kinds[0], args[0], args[1])
+        line = address(context, builder, kinds[2], args[2], args[3])
+        for column in range(0, TILE, LANES):
+            store(builder, load(builder, place, INT(column), kinds[0].dtype), line, INT(column))
+        return context.get_dummy_value()
+
+    return types.void(source, at, target, target_at), generate
 
 
 widen_bfloat16, widen_float16 = (_make_widen(one, has_scale=False) for one in ("bfloat16", "float16"))
