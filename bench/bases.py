@@ -10,7 +10,8 @@ prompt of 128 tokens and an answer of 64; and one prompt of ``--prompt`` tokens 
 
 llama.cpp is its own `llama-batched-bench`, which needs no server and no tokenizer; ours is the engine in one process,
 likewise. llama.cpp must be built for this processor: every vector extension of the processor that it has code for must
-be in what it says of itself. Its micro-batch is the quickest of a sweep over the largest load, made before the rounds.
+be in what it says of itself. Its micro-batch, and the tokens of our steps, are the quickest of a sweep over the largest
+load, made before the rounds.
 
 ``--openvino`` is the Python of an environment with `openvino-genai`, for a second peer in each precision; the folder
 ``ov`` below ``--folder`` holds what `bases_openvino.py` reads, as ``1b-int8`` and ``1b-int4``.
@@ -58,7 +59,7 @@ Load: TypeAlias = tuple[int, int, int]
 HEADS, KV_HEADS, MODEL_LEN = 32, 8, 8192
 PROMPT, ANSWER = 128, 64
 RANKS = (8, 16, 32, 64, 128)
-UBATCHES = (128, 512, 2048)
+UBATCHES, STEPS = (128, 512, 2048), (256, 512, 2048)
 GROUPS = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
 """Our precisions, and llama.cpp's beside them."""
 
@@ -99,33 +100,35 @@ def compare(options: argparse.Namespace) -> None:
     adapters = apart(make_adapters, model, options.adapters)
     loads = [(streams, PROMPT, ANSWER) for streams in options.streams] + [(1, options.prompt, 1)]
     ubatches = {name: choose_ubatch(options.llama_cpp, file, max(options.streams)) for name, file in files.items()}
+    for precision in options.precisions:  # the first start writes the packed cache, as a first start does anywhere
+        run_ours(model, precision, options, STEPS[0], [(1, 1, 1)])
+    steps = {precision: choose_step(model, precision, options) for precision in options.precisions}
     candidates: dict[str, Callable[[Sequence[Load]], dict[str, Any]]] = {
-        precision: partial(run_ours, model, precision, options) for precision in options.precisions
+        precision: partial(run_ours, model, precision, options, steps[precision]) for precision in options.precisions
     }
     if adapters:
-        candidates["int8, adapters"] = partial(run_ours, model, "int8", options, adapters=adapters)
+        candidates["int8, adapters"] = partial(run_ours, model, "int8", options, steps["int8"], adapters=adapters)
     for name, file in files.items():
         candidates[name] = partial(run_llama, options.llama_cpp, file, ubatches[name])
     if options.openvino is not None:
         for precision in options.precisions:
             exported = options.folder / "ov" / f"{options.shape}-{precision}"
             candidates[OPENVINO[precision]] = partial(run_openvino, options.openvino, exported)
-    for precision in options.precisions:  # the first start writes the packed cache, as a first start does anywhere
-        candidates[precision]([(1, 1, 1)])
     names, others = list(candidates), Others()
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    steps = Steps(options.rounds * len(names))
+    said = Steps(options.rounds * len(names))
     for number in range(options.rounds):
         for place in range(len(names)):
             name = names[(number + place) % len(names)]
             ready = candidates[name]([(1, 1, 1)])["process_s"]
             found[name].append({**candidates[name](loads), "ready_s": ready})
-            steps.done(f"round {number + 1}, {name}")
+            said.done(f"round {number + 1}, {name}")
     busy = others.share()
     figures = {
         "shape": options.shape,
         "llama.cpp": built_with,
         "ubatch": ubatches,
+        "step": steps,
         "loads": loads,
         "busy": busy,
         "bytes_per_s": apart(read_rate),
@@ -161,11 +164,13 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
         ]
         memory, ready = median(name, lambda one: one["peak_bytes"]), median(name, lambda one: one["ready_s"])
         rows.append([name, *speeds, f"{memory / 2**30:.2f}", f"{ready:.1f}"])
+    sweeps = ", ".join(f"{name} {size}" for name, size in (figures["step"] | figures["ubatch"]).items())
     lines = [
         f"# A Llama of {figures['shape']} in 8 and 4 bits, beside llama.cpp",
         "",
         f"llama.cpp built with {figures['llama.cpp']}; medians of {len(next(iter(found.values())))} rounds. Answered "
-        "tokens a second from the first token in to the last out; of the last load, prompt tokens a second.",
+        "tokens a second from the first token in to the last out; of the last load, prompt tokens a second. Tokens of "
+        f"a step or micro-batch, the quickest of a sweep each: {sweeps}.",
         "",
         *table(["", *titles, "peak GiB", "ready s"], rows),
         "",
@@ -340,6 +345,12 @@ def choose_ubatch(llama_cpp: Path, file: Path, streams: int) -> int:
     return min(UBATCHES, key=lambda size: run_llama(llama_cpp, file, size, [(streams, PROMPT, ANSWER)])["total_s"][0])
 
 
+def choose_step(model: Path, precision: str, options: argparse.Namespace) -> int:
+    """Return the tokens of a step that answer the largest load quickest."""
+    load = (max(options.streams), PROMPT, ANSWER)
+    return min(STEPS, key=lambda size: run_ours(model, precision, options, size, [load])["total_s"][0])
+
+
 def run_llama(llama_cpp: Path, file: Path, ubatch: int, loads: Sequence[Load]) -> dict[str, Any]:
     """Answer the loads with llama.cpp: one process, or two if there is a long prompt."""
     kinds: dict[tuple[int, int], list[int]] = {}
@@ -381,6 +392,7 @@ def run_ours(
     model: Path,
     precision: str,
     options: argparse.Namespace,
+    step: int,
     loads: Sequence[Load],
     adapters: Sequence[Path] = (),
 ) -> dict[str, Any]:
@@ -389,6 +401,7 @@ def run_ours(
         "model": str(model),
         "base_dtype": precision,
         "kv_cache_dtype": options.kv_cache_dtype,
+        "step": step,
         "cache_dir": str(options.folder / "cache"),
         "adapters": [str(folder) for folder in adapters],
         "loads": loads,
@@ -463,7 +476,7 @@ def answer(asked: dict[str, Any]) -> None:
             prefix_caching=False,
             kv_cache_dtype=asked["kv_cache_dtype"],
         ),
-        scheduler=SchedulerConfig(max_num_seqs=64),
+        scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=asked["step"]),
         cache_dir=asked["cache_dir"],
     )
     parts = build_parts(config, clock)
