@@ -38,6 +38,7 @@ __all__ = [
     "store",
     "sum_lanes",
     "typed_views",
+    "widen",
     "zero_sums",
 ]
 
