@@ -4,7 +4,8 @@
         [--openvino PYTHON]
 
 The base has the shape of a Llama and random weights, in bfloat16; `llama-quantize` makes its GGUF files from the same
-numbers. Our int8 stands beside Q8_0, our int4 beside the quicker of Q4_0 and Q4_K_M. Each candidate is one process per
+numbers. Our int8 stands beside Q8_0, our int4 beside the quicker of Q4_0 and Q4_K_M; ``--precisions`` adds bfloat16
+beside BF16, and float32. Each candidate is one process per
 round, in turns; the order of turns rotates. All of them answer the same loads: so many streams at once, each with a
 prompt of 128 tokens and an answer of 64; and one prompt of ``--prompt`` tokens with an answer of one.
 
@@ -60,10 +61,15 @@ HEADS, KV_HEADS, MODEL_LEN = 32, 8, 8192
 PROMPT, ANSWER = 128, 64
 RANKS = (8, 16, 32, 64, 128)
 UBATCHES, STEPS = (128, 512, 2048), (256, 512, 2048)
-GROUPS = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("BF16",),
+    "int8": ("Q8_0",),
+    "int4": ("Q4_0", "Q4_K_M"),
+}
 """Our precisions, and llama.cpp's beside them."""
 
-OPENVINO = {precision: f"OpenVINO {precision}" for precision in GROUPS}
+OPENVINO = {precision: f"OpenVINO {precision}" for precision in ("int8", "int4")}
 
 FLAGS = {"avx512f": "AVX512", "avx512_vnni": "AVX512_VNNI", "avx512_bf16": "AVX512_BF16", "amx_int8": "AMX_INT8"}
 """Extensions by the kernel's name, and by llama.cpp's."""
@@ -111,7 +117,7 @@ def compare(options: argparse.Namespace) -> None:
     for name, file in files.items():
         candidates[name] = partial(run_llama, options.llama_cpp, file, ubatches[name])
     if options.openvino is not None:
-        for precision in options.precisions:
+        for precision in OPENVINO.keys() & set(options.precisions):
             exported = options.folder / "ov" / f"{options.shape}-{precision}"
             candidates[OPENVINO[precision]] = partial(run_openvino, options.openvino, exported)
     names, others = list(candidates), Others()
@@ -180,7 +186,7 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
     ]
     ratios = []
     for precision in options.precisions:
-        for rivals in (GROUPS[precision], [name for name in (OPENVINO[precision],) if name in found]):
+        for rivals in (GROUPS[precision], [name for name in (OPENVINO.get(precision),) if name in found]):
             cells = []
             for place in range(len(loads) if rivals else 0):
                 rival = min(rivals, key=lambda name: seconds(name, place))
