@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,12 @@ class SimulatedBench(parity.Bench):
         self.folders = [Path(f"adapter-{index}") for index in range(parity.NUM_ADAPTERS)]
 
     def read_adapters(self) -> list[AdapterVersion]:
-        return [version(f"key-{index}", num_pages=5 + 10 * (index % 4)) for index in range(parity.NUM_ADAPTERS)]
+        sizes = [5 + 10 * (index % 4) for index in range(parity.NUM_ADAPTERS)]
+        page_bytes = self.parts.base.page.num_bytes
+        return [
+            replace(version(f"key-{index}", num_pages=size), host_bytes=size * page_bytes)
+            for index, size in enumerate(sizes)
+        ]
 
 
 @pytest.fixture(scope="module")
