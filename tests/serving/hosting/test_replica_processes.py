@@ -23,7 +23,8 @@ from manylora.serving.server import BackgroundServer, LoraModule
 
 def test_streams_outlive_a_killed_engine_and_one_that_hangs() -> None:
     """Of the demo model on three engines: greedy and seeded, over adapters and the base, to the same text."""
-    engine = EngineConfig(model=ModelConfig(model="demo"), memory=MemoryConfig(num_pages=600))
+    # KV in 16 bits rounds the last bits in which a step differs from a longer one, and 600 draws then do as well.
+    engine = EngineConfig(model=ModelConfig(model="demo"), memory=MemoryConfig(num_pages=600, kv_cache_dtype="float32"))
     modules = [LoraModule(name, str(path)) for name, path in list(demo_adapters().items())[:4]]
     models = ["demo", *(module.name for module in modules)]
     bodies = []
