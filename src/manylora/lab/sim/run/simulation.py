@@ -16,7 +16,7 @@ alone, as in a live run; the ``oracle`` and ``noisy`` predictors know the length
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -208,16 +208,22 @@ class _Fleet:
         self.cores: dict[int, EngineCore] = {}  # engines in use at this moment, by replica
         self.clock = VirtualClock()
         self.starts: SimulatedStarts | None = None
-        self._dispatcher: Dispatcher
+        self._dispatcher: Dispatcher | _OnlyReplica
+        if config.scaling is None and config.num_replicas == 1:
+            self._dispatcher = _OnlyReplica()
+            self.cores[0] = self._start(0)
+            return
         router = _make_router(config, ranks)
         if config.scaling is None:
             self._dispatcher = Dispatcher(router, config.num_replicas, ranks)
             self.cores.update((replica, self._start(replica)) for replica in range(config.num_replicas))
             return
         watch = LoadWatch(config.scaling.policy.ttft_s)
-        self._dispatcher = WatchedDispatcher(router, config.num_replicas, ranks, watch=watch, now=self.clock.now)
+        self._dispatcher = watched = WatchedDispatcher(
+            router, config.num_replicas, ranks, watch=watch, now=self.clock.now
+        )
         scaler = None if config.scaling.make_scaler is None else config.scaling.make_scaler()
-        controller = ScalingController(config.scaling.policy, self._dispatcher.views, watch, scaler=scaler)
+        controller = ScalingController(config.scaling.policy, watched.views, watch, scaler=scaler)
         self.starts = SimulatedStarts(
             config.scaling, controller, self.cores, self._start, self._begin, seed=config.seed
         )
@@ -241,7 +247,7 @@ class _Fleet:
     def dispatch(self, request: Request) -> int:
         """Return the replica for a request; reports of all replicas that are due come first."""
         now = self.clock.now()
-        if now >= self._report_at:
+        if now >= self._report_at and len(self._recorders) > 1:
             self._report_at = now + REPORT_EVERY_S
             for replica in self.cores:
                 self._report(replica)
@@ -282,6 +288,25 @@ class _Fleet:
             spans=[] if self.starts is None else self.starts.spans,
             decisions=[] if self.starts is None else self.starts.decisions,
         )
+
+
+class _OnlyReplica:
+    """Takes the place of a dispatcher before the only replica of a run, where there is nothing to choose or report."""
+
+    def dispatch(self, request: Request, serving: Container[int] | None = None) -> int:
+        return 0
+
+    def started(self, request_id: str) -> None:
+        pass
+
+    def ended(self, request_id: str) -> int:
+        return 0
+
+    def report(self, replica: int, report: ReplicaReport) -> None:
+        pass
+
+    def restarted(self, replica: int) -> None:
+        pass
 
 
 class _WithoutLoads:
