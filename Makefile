@@ -44,7 +44,7 @@ quick: $(FOR_TEST) ## the inner loop, in under a minute: decisions, simulation a
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(QUICK) $(ARGS)
 
 .PHONY: attack
-attack: $(FOR_TEST) ## the attack suite over and over for ATTACK_S seconds (half an hour), every neighbour within 50 ms
+attack: $(FOR_TEST) ## the attack suite over and over for ATTACK_S seconds (half an hour); a neighbour's token and /health within 50 ms
 	@round=0; failed=0; while [ $$SECONDS -lt $(ATTACK_S) ]; do \
 	  round=$$((round + 1)); echo "== round $$round, $$SECONDS of $(ATTACK_S) s, $$failed failed"; \
 	  ATTACK_TIMES=$${ATTACK_TIMES:-20} ATTACK_LATE_S=$${ATTACK_LATE_S:-0.05} \

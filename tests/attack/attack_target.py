@@ -209,17 +209,24 @@ class Watch:
         for thread in self._threads:
             thread.join()
 
-    def check(self) -> None:
-        """Assert that no neighbour was late and no process grew."""
+    def check(self, *, step_s: float = 0.0) -> None:
+        """Assert that no neighbour was late and no process grew.
+
+        ``step_s`` is the time of the longest step that the device computes for what is asked: neighbours share it.
+        """
         assert not self.errors
-        assert max(self.health_s) <= LATE_S, f"/health took {max(self.health_s):.3f} s"
-        assert max(self.gaps_s) <= LATE_S, f"a neighbour waited {max(self.gaps_s):.3f} s for a token"
+        assert self.health_p99_s() <= LATE_S, f"/health took {self.health_p99_s():.3f} s"
+        assert max(self.gaps_s) <= LATE_S + step_s, f"a neighbour waited {max(self.gaps_s):.3f} s for a token"
         for process, num_bytes in self.growth.items():
             assert num_bytes <= MAX_GROWTH_BYTES, f"{process} grew by {num_bytes / MIB:.0f} MiB"
 
+    def health_p99_s(self) -> float:
+        """Return the 99th percentile of the time that ``/health`` took."""
+        return statistics.quantiles(self.health_s, n=100)[98] if len(self.health_s) > 1 else max(self.health_s)
+
     def summary(self) -> str:
         """Return the figures in a line."""
-        p99 = statistics.quantiles(self.health_s, n=100)[98] if len(self.health_s) > 1 else max(self.health_s)
+        p99 = self.health_p99_s()
         grown = " ".join(f"{name} {num / MIB:+.0f} MiB" for name, num in self.growth.items())
         return (
             f"health p99 {p99 * 1e3:.1f} max {max(self.health_s) * 1e3:.1f} ms, "
@@ -242,6 +249,7 @@ class Watch:
     def _stream(self) -> None:
         """Read answers as a neighbour, one after another, until the attack is over."""
         body = {"model": MODEL, "prompt": "a neighbour", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        body["return_token_ids"] = True  # an event for each token, also for one that completes no character
         while not self._ends.is_set():
             connection = http.client.HTTPConnection(self.target.host, self.target.port, timeout=PATIENCE_S)
             try:
@@ -250,14 +258,15 @@ class Watch:
                 if answer.status != 200:
                     self.errors.append(f"a neighbour got {answer.status}")
                     return
-                at = time.monotonic()
+                at = None  # the first token has waited for its own prompt
                 while not self._ends.is_set() and (line := answer.readline()):
                     if not line.startswith(b"data: "):
                         continue
                     if b'"error"' in line:
                         self.errors.append(f"a neighbour got {line!r}")
                     now = time.monotonic()
-                    self.gaps_s.append(now - at)
+                    if at is not None:
+                        self.gaps_s.append(now - at)
                     at = now
                     self._begun.set()
             except OSError as error:

@@ -77,7 +77,7 @@ def test_long_reports_stop_nobody(target: Target) -> None:
     print(seen.summary())
     assert {answer.status for answer in answers} == {200}
     assert min(len(answer.body) for answer in answers) > 8 * 1_000 * 21 * 40
-    seen.check()
+    seen.check(step_s=0.3)  # a prompt of a thousand tokens on the simulated device
 
 
 def test_hostile_requests_at_once_stop_nobody(target: Target) -> None:
