@@ -33,7 +33,7 @@ from manylora.core.options import require
 from manylora.core.plan import AdapterLoad, PlannedSequence
 from manylora.core.plugins import options_for
 from manylora.core.ports import CoreParts
-from manylora.core.routing import DEFAULT_ROUTER, Dispatcher, ReplicaReport, Router, RouterContext, make_router
+from manylora.core.routing import DEFAULT_ROUTER, ROUTERS, Dispatcher, ReplicaReport, Router, RouterContext, make_router
 from manylora.core.scaling import LoadWatch, ScalingController, ScalingDecision, WatchedDispatcher
 from manylora.core.scheduling import PREDICTORS, LengthPredictor, Sequence
 from manylora.core.scheduling.prediction import NoisyPredictor, OraclePredictor
@@ -210,6 +210,7 @@ class _Fleet:
         self.starts: SimulatedStarts | None = None
         self._dispatcher: Dispatcher | _OnlyReplica
         if config.scaling is None and config.num_replicas == 1:
+            options_for("router", config.router, ROUTERS, config.router_options)  # names a mistake
             self._dispatcher = _OnlyReplica()
             self.cores[0] = self._start(0)
             return
