@@ -141,6 +141,8 @@ def test_an_engine_that_has_gone_is_noticed() -> None:
         async def check(connection: EngineConnection, delivered: asyncio.Queue[Message]) -> None:
             connection.send(Cancel(["one"]))
             await asyncio.to_thread(ends.commands.recv)
+            await asyncio.to_thread(ends.messages.send, encode(Reply(7)))
+            await delivered.get()  # both sockets have met theirs
             ends.messages.close(0)
             assert "disconnected" in await connection.lost
 
