@@ -59,10 +59,9 @@ def attend_compiled(
     return out
 
 
-def _vector(kind: int, memory: Any, start: int, head_dim: int, target: Any) -> Any:
-    """Return the vector at element ``start``, as float32: in its place, or widened into ``target``."""
-    if kind == _FLOAT32:
-        return memory[0][start : start + head_dim]
+def _widen(kind: int, memory: Any, start: int, target: Any) -> None:
+    """Write the vector of 16 or 8 bits at element ``start`` to ``target``, as float32."""
+    head_dim = target.shape[0]
     if kind == _BFLOAT16:
         own = memory[1][start : start + head_dim]
         for d in range(head_dim):
@@ -75,10 +74,27 @@ def _vector(kind: int, memory: Any, start: int, head_dim: int, target: Any) -> A
         codes, scale = memory[3][start : start + head_dim], memory[0][(start + head_dim) // 4]
         for d in range(head_dim):
             target[d] = np.float32(codes[d]) * scale
-    return target
 
 
 def _scores(
+    keys: Any, stride: int, head_dim: int, table: Any, block_size: int, page: int, first: int, queries: Any, scores: Any
+) -> None:
+    """Write ``q k`` for all heads of ``queries`` ``[kv_heads, group, head_dim]`` into ``scores``."""
+    num_kv_heads, group, _ = queries.shape
+    for j in range(scores.shape[2]):
+        position = first + j
+        start = table[position // block_size] * page + position % block_size * stride
+        for h in range(num_kv_heads):
+            key = keys[start + h * head_dim : start + (h + 1) * head_dim]
+            for g in range(group):
+                vector = queries[h, g]
+                total = np.float32(0.0)
+                for d in range(head_dim):
+                    total += vector[d] * key[d]
+                scores[h, g, j] = total
+
+
+def _narrow_scores(
     kind: int,
     memory: Any,
     at: int,
@@ -92,18 +108,18 @@ def _scores(
     scores: Any,
     target: Any,
 ) -> None:
-    """Write ``q k`` for all heads of ``queries`` ``[kv_heads, group, head_dim]`` into ``scores``."""
+    """The same for keys of 16 or 8 bits, each widened into ``target`` ``[head_dim]``."""
     num_kv_heads, group, head_dim = queries.shape
     for j in range(scores.shape[2]):
         position = first + j
         start = at + table[position // block_size] * page + position % block_size * stride
         for h in range(num_kv_heads):
-            key = vector(kind, memory, start + h * size, head_dim, target)
+            widen(kind, memory, start + h * size, target)
             for g in range(group):
                 query = queries[h, g]
                 total = np.float32(0.0)
                 for d in range(head_dim):
-                    total += query[d] * key[d]
+                    total += query[d] * target[d]
                 scores[h, g, j] = total
 
 
@@ -127,6 +143,23 @@ def _softmax(scores: Any, scaling: float, softcap: float) -> None:
 
 
 def _mix(
+    values: Any, stride: int, head_dim: int, table: Any, block_size: int, page: int, first: int, weights: Any, out: Any
+) -> None:
+    num_kv_heads, group, _ = out.shape
+    out[:] = np.float32(0.0)
+    for j in range(weights.shape[2]):
+        position = first + j
+        start = table[position // block_size] * page + position % block_size * stride
+        for h in range(num_kv_heads):
+            value = values[start + h * head_dim : start + (h + 1) * head_dim]
+            for g in range(group):
+                weight = weights[h, g, j]
+                target = out[h, g]
+                for d in range(head_dim):
+                    target[d] += weight * value[d]
+
+
+def _narrow_mix(
     kind: int,
     memory: Any,
     at: int,
@@ -146,12 +179,12 @@ def _mix(
         position = first + j
         start = at + table[position // block_size] * page + position % block_size * stride
         for h in range(num_kv_heads):
-            value = vector(kind, memory, start + h * size, head_dim, target)
+            widen(kind, memory, start + h * size, target)
             for g in range(group):
                 weight = weights[h, g, j]
                 row = out[h, g]
                 for d in range(head_dim):
-                    row[d] += weight * value[d]
+                    row[d] += weight * target[d]
 
 
 def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
@@ -183,16 +216,24 @@ def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
         if low >= high:
             continue
         weights = scratch[: (high - low) * group * length].reshape((high - low, group, length))
-        keys, table = 2 * layer * half + low * size, tables[row]
-        scores(kind, memory, keys, stride, size, table, block_size, page, first, query[row, low:high], weights, target)
+        keys, table, own = 2 * layer * half + low * size, tables[row], out[row, low:high]
+        values, asked = keys + half, query[row, low:high]
+        if kind == _FLOAT32:
+            scores(memory[0][keys:], stride, head_dim, table, block_size, page, first, asked, weights)
+        else:
+            narrow_scores(kind, memory, keys, stride, size, table, block_size, page, first, asked, weights, target)
         softmax(weights, factors[0], factors[1])
-        values, own = keys + half, out[row, low:high]
-        mix(kind, memory, values, stride, size, table, block_size, page, first, weights, own, target)
+        if kind == _FLOAT32:
+            mix(memory[0][values:], stride, head_dim, table, block_size, page, first, weights, own)
+        else:
+            narrow_mix(kind, memory, values, stride, size, table, block_size, page, first, weights, own, target)
 
 
-vector = njit(cache=True)(_vector)
+widen = njit(cache=True)(_widen)
 scores = njit(cache=True, fastmath=FAST_MATH)(_scores)
+narrow_scores = njit(cache=True, fastmath=FAST_MATH)(_narrow_scores)
 softmax = njit(cache=True, fastmath=FAST_MATH)(_softmax)
+narrow_mix = njit(cache=True, fastmath=FAST_MATH)(_narrow_mix)
 mix = njit(cache=True, fastmath=FAST_MATH)(_mix)
 attend = njit(cache=True)(_attend)
 
