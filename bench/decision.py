@@ -23,7 +23,7 @@ from publishing import Others, arguments, publish, reason_to_refuse, table
 
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
-from manylora.core.plan import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.core.plan import AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import POLICIES
 from manylora.core.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams, Tier
@@ -51,9 +51,16 @@ SCALES = (Scale(64, 1_000, 1_000, 150.0), Scale(128, 3_000, 3_000, 500.0), Scale
 
 
 class _NullExecutor:
-    """Does nothing; a load takes two steps' time."""
+    """Does nothing; a load takes two steps' time.
+
+    Attributes:
+        planned: The sequences of the last step.
+    """
+
+    planned: Sequence[PlannedSequence] = ()
 
     def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
+        self.planned = plan.sequences
         tokens = {part.seq_id: TOKEN for part in plan.sequences if part.is_sampled}
         return SimulatedWork(now, StepResult(tokens=tokens))
 
@@ -99,6 +106,9 @@ def _synthetic_version(index: int) -> AdapterVersion:
 class FullEngine:
     """An engine whose every decision has something to admit, load and evict.
 
+    What waits is counted from the plans: `EngineCore.stats` walks every request, and a decision right after that
+    would be timed with the processor's caches emptied.
+
     Args:
         policy: Scheduling policy.
         eviction: Eviction policy of adapters.
@@ -110,8 +120,10 @@ class FullEngine:
         self._scale = scale
         self._now = 0.0
         self._rng = random.Random(0)
+        self._executor = _NullExecutor()
+        self._admitted: set[int] = set()
         self.core = EngineCore(
-            CoreParts(base=base_shape("llama-3-8b"), num_pages=scale.running * 40, executor=_NullExecutor()),
+            CoreParts(base=base_shape("llama-3-8b"), num_pages=scale.running * 40, executor=self._executor),
             EngineConfig(
                 model=ModelConfig(model="base"),
                 scheduler=SchedulerConfig(
@@ -133,14 +145,20 @@ class FullEngine:
     def turn(self) -> tuple[float, float, float]:
         """Run one turn of the loop; return the seconds of ``launch``, of the turn, and ``launch``'s processor time."""
         self._now += STEP_S
-        for _ in range(self._scale.waiting - self.core.stats().num_waiting):
+        while self.num_asked - len(self._admitted) < self._scale.waiting:
             self._ask()
         began = perf_counter()
         self.core.collect(self._now)
         planned, cpu_before = perf_counter(), thread_time()
         self.core.launch(self._now)
         cpu_after, ended = thread_time(), perf_counter()
+        self._admitted.update(part.seq_id for part in self._executor.planned)
         return ended - planned, ended - began, cpu_after - cpu_before
+
+    @property
+    def num_running(self) -> int:
+        """Sequences of the last step."""
+        return len(self._executor.planned)
 
     def _ask(self) -> None:
         self.num_asked += 1
@@ -161,7 +179,7 @@ def measure_decision(policy: str, eviction: str, scale: Scale, *, num_steps: int
     gc.freeze()
     for _ in range(num_steps):
         times.append([1e6 * seconds for seconds in engine.turn()])
-        num_running += engine.core.stats().num_running
+        num_running += engine.num_running
     gc.unfreeze()
     launches, turns, cpu = zip(*times, strict=True)
     return DecisionCost(
