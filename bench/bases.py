@@ -472,6 +472,7 @@ def answer(asked: dict[str, Any]) -> None:
     from manylora.execution.executor import TorchExecutor
     from manylora.execution.kernels.linear import BaseLinear
     from manylora.execution.kernels.narrow import NarrowWeight
+    from manylora.serving.hosting.engine.startup import keep_freed_memory, use_one_heap
 
     loads, clock = asked["loads"], WallClock()
     tokens = max(streams * (prompt + out) for streams, prompt, out in loads)
@@ -485,7 +486,9 @@ def answer(asked: dict[str, Any]) -> None:
         scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=asked["step"]),
         cache_dir=asked["cache_dir"],
     )
+    use_one_heap()
     parts = build_parts(config, clock)
+    keep_freed_memory()
     core = EngineCore(parts, config)
     sizes = []
     for folder in map(Path, asked["adapters"]):

@@ -27,7 +27,9 @@ from manylora.serving.hosting.engine.service import EngineService, load_builder
 from manylora.serving.hosting.engine.startup import (
     collector_paused,
     freeze_start_up_heap,
+    keep_freed_memory,
     limit_openmp_spin,
+    use_one_heap,
 )
 from manylora.serving.hosting.protocol import Message, ProcessSetup, Ready, Reply, decode_command, encode
 from manylora.serving.hosting.sockets import EngineSockets, UnixSockets, open_sockets
@@ -72,6 +74,7 @@ def main() -> int:
     if sys.platform == "linux":  # if the parent has ended before this, the end of the input says so
         end_with_parent()
     limit_openmp_spin()
+    use_one_heap()
     if is_prestarted := len(sys.argv) > 1:
         with collector_paused():
             load_builder(sys.argv[1])
@@ -94,6 +97,8 @@ def main() -> int:
 
     def send(message: Message) -> None:
         # The adapters registered at the start live as long as the engine.
+        if isinstance(message, Ready):
+            keep_freed_memory()
         if isinstance(message, Ready) or (isinstance(message, Reply) and message.registered):
             freeze_start_up_heap()
         messages.send(encode(message), copy=False)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 from manylora.core.clock import WallClock
 from manylora.serving.hosting.engine.service import EngineService
-from manylora.serving.hosting.protocol import Command, Ending, EngineSpec, Message
+from manylora.serving.hosting.engine.startup import keep_freed_memory, use_one_heap
+from manylora.serving.hosting.protocol import Command, Ending, EngineSpec, Message, Ready
 
 __all__ = ["ThreadLink"]
 
@@ -45,6 +46,8 @@ class ThreadLink:
                 deliver(messages)
 
         def send(message: Message) -> None:
+            if isinstance(message, Ready):
+                keep_freed_memory()
             inbox.append(message)
             with contextlib.suppress(RuntimeError):  # the event loop may be gone before the engine
                 event_loop.call_soon_threadsafe(deliver_all)
@@ -64,6 +67,7 @@ class ThreadLink:
             with contextlib.suppress(RuntimeError):
                 event_loop.call_soon_threadsafe(note_end, how)
 
+        use_one_heap()
         threading.Thread(target=serve, name="manylora-engine", daemon=True).start()
 
     def send(self, command: Command) -> None:
