@@ -9,7 +9,6 @@ Source: the arithmetic of llama.cpp's Q8_0 products (blocks of 32 activations wi
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,47 +16,18 @@ import torch
 from numba import carray, njit
 from numpy.typing import NDArray
 
-from manylora.execution.kernels.cpu.forms import BLOCK, HALF_BLOCK, NUMBERS, TILE
-from manylora.execution.kernels.cpu.integer_dots import (
-    MOST_ROWS,
-    dot_4_of_1_row,
-    dot_4_of_2_rows,
-    dot_4_of_4_rows,
-    dot_8_of_1_row,
-    dot_8_of_1_row_halved,
-    dot_8_of_2_rows,
-    dot_8_of_2_rows_halved,
-    dot_8_of_4_rows,
-    dot_8_of_4_rows_halved,
-)
+from manylora.execution.kernels.cpu.forms import BLOCK, HALF_BLOCK, INT8, NUM_SIZES, TILE
+from manylora.execution.kernels.cpu.integer_dots import MOST_ROWS, dots_4, dots_8, dots_8_halved
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.vectors import from_bits, magnitude_bits, nearest
-from manylora.execution.kernels.cpu.widening import widen_line
+from manylora.execution.kernels.cpu.widening import widen_tile
 
 if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.forms import NarrowForm
 
-__all__ = [
-    "BFLOAT16",
-    "E4M3",
-    "E5M2",
-    "FLOAT16",
-    "INT4",
-    "INT8",
-    "NUM_SIZES",
-    "TABLE4",
-    "coded_kernel",
-    "multiply_coded",
-    "widen_tile",
-]
+__all__ = ["multiply_coded"]
 
-ROW_BLOCK = 256
-"""Rows whose activations stay in a cache while the weights pass."""
-
-INT8, INT4, BFLOAT16, FLOAT16, E4M3, E5M2, TABLE4 = range(len(NUMBERS))
-
-NUM_SIZES = 8
-"""Numbers of ``NarrowForm.sizes``."""
+ROW_BLOCK = 256  # rows whose activations stay in a cache while the weights pass
 
 
 def multiply_coded(
@@ -74,7 +44,7 @@ def multiply_coded(
     row_scales = torch.empty(num_rows * num_blocks)
     row_sums = torch.empty(num_rows * num_blocks, dtype=torch.int32)
     scratch = torch.empty(torch.get_num_threads(), (2 * num_blocks + MOST_ROWS) * TILE)
-    team.run(coded_kernel(), form.sizes(num_rows), x, address, rounded, row_scales, row_sums, scratch, out)
+    team.run(compile_kernel(_multiply), form.sizes(num_rows), x, address, rounded, row_scales, row_sums, scratch, out)
     return out
 
 
@@ -103,18 +73,6 @@ def _round_row(x: Any, middle: int, rounded: Any, scales: Any, sums: Any) -> Non
         sums[block] = -middle * total
 
 
-def _widen_tile(source: Any, dtype: int, tile: int, num_groups: int, blocks_per_group: int, target: Any) -> None:
-    """Write the scales (or shifts) of a tile's groups to ``target`` ``[num_blocks, TILE]``, one line for each block."""
-    for block in range(target.shape[0] // TILE):
-        at = (tile * num_groups + block // blocks_per_group) * TILE
-        if dtype == 0:
-            widen_line(source[0], at, target, block * TILE)
-        elif dtype == 1:
-            widen_line(source[1], at, target, block * TILE)
-        else:
-            widen_line(source[2], at, target, block * TILE)
-
-
 def _dot_rows(
     kind: int,
     block: int,
@@ -130,25 +88,11 @@ def _dot_rows(
 ) -> None:
     num_blocks = scales.shape[0] // TILE
     if kind == INT8 and block == HALF_BLOCK:
-        if count == 4:
-            dot_8_of_4_rows_halved(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
-        elif count == 2:
-            dot_8_of_2_rows_halved(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
-        else:
-            dot_8_of_1_row_halved(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
+        dots_8_halved(count, codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
     elif kind == INT8:
-        if count == 4:
-            dot_8_of_4_rows(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
-        elif count == 2:
-            dot_8_of_2_rows(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
-        else:
-            dot_8_of_1_row(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
-    elif count == 4:
-        dot_4_of_4_rows(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
-    elif count == 2:
-        dot_4_of_2_rows(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
+        dots_8(count, codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
     else:
-        dot_4_of_1_row(codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
+        dots_4(count, codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
 
 
 def _multiply(pointers: Any) -> None:
@@ -186,9 +130,9 @@ def _multiply(pointers: Any) -> None:
     for begin in range(0, num_rows, ROW_BLOCK):
         end = min(num_rows, begin + ROW_BLOCK)
         for tile in range(low, high):
-            widen_tile(numbers_of, dtype, tile, num_groups, blocks_per_group, scales)
+            widen_tile(dtype, numbers_of, tile, num_groups, blocks_per_group, scales)
             if has_shift:
-                widen_tile(shifts_of, dtype, tile, num_groups, blocks_per_group, shifts)
+                widen_tile(dtype, shifts_of, tile, num_groups, blocks_per_group, shifts)
             column = tile * TILE
             width = min(TILE, num_out - column)
             row = begin
@@ -211,11 +155,4 @@ def _multiply(pointers: Any) -> None:
 
 
 round_row = njit(cache=True, fastmath=FAST_MATH)(_round_row)
-widen_tile = njit(cache=True)(_widen_tile)
-dot_rows = njit(cache=True)(_dot_rows)
-
-
-@cache
-def coded_kernel() -> int:
-    """Return the kernel's address; the first call compiles it."""
-    return compile_kernel(_multiply)
+dot_rows = njit(_dot_rows)

@@ -10,44 +10,21 @@ and 8-bit floating point, tables of 16 numbers), and of processors for which ``c
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, njit
+from numba import carray
 from numpy.typing import NDArray
 
-from manylora.execution.kernels.cpu.coded import (
-    BFLOAT16,
-    E4M3,
-    FLOAT16,
-    INT4,
-    INT8,
-    NUM_SIZES,
-    TABLE4,
-    widen_tile,
-)
-from manylora.execution.kernels.cpu.forms import BLOCK, TILE, NarrowForm
+from manylora.execution.kernels.cpu.forms import BFLOAT16, BLOCK, FLOAT16, INT4, NUM_SIZES, TABLE4, TILE, NarrowForm
 from manylora.execution.kernels.cpu.loops import WIDE_ROWS, WIDE_WIDTH, wide_row, wide_tile
 from manylora.execution.kernels.cpu.openmp import Team, compile_kernel, num_threads, thread_num
-from manylora.execution.kernels.cpu.widening import (
-    CHUNK,
-    widen_bfloat16,
-    widen_e4m3,
-    widen_e5m2,
-    widen_float16,
-    widen_int4,
-    widen_int4_shifted,
-    widen_int8,
-    widen_int8_shifted,
-    widen_table4,
-)
+from manylora.execution.kernels.cpu.widening import CHUNK, widen_block, widen_tile
 
-__all__ = ["decoded_kernel", "multiply_decoded"]
+__all__ = ["multiply_decoded"]
 
-ROW_BLOCK = 64
-"""Rows whose activations stay in a second-level cache while a tile passes."""
+ROW_BLOCK = 64  # rows whose activations stay in a second-level cache while a tile passes
 
 
 def multiply_decoded(
@@ -61,32 +38,8 @@ def multiply_decoded(
     out = x.new_empty(num_rows, form.num_out)
     num_blocks = -(-form.num_in // form.block)
     scratch = torch.empty(torch.get_num_threads(), (2 * num_blocks + CHUNK + ROW_BLOCK) * TILE)
-    team.run(decoded_kernel(), form.sizes(num_rows), x, address, table, scratch, out)
+    team.run(compile_kernel(_multiply), form.sizes(num_rows), x, address, table, scratch, out)
     return out
-
-
-def _widen_block(
-    kind: int, has_shift: bool, words: Any, at: int, size: int, scales: Any, shifts: Any, table: Any, panel: Any
-) -> None:
-    """Write a block of ``size`` inputs of a tile to ``panel`` ``[WIDE_PARTS, CHUNK, WIDE_WIDTH]``."""
-    if kind == BFLOAT16:
-        widen_bfloat16(words, at, size, scales, shifts, table, panel)
-    elif kind == FLOAT16:
-        widen_float16(words, at, size, scales, shifts, table, panel)
-    elif kind == INT8 and has_shift:
-        widen_int8_shifted(words, at, size, scales, shifts, table, panel)
-    elif kind == INT8:
-        widen_int8(words, at, size, scales, shifts, table, panel)
-    elif kind == INT4 and has_shift:
-        widen_int4_shifted(words, at, size, scales, shifts, table, panel)
-    elif kind == INT4:
-        widen_int4(words, at, size, scales, shifts, table, panel)
-    elif kind == TABLE4:
-        widen_table4(words, at, size, scales, shifts, table, panel)
-    elif kind == E4M3:
-        widen_e4m3(words, at, size, scales, shifts, table, panel)
-    else:
-        widen_e5m2(words, at, size, scales, shifts, table, panel)
 
 
 def _multiply(pointers: Any) -> None:
@@ -117,9 +70,9 @@ def _multiply(pointers: Any) -> None:
         rows = min(ROW_BLOCK, num_rows - begin)
         for tile in range(low, high):
             if has_scale:
-                widen_tile(numbers_of, dtype, tile, num_groups, blocks_per_group, scales)
+                widen_tile(dtype, numbers_of, tile, num_groups, blocks_per_group, scales)
             if has_shift:
-                widen_tile(shifts_of, dtype, tile, num_groups, blocks_per_group, shifts)
+                widen_tile(dtype, shifts_of, tile, num_groups, blocks_per_group, shifts)
             sums[: rows * TILE] = np.float32(0.0)
             for first in range(0, num_blocks, CHUNK // size):
                 last = min(num_blocks, first + CHUNK // size)
@@ -147,12 +100,3 @@ def _multiply(pointers: Any) -> None:
                 target = out[begin + row, column : column + width]
                 for i in range(width):
                     target[i] = sums[row * TILE + i]
-
-
-widen_block = njit(cache=True)(_widen_block)
-
-
-@cache
-def decoded_kernel() -> int:
-    """Return the kernel's address; the first call compiles it."""
-    return compile_kernel(_multiply)

@@ -6,7 +6,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BITS", "BLOCK", "HALF_BLOCK", "NUMBERS", "TILE", "NarrowForm"]
+__all__ = [
+    "BFLOAT16",
+    "BITS",
+    "BLOCK",
+    "E4M3",
+    "FLOAT16",
+    "HALF_BLOCK",
+    "INT4",
+    "INT8",
+    "NUMBERS",
+    "NUM_SIZES",
+    "TABLE4",
+    "TILE",
+    "NarrowForm",
+]
 
 TILE = 64
 """Outputs of a tile."""
@@ -19,9 +33,14 @@ HALF_BLOCK = BLOCK // 2
 NUMBERS = ("int8", "int4", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "table4")
 """Kinds of weights: steps (from code 128 or 8 as zero), floating point, and places in a table of 16 numbers."""
 
+INT8, INT4, BFLOAT16, FLOAT16, E4M3, _E5M2, TABLE4 = range(len(NUMBERS))
+
 BITS = dict(zip(NUMBERS, (8, 4, 16, 16, 8, 8, 4), strict=True))
 
 _SCALE_DTYPES = ("float32", "bfloat16", "float16")
+
+NUM_SIZES = 8
+"""Numbers of ``NarrowForm.sizes``."""
 
 
 class NarrowForm(msgspec.Struct, frozen=True, kw_only=True):

@@ -40,15 +40,9 @@ from manylora.execution.kernels.cpu.vectors import (
 __all__ = [
     "HAS_INTEGER_DOTS",
     "MOST_ROWS",
-    "dot_4_of_1_row",
-    "dot_4_of_2_rows",
-    "dot_4_of_4_rows",
-    "dot_8_of_1_row",
-    "dot_8_of_1_row_halved",
-    "dot_8_of_2_rows",
-    "dot_8_of_2_rows_halved",
-    "dot_8_of_4_rows",
-    "dot_8_of_4_rows_halved",
+    "dots_4",
+    "dots_8",
+    "dots_8_halved",
 ]
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
@@ -120,12 +114,11 @@ def _add_block(builder: Any, totals: Any, scales: Any, row_scales: Any, number: 
             builder.store(builder.call(fused, [real, product, builder.load(own_sum)]), own_sum)
 
 
-def _make_dot(num_rows: int, bits: int, block: int = BLOCK) -> Any:
-    block_bytes = block * TILE * bits // 8
-
+def _make_dots(bits: int, block: int = BLOCK) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
-    def dot(
+    def dots(
         typing_context: Any,
+        num_rows: Any,
         codes: Any,
         codes_at: Any,
         scales: Any,
@@ -138,53 +131,55 @@ def _make_dot(num_rows: int, bits: int, block: int = BLOCK) -> Any:
     ) -> Any:
         """Write products of rows ``[row, row + num_rows)`` with a tile to ``out`` ``[num_rows, TILE]``.
 
-        ``codes`` (uint8) from ``codes_at`` on are the tile; ``scales`` ``[num_blocks, TILE]``, float32, are its. Of
-        the rows, ``activations`` ``[rows, num_blocks * block]`` are int8, ``row_scales`` and ``row_sums`` ``[rows,
-        num_blocks]`` float32 and int32: the scale of a block, and its share of a sum for the middle of the codes.
+        There are 1, 2 or 4 rows. ``codes`` (uint8) from ``codes_at`` on are the tile; ``scales`` ``[num_blocks,
+        TILE]``, float32, are its. Of the rows, ``activations`` ``[rows, num_blocks * block]`` are int8, ``row_scales``
+        and ``row_sums`` ``[rows, num_blocks]`` float32 and int32: the scale of a block, and its share of a sum for the
+        middle of the codes.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            codes_at, row, num_blocks = args[1], args[4], args[5]
-
-            def place(argument: int, at: Any) -> Any:
-                return address(context, builder, signature.args[argument], args[argument], at)
-
-            def rows_of(argument: int, stride: Any) -> list[Any]:
-                array = signature.args[argument], args[argument]
-                return row_addresses(context, builder, *array, builder.mul(row, stride), stride, num_rows)
-
-            inputs = rows_of(3, builder.mul(num_blocks, INT(block)))
-            own_scales, own_sums = rows_of(6, num_blocks), rows_of(7, num_blocks)
-            for start in range(0, TILE, _VECTORS * LANES):
-                sums = [zero_sums(builder, _VECTORS) for _ in range(num_rows)]
-                with cgutils.for_range(builder, num_blocks) as loop:
-                    number = loop.index
-                    tile = place(0, builder.add(codes_at, builder.mul(number, INT(block_bytes))))
-                    begin = [_spread_word(builder, builder.load(builder.gep(own, [number]))) for own in own_sums]
-                    totals = [[total] * _VECTORS for total in begin]
-                    for step in range(block // _STEP):
-                        words = _words(builder, tile, step, start, bits)
-                        at = builder.add(builder.mul(number, INT(block)), INT(_STEP * step))
-                        for r, own in enumerate(inputs):
-                            four = _spread_word(builder, _load(builder, own, at, _WORD, 1))
-                            totals[r] = [_dot(builder, *pair, four) for pair in zip(totals[r], words, strict=True)]
-                    factors = place(2, builder.add(builder.mul(number, INT(TILE)), INT(start)))
-                    _add_block(builder, totals, factors, own_scales, number, sums)
-                for r, own in enumerate(sums):
-                    for vector, total in enumerate(own):
-                        store(builder, builder.load(total), place(8, INT(r * TILE + start)), INT(vector * LANES))
+            for count in (1, 2, 4):
+                with builder.if_then(builder.icmp_signed("==", args[0], INT(count))):
+                    _write_dots(context, builder, signature.args, args, count, bits, block)
             return context.get_dummy_value()
 
         given = (codes, codes_at, scales, activations, row, num_blocks, row_scales, row_sums, out)
-        return types.void(*given), generate
+        return types.void(types.int64, *given), generate
 
-    return dot
+    return dots
 
 
-dot_8_of_4_rows, dot_8_of_2_rows, dot_8_of_1_row = _make_dot(4, 8), _make_dot(2, 8), _make_dot(1, 8)
-dot_8_of_4_rows_halved, dot_8_of_2_rows_halved, dot_8_of_1_row_halved = (
-    _make_dot(4, 8, HALF_BLOCK),
-    _make_dot(2, 8, HALF_BLOCK),
-    _make_dot(1, 8, HALF_BLOCK),
-)
-dot_4_of_4_rows, dot_4_of_2_rows, dot_4_of_1_row = _make_dot(4, 4), _make_dot(2, 4), _make_dot(1, 4)
+def _write_dots(context: Any, builder: Any, kinds: Any, args: Any, num_rows: int, bits: int, block: int) -> None:
+    """Build the loop for a number of rows; ``args`` are the arguments of ``dots``, ``kinds`` their types."""
+    codes_at, row, num_blocks = args[2], args[5], args[6]
+
+    def place(argument: int, at: Any) -> Any:
+        return address(context, builder, kinds[argument], args[argument], at)
+
+    def rows_of(argument: int, stride: Any) -> list[Any]:
+        array = kinds[argument], args[argument]
+        return row_addresses(context, builder, *array, builder.mul(row, stride), stride, num_rows)
+
+    inputs = rows_of(4, builder.mul(num_blocks, INT(block)))
+    own_scales, own_sums = rows_of(7, num_blocks), rows_of(8, num_blocks)
+    for start in range(0, TILE, _VECTORS * LANES):
+        sums = [zero_sums(builder, _VECTORS) for _ in range(num_rows)]
+        with cgutils.for_range(builder, num_blocks) as loop:
+            number = loop.index
+            tile = place(1, builder.add(codes_at, builder.mul(number, INT(block * TILE * bits // 8))))
+            begin = [_spread_word(builder, builder.load(builder.gep(own, [number]))) for own in own_sums]
+            totals = [[total] * _VECTORS for total in begin]
+            for step in range(block // _STEP):
+                words = _words(builder, tile, step, start, bits)
+                at = builder.add(builder.mul(number, INT(block)), INT(_STEP * step))
+                for r, own in enumerate(inputs):
+                    four = _spread_word(builder, _load(builder, own, at, _WORD, 1))
+                    totals[r] = [_dot(builder, *pair, four) for pair in zip(totals[r], words, strict=True)]
+            factors = place(3, builder.add(builder.mul(number, INT(TILE)), INT(start)))
+            _add_block(builder, totals, factors, own_scales, number, sums)
+        for r, own in enumerate(sums):
+            for vector, total in enumerate(own):
+                store(builder, builder.load(total), place(9, INT(r * TILE + start)), INT(vector * LANES))
+
+
+dots_8, dots_8_halved, dots_4 = _make_dots(8), _make_dots(8, HALF_BLOCK), _make_dots(4)

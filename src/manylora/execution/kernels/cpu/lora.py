@@ -58,7 +58,7 @@ from manylora.execution.kernels.cpu.tables import (
     before,
     share,
 )
-from manylora.execution.kernels.cpu.vectors import as_float32, typed_views
+from manylora.execution.kernels.cpu.vectors import as_float32, by_type, typed_views
 from manylora.execution.storage.resident import AdapterRows
 
 __all__ = ["LoraTables", "gather_kernel", "lora_arguments", "lora_kernel", "make_tables"]
@@ -136,7 +136,7 @@ def _add_rest(weights: Any, at: int, factor: Any, out: Any, out_at: int, number:
 
 
 def _shrink_piece(
-    entry: Any, first: int, last: int, ahead: int, x: Any, width: int, pages: Any, scratch: Any, pitch: int
+    pages: Any, entry: Any, first: int, last: int, ahead: int, x: Any, width: int, scratch: Any, pitch: int
 ) -> None:
     num_cols, col = entry[PIECE_COLS], entry[COLUMN]
     even, odd = num_cols - num_cols % RUN, num_cols % RUN
@@ -164,7 +164,7 @@ def _shrink_piece(
 
 
 def _expand_piece(
-    entry: Any, first: int, last: int, ahead: int, out: Any, width: int, pages: Any, scratch: Any, pitch: int
+    pages: Any, entry: Any, first: int, last: int, ahead: int, out: Any, width: int, scratch: Any, pitch: int
 ) -> None:
     num_rows, num_cols, column = entry[PIECE_ROWS], entry[PIECE_COLS], entry[COLUMN] + first
     even, odd = (last - first) - (last - first) % RUN, (last - first) % RUN
@@ -213,7 +213,7 @@ def _lora(pointers: Any) -> None:
     sizes = carray(pointers[0], 9, np.int64)
     x = carray(pointers[1], sizes[4] * sizes[5], np.float32)
     out = carray(pointers[2], sizes[4] * sizes[6], np.float32)
-    float32, bfloat16, float16 = typed_views(pointers[3], sizes[8])
+    pages = typed_views(pointers[3], sizes[8])
     shrink = carray(pointers[4], (sizes[0], NUM_FIELDS), np.int64)
     expand = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
     scratch = carray(pointers[6], sizes[4] * sizes[7], np.float32)
@@ -222,27 +222,17 @@ def _lora(pointers: Any) -> None:
         first, last = rank_rows(thread, threads, sizes[2], entry)
         if first < last:
             ahead = place(after, rank_rows(thread, threads, sizes[2], after)[0] * after[PIECE_COLS], entry[DTYPE])
-            if entry[DTYPE] == 0:
-                shrink_piece(entry, first, last, ahead, x, sizes[5], float32, scratch, sizes[7])
-            elif entry[DTYPE] == 1:
-                shrink_piece(entry, first, last, ahead, x, sizes[5], bfloat16, scratch, sizes[7])
-            else:
-                shrink_piece(entry, first, last, ahead, x, sizes[5], float16, scratch, sizes[7])
+            shrink_piece(entry[DTYPE], pages, entry, first, last, ahead, x, sizes[5], scratch, sizes[7])
     barrier()
     for n in range(sizes[1]):
         entry, after = expand[n], expand[min(n + 1, sizes[1] - 1)]
         first, last = columns(thread, threads, sizes[3], entry)
         if first < last:
             ahead = place(after, columns(thread, threads, sizes[3], after)[0], entry[DTYPE])
-            if entry[DTYPE] == 0:
-                expand_piece(entry, first, last, ahead, out, sizes[6], float32, scratch, sizes[7])
-            elif entry[DTYPE] == 1:
-                expand_piece(entry, first, last, ahead, out, sizes[6], bfloat16, scratch, sizes[7])
-            else:
-                expand_piece(entry, first, last, ahead, out, sizes[6], float16, scratch, sizes[7])
+            expand_piece(entry[DTYPE], pages, entry, first, last, ahead, out, sizes[6], scratch, sizes[7])
 
 
-def _gather_piece(entry: Any, tokens: Any, pages: Any, scratch: Any, pitch: int) -> None:
+def _gather_piece(pages: Any, entry: Any, tokens: Any, scratch: Any, pitch: int) -> None:
     for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
         column = tokens[i] - entry[COLUMN]
         if 0 <= column < entry[PIECE_COLS]:
@@ -255,28 +245,18 @@ def _gather(pointers: Any) -> None:
     sizes = carray(pointers[0], 9, np.int64)
     tokens = carray(pointers[1], sizes[4], np.int64)
     out = carray(pointers[2], sizes[4] * sizes[6], np.float32)
-    float32, bfloat16, float16 = typed_views(pointers[3], sizes[8])
+    pages = typed_views(pointers[3], sizes[8])
     shrink = carray(pointers[4], (sizes[0], NUM_FIELDS), np.int64)
     expand = carray(pointers[5], (sizes[1], NUM_FIELDS), np.int64)
     scratch = carray(pointers[6], sizes[4] * sizes[7], np.float32)
     scratch[:] = np.float32(0.0)
     for n in range(sizes[0]):
         entry = shrink[n]
-        if entry[DTYPE] == 0:
-            gather_piece(entry, tokens, float32, scratch, sizes[7])
-        elif entry[DTYPE] == 1:
-            gather_piece(entry, tokens, bfloat16, scratch, sizes[7])
-        else:
-            gather_piece(entry, tokens, float16, scratch, sizes[7])
+        gather_piece(entry[DTYPE], pages, entry, tokens, scratch, sizes[7])
     for n in range(sizes[1]):
         entry = expand[n]
         last, ahead = entry[PIECE_COLS], entry[OFFSET]
-        if entry[DTYPE] == 0:
-            expand_piece(entry, 0, last, ahead, out, sizes[6], float32, scratch, sizes[7])
-        elif entry[DTYPE] == 1:
-            expand_piece(entry, 0, last, ahead, out, sizes[6], bfloat16, scratch, sizes[7])
-        else:
-            expand_piece(entry, 0, last, ahead, out, sizes[6], float16, scratch, sizes[7])
+        expand_piece(entry[DTYPE], pages, entry, 0, last, ahead, out, sizes[6], scratch, sizes[7])
 
 
 rest = njit(cache=True, fastmath=FAST_MATH)(_rest)
@@ -284,9 +264,9 @@ add_rest = njit(cache=True, fastmath=FAST_MATH)(_add_rest)
 rank_rows = njit(cache=True)(_rank_rows)
 columns = njit(cache=True)(_columns)
 place = njit(cache=True)(_place)
-shrink_piece = njit(cache=True)(_shrink_piece)
-expand_piece = njit(cache=True)(_expand_piece)
-gather_piece = njit(cache=True)(_gather_piece)
+shrink_piece = by_type(njit(_shrink_piece))
+expand_piece = by_type(njit(_expand_piece))
+gather_piece = by_type(njit(_gather_piece))
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,9 @@ def open_team(library: Path) -> Team | None:
     return team if bool((seen == seen.size).all()) else None
 
 
+@cache
 def compile_kernel(entry: Callable[[Any], None]) -> int:
-    """Compile ``entry(pointers)``, where ``pointers[i]`` is array ``i``; return its address for ``Team.run``."""
+    """Compile ``entry(pointers)``, where ``pointers[i]`` is array ``i``, once; return its address for ``Team.run``."""
     compiled = cfunc(types.void(types.CPointer(types.voidptr)), cache=True)(entry)
     _compiled.append(compiled)
     return int(compiled.address)

@@ -62,63 +62,32 @@ def tile_groups(numbers: NDArray[Any]) -> NDArray[Any]:
 
 def pack_words(codes: NDArray[Any], bits: int, target: NDArray[np.uint8], fill: int = 0) -> None:
     """Write ``codes`` ``[out, in]``, uint8 (or uint16 for 16 bits), to ``target``; ``fill`` is the padding's code."""
-    if bits == 16:
-        _pack_16(codes, target.view(np.uint32))
-    elif bits == 8:
-        _pack_8(codes, target.view(np.uint32), np.uint32(fill))
-    else:
-        _pack_4(codes, target.view(np.uint32), np.uint32(fill))
+    _PACK[bits](codes, target.view(np.uint32), np.uint32(fill))
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _pack_16(codes: Any, words: Any) -> None:
-    num_out, num_in = codes.shape
-    num_steps = -(-num_in // BLOCK) * BLOCK // 2
-    for tile in range(-(-num_out // TILE)):
-        for o in range(TILE):
-            row = tile * TILE + o
-            at = tile * num_steps * TILE + o
-            for step in range(num_steps):
-                word = np.uint32(0)
-                for j in range(2):
-                    k = 2 * step + j
-                    if row < num_out and k < num_in:
-                        word |= np.uint32(codes[row, k]) << np.uint32(16 * j)
-                words[at + step * TILE] = word
+def _make_pack(bits: int) -> Any:
+    per_word = 32 // bits
+
+    @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+    def pack(codes: Any, words: Any, fill: Any) -> None:
+        num_out, num_in = codes.shape
+        num_steps = -(-num_in // BLOCK) * BLOCK // per_word
+        for tile in range(-(-num_out // TILE)):
+            for o in range(TILE):
+                row = tile * TILE + o
+                at = tile * num_steps * TILE + o
+                for step in range(num_steps):
+                    word = np.uint32(0)
+                    for j in range(per_word):
+                        k = per_word * step + j
+                        code = np.uint32(codes[row, k]) if row < num_out and k < num_in else fill
+                        word |= code << np.uint32(bits * j if bits > 4 else 8 * (j % 4) + 4 * (j // 4))
+                    words[at + step * TILE] = word
+
+    return pack
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _pack_8(codes: Any, words: Any, fill: Any) -> None:
-    num_out, num_in = codes.shape
-    num_steps = -(-num_in // BLOCK) * BLOCK // 4
-    for tile in range(-(-num_out // TILE)):
-        for o in range(TILE):
-            row = tile * TILE + o
-            at = tile * num_steps * TILE + o
-            for step in range(num_steps):
-                word = np.uint32(0)
-                for j in range(4):
-                    k = 4 * step + j
-                    code = np.uint32(codes[row, k]) if row < num_out and k < num_in else fill
-                    word |= code << np.uint32(8 * j)
-                words[at + step * TILE] = word
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _pack_4(codes: Any, words: Any, fill: Any) -> None:
-    num_out, num_in = codes.shape
-    num_steps = -(-num_in // BLOCK) * BLOCK // 8
-    for tile in range(-(-num_out // TILE)):
-        for o in range(TILE):
-            row = tile * TILE + o
-            at = tile * num_steps * TILE + o
-            for step in range(num_steps):
-                word = np.uint32(0)
-                for j in range(8):
-                    k = 8 * step + j
-                    code = np.uint32(codes[row, k]) if row < num_out and k < num_in else fill
-                    word |= code << np.uint32(8 * (j % 4) + 4 * (j // 4))
-                words[at + step * TILE] = word
+_PACK = {bits: _make_pack(bits) for bits in (4, 8, 16)}
 
 
 @njit(cache=True, nogil=True, fastmath=FAST_MATH)  # type: ignore[untyped-decorator]

@@ -51,7 +51,7 @@ from manylora.execution.kernels.cpu.tables import (
     before,
     share,
 )
-from manylora.execution.kernels.cpu.vectors import LANES, as_float32, typed_views
+from manylora.execution.kernels.cpu.vectors import LANES, as_float32, by_type, typed_views
 from manylora.execution.storage.resident import AdapterRows
 
 __all__ = [
@@ -178,12 +178,7 @@ def _fill(
 ) -> None:
     """Copy ``[num_rows, num_cols]`` of a piece from ``row`` and ``col`` on to rows ``width`` apart in ``panel``."""
     begin, stride = entry[OFFSET] + row * entry[PIECE_COLS] + col, entry[PIECE_COLS]
-    if entry[DTYPE] == 0:
-        copy(pages[0], begin, stride, num_rows, num_cols, panel[at:], width)
-    elif entry[DTYPE] == 1:
-        copy(pages[1], begin, stride, num_rows, num_cols, panel[at:], width)
-    else:
-        copy(pages[2], begin, stride, num_rows, num_cols, panel[at:], width)
+    copy(entry[DTYPE], pages, begin, stride, num_rows, num_cols, panel[at:], width)
 
 
 def _shrink_block(
@@ -268,7 +263,7 @@ def _multiply(pointers: Any) -> None:
                 expand_block(expand[e], out, num_out, first, last, pages, shrunk, pitch, panel)
 
 
-copy = njit(cache=True)(_copy)
+copy = by_type(njit(_copy))
 fill = njit(cache=True)(_fill)
 shrink_block = njit(cache=True, fastmath=FAST_MATH)(_shrink_block)
 expand_block = njit(cache=True, fastmath=FAST_MATH)(_expand_block)

@@ -26,6 +26,7 @@ __all__ = [
     "VECTOR",
     "address",
     "as_float32",
+    "by_type",
     "from_bits",
     "load",
     "magnitude_bits",
@@ -130,6 +131,24 @@ def _typed_views(place: Any, num_bytes: int) -> Any:
 
 
 typed_views = njit(cache=True)(_typed_views)
+
+
+def by_type(function: Any) -> Any:
+    """Return a loop that calls ``function(views[dtype], *arguments)``, given ``dtype``, ``views`` and the arguments.
+
+    Compiled code does not index a tuple whose arrays have several types, as those of ``typed_views`` have.
+    """
+
+    @njit  # type: ignore[untyped-decorator]
+    def chosen(dtype: Any, views: Any, *arguments: Any) -> None:
+        if dtype == 0:
+            function(views[0], *arguments)
+        elif dtype == 1:
+            function(views[1], *arguments)
+        else:
+            function(views[2], *arguments)
+
+    return chosen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -10,33 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from manylora.execution.kernels.cpu.forms import BITS, TILE
+from manylora.execution.kernels.cpu.forms import BFLOAT16, BITS, E4M3, FLOAT16, INT4, INT8, TABLE4, TILE
 from manylora.execution.kernels.cpu.loops import WIDE_WIDTH
-from manylora.execution.kernels.cpu.vectors import INT, LANES, VECTOR, address, load, prefetch, store, widen
+from manylora.execution.kernels.cpu.vectors import INT, LANES, VECTOR, address, by_type, load, prefetch, store, widen
 
-__all__ = [
-    "CHUNK",
-    "widen_bfloat16",
-    "widen_e4m3",
-    "widen_e5m2",
-    "widen_float16",
-    "widen_int4",
-    "widen_int4_shifted",
-    "widen_int8",
-    "widen_int8_shifted",
-    "widen_line",
-    "widen_table4",
-]
+__all__ = ["CHUNK", "widen_block", "widen_tile"]
 
 CHUNK = 128
 """Inputs of a tile that are widened together: 32 KiB."""
 
-AHEAD = 1024
-"""Words between those that are widened and those that are prefetched."""
+AHEAD = 1024  # words between those that are widened and those that are prefetched
 
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
@@ -115,7 +102,7 @@ def _make_widen(numbers: str, *, has_scale: bool = True, has_shift: bool = False
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def widen_line(typing_context: Any, source: Any, at: Any, target: Any, target_at: Any) -> Any:
+def _widen_line(typing_context: Any, source: Any, at: Any, target: Any, target_at: Any) -> Any:
     """Write TILE numbers of ``source``, of float32 or the bits of 16, from ``at`` on to ``target``, float32."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -129,7 +116,42 @@ def widen_line(typing_context: Any, source: Any, at: Any, target: Any, target_at
     return types.void(source, at, target, target_at), generate
 
 
-widen_bfloat16, widen_float16 = (_make_widen(one, has_scale=False) for one in ("bfloat16", "float16"))
-widen_int8, widen_int4, widen_table4 = (_make_widen(one) for one in ("int8", "int4", "table4"))
-widen_int8_shifted, widen_int4_shifted = (_make_widen(one, has_shift=True) for one in ("int8", "int4"))
-widen_e4m3, widen_e5m2 = (_make_widen(one) for one in ("float8_e4m3fn", "float8_e5m2"))
+_bfloat16, _float16 = (_make_widen(one, has_scale=False) for one in ("bfloat16", "float16"))
+_int8, _int4, _table4 = (_make_widen(one) for one in ("int8", "int4", "table4"))
+_int8_shifted, _int4_shifted = (_make_widen(one, has_shift=True) for one in ("int8", "int4"))
+_e4m3, _e5m2 = (_make_widen(one) for one in ("float8_e4m3fn", "float8_e5m2"))
+
+
+@njit  # type: ignore[untyped-decorator]
+def _widen_tile(source: Any, tile: int, num_groups: int, blocks_per_group: int, target: Any) -> None:
+    """Write the scales (or shifts) of a tile's groups to ``target`` ``[num_blocks, TILE]``, one line for each block."""
+    for block in range(target.shape[0] // TILE):
+        _widen_line(source, (tile * num_groups + block // blocks_per_group) * TILE, target, block * TILE)
+
+
+widen_tile = by_type(_widen_tile)
+
+
+@njit  # type: ignore[untyped-decorator]
+def widen_block(
+    kind: int, has_shift: bool, words: Any, at: int, size: int, scales: Any, shifts: Any, table: Any, panel: Any
+) -> None:
+    """Write a block of ``size`` inputs of a tile to ``panel``; the other arguments are as in ``_make_widen``."""
+    if kind == BFLOAT16:
+        _bfloat16(words, at, size, scales, shifts, table, panel)
+    elif kind == FLOAT16:
+        _float16(words, at, size, scales, shifts, table, panel)
+    elif kind == INT8 and has_shift:
+        _int8_shifted(words, at, size, scales, shifts, table, panel)
+    elif kind == INT8:
+        _int8(words, at, size, scales, shifts, table, panel)
+    elif kind == INT4 and has_shift:
+        _int4_shifted(words, at, size, scales, shifts, table, panel)
+    elif kind == INT4:
+        _int4(words, at, size, scales, shifts, table, panel)
+    elif kind == TABLE4:
+        _table4(words, at, size, scales, shifts, table, panel)
+    elif kind == E4M3:
+        _e4m3(words, at, size, scales, shifts, table, panel)
+    else:
+        _e5m2(words, at, size, scales, shifts, table, panel)
