@@ -36,23 +36,14 @@ HARMLESS = frozenset(_HARMLESS.split())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Values for requests that do not set them; ``None`` leaves the default of the API.
+    """Values for requests that do not set them; ``None`` leaves the default of the API."""
 
-    Args:
-        temperature: As in ``SamplingParams``, like the next four.
-        top_p: Nucleus mass.
-        top_k: Number of candidates; 0 means all.
-        min_p: Least relative probability.
-        repetition_penalty: Penalty of seen tokens.
-        max_new_tokens: Most tokens of any answer.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
+    temperature: float | None = None  # as in ``SamplingParams``, like the next four
+    top_p: float | None = None  # nucleus mass
+    top_k: int | None = None  # number of candidates; 0 means all
+    min_p: float | None = None  # least relative probability
+    repetition_penalty: float | None = None  # penalty of seen tokens
+    max_new_tokens: int | None = None  # most tokens of any answer
 
     def over(self, base: GenerationDefaults) -> GenerationDefaults:
         """Return these values, with the values of ``base`` for fields that are ``None``."""

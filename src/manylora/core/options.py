@@ -28,35 +28,20 @@ _KEY = "manylora.option"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """The parts of an option beside its field's name, type and default.
+    """The parts of an option beside its field's name, type and default."""
 
-    Args:
-        help: Help text, in short sentences.
-        panel: Group in the help of a command; ``None`` for an option without a flag.
-        flag: Flag on the command line, if it does not follow from the field's name.
-        without: For a switch that is on by default: help text of the flag that turns it off.
-        metavar: Placeholder of the value in the help, if it does not follow from unit and choices.
-        unit: ``s``, ``bytes``, ``tokens`` ...
-        choices: All allowed values.
-        plugin: The kind of plug-in that it names (``policy``, ``eviction`` ...), built-in or not.
-        at_least: Least value.
-        above: Exclusive lower limit.
-        at_most: Largest value.
-        envvar: Environment variable of a command.
-    """
-
-    help: str
-    panel: str | None = None
-    flag: str | None = None
-    without: str | None = None
-    metavar: str | None = None
-    unit: str | None = None
-    choices: tuple[str, ...] = ()
-    plugin: str | None = None
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    envvar: str | None = None
+    help: str  # help text, in short sentences
+    panel: str | None = None  # group in the help of a command; ``None`` for an option without a flag
+    flag: str | None = None  # flag on the command line, if it does not follow from the field's name
+    without: str | None = None  # for a switch that is on by default: help text of the flag that turns it off
+    metavar: str | None = None  # placeholder of the value in the help, if it does not follow from unit and choices
+    unit: str | None = None  # ``s``, ``bytes``, ``tokens`` ..
+    choices: tuple[str, ...] = ()  # all allowed values
+    plugin: str | None = None  # the kind of plug-in that it names (``policy``, ``eviction`` ...), built-in or not
+    at_least: float | None = None  # least value
+    above: float | None = None  # exclusive lower limit
+    at_most: float | None = None  # largest value
+    envvar: str | None = None  # environment variable of a command
 
     @property
     def expected(self) -> str:

@@ -86,61 +86,37 @@ def check_each(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBase:
-    """The base's weights in memory that other processes of this machine can map.
+    """The base's weights in memory that other processes of this machine can map."""
 
-    Args:
-        file: Descriptor of the memory, in the process that holds this.
-        num_bytes: Size of the memory.
-        manifest: Table of the weights in it, for the builder that made it.
-        gpu: Identity of the GPU whose memory it is; empty for main memory.
-    """
-
-    file: int
-    num_bytes: int
-    manifest: bytes
-    gpu: str = ""
+    file: int  # descriptor of the memory, in the process that holds this
+    num_bytes: int  # size of the memory
+    manifest: bytes  # table of the weights in it, for the builder that made it
+    gpu: str = ""  # identity of the GPU whose memory it is; empty for main memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreParts:
-    """The parts that an engine core is made of.
+    """The parts that an engine core is made of."""
 
-    Args:
-        base: The base model's shape.
-        num_pages: Pages in the pool.
-        executor: Executes plans.
-        is_accelerated: Whether steps run on a device rather than on this process's CPU.
-        reads_host: Whether a step can read an adapter's weights from the host tier.
-        waits_by_layer: Whether a step can run on an adapter that is on its way, and wait for each layer.
-        host_bytes: Size of the host tier where the configuration gives none.
-        base_weights: How the base's weights are kept and multiplied: a line for each kind, the largest first.
-    """
-
-    base: BaseShape
-    num_pages: int
-    executor: Executor
-    is_accelerated: bool = False
-    reads_host: bool = False
-    waits_by_layer: bool = False
-    host_bytes: int = DEFAULT_HOST_BYTES
+    base: BaseShape  # the base model's shape
+    num_pages: int  # pages in the pool
+    executor: Executor  # executes plans
+    is_accelerated: bool = False  # whether steps run on a device rather than on this process's CPU
+    reads_host: bool = False  # whether a step can read an adapter's weights from the host tier
+    waits_by_layer: bool = False  # whether a step can run on an adapter that is on its way, and wait for each layer
+    host_bytes: int = DEFAULT_HOST_BYTES  # size of the host tier where the configuration gives none
+    # How the base's weights are kept and multiplied: a line for each kind, the largest first.
     base_weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts(CoreParts):
-    """The parts of an engine, made by ``execution.build`` or ``sim.build``.
+    """The parts of an engine, made by ``execution.build`` or ``sim.build``."""
 
-    Args:
-        reader: Reads adapters.
-        close: Stops threads and frees the device.
-        machine: The executor's machine, in words; for reports of measurements.
-        shared: The base's weights, where other processes can map them.
-        prepare: Compiles a request's constraint before the request is added; blocks, safe from any thread. Raises
-            ``RequestError`` for one that cannot be enforced.
-    """
-
-    reader: AdapterReader
-    close: Callable[[], None]
-    machine: str = ""
-    shared: SharedBase | None = None
+    reader: AdapterReader  # reads adapters
+    close: Callable[[], None]  # stops threads and frees the device
+    machine: str = ""  # the executor's machine, in words; for reports of measurements
+    shared: SharedBase | None = None  # the base's weights, where other processes can map them
+    # Compiles a request's constraint before the request is added; blocks, safe from any thread. Raises ``RequestError``
+    # for one that cannot be enforced.
     prepare: Callable[[Constraint], None] = lambda constraint: None

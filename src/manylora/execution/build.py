@@ -159,25 +159,15 @@ def open_assistant_workers(device: torch.device, base: BaseShape, *, num_engines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """The model with its pages.
+    """The model with its pages."""
 
-    Args:
-        module: The module tree, whose linears add LoRA.
-        base: Its shape.
-        kernel: Name of the LoRA kernel.
-        step: The running step as its modules see it.
-        pages: Memory for KV and adapters.
-        dtype: Type of its activations.
-        ops: Operations of its device.
-    """
-
-    module: nn.Module
-    base: BaseShape
-    kernel: str
-    step: StepContext
-    pages: PageTensor
-    dtype: torch.dtype
-    ops: DeviceOps
+    module: nn.Module  # the module tree, whose linears add LoRA
+    base: BaseShape  # its shape
+    kernel: str  # name of the LoRA kernel
+    step: StepContext  # the running step as its modules see it
+    pages: PageTensor  # memory for KV and adapters
+    dtype: torch.dtype  # type of its activations
+    ops: DeviceOps  # operations of its device
 
 
 def _weights(

@@ -48,18 +48,14 @@ _LOST = "a worker on the CPU failed while it computed the adapter's part of a st
 
 @dataclass(frozen=True, slots=True)
 class OffDevice:
-    """The adapters of a step that are not on the device, by key.
+    """The adapters of a step that are not on the device, by key."""
 
-    Args:
-        in_host: Adapters that the step reads from host memory.
-        arriving: Adapters that the step waits for, group by group. If an adapter does not arrive, its sequences
-            fail; if it is late, they get no token in this step. Other sequences are not affected.
-        coming: The loads of adapters in host memory: the device takes over the groups that arrive in time from the
-            assistant.
-    """
-
+    # Adapters that the step reads from host memory.
     in_host: Mapping[AdapterKey, ResidentAdapter] = field(default_factory=dict)
+    # Adapters that the step waits for, group by group. If an adapter does not arrive, its sequences fail; if it is
+    # late, they get no token in this step. Other sequences are not affected.
     arriving: Mapping[AdapterKey, ArrivingAdapter] = field(default_factory=dict)
+    # The loads of adapters in host memory: the device takes over the groups that arrive in time from the assistant.
     coming: Mapping[AdapterKey, DeviceLoad] = field(default_factory=dict)
 
     def find(self, key: AdapterKey) -> ResidentAdapter | None:

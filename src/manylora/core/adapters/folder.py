@@ -47,18 +47,13 @@ MAX_CONFIG_BYTES = 1024 * 1024
 
 
 class FileIdentity(NamedTuple):
-    """The identity of a file: as long as it is the same, so is the content.
+    """The identity of a file: as long as it is the same, so is the content."""
 
-    Args:
-        place: Real path, or URL.
-        parts: Of a file on disk: device, inode, size, times of content and inode. Of one in a registry: size, ETag,
-            ``Last-Modified``.
-        changed_at: Time of the last change, in seconds since the epoch; 0 if no later change can go unnoticed.
-    """
-
-    place: str
+    place: str  # real path, or URL
+    # Of a file on disk: device, inode, size, times of content and inode. Of one in a registry: size, ETag,
+    # ``Last-Modified``.
     parts: tuple[object, ...]
-    changed_at: float
+    changed_at: float  # time of the last change, in seconds since the epoch; 0 if no later change can go unnoticed
 
     @classmethod
     def of(cls, path: str | Path, status: os.stat_result) -> FileIdentity:
@@ -159,16 +154,11 @@ class Folder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """A ``Folder`` on disk.
+    """A ``Folder`` on disk."""
 
-    Args:
-        name: The adapter, for messages.
-        path: The folder.
-        roots: Real paths below which every file that is opened must lie; ``None`` for no limit.
-    """
-
-    name: str
+    name: str  # the adapter, for messages
     path: Path
+    # Real paths below which every file that is opened must lie; ``None`` for no limit.
     roots: Collection[str] | None = None
 
     @property

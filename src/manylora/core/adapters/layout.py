@@ -60,81 +60,48 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A ``[num_rows, num_cols]`` piece of a matrix, row-major and contiguous in one page.
+    """A ``[num_rows, num_cols]`` piece of a matrix, row-major and contiguous in one page."""
 
-    Args:
-        page: Index among the adapter's own pages.
-        offset: First element in the page.
-        row: First row of the matrix.
-        num_rows: Rows.
-        col: First column of the matrix.
-        num_cols: Columns (all of them unless one row is larger than a page).
-    """
-
-    page: int
-    offset: int
-    row: int
+    page: int  # index among the adapter's own pages
+    offset: int  # first element in the page
+    row: int  # first row of the matrix
     num_rows: int
-    col: int
-    num_cols: int
+    col: int  # first column of the matrix
+    num_cols: int  # columns (all of them unless one row is larger than a page)
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleLayout:
-    """One module's share of a group.
+    """One module's share of a group."""
 
-    Args:
-        module: The base's module.
-        rank: Its own rank, without padding.
-        row: Its first row in the group's A stack (and column of the activations ``x A^T``).
-        b: Tiles of B^T ``[rank, out_features]``, scale folded in.
-        column_scale: Tiles of the column scale ``[1, out_features]``; empty without one.
-    """
-
-    module: TargetModule
-    rank: int
-    row: int
-    b: tuple[Tile, ...]
-    column_scale: tuple[Tile, ...] = ()
+    module: TargetModule  # the base's module
+    rank: int  # its own rank, without padding
+    row: int  # its first row in the group's A stack (and column of the activations ``x A^T``)
+    b: tuple[Tile, ...]  # tiles of B^T ``[rank, out_features]``, scale folded in
+    column_scale: tuple[Tile, ...] = ()  # tiles of the column scale ``[1, out_features]``; empty without one
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One group's LoRA weights.
+    """One group's LoRA weights."""
 
-    Args:
-        group: Name of the group.
-        rank: Sum of its modules' ranks.
-        in_features: Inputs of the group.
-        a: Tiles of the A stack ``[rank, in_features]``.
-        modules: The modules with weights, in order of ``row``.
-        num_pages_needed: The group is complete once so many of the adapter's pages, from the first on, have arrived.
-    """
-
-    group: str
-    rank: int
-    in_features: int
-    a: tuple[Tile, ...]
-    modules: tuple[ModuleLayout, ...]
-    num_pages_needed: int
+    group: str  # name of the group
+    rank: int  # sum of its modules' ranks
+    in_features: int  # inputs of the group
+    a: tuple[Tile, ...]  # tiles of the A stack ``[rank, in_features]``
+    modules: tuple[ModuleLayout, ...]  # the modules with weights, in order of ``row``
+    num_pages_needed: int  # the group is complete once so many of the adapter's pages, from the first on, have arrived
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """An adapter's groups, by name, and the pages they take.
+    """An adapter's groups, by name, and the pages they take."""
 
-    Args:
-        groups: By group name, in the order in which they arrive.
-        num_pages: Pages.
-        used_elements: Elements that hold weights; the rest of the pages is padding.
-        dtype: Type of the elements: the page's own, or a narrower one, of which more fit in a page.
-        prepared: A kernel's data for this layout, by the kernel's key: adapters of one shape share both.
-    """
-
-    groups: dict[str, GroupLayout]
+    groups: dict[str, GroupLayout]  # by group name, in the order in which they arrive
     num_pages: int
-    used_elements: int
-    dtype: str
+    used_elements: int  # elements that hold weights; the rest of the pages is padding
+    dtype: str  # type of the elements: the page's own, or a narrower one, of which more fit in a page
+    # A kernel's data for this layout, by the kernel's key: adapters of one shape share both.
     prepared: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property

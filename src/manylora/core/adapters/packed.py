@@ -45,16 +45,11 @@ Allocate = Callable[[int], mmap.mmap | NDArray[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """A version with its weights, ready to be copied to a device.
+    """A version with its weights, ready to be copied to a device."""
 
-    Args:
-        version: Identity and sizes.
-        layout: Place of each matrix in the image.
-        image: ``[num_pages, elements per page]``, float32, float16, or uint16 with the bits of bfloat16. Padding is 0.
-    """
-
-    version: AdapterVersion
-    layout: AdapterLayout
+    version: AdapterVersion  # identity and sizes
+    layout: AdapterLayout  # place of each matrix in the image
+    # ``[num_pages, elements per page]``, float32, float16, or uint16 with the bits of bfloat16. Padding is 0.
     image: NDArray[Any]
 
 

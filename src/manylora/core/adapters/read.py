@@ -59,23 +59,14 @@ Shape: TypeAlias = tuple[bytes, bytes, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRules:
-    """How adapters are read for one base.
-
-    Args:
-        base: The base model.
-        max_bytes: Largest weight file.
-        max_pages: Most pages of an adapter; a larger one is refused before its weights are read.
-        roots: As in ``AdapterFolder``.
-        registry: Asked for URLs; ``None`` if none is allowed.
-        dtype: Type of the packed weights; ``auto`` for the narrowest exact one (``packed``), the page's own when
-            ``None``.
-    """
+    """How adapters are read for one base."""
 
     base: BaseShape
-    max_bytes: int
-    max_pages: int | None = None
-    roots: Collection[str] | None = None
-    registry: Registry | None = None
+    max_bytes: int  # largest weight file
+    max_pages: int | None = None  # most pages of an adapter; a larger one is refused before its weights are read
+    roots: Collection[str] | None = None  # as in ``AdapterFolder``
+    registry: Registry | None = None  # asked for URLs; ``None`` if none is allowed
+    # Type of the packed weights; ``auto`` for the narrowest exact one (``packed``), the page's own when ``None``.
     dtype: str | None = None
 
     @property
@@ -153,17 +144,11 @@ def check_finite(name: str, weights: Sequence[ModuleWeights]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchedWeights:
-    """The weights of a file, matched with the base and without their bytes.
+    """The weights of a file, matched with the base and without their bytes."""
 
-    Args:
-        weights: Of every module, in the base's order.
-        layers: The same by layer, in the order of the layers in a layout.
-        shape: Its key in ``MatchedShapes``; ``None`` if the file has no header.
-    """
-
-    weights: Sequence[ModuleWeights]
-    layers: Sequence[Sequence[ModuleWeights]]
-    shape: Shape | None
+    weights: Sequence[ModuleWeights]  # of every module, in the base's order
+    layers: Sequence[Sequence[ModuleWeights]]  # the same by layer, in the order of the layers in a layout
+    shape: Shape | None  # its key in ``MatchedShapes``; ``None`` if the file has no header
 
 
 class MatchedShapes:

@@ -26,19 +26,12 @@ WEIGHT_FILE = "adapter_model.safetensors"
 
 
 class RemoteHead(msgspec.Struct, frozen=True, array_like=True):
-    """A file as its server described it when it was opened.
+    """A file as its server described it when it was opened."""
 
-    Args:
-        size: Its bytes.
-        etag: Its ETag, empty if the server sends none.
-        modified: Its ``Last-Modified``, empty if the server sends none.
-        first: Its first bytes: a configuration, or the header of a weight file, needs no second request.
-    """
-
-    size: int
-    etag: str
-    modified: str
-    first: bytes = b""
+    size: int  # its bytes
+    etag: str  # its ETag, empty if the server sends none
+    modified: str  # its ``Last-Modified``, empty if the server sends none
+    first: bytes = b""  # its first bytes: a configuration, or the header of a weight file, needs no second request
 
     @property
     def is_strong(self) -> bool:

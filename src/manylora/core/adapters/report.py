@@ -22,32 +22,19 @@ __all__ = ["AdapterReport", "inspect_adapter"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """Contents of a directory, and whether a base can serve it.
-
-    Args:
-        base_model: The base it was trained on, as its author called it.
-        task_type: PEFT's name of the task.
-        rank: Largest rank.
-        use_rslora: Whether scales divide by the root of the rank.
-        modules: Every adapted module, sorted by name.
-        disk_bytes: Size of the weight file.
-        fits: Whether the base can serve it; ``None`` when no base was given.
-        problem: The reason, when it does not fit.
-        version: Identity and sizes in every tier, when it fits.
-        request_files: Settings of requests in its folder.
-    """
+    """Contents of a directory, and whether a base can serve it."""
 
     path: str
-    base_model: str | None
-    task_type: str | None
-    rank: int
-    use_rslora: bool
-    modules: tuple[StoredModule, ...]
-    disk_bytes: int
-    fits: bool | None
-    problem: str | None
-    version: AdapterVersion | None
-    request_files: AdapterRequestFiles
+    base_model: str | None  # the base it was trained on, as its author called it
+    task_type: str | None  # PEFT's name of the task
+    rank: int  # largest rank
+    use_rslora: bool  # whether scales divide by the root of the rank
+    modules: tuple[StoredModule, ...]  # every adapted module, sorted by name
+    disk_bytes: int  # size of the weight file
+    fits: bool | None  # whether the base can serve it; ``None`` when no base was given
+    problem: str | None  # the reason, when it does not fit
+    version: AdapterVersion | None  # identity and sizes in every tier, when it fits
+    request_files: AdapterRequestFiles  # settings of requests in its folder
 
     @property
     def target_modules(self) -> tuple[str, ...]:

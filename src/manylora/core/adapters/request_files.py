@@ -47,22 +47,15 @@ _SEPARATORS = re.compile(r"[^a-z0-9]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterRequestFiles:
-    """The settings in an adapter's folder.
+    """The settings in an adapter's folder."""
 
-    Args:
-        defaults: Its generation defaults.
-        chat_template: Its chat template, if it has one.
-        tokens: Tokens that its tokenizer adds to a vocabulary, with their ids. Those that the base's tokenizer lacks
-            are not served.
-        base_model: The base it was trained on, as its author called it.
-        problems: Files, or settings in them, that have no effect, with the reason.
-    """
-
-    defaults: GenerationDefaults = NO_DEFAULTS
-    chat_template: str | None = None
+    defaults: GenerationDefaults = NO_DEFAULTS  # its generation defaults
+    chat_template: str | None = None  # its chat template, if it has one
+    # Tokens that its tokenizer adds to a vocabulary, with their ids. Those that the base's tokenizer lacks are not
+    # served.
     tokens: tuple[tuple[str, int], ...] = ()
-    base_model: str | None = None
-    problems: tuple[str, ...] = ()
+    base_model: str | None = None  # the base it was trained on, as its author called it
+    problems: tuple[str, ...] = ()  # files, or settings in them, that have no effect, with the reason
 
 
 class _AdapterConfig(msgspec.Struct):

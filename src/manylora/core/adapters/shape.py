@@ -30,24 +30,15 @@ class TargetModule:
 
     Modules of one ``group`` take the same input and are computed as one GEMM (q/k/v; gate/up); their outputs
     lie side by side in the group's output, this one's at ``[offset, offset + out_features)``.
-
-    Args:
-        name: Path as PEFT writes it below ``base_model.model.`` (``model.layers.0.self_attn.q_proj``).
-        kind: Linear or embedding.
-        in_features: Columns of A (the vocabulary for an embedding).
-        out_features: Rows of B.
-        layer: Index of the decoder layer; ``None`` outside the layers.
-        group: Name of the group, unique in the model.
-        offset: First column of the module's output in the group's.
     """
 
-    name: str
-    kind: ModuleKind
-    in_features: int
-    out_features: int
-    layer: int | None
-    group: str
-    offset: int
+    name: str  # path as PEFT writes it below ``base_model.model.`` (``model.layers.0.self_attn.q_proj``)
+    kind: ModuleKind  # linear or embedding
+    in_features: int  # columns of A (the vocabulary for an embedding)
+    out_features: int  # rows of B
+    layer: int | None  # index of the decoder layer; ``None`` outside the layers
+    group: str  # name of the group, unique in the model
+    offset: int  # first column of the module's output in the group's
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -100,34 +91,20 @@ class PageShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseShape:
-    """The base model, for packages without torch.
+    """The base model, for packages without torch."""
 
-    Args:
-        name: The checkpoint's directory or hub name.
-        architecture: ``model_type`` of its configuration.
-        fingerprint: Hash of the configuration and module shapes; adapters are packed for one fingerprint.
-        vocab_size: Rows of the embedding.
-        hidden_size: Width of the residual stream.
-        num_layers: Decoder layers.
-        max_model_len: Longest context in tokens.
-        page: Shape of a page.
-        modules: Every module that LoRA may target, in model order.
-        all_linear: Names of the modules that PEFT's ``target_modules="all-linear"`` selects.
-        eos_token_ids: Tokens that end a sequence.
-        unsupported: Modules that adapters may not change, with the reason (MoE experts, routers, norms).
-    """
-
-    name: str
-    architecture: str
-    fingerprint: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_model_len: int
-    page: PageShape
-    modules: tuple[TargetModule, ...]
-    all_linear: tuple[str, ...]
-    eos_token_ids: tuple[int, ...]
+    name: str  # the checkpoint's directory or hub name
+    architecture: str  # ``model_type`` of its configuration
+    fingerprint: str  # hash of the configuration and module shapes; adapters are packed for one fingerprint
+    vocab_size: int  # rows of the embedding
+    hidden_size: int  # width of the residual stream
+    num_layers: int  # decoder layers
+    max_model_len: int  # longest context in tokens
+    page: PageShape  # shape of a page
+    modules: tuple[TargetModule, ...]  # every module that LoRA may target, in model order
+    all_linear: tuple[str, ...]  # names of the modules that PEFT's ``target_modules="all-linear"`` selects
+    eos_token_ids: tuple[int, ...]  # tokens that end a sequence
+    # Modules that adapters may not change, with the reason (MoE experts, routers, norms).
     unsupported: tuple[tuple[str, str], ...] = ()
 
     def __hash__(self) -> int:

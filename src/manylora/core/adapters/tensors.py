@@ -25,20 +25,15 @@ FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's bytes with their type and shape.
+    """A tensor's bytes with their type and shape."""
 
-    Args:
-        dtype: safetensors' name of the type. An unsupported one (``I8``) is refused where the tensor's name is known.
-        shape: Sizes.
-        data: Bytes, little-endian and row-major, ``[num_bytes]`` uint8; empty where only the header was read.
-        place: Range of bytes in the file that is still to be read, ``None`` once ``data`` is there.
-        strides: Distances in the range at ``place``, in elements; ``None`` if it is row-major.
-    """
-
-    dtype: str
+    dtype: str  # safetensors' name of the type. An unsupported one (``I8``) is refused where the tensor's name is known
     shape: tuple[int, ...]
+    # Bytes, little-endian and row-major, ``[num_bytes]`` uint8; empty where only the header was read.
     data: NDArray[np.uint8]
+    # Range of bytes in the file that is still to be read, ``None`` once ``data`` is there.
     place: tuple[int, int] | None = None
+    # Distances in the range at ``place``, in elements; ``None`` if it is row-major.
     strides: tuple[int, ...] | None = None
 
     def filled(self, content: NDArray[np.uint8]) -> StoredTensor:
@@ -63,22 +58,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
-    """The weights of one module, checked against the base.
+    """The weights of one module, checked against the base."""
 
-    Args:
-        module: The base's module.
-        rank: Rank of the pair.
-        scale: Factor of ``B A``; folded into B when packed.
-        a: ``[rank, in_features]``.
-        b: ``[out_features, rank]``, without the scale.
-        column_scale: ``[out_features]``, multiplies the output of base and LoRA together; ``None`` for no factor.
-    """
-
-    module: TargetModule
-    rank: int
-    scale: float
-    a: StoredTensor
-    b: StoredTensor
+    module: TargetModule  # the base's module
+    rank: int  # rank of the pair
+    scale: float  # factor of ``B A``; folded into B when packed
+    a: StoredTensor  # ``[rank, in_features]``
+    b: StoredTensor  # ``[out_features, rank]``, without the scale
+    # ``[out_features]``, multiplies the output of base and LoRA together; ``None`` for no factor.
     column_scale: StoredTensor | None = None
 
     @property
@@ -89,18 +76,10 @@ class ModuleWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModule:
-    """One adapted module of a weight file, before any base is known.
+    """One adapted module of a weight file, before any base is known."""
 
-    Args:
-        name: As in the file.
-        rank: Rows of A in the file.
-        scale: Factor of ``B A``.
-        dtype: Stored type of A, by safetensors' name.
-        num_elements: Elements of all its tensors.
-    """
-
-    name: str
-    rank: int
-    scale: float
-    dtype: str
-    num_elements: int
+    name: str  # as in the file
+    rank: int  # rows of A in the file
+    scale: float  # factor of ``B A``
+    dtype: str  # stored type of A, by safetensors' name
+    num_elements: int  # elements of all its tensors

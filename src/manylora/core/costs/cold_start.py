@@ -70,23 +70,14 @@ MOST_CORRECTION = 8.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The hops of one adapter to the device; negative beginnings are in the past.
+    """The hops of one adapter to the device; negative beginnings are in the past."""
 
-    Args:
-        read_begins_s: Begin of its read from disk, behind the loads ahead of it.
-        read_s: Duration of the read; 0 if the image is in host memory.
-        copy_begins_s: Begin of its copy as far as the link is concerned.
-        copy_s: Duration of the copy.
-        is_chained: Whether the copy in flight follows the read layer by layer.
-        is_whole: Whether the read yields no layer before its end.
-    """
-
-    read_begins_s: float
-    read_s: float
-    copy_begins_s: float
-    copy_s: float
-    is_chained: bool = False
-    is_whole: bool = False
+    read_begins_s: float  # begin of its read from disk, behind the loads ahead of it
+    read_s: float  # duration of the read; 0 if the image is in host memory
+    copy_begins_s: float  # begin of its copy as far as the link is concerned
+    copy_s: float  # duration of the copy
+    is_chained: bool = False  # whether the copy in flight follows the read layer by layer
+    is_whole: bool = False  # whether the read yields no layer before its end
 
     @property
     def host_s(self) -> float:
@@ -128,50 +119,29 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdRequest:
-    """A cold request, and the batch that it would join.
+    """A cold request, and the batch that it would join."""
 
-    Args:
-        route: Hops of its adapter.
-        num_layers: Layers of the base.
-        step_s: Duration of its first step, with all weights on the device.
-        prompt_s: Duration of all steps of its prompt, each as long as the first.
-        beat_s: Duration of a step of the other sequences.
-        num_others: Sequences that run.
-        num_sharing: Requests that wait for this adapter, this one included; all of them gain.
-        row_rank: Sum of ranks over the tokens that its first step computes from host memory.
-        rank: Its adapter's rank.
-        num_tokens: Tokens of its prompt.
-        chunk_tokens: Tokens of its prompt in its first step.
-        token_s: Duration that a token more adds to a step.
-    """
-
-    route: Route
-    num_layers: int
-    step_s: float
-    prompt_s: float
-    beat_s: float
-    num_others: int
-    num_sharing: int
-    row_rank: int
-    rank: int
-    num_tokens: int
-    chunk_tokens: int
-    token_s: float
+    route: Route  # hops of its adapter
+    num_layers: int  # layers of the base
+    step_s: float  # duration of its first step, with all weights on the device
+    prompt_s: float  # duration of all steps of its prompt, each as long as the first
+    beat_s: float  # duration of a step of the other sequences
+    num_others: int  # sequences that run
+    num_sharing: int  # requests that wait for this adapter, this one included; all of them gain
+    row_rank: int  # sum of ranks over the tokens that its first step computes from host memory
+    rank: int  # its adapter's rank
+    num_tokens: int  # tokens of its prompt
+    chunk_tokens: int  # tokens of its prompt in its first step
+    token_s: float  # duration that a token more adds to a step
 
 
 class Expected(NamedTuple):
-    """The prediction for one mode.
+    """The prediction for one mode."""
 
-    Args:
-        first_token_s: Time to the first token.
-        others_s: Delay of the others, summed over them.
-        begins_s: Time until the request's first step.
-        chunk_tokens: Most tokens of its prompt in a step while it is assisted, ``None`` for no limit of its own.
-    """
-
-    first_token_s: float
-    others_s: float
-    begins_s: float
+    first_token_s: float  # time to the first token
+    others_s: float  # delay of the others, summed over them
+    begins_s: float  # time until the request's first step
+    # Most tokens of its prompt in a step while it is assisted, ``None`` for no limit of its own.
     chunk_tokens: int | None = None
 
 

@@ -14,49 +14,28 @@ __all__ = ["StepFeatures", "step_features"]
 
 
 class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one step. A sequence with one token is a *decode*; a sequence with several is a *prompt* (a chunk).
+    """Counts of one step. A sequence with one token is a *decode*; a sequence with several is a *prompt* (a chunk)."""
 
-    Args:
-        num_decodes: Decodes, of one token each.
-        num_prompts: Prompt chunks.
-        num_prompt_tokens: Tokens in prompt chunks.
-        num_sampled: Rows that yield a token.
-        context_tokens: Tokens of KV that decodes read, summed over them.
-        prompt_pairs: Pairs of query and key in prompts: ``n * s + n * (n + 1) / 2`` for ``n`` tokens behind ``s``.
-        num_adapters: Distinct adapters.
-        sum_rank: Sum of their ranks: reads of adapters, in units of the bytes of one rank.
-        max_rank: Largest rank, which padded kernels apply to every row.
-        num_adapted_decodes: Decodes with an adapter.
-        decode_row_rank: Sum of ranks over decodes: the adapters' arithmetic.
-        prompt_row_rank: The same over prompt tokens.
-        prompt_context_tokens: Tokens of KV that prompt chunks read, their own included.
-        num_adapted_prompts: Prompt chunks with an adapter.
-        num_adapted_prompt_tokens: Tokens in them.
-        prompt_rank: Sum of ranks over prompt chunks: reads of kernels in which every sequence reads its own adapter.
-        num_ranks: Distinct ranks.
-        num_host_adapted: Sequences whose adapter is read from host memory, whole or for layers not yet copied.
-        host_row_rank: Sum of ranks over their tokens.
-    """
-
-    num_decodes: int
-    num_prompts: int
-    num_prompt_tokens: int
-    num_sampled: int
-    context_tokens: int
-    prompt_pairs: int
-    num_adapters: int
-    sum_rank: int
-    max_rank: int
-    num_adapted_decodes: int
-    decode_row_rank: int
-    prompt_row_rank: int
-    prompt_context_tokens: int = 0
-    num_adapted_prompts: int = 0
-    num_adapted_prompt_tokens: int = 0
+    num_decodes: int  # decodes, of one token each
+    num_prompts: int  # prompt chunks
+    num_prompt_tokens: int  # tokens in prompt chunks
+    num_sampled: int  # rows that yield a token
+    context_tokens: int  # tokens of KV that decodes read, summed over them
+    prompt_pairs: int  # pairs of query and key in prompts: ``n * s + n * (n + 1) / 2`` for ``n`` tokens behind ``s``
+    num_adapters: int  # distinct adapters
+    sum_rank: int  # sum of their ranks: reads of adapters, in units of the bytes of one rank
+    max_rank: int  # largest rank, which padded kernels apply to every row
+    num_adapted_decodes: int  # decodes with an adapter
+    decode_row_rank: int  # sum of ranks over decodes: the adapters' arithmetic
+    prompt_row_rank: int  # the same over prompt tokens
+    prompt_context_tokens: int = 0  # tokens of KV that prompt chunks read, their own included
+    num_adapted_prompts: int = 0  # prompt chunks with an adapter
+    num_adapted_prompt_tokens: int = 0  # tokens in them
+    # Sum of ranks over prompt chunks: reads of kernels in which every sequence reads its own adapter.
     prompt_rank: int = 0
-    num_ranks: int = 0
-    num_host_adapted: int = 0
-    host_row_rank: int = 0
+    num_ranks: int = 0  # distinct ranks
+    num_host_adapted: int = 0  # sequences whose adapter is read from host memory, whole or for layers not yet copied
+    host_row_rank: int = 0  # sum of ranks over their tokens
 
     @property
     def num_sequences(self) -> int:

@@ -27,23 +27,14 @@ GUESS_WEIGHT = 0.1
 
 
 class StepLoad(NamedTuple):
-    """The content of a step before its launch, as far as its duration depends on it.
+    """The content of a step before its launch, as far as its duration depends on it."""
 
-    Args:
-        num_tokens: Tokens in the step.
-        num_sequences: Sequences in it.
-        context: Tokens of KV that it reads, its own included.
-        num_adapted: Tokens with an adapter.
-        sum_rank: Sum of ranks over tokens.
-        max_rank: Largest rank.
-    """
-
-    num_tokens: int
-    num_sequences: int
-    context: int
-    num_adapted: int
-    sum_rank: int
-    max_rank: int
+    num_tokens: int  # tokens in the step
+    num_sequences: int  # sequences in it
+    context: int  # tokens of KV that it reads, its own included
+    num_adapted: int  # tokens with an adapter
+    sum_rank: int  # sum of ranks over tokens
+    max_rank: int  # largest rank
 
     @property
     def is_decode(self) -> bool:

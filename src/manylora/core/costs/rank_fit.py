@@ -43,27 +43,17 @@ LEAST_STEPS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFit:
-    """One fitted line and its errors.
+    """One fitted line and its errors."""
 
-    Args:
-        phase: ``decode`` or ``prefill``.
-        family: ``padded`` or ``unpadded``.
-        num_steps: Steps it was fitted to, since the start.
-        coefficients: Seconds per unit of each term of ``core/costs/step_model.py``.
-        r2: Share of the variance that it explains, among the steps it was fitted to; ``None`` without variance.
-        error_s: Root mean square error among them, in seconds.
-        r2_out: The same as ``r2`` of predictions made before each step was learnt from.
-        error_out_s: Root mean square error of these predictions, in seconds.
-    """
-
-    phase: str
-    family: str
-    num_steps: int
-    coefficients: tuple[float, ...]
+    phase: str  # ``decode`` or ``prefill``
+    family: str  # ``padded`` or ``unpadded``
+    num_steps: int  # steps it was fitted to, since the start
+    coefficients: tuple[float, ...]  # seconds per unit of each term of ``core/costs/step_model.py``
+    # Share of the variance that it explains, among the steps it was fitted to; ``None`` without variance.
     r2: float | None
-    error_s: float
-    r2_out: float | None
-    error_out_s: float
+    error_s: float  # root mean square error among them, in seconds
+    r2_out: float | None  # the same as ``r2`` of predictions made before each step was learnt from
+    error_out_s: float  # root mean square error of these predictions, in seconds
 
 
 class RankFit:

@@ -63,22 +63,15 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """One step.
+    """One step."""
 
-    Args:
-        step_id: Its number.
-        launched_at: Time of the turn that planned it, in seconds on the loop's clock; of a step planned ahead, the end
-            of the step before it.
-        ended_at: Time of the turn that read its results, in seconds.
-        device_s: Duration that the executor measured, in seconds; ``None`` if it does not measure.
-        features: Its content.
-    """
-
-    step_id: int
+    step_id: int  # its number
+    # Time of the turn that planned it, in seconds on the loop's clock; of a step planned ahead, the end of the step
+    # before it.
     launched_at: float
-    ended_at: float
-    device_s: float | None
-    features: StepFeatures
+    ended_at: float  # time of the turn that read its results, in seconds
+    device_s: float | None  # duration that the executor measured, in seconds; ``None`` if it does not measure
+    features: StepFeatures  # its content
 
     @property
     def took_s(self) -> float:
@@ -87,25 +80,15 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class LoadRecord(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """One load of an adapter version.
+    """One load of an adapter version."""
 
-    Args:
-        adapter: The version.
-        tier: Destination: ``host`` or ``device``.
-        num_bytes: Bytes read from disk or copied to the device.
-        launched_at: Time of the turn that launched it, in seconds on the loop's clock.
-        ended_at: Time of the turn that saw it complete, in seconds.
-        device_s: Duration without its wait for the link, in seconds; ``None`` if not measured.
-        error: The reason, if it failed.
-    """
-
-    adapter: AdapterKey
-    tier: Tier
-    num_bytes: int
-    launched_at: float
-    ended_at: float
-    device_s: float | None
-    error: str | None = None
+    adapter: AdapterKey  # the version
+    tier: Tier  # destination: ``host`` or ``device``
+    num_bytes: int  # bytes read from disk or copied to the device
+    launched_at: float  # time of the turn that launched it, in seconds on the loop's clock
+    ended_at: float  # time of the turn that saw it complete, in seconds
+    device_s: float | None  # duration without its wait for the link, in seconds; ``None`` if not measured
+    error: str | None = None  # the reason, if it failed
 
     @property
     def took_s(self) -> float:

@@ -26,31 +26,18 @@ _, SECOND, THIRD, FOURTH = TOKEN_KNOTS = (0, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """The cost of steps, in seconds: fitted by an engine, or a guess before its first steps.
+    """The cost of steps, in seconds: fitted by an engine, or a guess before its first steps."""
 
-    Args:
-        step_s: Fixed cost of a decode step.
-        request_s: Cost of each sequence in it.
-        context_s: Cost of each token of KV that it reads.
-        rank_s: Cost of each unit of ``X`` in it.
-        is_padded: Whether ``X`` of decode steps is padded.
-        prompt_step_s: Fixed cost of a step with prompt tokens.
-        token_s: Cost of one more token in it, beyond each of ``TOKEN_KNOTS``.
-        prompt_context_s: Cost of each token of KV that it reads.
-        token_rank_s: Cost of each unit of ``X`` in it.
-        is_prompt_padded: Whether ``X`` of steps with prompts is padded.
-    """
-
-    step_s: float
-    request_s: float
-    context_s: float
-    rank_s: float
-    is_padded: bool
-    prompt_step_s: float
-    token_s: tuple[float, ...]
-    prompt_context_s: float
-    token_rank_s: float
-    is_prompt_padded: bool
+    step_s: float  # fixed cost of a decode step
+    request_s: float  # cost of each sequence in it
+    context_s: float  # cost of each token of KV that it reads
+    rank_s: float  # cost of each unit of ``X`` in it
+    is_padded: bool  # whether ``X`` of decode steps is padded
+    prompt_step_s: float  # fixed cost of a step with prompt tokens
+    token_s: tuple[float, ...]  # cost of one more token in it, beyond each of ``TOKEN_KNOTS``
+    prompt_context_s: float  # cost of each token of KV that it reads
+    token_rank_s: float  # cost of each unit of ``X`` in it
+    is_prompt_padded: bool  # whether ``X`` of steps with prompts is padded
 
     def decode_s(self, num_requests: int, context: float, num_adapted: int, sum_rank: int, max_rank: int) -> float:
         """Return the duration of a decode step.

@@ -47,34 +47,21 @@ _READ_ANY_FILE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """The place of a process after ``confine``.
+    """The place of a process after ``confine``."""
 
-    Args:
-        readable: Folders and files that it may read; no other, and none may be written.
-        uid: User and group to become, if this process is root; ``None`` to stay.
-        keep_fds: Open descriptors that stay; all others are closed.
-        environment: Variables that stay, by name; all others are removed.
-        memory_bytes: Most address space that it may add from here on; ``None`` for no limit of its own.
-        cpu_s: Whole seconds of processor time after which the kernel ends it; ``None`` for no limit.
-        num_files: Most descriptors.
-        num_tasks: Most threads, with a ``uid`` that no other process has: the kernel counts them by user. ``None``
-            for no limit.
-        has_own_root: Whether all other paths are hidden from it, not only closed.
-        ends_with_parent: Whether it ends with the thread that started it.
-        file_bytes: Largest file, also of memory, that it may make or let grow.
-    """
-
-    readable: Collection[str] = ()
-    uid: int | None = None
-    keep_fds: Collection[int] = (0, 1, 2)
+    readable: Collection[str] = ()  # folders and files that it may read; no other, and none may be written
+    uid: int | None = None  # user and group to become, if this process is root; ``None`` to stay
+    keep_fds: Collection[int] = (0, 1, 2)  # open descriptors that stay; all others are closed
+    # Variables that stay, by name; all others are removed.
     environment: Collection[str] = ("LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS")
-    memory_bytes: int | None = None
-    cpu_s: int | None = None
-    num_files: int = 64
+    memory_bytes: int | None = None  # most address space that it may add from here on; ``None`` for no limit of its own
+    cpu_s: int | None = None  # whole seconds of processor time after which the kernel ends it; ``None`` for no limit
+    num_files: int = 64  # most descriptors
+    # Most threads, with a ``uid`` that no other process has: the kernel counts them by user. ``None`` for no limit.
     num_tasks: int | None = None
-    has_own_root: bool = False
-    ends_with_parent: bool = False
-    file_bytes: int = 0
+    has_own_root: bool = False  # whether all other paths are hidden from it, not only closed
+    ends_with_parent: bool = False  # whether it ends with the thread that started it
+    file_bytes: int = 0  # largest file, also of memory, that it may make or let grow
 
     def __post_init__(self) -> None:
         if self.uid is not None and self.uid <= 0:
@@ -83,17 +70,11 @@ class Confinement:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One measure, and why it is not in force if it is not.
+    """One measure, and why it is not in force if it is not."""
 
-    Args:
-        name: One of ``MEASURES``.
-        is_on: Whether it is in force.
-        note: The reason if it is not; otherwise what it leaves open, if anything.
-    """
-
-    name: str
-    is_on: bool
-    note: str = ""
+    name: str  # one of ``MEASURES``
+    is_on: bool  # whether it is in force
+    note: str = ""  # the reason if it is not; otherwise what it leaves open, if anything
 
 
 def confine(to: Confinement) -> tuple[Measure, ...]:

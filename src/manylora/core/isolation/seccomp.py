@@ -87,19 +87,12 @@ _OF_WRITERS = ("ftruncate", "memfd_create", "recvmsg", "sendmsg")
 
 @dataclass(frozen=True, slots=True)
 class ArgumentCheck:
-    """A condition on the lower 32 bits of an argument, which are all that the kernel uses of the arguments here.
+    """A condition on the lower 32 bits of an argument, which are all that the kernel uses of the arguments here."""
 
-    Args:
-        place: Position of the argument, from 0.
-        values: Values that the argument may have; empty for any.
-        has: Bits that must all be set.
-        lacks: Bits that must not be set.
-    """
-
-    place: int
-    values: Sequence[int] = ()
-    has: int = 0
-    lacks: int = 0
+    place: int  # position of the argument, from 0
+    values: Sequence[int] = ()  # values that the argument may have; empty for any
+    has: int = 0  # bits that must all be set
+    lacks: int = 0  # bits that must not be set
 
     def lines(self, refuse: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield instructions that return ``refuse`` unless the condition holds, and go on if it does."""

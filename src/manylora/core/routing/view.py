@@ -66,44 +66,27 @@ class ReplicaReport:
 
 @dataclass(slots=True)
 class Sent:
-    """A request that was sent to a replica and has not ended.
+    """A request that was sent to a replica and has not ended."""
 
-    Args:
-        replica: Its index.
-        adapter: Name of the adapter; ``None`` for the base, and for names that no replica knows.
-        rank: Rank of the adapter; 0 without one.
-        num_prompt_tokens: Tokens of the prompt.
-        has_started: Whether its first token has come.
-    """
-
-    replica: int
-    adapter: str | None
-    rank: int
-    num_prompt_tokens: int
-    has_started: bool = False
+    replica: int  # its index
+    adapter: str | None  # name of the adapter; ``None`` for the base, and for names that no replica knows
+    rank: int  # rank of the adapter; 0 without one
+    num_prompt_tokens: int  # tokens of the prompt
+    has_started: bool = False  # whether its first token has come
 
 
 class StepTimes(NamedTuple):
-    """The steps of a replica as its model predicts them, and the content that the prediction is from.
+    """The steps of a replica as its model predicts them, and the content that the prediction is from."""
 
-    Args:
-        decode_s: A decode step of all requests in flight, in seconds.
-        next_s: The next step, in seconds: with the prompts that wait, or a decode step.
-        stall_s: Mean delay of a token by prompts that run beside it, in seconds. In a steady state as many prompts
-            arrive during an answer as requests are in flight.
-        context: Tokens of KV that the requests in flight have.
-        num_rows: Tokens in the next step.
-        num_adapted_rows: Of these, the tokens of sequences with an adapter.
-        row_rank: Sum of their ranks.
-    """
-
-    decode_s: float
-    next_s: float
+    decode_s: float  # a decode step of all requests in flight, in seconds
+    next_s: float  # the next step, in seconds: with the prompts that wait, or a decode step
+    # Mean delay of a token by prompts that run beside it, in seconds. In a steady state as many prompts arrive during
+    # an answer as requests are in flight.
     stall_s: float
-    context: float
-    num_rows: int
-    num_adapted_rows: float
-    row_rank: float
+    context: float  # tokens of KV that the requests in flight have
+    num_rows: int  # tokens in the next step
+    num_adapted_rows: float  # of these, the tokens of sequences with an adapter
+    row_rank: float  # sum of their ranks
 
 
 @dataclass(slots=True, eq=False)

@@ -38,41 +38,24 @@ FEWEST_ANSWERED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPolicy:
-    """Bounds and prices of scaling.
+    """Bounds and prices of scaling."""
 
-    Args:
-        min_replicas: Replicas at least.
-        max_replicas: Replicas at most.
-        ttft_s: SLO of the time to first token, in seconds.
-        goal: Share of requests that must keep it.
-        capacity_rps: Requests per second of a replica, from ``manylora plan``; predicted from its steps when ``None``.
-        utilization: Share of that capacity that is used.
-        start_s: Time of a start before one was seen, in seconds.
-        look_every_s: Time between two decisions, in seconds.
-        quantile: Share of time in which the forecast must cover the rate.
-        stay_starts: Times of a start for which a replica is kept without need.
-        least_stay_s: The same in seconds, at least.
-        slack: Part of its capacity by which a smaller fleet must be below need.
-        max_num_seqs: Requests that a replica runs at once.
-        num_warm: Adapters that are on the device of a new replica before it takes requests, at most.
-        warm_s: Longest wait for them, in seconds.
-    """
-
-    min_replicas: int
-    max_replicas: int
-    ttft_s: float = 2.0
-    goal: float = 0.99
+    min_replicas: int  # replicas at least
+    max_replicas: int  # replicas at most
+    ttft_s: float = 2.0  # SLO of the time to first token, in seconds
+    goal: float = 0.99  # share of requests that must keep it
+    # Requests per second of a replica, from ``manylora plan``; predicted from its steps when ``None``.
     capacity_rps: float | None = None
-    utilization: float = 0.75
-    start_s: float = 30.0
-    look_every_s: float = 1.0
-    quantile: float = 0.75
-    stay_starts: float = 3.0
-    least_stay_s: float = 15.0
-    slack: float = 0.1
-    max_num_seqs: int = 256
-    num_warm: int = 16
-    warm_s: float = 10.0
+    utilization: float = 0.75  # share of that capacity that is used
+    start_s: float = 30.0  # time of a start before one was seen, in seconds
+    look_every_s: float = 1.0  # time between two decisions, in seconds
+    quantile: float = 0.75  # share of time in which the forecast must cover the rate
+    stay_starts: float = 3.0  # times of a start for which a replica is kept without need
+    least_stay_s: float = 15.0  # the same in seconds, at least
+    slack: float = 0.1  # part of its capacity by which a smaller fleet must be below need
+    max_num_seqs: int = 256  # requests that a replica runs at once
+    num_warm: int = 16  # adapters that are on the device of a new replica before it takes requests, at most
+    warm_s: float = 10.0  # longest wait for them, in seconds
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_replicas <= self.max_replicas:
@@ -83,21 +66,13 @@ class ScalingPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """A decision, with its grounds.
+    """A decision, with its grounds."""
 
-    Args:
-        num_wanted: Replicas that should serve or start.
-        rate: Present requests per second.
-        ahead: Forecast at the end of a start, with margin, in requests per second.
-        safe_rate: Requests per second that a replica should take; ``None`` while unknown.
-        start_s: Expected time of a start, in seconds.
-    """
-
-    num_wanted: int
-    rate: float
-    ahead: float
-    safe_rate: float | None
-    start_s: float
+    num_wanted: int  # replicas that should serve or start
+    rate: float  # present requests per second
+    ahead: float  # forecast at the end of a start, with margin, in requests per second
+    safe_rate: float | None  # requests per second that a replica should take; ``None`` while unknown
+    start_s: float  # expected time of a start, in seconds
 
 
 class Scaler(Protocol):

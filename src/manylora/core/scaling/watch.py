@@ -17,19 +17,12 @@ MOST_MOVED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLoad:
-    """The load of a fleet at one call of the autoscaler.
+    """The load of a fleet at one call of the autoscaler."""
 
-    Args:
-        num_arrivals: Requests since the start.
-        num_waiting: Requests without a first token.
-        num_judged: Requests since the start whose time to first token is known, or is over the SLO already.
-        num_kept: Of ``num_judged``, the requests within the SLO.
-    """
-
-    num_arrivals: int
-    num_waiting: int
-    num_judged: int
-    num_kept: int
+    num_arrivals: int  # requests since the start
+    num_waiting: int  # requests without a first token
+    num_judged: int  # requests since the start whose time to first token is known, or is over the SLO already
+    num_kept: int  # of ``num_judged``, the requests within the SLO
 
 
 class LoadWatch:

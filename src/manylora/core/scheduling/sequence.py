@@ -40,28 +40,18 @@ class Sequence:
 
     Tokens count as computed from the launch of the step that runs them. The token that a step in flight will yield is
     *pending*, so that the next step can be planned meanwhile. Tokens that another engine answered count as generated.
-
-    Args:
-        seq_id: Unique for the life of the engine; also the order of arrival.
-        version: The adapter version it was resolved to on arrival, ``None`` for the base.
-        name: The registered name of that adapter, empty for the base.
-        table: Its block table, empty.
-        max_tokens: Most tokens to generate.
-        seed: Seed of its sampling.
-        arrived_at: Seconds on the loop's clock.
-        reserves_output: Whether it claims pages for its longest answer when it is admitted.
     """
 
-    seq_id: int
+    seq_id: int  # unique for the life of the engine; also the order of arrival
     request: Request
-    version: AdapterVersion | None
-    name: str = ""
-    table: BlockTable
-    max_tokens: int
+    version: AdapterVersion | None  # the adapter version it was resolved to on arrival, ``None`` for the base
+    name: str = ""  # the registered name of that adapter, empty for the base
+    table: BlockTable  # its block table, empty
+    max_tokens: int  # most tokens to generate
     stop_token_ids: frozenset[int]
-    seed: int
-    arrived_at: float
-    reserves_output: bool = False
+    seed: int  # seed of its sampling
+    arrived_at: float  # seconds on the loop's clock
+    reserves_output: bool = False  # whether it claims pages for its longest answer when it is admitted
     adapter: AdapterKey | None = field(init=False)
     rank: int = field(init=False)  # of its adapter; 0 for the base
     placement: Placement = field(default=ON_DEVICE, init=False)  # of its adapter's weights, while it runs

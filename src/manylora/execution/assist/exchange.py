@@ -73,18 +73,12 @@ class _BaseGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Share:
-    """A worker's rows.
+    """A worker's rows."""
 
-    Args:
-        worker: The worker.
-        first: The first of its rows, among the assisted ones of the step; ``last`` is behind its last one.
-        runs: The same rows in the step, as (start, stop, segment).
-    """
-
-    worker: Worker
-    first: int
+    worker: Worker  # the worker
+    first: int  # the first of its rows, among the assisted ones of the step; ``last`` is behind its last one
     last: int
-    runs: tuple[tuple[int, int, LoraSegment], ...]
+    runs: tuple[tuple[int, int, LoraSegment], ...]  # the same rows in the step, as (start, stop, segment)
 
 
 class _Reply:

@@ -121,21 +121,13 @@ class GrowingMemory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerTask:
-    """An exchange's work for one worker: kernels that add into a result that was zeroed.
+    """An exchange's work for one worker: kernels that add into a result that was zeroed."""
 
-    Args:
-        result: ``[rows, out]``, float32, in the worker's memory.
-        kernels: Up to two addresses of kernels, each with its arguments.
-        weights: The weights that these read by address, kept alive.
-        pointers: The arguments as the kernels get them.
-        line: The task's line in a worker's ring.
-    """
-
-    result: torch.Tensor
-    kernels: Sequence[tuple[int, Arguments]]
-    weights: object
-    pointers: tuple[ctypes.Array[ctypes.c_void_p], ...]
-    line: tuple[int, ...]
+    result: torch.Tensor  # ``[rows, out]``, float32, in the worker's memory
+    kernels: Sequence[tuple[int, Arguments]]  # up to two addresses of kernels, each with its arguments
+    weights: object  # the weights that these read by address, kept alive
+    pointers: tuple[ctypes.Array[ctypes.c_void_p], ...]  # the arguments as the kernels get them
+    line: tuple[int, ...]  # the task's line in a worker's ring
 
     @classmethod
     def of(cls, result: torch.Tensor, kernels: Sequence[tuple[int, Arguments]], weights: object) -> WorkerTask:

@@ -45,13 +45,9 @@ ATTENTION_NAME = "manylora_paged"
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Angles of every row: dimension ``d`` is rotated with ``d + rotary_dim / 2``; later dimensions stay.
+    """Angles of every row: dimension ``d`` is rotated with ``d + rotary_dim / 2``; later dimensions stay."""
 
-    Args:
-        cos: ``[rows, rotary_dim]``, contiguous in the last dimension; so is ``sin``.
-    """
-
-    cos: torch.Tensor
+    cos: torch.Tensor  # ``[rows, rotary_dim]``, contiguous in the last dimension; so is ``sin``
     sin: torch.Tensor
 
     @property
@@ -87,27 +83,18 @@ def rotate(x: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """A layer's call of attention.
-
-    Args:
-        query: ``[heads, T, head_dim]``.
-        key: ``[kv_heads, T, head_dim]``; so is ``value``.
-        window: Positions that a token sees, itself included; ``None`` for all before it.
-        softcap: Bound of the scores (``softcap * tanh(score / softcap)``), or ``None``.
-        mask: The model's mask; must be ``None``.
-        rotation: RoPE that query and key still need; ``None`` if they are rotated.
-    """
+    """A layer's call of attention."""
 
     module: nn.Module
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # ``[heads, T, head_dim]``
+    key: torch.Tensor  # ``[kv_heads, T, head_dim]``; so is ``value``
     value: torch.Tensor
     scaling: float
-    window: int | None
-    softcap: float | None
-    mask: object
+    window: int | None  # positions that a token sees, itself included; ``None`` for all before it
+    softcap: float | None  # bound of the scores (``softcap * tanh(score / softcap)``), or ``None``
+    mask: object  # the model's mask; must be ``None``
     extra: dict[str, Any]
-    rotation: Rotation | None = None
+    rotation: Rotation | None = None  # RoPE that query and key still need; ``None`` if they are rotated
 
 
 class AttentionSink(Protocol):

@@ -105,26 +105,17 @@ class PageTables:
 
 @dataclass(frozen=True, slots=True)
 class TritonAttention:
-    """The launches of one step, for any layer.
-
-    Args:
-        positions: Position of each row in its sequence ``[rows]``, int64.
-        slots: Row of each token's K in layer 0 ``[rows]``, int64; below 0 for none.
-        tables: Pages of each sequence ``[lines, width]``, int32.
-        blocks: Returns query blocks (``BLOCK_FIELDS``), given the most tokens of a block.
-        is_decode: Whether every block is one token.
-        splits: Pieces of a context, for decoding; by default as many as fill the device.
-        outputs: Results of a batch with rows of padding, which no program writes: zeros ``[most_rows, heads,
-            head_dim]`` by heads, made on first use. Stale memory would pass through the model as numbers that overflow.
-    """
+    """The launches of one step, for any layer."""
 
     kv: KvPages
-    positions: torch.Tensor
-    slots: torch.Tensor
-    tables: torch.Tensor
-    blocks: Callable[[int], torch.Tensor]
-    is_decode: bool
-    splits: int | None = None
+    positions: torch.Tensor  # position of each row in its sequence ``[rows]``, int64
+    slots: torch.Tensor  # row of each token's K in layer 0 ``[rows]``, int64; below 0 for none
+    tables: torch.Tensor  # pages of each sequence ``[lines, width]``, int32
+    blocks: Callable[[int], torch.Tensor]  # returns query blocks (``BLOCK_FIELDS``), given the most tokens of a block
+    is_decode: bool  # whether every block is one token
+    splits: int | None = None  # pieces of a context, for decoding; by default as many as fill the device
+    # Results of a batch with rows of padding, which no program writes: zeros ``[most_rows, heads, head_dim]`` by heads,
+    # made on first use. Stale memory would pass through the model as numbers that overflow.
     outputs: dict[tuple[int, int], torch.Tensor] | None = None
     most_rows: int = 0
 

@@ -29,25 +29,18 @@ class Codes:
 
     ``w[o, order[i]] = scales[o, i // group] * number(codes[o, i]) + shifts[o, i // group]``, with a shift of 0 where
     ``shifts`` is ``None``, and column ``i`` of input ``i`` where ``order`` is ``None``.
-
-    Args:
-        numbers: The number of a code: ``int8`` (code - 128), ``int4`` (code - 8), ``float8_e4m3fn`` or ``float8_e5m2``
-            (the code's bits), ``table4`` (``table[code]``).
-        codes: ``[out, in]``, uint8, one code a byte.
-        group: Consecutive columns that share a scale; ``in`` for one scale per output.
-        scales: ``[out, ceil(in / group)]``, float32, float16 or bfloat16, as stored.
-        shifts: ``[out, ceil(in / group)]``, float32: zero points times ``-scales``, or minima.
-        table: ``[16]``, float32, for ``table4``.
-        order: ``[in]``, int64: the input that a column belongs to, where columns are sorted so that groups are
-            consecutive (GPTQ's activation order).
     """
 
+    # The number of a code: ``int8`` (code - 128), ``int4`` (code - 8), ``float8_e4m3fn`` or ``float8_e5m2`` (the code's
+    # bits), ``table4`` (``table[code]``).
     numbers: str
-    codes: torch.Tensor
-    group: int
-    scales: torch.Tensor
-    shifts: torch.Tensor | None = None
-    table: torch.Tensor | None = None
+    codes: torch.Tensor  # ``[out, in]``, uint8, one code a byte
+    group: int  # consecutive columns that share a scale; ``in`` for one scale per output
+    scales: torch.Tensor  # ``[out, ceil(in / group)]``, float32, float16 or bfloat16, as stored
+    shifts: torch.Tensor | None = None  # ``[out, ceil(in / group)]``, float32: zero points times ``-scales``, or minima
+    table: torch.Tensor | None = None  # ``[16]``, float32, for ``table4``
+    # ``[in]``, int64: the input that a column belongs to, where columns are sorted so that groups are consecutive
+    # (GPTQ's activation order).
     order: torch.Tensor | None = None
 
     def dequantise(self) -> torch.Tensor:

@@ -39,21 +39,13 @@ _FORMATS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scheme:
-    """How the weights of a group of modules are stored.
+    """How the weights of a group of modules are stored."""
 
-    Args:
-        form: The format.
-        kind: ``int`` or ``float``.
-        bits: Of a code.
-        block: Outputs and inputs that share a scale; 0 for all of them.
-        is_sorted: Whether groups are of consecutive inputs.
-    """
-
-    form: str
-    kind: str
-    bits: int
-    block: tuple[int, int]
-    is_sorted: bool
+    form: str  # the format
+    kind: str  # ``int`` or ``float``
+    bits: int  # of a code
+    block: tuple[int, int]  # outputs and inputs that share a scale; 0 for all of them
+    is_sorted: bool  # whether groups are of consecutive inputs
 
     @property
     def word(self) -> str:

@@ -124,19 +124,12 @@ def _ask_hub(url: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles:
-    """The tensors of a checkpoint's files, by their headers.
+    """The tensors of a checkpoint's files, by their headers."""
 
-    Args:
-        model: Folder or hub name, for messages.
-        source: Name of the weight file, or of the index of several.
-        files: Name of the file that holds a tensor, by the tensor's name.
-        dtypes: safetensors' name of a tensor's type, by the tensor's name.
-    """
-
-    model: str
-    source: str
-    files: Mapping[str, str]
-    dtypes: Mapping[str, str]
+    model: str  # folder or hub name, for messages
+    source: str  # name of the weight file, or of the index of several
+    files: Mapping[str, str]  # name of the file that holds a tensor, by the tensor's name
+    dtypes: Mapping[str, str]  # safetensors' name of a tensor's type, by the tensor's name
 
     @classmethod
     def read(cls, model: str, revision: str | None, named: str | None = None) -> CheckpointFiles:

@@ -34,21 +34,13 @@ _TEXT, _LIST = 8, 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """A tensor by the header.
+    """A tensor by the header."""
 
-    Args:
-        kind: ggml's name of its blocks.
-        shape: As torch has it, the inputs last.
-        row_bytes: Bytes of one row.
-        begin: First byte in the file.
-        end: Byte after its last.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    row_bytes: int
-    begin: int
-    end: int
+    kind: str  # ggml's name of its blocks
+    shape: tuple[int, ...]  # as torch has it, the inputs last
+    row_bytes: int  # bytes of one row
+    begin: int  # first byte in the file
+    end: int  # byte after its last
 
 
 class GgufHeader:

@@ -79,28 +79,18 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """An open checkpoint, whose headers were checked against the model.
+    """An open checkpoint, whose headers were checked against the model."""
 
-    Args:
-        model: Folder, file or hub name.
-        format: Method and precision in a few words, for logs.
-        config: transformers' configuration, without its quantisation.
-        names: The model's parameters and buffers that the files hold as they are, or as codes.
-        is_plain: Whether those are all; if not, transformers merges or splits tensors of this architecture while it
-            loads them (``transformers.conversion_mapping``), and ``from_pretrained`` must load the model.
-        is_quantised: Whether some weights are codes.
-        skeleton: The model without weights.
-        weights: The files.
-    """
-
-    model: str
-    format: str
-    config: Any
-    names: Collection[str]
+    model: str  # folder, file or hub name
+    format: str  # method and precision in a few words, for logs
+    config: Any  # transformers' configuration, without its quantisation
+    names: Collection[str]  # the model's parameters and buffers that the files hold as they are, or as codes
+    # Whether those are all; if not, transformers merges or splits tensors of this architecture while it loads them
+    # (``transformers.conversion_mapping``), and ``from_pretrained`` must load the model.
     is_plain: bool
-    is_quantised: bool
-    skeleton: Any
-    weights: Weights
+    is_quantised: bool  # whether some weights are codes
+    skeleton: Any  # the model without weights
+    weights: Weights  # the files
 
     def linear(self, name: str) -> Codes | torch.Tensor:
         """Return a weight as it is stored: codes, or a view of the mapped file.

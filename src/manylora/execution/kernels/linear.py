@@ -85,25 +85,16 @@ _LAYOUT_MKLDNN = 3
 
 
 class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight in a buffer.
+    """One weight in a buffer."""
 
-    Args:
-        names: Paths of parameters and buffers in the model; several if they are tied.
-        dtype: Torch's name (``float32``).
-        strides: In elements; empty for a packed weight.
-        offset: First byte in the buffer.
-        packing: The layout of a packed weight; empty for others.
-        form: The form of a narrow weight.
-    """
-
-    names: tuple[str, ...]
-    dtype: str
+    names: tuple[str, ...]  # paths of parameters and buffers in the model; several if they are tied
+    dtype: str  # torch's name (``float32``)
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    strides: tuple[int, ...]  # in elements; empty for a packed weight
+    offset: int  # first byte in the buffer
     num_bytes: int
-    packing: bytes = b""
-    form: NarrowForm | None = None
+    packing: bytes = b""  # the layout of a packed weight; empty for others
+    form: NarrowForm | None = None  # the form of a narrow weight
 
 
 Weight: TypeAlias = torch.Tensor | NarrowWeight

@@ -137,18 +137,10 @@ class StepLora(Protocol):
 
 @dataclass(slots=True)
 class StepContext:
-    """The running step as adapted modules see it; set before the model is called, cleared after.
+    """The running step as adapted modules see it; set before the model is called, cleared after."""
 
-    Args:
-        kernel: The LoRA kernel, of every step.
-        space: Makes its tables, if it is table-driven.
-        lora: The adapters that the kernel reads.
-        token_ids: Of all rows ``[rows]``, for adapters of the embedding.
-        assist: The adapters that workers on the CPU read instead of the kernel.
-    """
-
-    kernel: LoraKernel
-    space: LoraSpace | None = None
-    lora: StepLora | None = None
-    token_ids: torch.Tensor | None = None
-    assist: Assist | None = None
+    kernel: LoraKernel  # the LoRA kernel, of every step
+    space: LoraSpace | None = None  # makes its tables, if it is table-driven
+    lora: StepLora | None = None  # the adapters that the kernel reads
+    token_ids: torch.Tensor | None = None  # of all rows ``[rows]``, for adapters of the embedding
+    assist: Assist | None = None  # the adapters that workers on the CPU read instead of the kernel

@@ -31,16 +31,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """The rows of a step with adapters: all groups of one batch share them.
+    """The rows of a step with adapters: all groups of one batch share them."""
 
-    Args:
-        rows: In order.
-        groups: The groups that any of the adapters changes.
-        prepared: A kernel's data for all groups, by the kernel's key; lives as long as the batch.
-    """
-
-    rows: tuple[AdapterRows, ...]
-    groups: tuple[str, ...]
+    rows: tuple[AdapterRows, ...]  # in order
+    groups: tuple[str, ...]  # the groups that any of the adapters changes
+    # A kernel's data for all groups, by the kernel's key; lives as long as the batch.
     prepared: dict[str, object] = field(default_factory=dict)
 
     @classmethod
@@ -52,35 +47,24 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupParts:
-    """A group's parts over a step.
+    """A group's parts over a step."""
 
-    Args:
-        parts: In order of rows.
-        step: The same rows for all groups; ``None`` if the group is by itself.
-        tables: Returns the step's tables, for table-driven kernels; the first call makes them.
-        span: The group in those tables.
-        is_scaled: Whether any adapter of the step has a column scale here, so that the group needs an epilogue.
-        wait: Waits for weights that are on their way; to be called before a kernel reads them.
-    """
-
-    parts: tuple[Part, ...]
-    step: StepRows | None = None
+    parts: tuple[Part, ...]  # in order of rows
+    step: StepRows | None = None  # the same rows for all groups; ``None`` if the group is by itself
+    # Returns the step's tables, for table-driven kernels; the first call makes them.
     tables: Callable[[], StepTables] | None = None
-    span: GroupSpan | None = None
+    span: GroupSpan | None = None  # the group in those tables
+    # Whether any adapter of the step has a column scale here, so that the group needs an epilogue.
     is_scaled: bool = False
+    # Waits for weights that are on their way; to be called before a kernel reads them.
     wait: Callable[[], None] | None = None
 
 
 class AssistedReply(Protocol):
-    """The LoRA of one group's assisted rows, on its way.
+    """The LoRA of one group's assisted rows, on its way."""
 
-    Args:
-        parts: These rows and their weights, on the host.
-        is_scaled: Whether any of the weights has a column scale.
-    """
-
-    parts: Sequence[Part]
-    is_scaled: bool
+    parts: Sequence[Part]  # these rows and their weights, on the host
+    is_scaled: bool  # whether any of the weights has a column scale
 
     def add_to(self, out: torch.Tensor, scale: torch.Tensor | float | None = None) -> None:
         """Add the LoRA, times ``scale``, to its rows in ``out`` ``[rows, out]``, behind the device's queued work."""

@@ -83,18 +83,13 @@ class LoraSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSizes:
-    """The size of a step's tables.
-
-    Args:
-        num_items: Items of work in one group.
-        max_planes: Most column pieces of a stack of A.
-    """
+    """The size of a step's tables."""
 
     num_blocks: int
-    num_items: int
+    num_items: int  # items of work in one group
     num_rows: int
     max_rank: int
-    max_planes: int
+    max_planes: int  # most column pieces of a stack of A
 
     def holds(self, other: TableSizes) -> bool:
         """Return whether tables of size ``other`` fit."""

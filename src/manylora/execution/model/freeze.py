@@ -163,17 +163,12 @@ class _Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Weights that become one entry of the table.
+    """Weights that become one entry of the table."""
 
-    Args:
-        names: Of the entry.
-        parts: Names of each weight in the model, more than one if it is tied; more than one part if linears are fused.
-        role: Their use.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the entry
+    # Names of each weight in the model, more than one if it is tied; more than one part if linears are fused.
     parts: tuple[tuple[str, ...], ...]
-    role: _Role
+    role: _Role  # their use
 
 
 def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:

@@ -42,23 +42,16 @@ _FIXED_ATTENTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A module tree of transformers with our attention.
+    """A module tree of transformers with our attention."""
 
-    Args:
-        name: Folder or hub name of its checkpoint.
-        model: The causal language model, in evaluation mode; its weights may still be in main memory, or missing.
-        text_config: The part of its configuration that describes the decoder.
-        checkpoint: The files that its weights, which are missing, are to be read from.
-        place: Returns the file of a weight that was read, by its name.
-    """
-
-    name: str
+    name: str  # folder or hub name of its checkpoint
+    # The causal language model, in evaluation mode; its weights may still be in main memory, or missing.
     model: nn.Module
-    text_config: Any
+    text_config: Any  # the part of its configuration that describes the decoder
     dtype: torch.dtype
     device: torch.device
-    checkpoint: Checkpoint | None = None
-    place: Callable[[str], str] | None = None
+    checkpoint: Checkpoint | None = None  # the files that its weights, which are missing, are to be read from
+    place: Callable[[str], str] | None = None  # returns the file of a weight that was read, by its name
 
 
 def load_model(config: ModelConfig) -> LoadedModel:

@@ -49,17 +49,11 @@ _LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How weights are kept.
+    """How weights are kept."""
 
-    Args:
-        dtype: Type of the model's numbers: float32 on a CPU.
-        base: ``stored``, ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``int4``.
-        is_rounded: Whether activations are rounded to 8 bits beside integers.
-    """
-
-    dtype: torch.dtype
-    base: str
-    is_rounded: bool
+    dtype: torch.dtype  # type of the model's numbers: float32 on a CPU
+    base: str  # ``stored``, ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``int4``
+    is_rounded: bool  # whether activations are rounded to 8 bits beside integers
 
     @classmethod
     def choose(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Precision:

@@ -50,20 +50,15 @@ _LACKING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProbe:
-    """Findings of the pass.
-
-    Args:
-        num_kv_heads: Heads of K and V, the same in every layer, as is ``head_dim``.
-        inputs: Number of the input tensor, per module that was called exactly once on every token; modules with equal
-            numbers share their input.
-        head: Name of the output head, called once on the sampled rows.
-    """
+    """Findings of the pass."""
 
     num_layers: int
-    num_kv_heads: int
+    num_kv_heads: int  # heads of K and V, the same in every layer, as is ``head_dim``
     head_dim: int
+    # Number of the input tensor, per module that was called exactly once on every token; modules with equal numbers
+    # share their input.
     inputs: dict[str, int]
-    head: str | None
+    head: str | None  # name of the output head, called once on the sampled rows
 
 
 @dataclass(slots=True)

@@ -31,15 +31,10 @@ _NUMBERS = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*(-?[0-9][-+.0-9eE]*)')
 
 
 class GrammarTokenizer(NamedTuple):
-    """A tokenizer whose tokens forms are made of.
+    """A tokenizer whose tokens forms are made of."""
 
-    Args:
-        tokens: An ``LLTokenizer``.
-        special: The texts of its special tokens.
-    """
-
-    tokens: Any
-    special: frozenset[str]
+    tokens: Any  # an ``LLTokenizer``
+    special: frozenset[str]  # the texts of its special tokens
 
     @classmethod
     def of(cls, hf: Any, *, vocab_size: int = 0, eos: Sequence[int] = ()) -> GrammarTokenizer:

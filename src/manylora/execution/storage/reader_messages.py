@@ -79,19 +79,12 @@ class Check(NamedTuple):
 
 
 class Packed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The answer without the image, which follows as a descriptor.
+    """The answer without the image, which follows as a descriptor."""
 
-    Args:
-        version: The version.
-        ranks: Ranks by module; this and the next two are the arguments of ``lay_out``.
-        dtype: Type of the weights.
-        column_scaled: Modules with a column scale.
-    """
-
-    version: AdapterVersion
-    ranks: tuple[tuple[str, int], ...]
-    dtype: str
-    column_scaled: tuple[str, ...]
+    version: AdapterVersion  # the version
+    ranks: tuple[tuple[str, int], ...]  # ranks by module; this and the next two are the arguments of ``lay_out``
+    dtype: str  # type of the weights
+    column_scaled: tuple[str, ...]  # modules with a column scale
 
     @classmethod
     def of(cls, version: AdapterVersion, layout: AdapterLayout) -> Packed:
@@ -140,19 +133,12 @@ class AdapterRefused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Adapters by header.
+    """Adapters by header."""
 
-    Args:
-        shapes: The versions that differ in more than their content.
-        shape_of: For each adapter the number of its shape, or -1 if it was refused.
-        identities: Identities of those that were not refused, in order.
-        refused: The refusals, in order.
-    """
-
-    shapes: list[AdapterVersion]
-    shape_of: list[int]
-    identities: list[Identity]
-    refused: list[AdapterRefused]
+    shapes: list[AdapterVersion]  # the versions that differ in more than their content
+    shape_of: list[int]  # for each adapter the number of its shape, or -1 if it was refused
+    identities: list[Identity]  # identities of those that were not refused, in order
+    refused: list[AdapterRefused]  # the refusals, in order
 
     @classmethod
     def of(cls, found: Sequence[AdapterVersion | AdapterError]) -> Checked:

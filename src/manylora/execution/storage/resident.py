@@ -41,36 +41,23 @@ class WeightPiece:
 
 @dataclass(frozen=True, slots=True)
 class ResidentModule:
-    """B^T of one module, and its column scale if it has one.
+    """B^T of one module, and its column scale if it has one."""
 
-    Args:
-        row: Its first row in the group's A stack.
-        offset: Its first column in the group's output.
-        b: Pieces of B^T ``[rank, out_features]``, with LoRA's scale in them.
-        column_scale: Pieces of the column scale ``[1, out_features]``, if it has one.
-    """
-
-    row: int
+    row: int  # its first row in the group's A stack
     rank: int
-    offset: int
-    b: tuple[WeightPiece, ...]
-    column_scale: tuple[WeightPiece, ...] = ()
+    offset: int  # its first column in the group's output
+    b: tuple[WeightPiece, ...]  # pieces of B^T ``[rank, out_features]``, with LoRA's scale in them
+    column_scale: tuple[WeightPiece, ...] = ()  # pieces of the column scale ``[1, out_features]``, if it has one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterMemory:
-    """The place of an adapter's weights.
+    """The place of an adapter's weights."""
 
-    Args:
-        layout: The place of each matrix in the adapter's own pages.
-        flat: ``[pages, elements]`` of the adapter's type.
-        pages: The row of ``flat`` for each of its own pages.
-        prepared: A kernel's data for these weights, by the kernel's key; lives as long as they do.
-    """
-
-    layout: AdapterLayout
-    flat: torch.Tensor
-    pages: Sequence[int]
+    layout: AdapterLayout  # the place of each matrix in the adapter's own pages
+    flat: torch.Tensor  # ``[pages, elements]`` of the adapter's type
+    pages: Sequence[int]  # the row of ``flat`` for each of its own pages
+    # A kernel's data for these weights, by the kernel's key; lives as long as they do.
     prepared: dict[str, object] = field(default_factory=dict)
 
 

@@ -59,18 +59,12 @@ class GroupSpan:
 
 @dataclass(frozen=True, slots=True)
 class GroupDirectory:
-    """The base's groups by number.
-
-    Args:
-        places: Group of each module, and its number in the group, by module name.
-        num_modules: Modules of the largest group.
-        alignment: Common divisor of first element and width of every tile: the widest load of a kernel, in elements.
-    """
+    """The base's groups by number."""
 
     groups: dict[str, GroupSpan]
-    places: dict[str, tuple[str, int]]
-    num_modules: int
-    alignment: int
+    places: dict[str, tuple[str, int]]  # group of each module, and its number in the group, by module name
+    num_modules: int  # modules of the largest group
+    alignment: int  # common divisor of first element and width of every tile: the widest load of a kernel, in elements
 
     @classmethod
     def of(cls, base: BaseShape) -> GroupDirectory:
@@ -108,23 +102,15 @@ def _alignment(base: BaseShape, groups: dict[str, GroupSpan]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileTemplate:
-    """An adapter's table before its pages are known; made once, outside any step.
+    """An adapter's table before its pages are known; made once, outside any step."""
 
-    Args:
-        header: ``[groups, line]``, as above; tile numbers count from the front of the table.
-        tiles: ``[n, TILE_FIELDS]``; the element counts from the front of its page.
-        pages: The tile's page, as a number among the adapter's own ``[n]``.
-        max_rank: Most rows of a stack of A; so is ``max_tiles`` of tiles, and ``max_planes`` of column pieces.
-        is_complete: Whether the table holds the whole adapter; LoRA of the embedding is not in it.
-    """
-
-    header: NDArray[np.int64]
-    tiles: NDArray[np.int64]
-    pages: NDArray[np.int64]
-    max_rank: int
+    header: NDArray[np.int64]  # ``[groups, line]``, as above; tile numbers count from the front of the table
+    tiles: NDArray[np.int64]  # ``[n, TILE_FIELDS]``; the element counts from the front of its page
+    pages: NDArray[np.int64]  # the tile's page, as a number among the adapter's own ``[n]``
+    max_rank: int  # most rows of a stack of A; so is ``max_tiles`` of tiles, and ``max_planes`` of column pieces
     max_tiles: int
     max_planes: int
-    is_complete: bool
+    is_complete: bool  # whether the table holds the whole adapter; LoRA of the embedding is not in it
 
     @property
     def present(self) -> NDArray[np.bool_]:

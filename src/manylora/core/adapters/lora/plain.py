@@ -48,17 +48,11 @@ MAX_TENSORS = 200_000
 
 @dataclass(slots=True)
 class _LoraPair:
-    """The two tensors stored for one module, of the kind that the keys name.
+    """The two tensors stored for one module, of the kind that the keys name."""
 
-    Args:
-        kind: Linear or embedding.
-        a: ``[rank, in_features]``, or ``None`` before it is found.
-        b: ``[out_features, rank]``, likewise.
-    """
-
-    kind: ModuleKind
-    a: StoredTensor | None = None
-    b: StoredTensor | None = None
+    kind: ModuleKind  # linear or embedding
+    a: StoredTensor | None = None  # ``[rank, in_features]``, or ``None`` before it is found
+    b: StoredTensor | None = None  # ``[out_features, rank]``, likewise
 
     def both(self) -> tuple[StoredTensor, StoredTensor]:
         """Return A and B of a complete pair, as returned by ``_pair_tensors``."""

@@ -61,33 +61,19 @@ so the adapter needs that modified base. PEFT can convert such an adapter, and t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """The supported settings, by PEFT's names.
+    """The supported settings, by PEFT's names."""
 
-    Args:
-        r: Rank of modules without a pattern.
-        lora_alpha: Numerator of the scale of modules without a pattern.
-        use_rslora: Scale is alpha / sqrt(rank) instead of alpha / rank.
-        target_modules: Names, or one regular expression (or ``all-linear``).
-        exclude_modules: Names, or one regular expression, that are not targets.
-        rank_pattern: Pairs of pattern and rank; the first match counts.
-        alpha_pattern: Pairs of pattern and alpha.
-        layers_to_transform: The only layers that are adapted; ``None`` means all.
-        layers_pattern: Names of the list of layers, from which a layer's index is read.
-        base_model: The base it was trained on, as its author called it.
-        task_type: PEFT's name of the task.
-    """
-
-    r: int
-    lora_alpha: float
-    use_rslora: bool
-    target_modules: tuple[str, ...] | str
-    exclude_modules: tuple[str, ...] | str
-    rank_pattern: tuple[tuple[str, int], ...]
-    alpha_pattern: tuple[tuple[str, float], ...]
-    layers_to_transform: tuple[int, ...] | None
-    layers_pattern: tuple[str, ...]
-    base_model: str | None
-    task_type: str | None
+    r: int  # rank of modules without a pattern
+    lora_alpha: float  # numerator of the scale of modules without a pattern
+    use_rslora: bool  # scale is alpha / sqrt(rank) instead of alpha / rank
+    target_modules: tuple[str, ...] | str  # names, or one regular expression (or ``all-linear``)
+    exclude_modules: tuple[str, ...] | str  # names, or one regular expression, that are not targets
+    rank_pattern: tuple[tuple[str, int], ...]  # pairs of pattern and rank; the first match counts
+    alpha_pattern: tuple[tuple[str, float], ...]  # pairs of pattern and alpha
+    layers_to_transform: tuple[int, ...] | None  # the only layers that are adapted; ``None`` means all
+    layers_pattern: tuple[str, ...]  # names of the list of layers, from which a layer's index is read
+    base_model: str | None  # the base it was trained on, as its author called it
+    task_type: str | None  # PEFT's name of the task
 
 
 def parse_lora(name: str, config: Mapping[str, Any]) -> LoraSettings:

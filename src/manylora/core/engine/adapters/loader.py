@@ -129,15 +129,10 @@ class LoadsInFlight:
 
 
 class LoadsEnded(NamedTuple):
-    """The outcome of the loads that were complete at one time.
+    """The outcome of the loads that were complete at one time."""
 
-    Args:
-        arrived: Versions that reached the device while sequences ran on them from elsewhere.
-        failed: Versions that do not reach the device, with the reason.
-    """
-
-    arrived: list[AdapterKey]
-    failed: list[tuple[AdapterKey, str]]
+    arrived: list[AdapterKey]  # versions that reached the device while sequences ran on them from elsewhere
+    failed: list[tuple[AdapterKey, str]]  # versions that do not reach the device, with the reason
 
 
 class AdapterLoader:

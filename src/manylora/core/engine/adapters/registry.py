@@ -17,23 +17,14 @@ __all__ = ["AdapterRegistry", "NamedAdapter"]
 
 @dataclass(slots=True)
 class NamedAdapter:
-    """A registered name.
+    """A registered name."""
 
-    Args:
-        name: The name.
-        version: Its current version.
-        generation: Starts at 1 and grows by one with each replacement.
-        is_pinned: Whether its version must stay on the device.
-        num_requests: Requests for this name.
-        num_hits: Requests that found the adapter on the device.
-    """
-
-    name: str
-    version: AdapterVersion
-    generation: int = 1
-    is_pinned: bool = False
-    num_requests: int = 0
-    num_hits: int = 0
+    name: str  # the name
+    version: AdapterVersion  # its current version
+    generation: int = 1  # starts at 1 and grows by one with each replacement
+    is_pinned: bool = False  # whether its version must stay on the device
+    num_requests: int = 0  # requests for this name
+    num_hits: int = 0  # requests that found the adapter on the device
 
 
 class AdapterRegistry:

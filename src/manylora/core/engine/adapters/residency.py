@@ -39,33 +39,19 @@ class TierState(Enum):
 
 @dataclass(slots=True)
 class Residency:
-    """State of one version.
+    """State of one version."""
 
-    Args:
-        version: The version; with the digests of its layers, once it was read.
-        host: State of its host copy.
-        device: State of its device copy.
-        num_running: Running sequences that use it.
-        num_waiting: Waiting sequences that need it.
-        is_retired: No name points to it any more; it is dropped when its last request has ended.
-        last_used_at: When a sequence last started or stopped using it, in seconds.
-        num_loads: Loads begun, to either tier.
-        is_warming: It is loaded to the device before any sequence waits for it.
-        is_late: A step has waited in vain for the layers of the load to the device that is in flight.
-        error: The reason why its last read failed, until one succeeds.
-    """
-
-    version: AdapterVersion
-    host: TierState = TierState.ABSENT
-    device: TierState = TierState.ABSENT
-    num_running: int = 0
-    num_waiting: int = 0
-    is_retired: bool = False
-    last_used_at: float | None = None
-    num_loads: int = 0
-    is_warming: bool = False
-    is_late: bool = False
-    error: str | None = None
+    version: AdapterVersion  # the version; with the digests of its layers, once it was read
+    host: TierState = TierState.ABSENT  # state of its host copy
+    device: TierState = TierState.ABSENT  # state of its device copy
+    num_running: int = 0  # running sequences that use it
+    num_waiting: int = 0  # waiting sequences that need it
+    is_retired: bool = False  # no name points to it any more; it is dropped when its last request has ended
+    last_used_at: float | None = None  # when a sequence last started or stopped using it, in seconds
+    num_loads: int = 0  # loads begun, to either tier
+    is_warming: bool = False  # it is loaded to the device before any sequence waits for it
+    is_late: bool = False  # a step has waited in vain for the layers of the load to the device that is in flight
+    error: str | None = None  # the reason why its last read failed, until one succeeds
 
     @property
     def is_loading(self) -> bool:

@@ -18,25 +18,16 @@ __all__ = ["Step", "StepsInFlight"]
 
 @dataclass(slots=True)
 class Step:
-    """A step in flight.
-
-    Args:
-        sequences: Its sequences, in the plan's order.
-        num_tokens: Tokens that it runs.
-        load: Its content for cost models, ``None`` for a step that teaches none.
-        is_fitted: Whether the fits of step times learn from it.
-        began_at: Time in seconds of its launch, or of the end of the step before it if that is later.
-        is_cold: Whether adapters of sequences may be elsewhere than in complete pages.
-    """
+    """A step in flight."""
 
     plan: StepPlan
-    sequences: list[Sequence]
-    num_tokens: int
-    load: StepLoad | None
-    is_fitted: bool
+    sequences: list[Sequence]  # its sequences, in the plan's order
+    num_tokens: int  # tokens that it runs
+    load: StepLoad | None  # its content for cost models, ``None`` for a step that teaches none
+    is_fitted: bool  # whether the fits of step times learn from it
     work: Work
-    began_at: float
-    is_cold: bool = False
+    began_at: float  # time in seconds of its launch, or of the end of the step before it if that is later
+    is_cold: bool = False  # whether adapters of sequences may be elsewhere than in complete pages
 
 
 class StepsInFlight:

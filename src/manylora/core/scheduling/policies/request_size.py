@@ -27,17 +27,11 @@ PROMPT_WEIGHT, OUTPUT_WEIGHT = 0.4, 0.6
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The memory that a request needs, in tokens of KV.
+    """The memory that a request needs, in tokens of KV."""
 
-    Args:
-        prompt: Its prompt.
-        output: Its predicted answer.
-        adapter: Tokens that would fit in the pages of its adapter; 0 for the base.
-    """
-
-    prompt: int
-    output: int
-    adapter: int
+    prompt: int  # its prompt
+    output: int  # its predicted answer
+    adapter: int  # tokens that would fit in the pages of its adapter; 0 for the base
 
     @property
     def tokens(self) -> int:

@@ -17,27 +17,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRequest:
-    """One finished request.
+    """One finished request."""
 
-    Args:
-        arrived_at: Seconds on the server's clock.
-        adapter: The requested name, empty for the base.
-        max_tokens: The request's own cap, ``None`` for none.
-        limit: The cap in effect: its own, or the limit of the model and the memory.
-        temperature: 0 is greedy.
-        has_schema: Whether the answer had to match a JSON schema.
-        finish: ``stop`` or ``length``; others are not logged, because their length is not the answer's.
-    """
-
-    arrived_at: float
-    adapter: str
+    arrived_at: float  # seconds on the server's clock
+    adapter: str  # the requested name, empty for the base
     prompt_tokens: int
     output_tokens: int
-    max_tokens: int | None
-    limit: int
-    temperature: float
-    has_schema: bool
-    finish: str
+    max_tokens: int | None  # the request's own cap, ``None`` for none
+    limit: int  # the cap in effect: its own, or the limit of the model and the memory
+    temperature: float  # 0 is greedy
+    has_schema: bool  # whether the answer had to match a JSON schema
+    finish: str  # ``stop`` or ``length``; others are not logged, because their length is not the answer's
 
 
 class RequestLog:

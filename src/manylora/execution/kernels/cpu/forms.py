@@ -48,26 +48,16 @@ class NarrowForm(msgspec.Struct, frozen=True, kw_only=True):
 
     They are tiles of codes (``cpu.packing``), then scales ``[tiles, groups, TILE]``, shifts as many, a table and an
     order, each if there is one.
-
-    Args:
-        num_out: Outputs.
-        num_in: Inputs.
-        numbers: Kind of the weights, of ``NUMBERS``.
-        group: Inputs that share a scale, a multiple of ``block``; 0 for weights without scales.
-        scale_dtype: Type of scales and shifts.
-        has_shift: Whether a weight is ``scale number + shift``, or without a shift.
-        has_order: Whether columns are sorted in another order than the inputs.
-        is_rounded: Whether activations are rounded to 8 bits; integers only.
     """
 
-    num_out: int
-    num_in: int
-    numbers: str
-    group: int = 0
-    scale_dtype: str = "float32"
-    has_shift: bool = False
-    has_order: bool = False
-    is_rounded: bool = False
+    num_out: int  # outputs
+    num_in: int  # inputs
+    numbers: str  # kind of the weights, of ``NUMBERS``
+    group: int = 0  # inputs that share a scale, a multiple of ``block``; 0 for weights without scales
+    scale_dtype: str = "float32"  # type of scales and shifts
+    has_shift: bool = False  # whether a weight is ``scale number + shift``, or without a shift
+    has_order: bool = False  # whether columns are sorted in another order than the inputs
+    is_rounded: bool = False  # whether activations are rounded to 8 bits; integers only
 
     @property
     def block(self) -> int:

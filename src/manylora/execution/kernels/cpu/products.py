@@ -82,23 +82,14 @@ EXPAND_COLS = 256
 
 @dataclass(frozen=True, slots=True)
 class ProductTables:
-    """The work that adapters add to one group of modules in the prompts of a step.
+    """The work that adapters add to one group of modules in the prompts of a step."""
 
-    Args:
-        parts: A line for each adapter: its rows of the batch, its lines in the other tables, its work.
-        shrink: A line for each piece of A, as in ``LoraTables``.
-        expand: A line for each piece of B^T, as in ``LoraTables``.
-        cost: The sum of all work, by which threads divide it.
-        max_rank: The largest rank of an adapter of the step.
-        memory: The memory that offsets in ``shrink`` and ``expand`` count from.
-    """
-
-    parts: Table
-    shrink: Table
-    expand: Table
-    cost: int
-    max_rank: int
-    memory: MemorySpan
+    parts: Table  # a line for each adapter: its rows of the batch, its lines in the other tables, its work
+    shrink: Table  # a line for each piece of A, as in ``LoraTables``
+    expand: Table  # a line for each piece of B^T, as in ``LoraTables``
+    cost: int  # the sum of all work, by which threads divide it
+    max_rank: int  # the largest rank of an adapter of the step
+    memory: MemorySpan  # the memory that offsets in ``shrink`` and ``expand`` count from
 
 
 def make_product_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, ProductTables]:

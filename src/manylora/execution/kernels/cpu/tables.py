@@ -75,19 +75,12 @@ class MemorySpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableLines:
-    """Lines of a table, group by group.
+    """Lines of a table, group by group."""
 
-    Args:
-        table: ``[n, NUM_FIELDS]``, for one row at a cost of one; OFFSET counts from the front of the piece's page.
-        pages: The piece's page, as a number among the adapter's own ``[n]``.
-        first: First line of each group, and 0 for one more that has none ``[groups + 1]``.
-        count: Number of lines of each group, and 0 for one more ``[groups + 1]``.
-    """
-
-    table: Table
-    pages: Table
-    first: Table
-    count: Table
+    table: Table  # ``[n, NUM_FIELDS]``, for one row at a cost of one; OFFSET counts from the front of the piece's page
+    pages: Table  # the piece's page, as a number among the adapter's own ``[n]``
+    first: Table  # first line of each group, and 0 for one more that has none ``[groups + 1]``
+    count: Table  # number of lines of each group, and 0 for one more ``[groups + 1]``
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[tuple[int, ...]]]) -> TableLines:
@@ -107,25 +100,15 @@ class TableLines:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableTemplate:
-    """A layout's pieces before its pages are known.
+    """A layout's pieces before its pages are known."""
 
-    Args:
-        numbers: Number of each group, by name.
-        shrink: Pieces of the A stacks.
-        expand: Pieces of B^T; a module's columns begin at BEGIN.
-        ranks: Rank of each group, and 0 for one more that has no weights ``[groups + 1]``.
-        expand_costs: Work of each group's modules, and 0 for one more.
-        sizes: Number of weights of each group, and 0 for one more.
-        element_bytes: Bytes of a weight.
-    """
-
-    numbers: dict[str, int]
-    shrink: TableLines
-    expand: TableLines
-    ranks: Table
-    expand_costs: Table
-    sizes: Table
-    element_bytes: int
+    numbers: dict[str, int]  # number of each group, by name
+    shrink: TableLines  # pieces of the A stacks
+    expand: TableLines  # pieces of B^T; a module's columns begin at BEGIN
+    ranks: Table  # rank of each group, and 0 for one more that has no weights ``[groups + 1]``
+    expand_costs: Table  # work of each group's modules, and 0 for one more
+    sizes: Table  # number of weights of each group, and 0 for one more
+    element_bytes: int  # bytes of a weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,19 +176,12 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Lines of several adapters, group by group, and in a group adapter by adapter.
+    """Lines of several adapters, group by group, and in a group adapter by adapter."""
 
-    Args:
-        table: ``[n, NUM_FIELDS]``, a copy; OFFSET counts from the memory of all adapters.
-        adapters: Adapter of each line ``[n]``.
-        counts: Lines of each adapter in each group ``[adapters, groups]``.
-        bounds: First line of each group, and the number of all lines.
-    """
-
-    table: Table
-    adapters: Table
-    counts: Table
-    bounds: list[int]
+    table: Table  # ``[n, NUM_FIELDS]``, a copy; OFFSET counts from the memory of all adapters
+    adapters: Table  # adapter of each line ``[n]``
+    counts: Table  # lines of each adapter in each group ``[adapters, groups]``
+    bounds: list[int]  # first line of each group, and the number of all lines
 
     @classmethod
     def of(cls, tables: Sequence[Table], lines: Sequence[TableLines], numbers: Table, shifts: Table) -> Pieces:

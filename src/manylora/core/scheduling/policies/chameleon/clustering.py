@@ -28,17 +28,11 @@ LITTLE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Clustering:
-    """The best clustering into a number of clusters.
+    """The best clustering into a number of clusters."""
 
-    Args:
-        centroids: Means of the clusters, rising.
-        wcss: Within-cluster sum of squares.
-        num_points: Numbers clustered.
-    """
-
-    centroids: tuple[float, ...]
-    wcss: float
-    num_points: int
+    centroids: tuple[float, ...]  # means of the clusters, rising
+    wcss: float  # within-cluster sum of squares
+    num_points: int  # numbers clustered
 
 
 def cluster(sizes: Seq[float], max_clusters: int) -> list[Clustering]:

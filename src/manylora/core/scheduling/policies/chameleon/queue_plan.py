@@ -27,15 +27,10 @@ WINDOW = 2048
 
 @dataclass(frozen=True, slots=True)
 class QueuePlan:
-    """Queues in order of size.
+    """Queues in order of size."""
 
-    Args:
-        cut_offs: Sizes at which the next queue begins, rising; one fewer than queues.
-        quotas: Tokens of each.
-    """
-
-    cut_offs: tuple[float, ...]
-    quotas: tuple[int, ...]
+    cut_offs: tuple[float, ...]  # sizes at which the next queue begins, rising; one fewer than queues
+    quotas: tuple[int, ...]  # tokens of each
 
     def queue_of(self, size: float) -> int:
         """Return the index of the queue for a size."""

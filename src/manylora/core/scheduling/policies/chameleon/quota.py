@@ -24,19 +24,12 @@ __all__ = ["QueueLoad", "QuotaLedger", "in_proportion", "minimum_quota", "share_
 
 @dataclass(frozen=True, slots=True)
 class QueueLoad:
-    """Statistics of a queue's requests.
+    """Statistics of a queue's requests."""
 
-    Args:
-        max_tokens: Largest demand of a request (S).
-        mean_tokens: Mean charge of a request: below its demand where adapters are shared.
-        duration_s: Mean time from admission to end in seconds (D).
-        rate: Arrivals per second.
-    """
-
-    max_tokens: int
-    mean_tokens: float
-    duration_s: float
-    rate: float
+    max_tokens: int  # largest demand of a request (S)
+    mean_tokens: float  # mean charge of a request: below its demand where adapters are shared
+    duration_s: float  # mean time from admission to end in seconds (D)
+    rate: float  # arrivals per second
 
     @property
     def busy_tokens(self) -> float:
