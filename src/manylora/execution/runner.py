@@ -79,41 +79,25 @@ class OffDevice:
 NOTHING_OFF_DEVICE = OffDevice()
 
 
+@dataclass(eq=False)
 class ModelRunner:
-    """The model with its pages and resident adapters.
+    """The model with its pages and resident adapters."""
 
-    Args:
-        model: The causal language model with its modules replaced (``model.modules``).
-        step: The context that those modules read.
-        attention: Attention over the pages.
-        sampler: Chooses tokens from logits.
-        ops: Operations of the device.
-        graphs: Runs decode steps, where it can.
-        assistant: Computes adapters in host memory beside the device; without one, kernels read them in place.
-    """
+    model: nn.Module  # the causal language model with its modules replaced (``model.modules``)
+    _step: StepContext  # the context that those modules read
+    _attention: AttentionKernel  # attention over the pages
+    _sampler: Sampler  # chooses tokens from logits
+    _ops: DeviceOps  # operations of the device
+    _graphs: DecodeGraphs | None = None  # runs decode steps, where it can
+    # Computes adapters in host memory beside the device; without one, kernels read them in place.
+    _assistant: Assistant | None = None
+    _last_lora: LoraBatch | None = None
+    # Adapters on the device; changed by the executor.
+    resident: dict[AdapterKey, ResidentAdapter] = field(default_factory=dict)
+    logits_hook: LogitsHook | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        step: StepContext,
-        attention: AttentionKernel,
-        sampler: Sampler,
-        ops: DeviceOps,
-        graphs: DecodeGraphs | None = None,
-        assistant: Assistant | None = None,
-    ) -> None:
-        self.model = model
-        self._step = step
-        self._attention = attention
-        self._sampler = sampler
-        self._ops = ops
-        self._graphs = graphs
-        self._assistant = assistant
-        self._last_lora: LoraBatch | None = None
-        self._recorded = RecordedPass(model)
-        self.resident: dict[AdapterKey, ResidentAdapter] = {}
-        """Adapters on the device; changed by the executor."""
-        self.logits_hook: LogitsHook | None = None
+    def __post_init__(self) -> None:
+        self._recorded = RecordedPass(self.model)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, adapters: OffDevice = NOTHING_OFF_DEVICE) -> StepResult:

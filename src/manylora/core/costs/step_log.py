@@ -65,13 +65,13 @@ class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """One step."""
 
-    step_id: int  # its number
+    step_id: int
     # Time of the turn that planned it, in seconds on the loop's clock; of a step planned ahead, the end of the step
     # before it.
     launched_at: float
     ended_at: float  # time of the turn that read its results, in seconds
     device_s: float | None  # duration that the executor measured, in seconds; ``None`` if it does not measure
-    features: StepFeatures  # its content
+    features: StepFeatures
 
     @property
     def took_s(self) -> float:

@@ -20,6 +20,7 @@ answer after its first token has nothing to report; before that token it begins 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.cold_starts import ColdStarts
@@ -34,41 +35,26 @@ from manylora.core.types import AdapterKey, FinishReason, Output, PromptLogprobs
 __all__ = ["Answers"]
 
 
+@dataclass(eq=False)
 class Answers:
     """Collects outputs, and ends requests.
 
     Attributes:
         outputs: Outputs since the last ``take``.
         reports: The log-probabilities so far of each prompt that is reported, by ``seq_id``, a part per step.
-
-    Args:
-        sequences: All requests in flight by id; a request that ends is removed.
-        predictor: Learns the lengths of answers.
-        queue_wait: Learns of requests that ended.
     """
 
-    def __init__(
-        self,
-        sequences: dict[str, Sequence],
-        running: RunningSet,
-        policy: Policy,
-        cache: AdapterCache,
-        cold_starts: ColdStarts,
-        predictor: LengthPredictor,
-        queue_wait: QueueWait,
-        telemetry: Telemetry,
-    ) -> None:
-        self.outputs: list[Output] = []
-        self.reports: dict[int, list[PromptLogprobs]] = {}
-        self._sequences = sequences
-        self._running = running
-        self._policy = policy
-        self._cache = cache
-        self._cold_starts = cold_starts
-        self._predictor = predictor
-        self._queue_wait = queue_wait
-        self._telemetry = telemetry
-        self._released: list[int] = []
+    _sequences: dict[str, Sequence]  # all requests in flight by id; a request that ends is removed
+    _running: RunningSet
+    _policy: Policy
+    _cache: AdapterCache
+    _cold_starts: ColdStarts
+    _predictor: LengthPredictor  # learns the lengths of answers
+    _queue_wait: QueueWait  # learns of requests that ended
+    _telemetry: Telemetry
+    outputs: list[Output] = field(default_factory=list)
+    reports: dict[int, list[PromptLogprobs]] = field(default_factory=dict)
+    _released: list[int] = field(default_factory=list)
 
     def take(self) -> list[Output]:
         """Return the outputs since the last call."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from manylora.core.clock import Clock
 from manylora.core.engine.core import EngineCore
@@ -58,31 +59,23 @@ class RequestsByTime:
             self._next = next(self._requests, None)
 
 
+@dataclass(eq=False)
 class EngineLoop:
-    """Drives an engine core.
+    """Drives an engine core."""
 
-    Args:
-        on_outputs: Called on the loop's thread with the outputs of a turn, and the time in seconds.
-        arrivals: Requests by time of arrival in seconds, in order; one that is refused raises.
-        live: Wait for posted commands when no request is left, until ``stop``.
-    """
+    _core: EngineCore
+    _clock: Clock
+    _: KW_ONLY
+    # Called on the loop's thread with the outputs of a turn, and the time in seconds.
+    on_outputs: Callable[[list[Output], float], None]
+    # Requests by time of arrival in seconds, in order; one that is refused raises.
+    arrivals: InitVar[Iterable[tuple[float, Request]]] = ()
+    live: bool = False  # wait for posted commands when no request is left, until ``stop``
+    _inbox: deque[Command] = field(default_factory=deque)  # append and popleft are atomic
+    _is_stopping: bool = False
 
-    def __init__(
-        self,
-        core: EngineCore,
-        clock: Clock,
-        *,
-        on_outputs: Callable[[list[Output], float], None],
-        arrivals: Iterable[tuple[float, Request]] = (),
-        live: bool = False,
-    ) -> None:
-        self._core = core
-        self._clock = clock
-        self._on_outputs = on_outputs
+    def __post_init__(self, arrivals: Iterable[tuple[float, Request]]) -> None:
         self._arrivals = RequestsByTime(arrivals)
-        self._live = live
-        self._inbox: deque[Command] = deque()  # append and popleft are atomic
-        self._is_stopping = False
 
     def post(self, command: Command) -> None:
         """Run ``command(core, now)`` soon on the loop's thread; safe from any thread. Its errors end the loop."""
@@ -111,14 +104,14 @@ class EngineLoop:
             self._arrivals.submit_due(now, lambda request: core)
             core.launch(now)
             if outputs:
-                self._on_outputs(outputs, now)
+                self.on_outputs(outputs, now)
             if self._inbox:
                 continue
             next_event_at = min(core.next_event_at(), self._arrivals.next_at)
             if math.isinf(next_event_at) and not core.has_pending_work:
                 if core.has_requests:
                     raise Stalled(f"requests are left but nothing is pending: {core.stats()}")
-                if not self._live:
+                if not self.live:
                     return
             if next_event_at > now:
                 self._clock.wait_until(next_event_at)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import InitVar, dataclass, field
 from heapq import heapify, heapreplace, nsmallest
 from math import log, log2
 
@@ -81,41 +82,30 @@ def num_starts(seats: Seq[int], num_steps: int, length: int) -> int:
     return sum([(num_steps - at) // length + 1 for at in seats if at <= num_steps])
 
 
+@dataclass(eq=False)
 class QueueWait:
-    """Refuses requests beyond ``max_waiting`` and ``max_wait_s``; without the latter it predicts nothing.
+    """Refuses requests beyond ``max_waiting`` and ``max_wait_s``; without the latter it predicts nothing."""
 
-    Args:
-        scheduler: The limits of the queue, of a step, and of running sequences.
-        predictor: Predicts the lengths of answers.
-        sequences: All requests in flight, by id, in order of arrival.
-        policy: The waiting sequences.
-        running: Knows whether a sequence waits for room although seats are free.
-    """
+    scheduler: InitVar[SchedulerConfig]  # the limits of the queue, of a step, and of running sequences
+    _predictor: LengthPredictor  # predicts the lengths of answers
+    _sequences: Mapping[str, Sequence]  # all requests in flight, by id, in order of arrival
+    _policy: Policy  # the waiting sequences
+    _running: RunningSet  # knows whether a sequence waits for room although seats are free
+    _step_s: float = 0.0
+    _stepped_at: float = 0.0
+    # Predicted, by request id: one, or a quantile for each part.
+    _lengths: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _free_at: list[int] | None = None  # a heap: steps until each part of a seat is free; none until asked for
+    _num_to_run: int = 0  # tokens of prompts, and the next of each answer
+    _sum_lengths: int = 0  # of the answers in flight
 
-    def __init__(
-        self,
-        scheduler: SchedulerConfig,
-        predictor: LengthPredictor,
-        sequences: Mapping[str, Sequence],
-        policy: Policy,
-        running: RunningSet,
-    ) -> None:
+    def __post_init__(self, scheduler: SchedulerConfig) -> None:
         self._max_waiting = scheduler.max_waiting
         self._max_wait_s = scheduler.max_wait_s
         self.predicts = scheduler.max_wait_s is not None  # else it need not learn of steps
         self._num_step_tokens = scheduler.max_num_batched_tokens
         self._num_seats = min(scheduler.max_num_seqs, self._num_step_tokens)
-        self._predictor = predictor
-        self._sequences = sequences
-        self._policy = policy
-        self._running = running
-        self._step_s = 0.0
-        self._stepped_at = 0.0
-        self._lengths: dict[str, tuple[int, ...]] = {}  # predicted, by request id: one, or a quantile for each part
-        self._free_at: list[int] | None = None  # a heap: steps until each part of a seat is free; none until asked for
         self._num_parts = 1  # of a seat
-        self._num_to_run = 0  # tokens of prompts, and the next of each answer
-        self._sum_lengths = 0  # of the answers in flight
         self._finish_times: deque[float] = deque(maxlen=FINISH_WINDOW)
 
     def stepped(self, began_at: float, now: float) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from enum import Enum
 
 from manylora.core.routing import ReplicaView
@@ -43,30 +43,19 @@ class ScalingOrder:
     drain: tuple[int, ...] = ()
 
 
+@dataclass(eq=False)
 class ScalingController:
-    """Decides which replicas of a fleet start and drain; it is told the time.
+    """Decides which replicas of a fleet start and drain; it is told the time."""
 
-    Args:
-        policy: Bounds and prices.
-        views: The replicas as the router sees them, in use or not; ``max_replicas`` of them.
-        watch: The load.
-        scaler: Decides their number; an ``Autoscaler`` by default.
-    """
+    policy: ScalingPolicy  # bounds and prices
+    _views: Sequence[ReplicaView]  # the replicas as the router sees them, in use or not; ``max_replicas`` of them
+    _watch: LoadWatch
+    _: KW_ONLY
+    scaler: InitVar[Scaler | None] = None  # decides their number; an ``Autoscaler`` by default
+    decision: ScalingDecision | None = None  # the last one
 
-    def __init__(
-        self,
-        policy: ScalingPolicy,
-        views: Sequence[ReplicaView],
-        watch: LoadWatch,
-        *,
-        scaler: Scaler | None = None,
-    ) -> None:
-        self.policy = policy
-        self.decision: ScalingDecision | None = None
-        """The last one."""
-        self._views = views
-        self._watch = watch
-        self._scaler = Autoscaler(policy) if scaler is None else scaler
+    def __post_init__(self, scaler: Scaler | None) -> None:
+        self._scaler = Autoscaler(self.policy) if scaler is None else scaler
 
     def look(self, now: float, phases: Sequence[ReplicaPhase]) -> ScalingOrder:
         """Decide about the replicas, given the state of each."""

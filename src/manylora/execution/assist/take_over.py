@@ -14,7 +14,7 @@ when the group is launched, and no thread waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,31 +31,20 @@ if TYPE_CHECKING:
 __all__ = ["TakeOver"]
 
 
+@dataclass(eq=False)
 class TakeOver:
-    """A step's ``StepLora`` and ``Assist``; for one step.
+    """A step's ``StepLora`` and ``Assist``; for one step."""
 
-    Args:
-        warm: The segments of the kernels here.
-        assist: The exchanges of the assisted segments.
-        coming: The load of each assisted segment's adapter, ``None`` where no load is known.
-        make_batch: Makes a batch of segments, in order of rows; ``None`` for none.
-    """
-
-    def __init__(
-        self,
-        warm: tuple[LoraSegment, ...],
-        assist: AssistedStep,
-        coming: Sequence[DeviceLoad | None],
-        make_batch: Callable[[tuple[LoraSegment, ...]], LoraBatch | None],
-    ) -> None:
-        self._warm = warm
-        self._assist = assist
-        self._coming = coming
-        self._make_batch = make_batch
-        self._begun: dict[int, ArrivingAdapter] = {}  # by number of the segment
-        self._batches: dict[tuple[int, ...], LoraBatch | None] = {}  # by the segments taken over
-        self._taken: dict[str, tuple[int, ...]] = {}  # by group
-        self._num_asked = self._num_taken = 0
+    _warm: tuple[LoraSegment, ...]  # the segments of the kernels here
+    _assist: AssistedStep  # the exchanges of the assisted segments
+    _coming: Sequence[DeviceLoad | None]  # the load of each assisted segment's adapter, ``None`` where no load is known
+    # Makes a batch of segments, in order of rows; ``None`` for none.
+    _make_batch: Callable[[tuple[LoraSegment, ...]], LoraBatch | None]
+    _begun: dict[int, ArrivingAdapter] = field(default_factory=dict)  # by number of the segment
+    _batches: dict[tuple[int, ...], LoraBatch | None] = field(default_factory=dict)  # by the segments taken over
+    _taken: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by group
+    _num_asked: int = 0
+    _num_taken: int = 0
 
     @property
     def cpu_share(self) -> float:

@@ -41,9 +41,9 @@ _FORMATS = {
 class _Scheme:
     """How the weights of a group of modules are stored."""
 
-    form: str  # the format
+    form: str
     kind: str  # ``int`` or ``float``
-    bits: int  # of a code
+    bits: int  # bits of a code
     block: tuple[int, int]  # outputs and inputs that share a scale; 0 for all of them
     is_sorted: bool  # whether groups are of consecutive inputs
 

@@ -8,7 +8,7 @@ comparison per module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -39,23 +39,19 @@ class LoraSegment:
         return (self.sampled_start, self.sampled_stop) if is_sampled else (self.start, self.stop)
 
 
+@dataclass(eq=False)
 class LoraBatch:
     """A step's segments, and the kernels' input for each group.
 
     Decoding sequences make the same segments step after step, so the batch, with the data that kernels prepared for it,
     is kept while they do.
-
-    Args:
-        segments: Segments with an adapter, in order of rows.
-        space: Makes tables, for table-driven kernels; every adapter then has a table.
     """
 
-    def __init__(self, segments: tuple[LoraSegment, ...], space: LoraSpace | None = None) -> None:
-        self.segments = segments
-        self._space = space
-        self._tables: dict[bool, BatchTables] = {}
-        self._parts: dict[tuple[str, bool], GroupParts | None] = {}
-        self._step: StepRows | None = None
+    segments: tuple[LoraSegment, ...]  # segments with an adapter, in order of rows
+    _space: LoraSpace | None = None  # makes tables, for table-driven kernels; every adapter then has a table
+    _tables: dict[bool, BatchTables] = field(default_factory=dict)
+    _parts: dict[tuple[str, bool], GroupParts | None] = field(default_factory=dict)
+    _step: StepRows | None = None
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it.

@@ -165,10 +165,10 @@ class _Role(Enum):
 class _Piece:
     """Weights that become one entry of the table."""
 
-    names: tuple[str, ...]  # of the entry
+    names: tuple[str, ...]  # names of the entry
     # Names of each weight in the model, more than one if it is tied; more than one part if linears are fused.
     parts: tuple[tuple[str, ...], ...]
-    role: _Role  # their use
+    role: _Role
 
 
 def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:

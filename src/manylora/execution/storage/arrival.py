@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -141,28 +142,18 @@ class Arrival:
         return watchers
 
 
+@dataclass(eq=False)
 class ArrivingAdapter:
-    """An adapter on its way to the device, for one step.
+    """An adapter on its way to the device, for one step."""
 
-    Args:
-        weights: Views of its pages, which fill up.
-        groups: Its groups, for the pages that each needs.
-        arrival: The progress of the pages.
-        wait_budget: The time that the step may wait; ``None`` for no limit.
-    """
+    weights: ResidentAdapter  # views of its pages, which fill up
+    _groups: Mapping[str, GroupLayout]  # its groups, for the pages that each needs
+    _arrival: Arrival  # the progress of the pages
+    wait_budget: InitVar[WaitBudget | None] = None  # the time that the step may wait; ``None`` for no limit
+    # Whether the step has ceased to wait for it: its rows have computed on pages that were not there.
+    is_late: bool = False
 
-    def __init__(
-        self,
-        weights: ResidentAdapter,
-        groups: Mapping[str, GroupLayout],
-        arrival: Arrival,
-        wait_budget: WaitBudget | None = None,
-    ) -> None:
-        self.weights = weights
-        self.is_late = False
-        """Whether the step has ceased to wait for it: its rows have computed on pages that were not there."""
-        self._groups = groups
-        self._arrival = arrival
+    def __post_init__(self, wait_budget: WaitBudget | None) -> None:
         self._wait_budget = wait_budget or WaitBudget(math.inf)
         self._num_awaited = -1
 

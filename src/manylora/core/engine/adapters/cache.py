@@ -14,6 +14,7 @@ Source: Chameleon, section 4.2; S-LoRA, section 5.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from manylora.core.engine.adapters.residency import HostCopies, Residencies, Residency, TierState
 from manylora.core.memory import Depth, IdleItem, PageCache, ReloadCosts
@@ -25,36 +26,20 @@ from manylora.core.types import AdapterKey, AdapterVersion, Tier
 __all__ = ["AdapterCache"]
 
 
+@dataclass(eq=False)
 class AdapterCache:
-    """Counts the sequences of every version, and keeps or drops its copies accordingly.
+    """Counts the sequences of every version, and keeps or drops its copies accordingly."""
 
-    Args:
-        residencies: The state of every version; versions are added and removed here.
-        host: The copies in host memory.
-        costs: Durations of loads.
-        is_pinned: Whether a version must stay on the device.
-    """
-
-    def __init__(
-        self,
-        residencies: Residencies,
-        host: HostCopies,
-        page_cache: PageCache,
-        executor: Executor,
-        costs: ReloadCosts,
-        is_pinned: Callable[[AdapterKey], bool],
-    ) -> None:
-        self.residencies = residencies
-        self.host = host
-        self.cold: dict[AdapterKey, Placement] = {}
-        """The placement of each version that running sequences do not read from complete pages."""
-        self.num_active = 0
-        """Versions that a running sequence uses."""
-        self._page_cache = page_cache
-        self._executor = executor
-        self._costs = costs
-        self._is_pinned = is_pinned
-        self._failed: dict[AdapterKey, None] = {}
+    residencies: Residencies  # the state of every version; versions are added and removed here
+    host: HostCopies  # the copies in host memory
+    _page_cache: PageCache
+    _executor: Executor
+    _costs: ReloadCosts  # durations of loads
+    _is_pinned: Callable[[AdapterKey], bool]  # whether a version must stay on the device
+    # The placement of each version that running sequences do not read from complete pages.
+    cold: dict[AdapterKey, Placement] = field(default_factory=dict)
+    num_active: int = 0  # versions that a running sequence uses
+    _failed: dict[AdapterKey, None] = field(default_factory=dict)
 
     @property
     def failed(self) -> Collection[AdapterKey]:

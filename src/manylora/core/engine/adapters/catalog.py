@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass
 from itertools import islice
 
 from manylora.core.config import EngineConfig
@@ -25,33 +26,21 @@ __all__ = ["AdapterCatalog"]
 _HEIGHT = {tier: height for height, tier in enumerate(Tier)}
 
 
+@dataclass(eq=False)
 class AdapterCatalog:
-    """Registers, replaces, pins, warms and unregisters adapters by name; ``AdapterNotFound`` if there is no such name.
+    """Registers, replaces, pins, warms and unregisters adapters by name; ``AdapterNotFound`` if a name is unknown."""
 
-    Args:
-        num_pages: Pages in the pool.
-        sequences: Every waiting and running sequence, by request.
-        prefetcher: Reads versions that were registered without their weights.
-    """
+    config: InitVar[EngineConfig]
+    _registry: AdapterRegistry
+    _cache: AdapterCache
+    _loader: AdapterLoader
+    _num_pages: int  # pages in the pool
+    _sequences: Mapping[str, Sequence]  # every waiting and running sequence, by request
+    _prefetcher: Prefetcher  # reads versions that were registered without their weights
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        registry: AdapterRegistry,
-        cache: AdapterCache,
-        loader: AdapterLoader,
-        num_pages: int,
-        sequences: Mapping[str, Sequence],
-        prefetcher: Prefetcher,
-    ) -> None:
-        self._registry = registry
-        self._cache = cache
-        self._loader = loader
-        self._num_pages = num_pages
-        self._max_pages = config.adapters.most_pages(num_pages)
+    def __post_init__(self, config: EngineConfig) -> None:
+        self._max_pages = config.adapters.most_pages(self._num_pages)
         self._block_size = config.memory.block_size
-        self._sequences = sequences
-        self._prefetcher = prefetcher
 
     def __contains__(self, name: str) -> bool:
         return name in self._registry

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 
 from manylora.core.config import EngineConfig
 from manylora.core.costs.cold_start import AssistCosts, ColdRequest, Corrections, Expected, choose, expect
@@ -72,47 +72,38 @@ class _Sums:
     relative_error: float = 0.0
 
 
+@dataclass(eq=False)
 class ColdStarts:
     """Chooses modes and learns from first tokens. Times are in seconds.
 
     ``choices`` has the mode of each cold request, by ``seq_id``, until its first token.
 
-    Args:
-        parts: Say what the executor can do, the layers of the base, and whether steps run on a device beside the CPU.
-        config: Has the mode that is asked for, if one is, and the most tokens in a step.
-        loads: Loads in flight.
-        costs: Costs of loads and steps, learnt elsewhere.
-
     Raises:
         ConfigError: The executor cannot do the mode that is asked for.
     """
 
-    def __init__(
-        self,
-        parts: CoreParts,
-        config: EngineConfig,
-        cache: AdapterCache,
-        loads: LoadsInFlight,
-        costs: ReloadCosts,
-        emit: EventSink,
-    ) -> None:
+    # Say what the executor can do, the layers of the base, and whether steps run on a device beside the CPU.
+    parts: InitVar[CoreParts]
+    config: InitVar[EngineConfig]  # has the mode that is asked for, if one is, and the most tokens in a step
+    _cache: AdapterCache
+    _loads: LoadsInFlight
+    _costs: ReloadCosts  # costs of loads and steps, learnt elsewhere
+    _emit: EventSink
+    choices: dict[int, StartChoice] = field(default_factory=dict)
+    _num_cold_steps: int = 0  # one after another, up to the last
+
+    def __post_init__(self, parts: CoreParts, config: EngineConfig) -> None:
         mode, possible = config.adapters.cold_start, possible_modes(parts)
         self._forced = None if mode == "auto" else ColdStart(mode)
         if self._forced is not None and self._forced not in possible:
             names = ", ".join(["auto", *(one.value for one in possible)])
             raise ConfigError(f"Got cold_start = {mode!r}, which this engine cannot do; expected one of {names}")
         self._possible = possible
-        self._cache = cache
-        self._loads = loads
-        self._costs = costs
         self._num_layers = parts.base.num_layers
         self._max_step_tokens = config.scheduler.max_num_batched_tokens
-        self._emit = emit
         self._assist = AssistCosts(is_beside=parts.is_accelerated)
         self._corrections = Corrections()
-        self.choices: dict[int, StartChoice] = {}
         self._sums = {one: _Sums() for one in possible}
-        self._num_cold_steps = 0  # one after another, up to the last
         self._last_cold_step = -1
 
     def mode(self, sequence: Sequence, residency: Residency, running: Seq[Sequence], now: float) -> ColdStart:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import InitVar, dataclass
 
 from manylora.core.config import AdapterConfig
 from manylora.core.engine.adapters.cache import AdapterCache
@@ -47,35 +48,25 @@ BUSY_SHARE = 0.05
 """Share of the time that background reads may take while requests are in flight: they slow steps down."""
 
 
+@dataclass(eq=False)
 class Prefetcher:
-    """Starts loads on idle links, for upcoming sequences or for forecast requests: one, or as the composition asks.
+    """Starts loads on idle links, for upcoming sequences or for forecast requests: one, or as the composition asks."""
 
-    Args:
-        kv_pages: Pages of the pool that a waiting sequence needs for its KV; none where the KV lies elsewhere.
-    """
+    config: InitVar[AdapterConfig]
+    _cache: AdapterCache
+    _loader: AdapterLoader
+    _page_cache: PageCache
+    _policy: Policy
+    _composition: StepComposition
+    _counters: Counters
+    # Pages of the pool that a waiting sequence needs for its KV; none where the KV lies elsewhere.
+    kv_pages: Callable[[Sequence], int]
 
-    def __init__(
-        self,
-        config: AdapterConfig,
-        cache: AdapterCache,
-        loader: AdapterLoader,
-        page_cache: PageCache,
-        policy: Policy,
-        composition: StepComposition,
-        counters: Counters,
-        kv_pages: Callable[[Sequence], int],
-    ) -> None:
-        self._cache = cache
-        self._loader = loader
-        self._page_cache = page_cache
-        self._policy = policy
-        self._composition = composition
-        self._counters = counters
-        self._kv_pages = kv_pages
+    def __post_init__(self, config: AdapterConfig) -> None:
         self._look_ahead = config.look_ahead
         self._forecast = Forecast() if config.forecast else None
         reads_ahead = config.background_reads and config.keep_host_copies
-        self._background = BackgroundReads(cache, loader) if reads_ahead else None
+        self._background = BackgroundReads(self._cache, self._loader) if reads_ahead else None
 
     def asked(self, key: AdapterKey, now: float) -> None:
         """Learn that a request for an adapter arrived."""
@@ -117,7 +108,7 @@ class Prefetcher:
                         return
                 if tier is not None:
                     room -= version.num_pages
-            room -= self._kv_pages(sequence)
+            room -= self.kv_pages(sequence)
 
     def _prefetch_due(self, forecast: Forecast, idle: Seq[Tier], now: float) -> None:
         """Prefetch one adapter that is due, if it is worth more until then than the items it displaces."""

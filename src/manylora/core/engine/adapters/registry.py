@@ -19,7 +19,7 @@ __all__ = ["AdapterRegistry", "NamedAdapter"]
 class NamedAdapter:
     """A registered name."""
 
-    name: str  # the name
+    name: str
     version: AdapterVersion  # its current version
     generation: int = 1  # starts at 1 and grows by one with each replacement
     is_pinned: bool = False  # whether its version must stay on the device

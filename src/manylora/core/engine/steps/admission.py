@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import InitVar, dataclass
 
 from manylora.core.config import EngineConfig
 from manylora.core.engine.adapters.cache import AdapterCache
@@ -28,36 +29,25 @@ from manylora.core.types import AdapterVersion, ColdStart
 __all__ = ["Admission", "most_pages_together"]
 
 
+@dataclass(eq=False)
 class Admission:
     """Admits waiting sequences to the running set, one by one.
 
     Attributes:
         again_at: Time at which a sequence that waits for its adapter is to be looked at again, in seconds.
-
-    Args:
-        cold_starts: Chooses how a sequence starts whose adapter is not on the device.
-        registry: Counts requests that find their adapter on the device.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        running: RunningSet,
-        page_cache: PageCache,
-        cache: AdapterCache,
-        loader: AdapterLoader,
-        cold_starts: ColdStarts,
-        registry: AdapterRegistry,
-        telemetry: Telemetry,
-    ) -> None:
+    config: InitVar[EngineConfig]
+    _running: RunningSet
+    _page_cache: PageCache
+    _cache: AdapterCache
+    _loader: AdapterLoader
+    _cold_starts: ColdStarts  # chooses how a sequence starts whose adapter is not on the device
+    _registry: AdapterRegistry  # counts requests that find their adapter on the device
+    _telemetry: Telemetry
+
+    def __post_init__(self, config: EngineConfig) -> None:
         self.again_at = math.inf
-        self._running = running
-        self._page_cache = page_cache
-        self._cache = cache
-        self._loader = loader
-        self._cold_starts = cold_starts
-        self._registry = registry
-        self._telemetry = telemetry
         self._max_loras = config.scheduler.max_loras
         self._reserves_peak = config.scheduler.reserve_output == "peak"
         self._prefix_caching = config.memory.prefix_caching

@@ -20,6 +20,7 @@ Source: chunked prefill after Sarathi-Serve, iteration-level scheduling after Or
 from __future__ import annotations
 
 import math
+from dataclasses import InitVar, dataclass
 
 from manylora.core.config import EngineConfig
 from manylora.core.costs.online import OnlineCosts, StepLoad
@@ -48,33 +49,20 @@ _Planned = tuple[Sequence, int]
 """A sequence and its tokens in the step."""
 
 
+@dataclass(eq=False)
 class StepPlanner:
-    """Decides each step: which sequences are pre-empted, which are admitted, and how many tokens of a prompt run.
+    """Decides each step: which sequences are pre-empted, which are admitted, and how many tokens of a prompt run."""
 
-    Args:
-        policy: The waiting sequences.
-        costs: The costs of steps.
-        cold_starts: Limits the chunks of prompts that are assisted.
-    """
+    config: InitVar[EngineConfig]
+    _running: RunningSet
+    _admission: Admission
+    _page_cache: PageCache
+    _policy: Policy  # the waiting sequences
+    _composition: StepComposition
+    _costs: OnlineCosts  # the costs of steps
+    _cold_starts: ColdStarts  # limits the chunks of prompts that are assisted
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        running: RunningSet,
-        admission: Admission,
-        page_cache: PageCache,
-        policy: Policy,
-        composition: StepComposition,
-        costs: OnlineCosts,
-        cold_starts: ColdStarts,
-    ) -> None:
-        self._running = running
-        self._admission = admission
-        self._page_cache = page_cache
-        self._policy = policy
-        self._composition = composition
-        self._costs = costs
-        self._cold_starts = cold_starts
+    def __post_init__(self, config: EngineConfig) -> None:
         self._most_tokens = config.scheduler.max_num_batched_tokens
         self._target_s = config.scheduler.step_target_s
         # A running sequence needs at least one token of every step's budget.

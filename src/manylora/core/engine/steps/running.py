@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.loader import LoadsInFlight
@@ -27,6 +28,7 @@ from manylora.core.types import AdapterKey
 __all__ = ["LateSequences", "RunningSet"]
 
 
+@dataclass(eq=False)
 class RunningSet:
     """Running sequences, oldest arrival first.
 
@@ -35,23 +37,16 @@ class RunningSet:
         first_in_line: The policy's first in line of the last step, if it was not admitted.
         is_full: Whether a sequence was refused in the last step although seats are free, and not for a copy of its
             adapter.
-
-    Args:
-        policy: The waiting sequences.
-        loads: Loads in flight.
     """
 
-    def __init__(
-        self, page_cache: PageCache, cache: AdapterCache, loads: LoadsInFlight, policy: Policy, telemetry: Telemetry
-    ) -> None:
-        self.sequences: list[Sequence] = []
-        self.first_in_line: Sequence | None = None
-        self.is_full = False
-        self._page_cache = page_cache
-        self._cache = cache
-        self._loads = loads
-        self._policy = policy
-        self._telemetry = telemetry
+    _page_cache: PageCache
+    _cache: AdapterCache
+    _loads: LoadsInFlight
+    _policy: Policy  # the waiting sequences
+    _telemetry: Telemetry
+    sequences: list[Sequence] = field(default_factory=list)
+    first_in_line: Sequence | None = None
+    is_full: bool = False
 
     # -- in and out --------------------------------------------------------------------------------------------------
 
