@@ -13,19 +13,16 @@ from collections import Counter
 from dataclasses import dataclass
 
 from manylora.core.memory.eviction import ItemKey, KeyedEviction, ReloadCosts
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, option
 from manylora.core.plugins import takes
 from manylora.core.scheduling import KeyedPolicy, Policy, PolicyContext, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(CheckedOptions):
     """How work is measured."""
 
     answer_weight: float = option(1.0, at_least=0, help="Tokens of a prompt that a token of an answer counts for.")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @takes(Work)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, check_options, option
 from manylora.core.server_config import FleetConfig, WebConfig
 
 __all__ = [
@@ -98,7 +98,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryConfig:
+class MemoryConfig(CheckedOptions):
     """The pool of pages that KV, prefix blocks and adapters share."""
 
     memory_bytes: int | None = _memory(
@@ -125,12 +125,9 @@ class MemoryConfig:
         True, help="Keep the KV of finished prompts in idle pages.", without="Forget the KV of finished prompts."
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
+class SchedulerConfig(CheckedOptions):
     """Limits of a step, and the order of requests."""
 
     policy: str = _scheduling("fifo", plugin="policy", help="Order of waiting requests.")
@@ -186,12 +183,9 @@ class SchedulerConfig:
         factory=dict, flag="--predictor-option", metavar="KEY=VALUE", help="An option of the predictor. Repeatable."
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterConfig:
+class AdapterConfig(CheckedOptions):
     """The adapter cache."""
 
     max_cpu_loras: int | None = _adapters(None, unit="adapters", at_least=1, help="Most adapters kept in host memory.")
@@ -274,16 +268,13 @@ class AdapterConfig:
         False, help="Also load adapters without waiting requests whose usual gap between requests is over."
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
     def most_pages(self, num_pages: int) -> int:
         """Return the pages that one adapter may take of a pool: a token has room beside it."""
         return max(1, min(int(self.max_adapter_share * num_pages), num_pages - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(CheckedOptions):
     """All options of an engine."""
 
     model: ModelConfig
@@ -329,9 +320,6 @@ class EngineConfig:
         metavar="FILE",
         help="Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,8 @@ The field gives the flag and help of the command line (``cli/options/fields.py``
 ``docs/options.md``, and the check of a value on construction::
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Options:
+    class Options(CheckedOptions):
         refresh_s: float = option(300.0, help="Time between two settings of the queues.", unit="s", above=0)
-
-        def __post_init__(self) -> None:
-            check_options(self)
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 
 from manylora.core.errors import ConfigError
 
-__all__ = ["Option", "check_options", "option", "option_of", "require"]
+__all__ = ["CheckedOptions", "Option", "check_options", "option", "option_of", "require"]
 
 _KEY = "manylora.option"
 
@@ -96,6 +93,15 @@ def check_options(made: Any) -> None:
         known, value = option_of(field), getattr(made, field.name)
         if known is not None:
             require(known.allows(value), field.name, value, known.expected)
+
+
+class CheckedOptions:
+    """The base of a dataclass whose options are checked on construction, with no other check."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def require(is_allowed: bool, name: str, value: object, expected: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, option
 from manylora.core.routing.view import ReplicaView
 from manylora.core.types import Request
 
@@ -32,13 +32,10 @@ class Router(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SloOptions:
+class SloOptions(CheckedOptions):
     """The SLO of routers that predict the time between tokens."""
 
     tbt_s: float | None = option(None, unit="s", above=0, help="SLO of the time between tokens.")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 class Rendezvous:

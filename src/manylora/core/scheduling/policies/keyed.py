@@ -18,7 +18,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, option
 from manylora.core.scheduling.policies.fifo import LOOK_AHEAD, Bypass, Line
 from manylora.core.scheduling.policy import Outcome, Policy, PolicyContext
 from manylora.core.scheduling.sequence import Sequence
@@ -135,7 +135,7 @@ class PriorityPolicy(KeyedPolicy):
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Options:
+    class Options(CheckedOptions):
         """The worth of a level."""
 
         priority_step_s: float = option(
@@ -145,9 +145,6 @@ class PriorityPolicy(KeyedPolicy):
             above=0,
             help="Under priority: time of waiting that makes up for one level.",
         )
-
-        def __post_init__(self) -> None:
-            check_options(self)
 
     def __init__(self, context: PolicyContext) -> None:
         step_s: float = context.options.priority_step_s
@@ -174,7 +171,7 @@ class ShortestFirstPolicy(KeyedPolicy):
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Options:
+    class Options(CheckedOptions):
         """The rate of ageing."""
 
         ageing_tokens_per_s: float = option(
@@ -186,9 +183,6 @@ class ShortestFirstPolicy(KeyedPolicy):
             above=0,
             help="Under sjf: predicted tokens that a second of waiting makes up for.",
         )
-
-        def __post_init__(self) -> None:
-            check_options(self)
 
     def __init__(self, context: PolicyContext) -> None:
         ageing: float = context.options.ageing_tokens_per_s

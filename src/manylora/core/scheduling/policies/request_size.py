@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, option
 
 __all__ = ["Demand", "RequestSizer", "SizeOptions"]
 
@@ -40,7 +40,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeOptions:
+class SizeOptions(CheckedOptions):
     """The measure of size."""
 
     request_size: str = option(
@@ -50,9 +50,6 @@ class SizeOptions:
         help="Under boost and chameleon: the size of a request, as prompt and answer times the adapter, as their sum, "
         "or as the answer alone.",
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 class RequestSizer:

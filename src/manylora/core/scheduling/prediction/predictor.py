@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, option
 from manylora.core.scheduling.sequence import Sequence
 
 __all__ = ["LengthEstimate", "LengthPredictor", "NoisyPredictor", "OraclePredictor", "bounded_estimate"]
@@ -77,13 +77,10 @@ class NoisyPredictor:
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)
-    class Options:
+    class Options(CheckedOptions):
         """The size of the noise."""
 
         accuracy: float = option(0.8, above=0.5, at_most=1, help="1 less the mean relative error; for experiments.")
-
-        def __post_init__(self) -> None:
-            check_options(self)
 
     def __init__(self, accuracy: float, seed: int, truth: Callable[[Sequence], int] = _cap) -> None:
         self._truth = truth
