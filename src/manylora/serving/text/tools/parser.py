@@ -270,12 +270,12 @@ class ToolParser(ABC):
             self._argue("".join(arguments) or "{}")
         yield from self._advance()
 
-    def _call_list(self) -> Reading:
-        """Take a JSON list of calls."""
+    def _call_list(self, take_call: Callable[[], Reading] | None = None) -> Reading:
+        """Take a list of calls: JSON objects, or what ``take_call`` takes."""
         yield from self._literal("[")
         while True:
             yield from self._blank()
-            yield from self._call_object()
+            yield from (take_call or self._call_object)()
             yield from self._blank()
             if self._char != ",":
                 break

@@ -30,15 +30,7 @@ class PythonicParser(ToolParser):
 
     def _calls(self) -> Reading:
         yield from self._blank()
-        yield from self._literal("[")
-        while True:
-            yield from self._blank()
-            yield from self._call()
-            yield from self._blank()
-            if self._char != ",":
-                break
-            yield from self._advance()
-        yield from self._literal("]")
+        yield from self._call_list(self._call)
 
     def _call(self) -> Reading:
         name = yield from self._identifier()
