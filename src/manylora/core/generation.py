@@ -77,7 +77,7 @@ def parse_generation_config(content: bytes, place: str) -> tuple[GenerationDefau
         place: The file, for messages.
 
     Raises:
-        ConfigError: It is no JSON object, or a value is of a wrong type or out of range.
+        ConfigError: The content is no JSON object, or a value is of a wrong type or out of range.
     """
     try:
         values = json.loads(content)

@@ -58,7 +58,7 @@ class AdapterReader(Protocol):
         """Read, check and pack the adapter in the directory ``path``. Blocks on the disk; safe from any thread.
 
         Raises:
-            AdapterError: It cannot be served on this base; gives ``name`` and the reason.
+            AdapterError: The adapter cannot be served on this base; gives ``name`` and the reason.
         """
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:

@@ -45,7 +45,7 @@ class DeviceOps:
         """Record ``work`` once it has run; return a function that repeats it on the current values of its tensors.
 
         Raises:
-            RuntimeError: It cannot be recorded.
+            RuntimeError: The work cannot be recorded.
         """
         return work
 

@@ -61,7 +61,7 @@ def describe_bin(name: str, file: BinaryIO, max_bytes: int) -> dict[str, StoredT
     Messages name the adapter ``name``. The tensors together may have at most ``max_bytes`` bytes.
 
     Raises:
-        AdapterError: It is damaged, too large, compressed, older than PyTorch 1.6, or holds more than tensors.
+        AdapterError: The file is damaged, too large, compressed, older than PyTorch 1.6, or holds more than tensors.
     """
     bounded = _BoundedReads(file, "directory", MAX_DIRECTORY_BYTES)
     try:

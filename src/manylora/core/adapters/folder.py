@@ -141,8 +141,8 @@ class Folder(Protocol):
         """Open a file of at most ``max_bytes`` bytes.
 
         Raises:
-            AdapterError: It is missing, unreadable, or too large.
-            AdapterForbidden: It lies outside of all places that are allowed.
+            AdapterError: The file is missing, unreadable, or too large.
+            AdapterForbidden: The file lies outside of all places that are allowed.
         """
 
     def find_weights(self) -> str:
@@ -198,7 +198,7 @@ def open_regular(name: str, path: Path, max_bytes: int, roots: Collection[str] |
 
     Raises:
         AdapterError: The file is missing, unreadable, not regular, or too large.
-        AdapterForbidden: It lies outside the roots.
+        AdapterForbidden: The file lies outside the roots.
     """
     try:
         # O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
@@ -265,7 +265,7 @@ def read_config_file(folder: Folder) -> bytes:
     """Return the content of the configuration in an adapter's folder.
 
     Raises:
-        AdapterError: It is missing or too large.
+        AdapterError: The file is missing or too large.
     """
     return folder.read(CONFIG_FILE, MAX_CONFIG_BYTES)
 
@@ -274,7 +274,7 @@ def parse_config(name: str, content: bytes) -> dict[str, Any]:
     """Return the configuration in the content of its file.
 
     Raises:
-        AdapterError: It is malformed; names the adapter ``name``.
+        AdapterError: The file is malformed; names the adapter ``name``.
     """
 
     def constant(word: str) -> NoReturn:

@@ -81,8 +81,8 @@ def run_pickle(program: bytes, find_storage: Callable[[str], tuple[int, int]]) -
         find_storage: Returns the place of a storage by its key; called once for each.
 
     Raises:
-        NotTensorsError: It holds more than tensors by name.
-        Exception: It is damaged.
+        NotTensorsError: The pickle holds more than tensors by name.
+        Exception: The pickle is damaged.
     """
     machine = _Machine(find_storage)
     for number, (opcode, argument, _) in enumerate(genops(program)):

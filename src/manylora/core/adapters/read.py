@@ -202,7 +202,7 @@ class HeaderReader:
         """Return the version of an adapter, by content hash if that is known, else with a provisional key.
 
         Raises:
-            AdapterError: It cannot be served on this base, as far as its header shows.
+            AdapterError: The adapter cannot be served on this base, as far as its header shows.
         """
         folder = self._rules.open(name, path)
         config = read_config_file(folder)

@@ -48,14 +48,14 @@ class Registry(Protocol):
         Raises:
             AdapterNotFound: There is no such file.
             AdapterForbidden: The URL is not in a registry that is allowed.
-            AdapterError: It is too large, has no identity, or the server does not answer.
+            AdapterError: The file is too large, has no identity, or the server does not answer.
         """
 
     def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
         """Return a range of a file, all of it.
 
         Raises:
-            AdapterError: It is another file now than ``head`` describes, or cannot be read.
+            AdapterError: The file is another file now than ``head`` describes, or cannot be read.
         """
 
 

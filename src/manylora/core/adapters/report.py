@@ -48,7 +48,7 @@ def inspect_adapter(
     """Report on an adapter directory or URL with a weight file of at most ``max_bytes``, and whether it fits ``base``.
 
     Raises:
-        AdapterError: It cannot be read for any base. An adapter that does not fit ``base`` is reported, not raised.
+        AdapterError: The adapter cannot be read for any base. One that does not fit ``base`` is only reported.
     """
     name = str(path)
     folder = open_folder(name, path, registry=registry)

@@ -131,7 +131,7 @@ def resolve_url(name: str, url: str, prefixes: Iterable[str]) -> str:
         prefixes: Values of ``--lora-registry``.
 
     Raises:
-        AdapterForbidden: It is malformed, or below none of them.
+        AdapterForbidden: The URL is malformed, or below none of them.
     """
     allowed = [check_registry(prefix) for prefix in prefixes]
     if not allowed:
@@ -161,7 +161,7 @@ def open_folder(
 
     Raises:
         AdapterNotFound: There is no folder.
-        AdapterForbidden: It lies outside the roots, or no registry is allowed.
+        AdapterForbidden: The path lies outside the roots, or no registry is allowed.
     """
     if isinstance(path, str) and is_url(path):
         if registry is None:

@@ -51,8 +51,8 @@ class Acceptance:
 
         Raises:
             ModelNotFound: Neither the base nor an adapter has that name.
-            AdapterReplaced: It is the rest of an answer of an adapter version that is not here.
-            RequestError: It can never be served: empty, unknown tokens, or too long for the model or the pool.
+            AdapterReplaced: The request is the rest of an answer of an adapter version that is not here.
+            RequestError: The request can never be served: empty, unknown tokens, or too long for the model or the pool.
             CapacityError: Too many requests wait, or it would wait for too long (429).
         """
         begun = request.continuation
@@ -86,8 +86,8 @@ class Acceptance:
         """Return how many tokens a request may generate with an adapter.
 
         Raises:
-            RequestError: It is empty, has unknown tokens, is too long for the model or the pool, or its answer has all
-                tokens already.
+            RequestError: The request is empty, has unknown tokens, is too long for the model or the pool, or its answer
+                has all tokens already.
         """
         self._check_tokens(request)
         num_prompt, asked = len(request.prompt), request.sampling.max_tokens

@@ -143,8 +143,8 @@ class EngineCore:
 
         Raises:
             ModelNotFound: Neither the base nor an adapter has that name.
-            AdapterReplaced: It is the rest of an answer of an adapter version that is not here.
-            RequestError: It can never be served: empty, unknown tokens, or too long for the model or the pool.
+            AdapterReplaced: The request is the rest of an answer of an adapter version that is not here.
+            RequestError: The request can never be served: empty, unknown tokens, or too long for the model or the pool.
             CapacityError: Too many requests wait, or it would wait for too long (429).
         """
         if request.request_id in self._sequences:

@@ -77,7 +77,7 @@ class Cgroup:
         """Put a process into the group.
 
         Raises:
-            OSError: It has ended.
+            OSError: The process has ended.
         """
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(pid))
@@ -141,7 +141,7 @@ class ProcessorShare:
         root: Where the kernel shows groups.
 
     Raises:
-        OSError: It has ended, it has no share of its own, or this user may not.
+        OSError: The process has ended, it has no share of its own, or this user may not.
     """
 
     def __init__(self, pid: int, root: Path = ROOT) -> None:
@@ -157,7 +157,7 @@ class ProcessorShare:
         """Leave the process the time that no other one wants, or give it its share again; cheap without a change.
 
         Raises:
-            OSError: It has ended.
+            OSError: The process has ended.
         """
         if is_background != self._is_background:
             os.write(self._file, self._values[is_background])

@@ -85,7 +85,7 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
     ``name`` is a path of a folder or of a ``.gguf`` file, or a name at the hub.
 
     Raises:
-        ConfigError: It does not exist; the message names the places that were searched.
+        ConfigError: The model or tokenizer does not exist; the message names the places that were searched.
     """
     if is_gguf(name):
         find_gguf(name, revision)

@@ -100,7 +100,7 @@ class GgufFile:
         """Read a header.
 
         Raises:
-            ConfigError: It is damaged, or of an architecture or a kind of blocks that is not supported.
+            ConfigError: The file is damaged, or of an architecture or a kind of blocks that is not supported.
         """
         got = f"Got model = {model!r}"
         try:

@@ -137,7 +137,7 @@ def sort_groups(stored: StoredTensors, name: str, codes: Codes, *, is_sorted: bo
         is_sorted: Whether that tensor may be missing.
 
     Raises:
-        ConfigError: It is missing, or has other groups than those of ``codes``.
+        ConfigError: The tensor is missing, or has other groups than those of ``codes``.
     """
     if is_sorted and name not in stored:
         return codes

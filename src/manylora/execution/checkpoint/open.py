@@ -137,7 +137,7 @@ def open_checkpoint(
         build: Makes the model of transformers, without weights, from its configuration.
 
     Raises:
-        ConfigError: It does not exist, is damaged, or is of a format or architecture that is not supported.
+        ConfigError: The checkpoint does not exist, is damaged, or is of a format or architecture that is not supported.
     """
     make = build or partial(_build, trust_remote_code=trust_remote_code)
     got = f"Got model = {model!r}"

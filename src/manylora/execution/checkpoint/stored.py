@@ -59,7 +59,7 @@ class StoredTensors:
             shape: The sizes it must have; ``None`` for any.
 
         Raises:
-            ConfigError: It is missing, or of another type or shape.
+            ConfigError: The tensor is missing, or of another type or shape.
         """
         if name not in self:
             raise ConfigError(f"{self.got}: {self.files.source} lacks tensor {name!r}")

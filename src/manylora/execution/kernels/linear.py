@@ -171,7 +171,7 @@ def map_weight(buffer: torch.Tensor, entry: WeightEntry) -> Weight:
     """Return the weight over its bytes in ``buffer`` ``[num_bytes]``; a packed one does not keep the buffer alive.
 
     Raises:
-        RuntimeError: It is packed, and this build of torch does not read such weights.
+        RuntimeError: The weight is packed, and this build of torch does not read such weights.
     """
     if entry.packing:
         return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)

@@ -143,7 +143,7 @@ class _Builder:
         """Return the model that ``make`` returns for a configuration and options.
 
         Raises:
-            ConfigError: It cannot be served, or ``make`` raises anything.
+            ConfigError: The model cannot be served, or ``make`` raises anything.
         """
         config = self._config
         got = f"Got model = {config.model!r} of type {checkpoint.model_type!r}"

@@ -119,7 +119,7 @@ def _begin_answer(constraint: Constraint, matcher: Any) -> None:
     """Follow a form for a few tokens: one that is too ambiguous fails here, in no step that others share.
 
     Raises:
-        RequestError: It failed.
+        RequestError: The form is too ambiguous, or fails otherwise.
     """
     for _ in range(NUM_TRIED):
         if matcher.is_error():
@@ -267,7 +267,7 @@ class Grammars:
         """Compile a constraint for requests that follow; blocks.
 
         Raises:
-            RequestError: It cannot be enforced with this tokenizer.
+            RequestError: The constraint cannot be enforced with this tokenizer.
         """
         try:
             matcher = self._compile(constraint)

@@ -47,7 +47,7 @@ class AdapterFiles:
         """Return the version of an adapter from its header.
 
         Raises:
-            AdapterError: It cannot be served on this base.
+            AdapterError: The adapter cannot be served on this base.
         """
         return self._headers.read(name, path)
 
@@ -55,7 +55,7 @@ class AdapterFiles:
         """Return the adapter in ``path``, packed in memory of ``allocate``.
 
         Raises:
-            AdapterError: It cannot be served on this base, or its files changed meanwhile.
+            AdapterError: The adapter cannot be served on this base, or its files changed meanwhile.
         """
         file_key, changed_at = self._file_key(name, path)
         packed = read_adapter(name, path, self._rules, allocate)
@@ -83,7 +83,7 @@ class AdapterFiles:
             allocate: Returns the memory for the image.
 
         Raises:
-            AdapterError: It is another version now, or it cannot be read.
+            AdapterError: The adapter is another version now, or it cannot be read.
         """
         with LayerReader(version, self._rules, self._shapes) as reader:
             image = image_of(allocate(version.host_bytes), reader.layout, self._rules.base.page)

@@ -109,7 +109,7 @@ class DeviceLoad:
         """Return the adapter as a step sees it, once its layout is known. Blocks as long as the step may wait.
 
         Raises:
-            AdapterGone: It will not arrive.
+            AdapterGone: The adapter will not arrive.
             TimeoutError: Its layout came too late.
         """
         with waiting(wait_budget) as limit_s:

@@ -118,7 +118,7 @@ class HostReader:
         """Read an adapter and keep it in the host tier.
 
         Raises:
-            AdapterError: It cannot be served on this base.
+            AdapterError: The adapter cannot be served on this base.
         """
         with self._free_reader(host_of(path)) as reader:
             packed = reader.read(name, path)

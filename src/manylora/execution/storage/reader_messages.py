@@ -185,7 +185,7 @@ def start_on_pipe(module: str, environment: Mapping[str, str] = {}) -> tuple[sub
     ``environment`` is added to this process's own.
 
     Raises:
-        OSError: It could not be started.
+        OSError: The process could not be started.
     """
     import subprocess  # here, since an engine that may start no process does without
 

@@ -136,7 +136,7 @@ class ReaderProcess:
         """Return the adapter in ``path``.
 
         Raises:
-            AdapterError: It cannot be served on this base, or the process died while it read it.
+            AdapterError: The adapter cannot be served on this base, or the process died while it read it.
             CapacityError: No process could be started.
         """
         with self._lock:
@@ -167,7 +167,7 @@ class ReaderProcess:
             is_urgent: Whether it is read at the priority of steps.
 
         Raises:
-            AdapterError: It is another version now, it cannot be read, or the process died while it read it.
+            AdapterError: The adapter is another version now, it cannot be read, or the process died while it read it.
             CapacityError: No process could be started.
         """
         digests = b""
@@ -338,7 +338,7 @@ def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
     Its size is sealed first: pages that the reader took away would kill a step.
 
     Raises:
-        OSError: It has another size.
+        OSError: The file has another size.
     """
     import torch  # here, since a test of this module does without
 

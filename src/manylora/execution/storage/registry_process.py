@@ -115,7 +115,7 @@ def start_registry(prefixes: tuple[str, ...], limit_s: float) -> tuple[subproces
     """Start a process that asks registries; return it, and the end of its pipe for a ``PipedRegistry``.
 
     Raises:
-        OSError: It could not be started.
+        OSError: The process could not be started.
     """
     process, pipe = start_on_pipe(__name__)
     try:

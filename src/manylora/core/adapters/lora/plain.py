@@ -131,7 +131,7 @@ def parse_plain(name: str, config: Mapping[str, Any]) -> PlainSettings:
     """Check a configuration of plain LoRA; settings beyond it are refused by name.
 
     Raises:
-        AdapterError: It is malformed or unsupported; names the adapter ``name``.
+        AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
     """
     return PlainSettings(name, parse_lora(name, config))
 

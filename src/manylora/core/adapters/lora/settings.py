@@ -80,7 +80,7 @@ def parse_lora(name: str, config: Mapping[str, Any]) -> LoraSettings:
     """Return the settings in ``config``, the content of ``adapter_config.json``.
 
     Raises:
-        AdapterError: It is malformed or unsupported; names the adapter ``name``.
+        AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
     """
     return _Parser(name, config).parse()
 

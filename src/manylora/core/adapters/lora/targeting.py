@@ -190,7 +190,7 @@ class Pattern:
     """A compiled regular expression in Python's syntax.
 
     Raises:
-        PatternError: It is malformed, too long, or uses unsupported syntax.
+        PatternError: The pattern is malformed, too long, or uses unsupported syntax.
     """
 
     def __init__(self, source: str, budget: Budget) -> None:

@@ -94,7 +94,7 @@ class AdapterCatalog:
 
         Raises:
             AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
-            AdapterError: It is larger than one adapter may be.
+            AdapterError: The version is larger than one adapter may be.
             CapacityError: Too many adapters, or the name is pinned and there is no room to pin the new version.
         """
         try:
