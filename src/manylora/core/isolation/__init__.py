@@ -4,7 +4,16 @@ Every measure that the kernel offers is taken; a report names the measures that 
 """
 
 from manylora.core.isolation.cgroups import Cgroup, ProcessorShare, enter_own_share, remove_groups_of_the_dead
-from manylora.core.isolation.confine import MEASURES, READABLE_OF_SYSTEM, Confinement, Measure, confine, receive_answer
+from manylora.core.isolation.confine import (
+    MEASURES,
+    ONE_THREAD,
+    READABLE_OF_SYSTEM,
+    Confinement,
+    Measure,
+    confine,
+    receive_answer,
+    start_on_pipe,
+)
 from manylora.core.isolation.landlock import FileRules, landlock_version
 from manylora.core.isolation.namespaces import NEW_PROCESSES, enter_namespaces
 from manylora.core.isolation.seccomp import restrict_calls
@@ -12,6 +21,7 @@ from manylora.core.isolation.seccomp import restrict_calls
 __all__ = [
     "MEASURES",
     "NEW_PROCESSES",
+    "ONE_THREAD",
     "READABLE_OF_SYSTEM",
     "Cgroup",
     "Confinement",
@@ -25,4 +35,5 @@ __all__ = [
     "receive_answer",
     "remove_groups_of_the_dead",
     "restrict_calls",
+    "start_on_pipe",
 ]

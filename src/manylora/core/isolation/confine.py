@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TypeVar
+from multiprocessing.connection import Connection, Pipe
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -25,7 +26,19 @@ from manylora.core.isolation.namespaces import NEW_IPC, NEW_NETWORK, enter_names
 from manylora.core.isolation.seccomp import restrict_calls
 from manylora.core.isolation.system import MACHINE, end_with_parent, keep_capabilities, prctl
 
-__all__ = ["MEASURES", "READABLE_OF_SYSTEM", "Confinement", "Measure", "confine", "receive_answer"]
+if TYPE_CHECKING:
+    import subprocess
+
+__all__ = [
+    "MEASURES",
+    "ONE_THREAD",
+    "READABLE_OF_SYSTEM",
+    "Confinement",
+    "Measure",
+    "confine",
+    "receive_answer",
+    "start_on_pipe",
+]
 
 T = TypeVar("T")
 
@@ -36,6 +49,9 @@ MEASURES = frozenset(
     }
 )
 """Names of all measures; the last five are for functions."""
+
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Environment of a process that is to have one thread: numpy's library for products starts some."""
 
 READABLE_OF_SYSTEM = ("/proc/cpuinfo", "/proc/meminfo", "/dev/null", "/dev/urandom")
 """Files of the system that libraries read when they are first used."""
@@ -108,6 +124,30 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
         _try("calls", lambda: restrict_calls(makes_files=to.file_bytes > 0)),
     ]
     return tuple(measures)
+
+
+def start_on_pipe(module: str, environment: Mapping[str, str] = {}) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a process that runs ``main(descriptor)`` of a module; return it, and the other end of its pipe.
+
+    ``environment`` is added to this process's own.
+
+    Raises:
+        OSError: The process could not be started.
+    """
+    import subprocess  # here, since a process that may start none does without
+
+    here, there = Pipe()
+    # -P keeps the working directory off the import path. With `-m`, the classes of `__main__` would not be ours.
+    command = [sys.executable, "-P", "-c", f"import {module} as here; here.main({there.fileno()})"]
+    try:
+        with there:
+            process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+            )
+    except OSError:
+        here.close()
+        raise
+    return process, here
 
 
 def receive_answer(pipe: Connection, limit_s: float, decode: Callable[[bytes], T], *, max_bytes: int) -> T:

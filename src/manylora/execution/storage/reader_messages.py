@@ -6,12 +6,10 @@ nothing else: the reader may have been taken over by a file that it read.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from multiprocessing.connection import Connection
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -21,9 +19,6 @@ from manylora.core.adapters.read import ReadRules
 from manylora.core.errors import AdapterError
 from manylora.core.isolation import receive_answer
 from manylora.core.types import AdapterKey, AdapterVersion
-
-if TYPE_CHECKING:
-    import subprocess
 
 __all__ = [
     "AdapterRefused",
@@ -37,7 +32,6 @@ __all__ = [
     "ReaderSettings",
     "receive",
     "send",
-    "start_on_pipe",
 ]
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
@@ -177,27 +171,3 @@ def receive(pipe: Connection, limit_s: float) -> Answer:
     """
     answer: Answer = receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)
     return answer
-
-
-def start_on_pipe(module: str, environment: Mapping[str, str] = {}) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start a process that runs ``main(descriptor)`` of a module; return it, and the other end of its pipe.
-
-    ``environment`` is added to this process's own.
-
-    Raises:
-        OSError: The process could not be started.
-    """
-    import subprocess  # here, since an engine that may start no process does without
-
-    here, there = Pipe()
-    # -P keeps the working directory off the import path. With `-m`, the classes of `__main__` would not be ours.
-    command = [sys.executable, "-P", "-c", f"import {module} as here; here.main({there.fileno()})"]
-    try:
-        with there:
-            process = subprocess.Popen(
-                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **environment}
-            )
-    except OSError:
-        here.close()
-        raise
-    return process, here

@@ -44,6 +44,7 @@ from manylora.core.adapters.layout import AdapterLayout, lay_out
 from manylora.core.adapters.packed import PackedAdapter, image_of
 from manylora.core.adapters.sources import is_url
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
+from manylora.core.isolation import ONE_THREAD, start_on_pipe
 from manylora.core.types import AdapterVersion
 from manylora.execution.storage.reader_messages import (
     Again,
@@ -54,7 +55,6 @@ from manylora.execution.storage.reader_messages import (
     Pages,
     ReaderSettings,
     receive,
-    start_on_pipe,
 )
 from manylora.execution.storage.registry_process import start_registry
 
@@ -271,9 +271,7 @@ class ReaderProcess:
         return AdapterError(name, reason)
 
     def _start(self) -> Connection:
-        # A process with several threads could not be confined, and numpy's library for products starts some.
-        one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._process, self._pipe = start_on_pipe(SERVICE, one_thread)
+        self._process, self._pipe = start_on_pipe(SERVICE, ONE_THREAD)  # with several it could not be confined
         return self._pipe
 
     def _stop(self) -> None:

@@ -23,8 +23,9 @@ import msgspec
 
 from manylora.core.adapters.remote import RemoteHead
 from manylora.core.errors import AdapterError
+from manylora.core.isolation import start_on_pipe
 from manylora.core.logs import configure_logging
-from manylora.execution.storage.reader_messages import AdapterRefused, start_on_pipe
+from manylora.execution.storage.reader_messages import AdapterRefused
 
 if TYPE_CHECKING:
     import subprocess

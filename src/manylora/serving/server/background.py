@@ -8,7 +8,6 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import EngineDead
@@ -53,9 +52,7 @@ class BackgroundServer:
         self._ready.result()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Stop at once."""
         self.stop()
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from manylora.core.errors import CapacityError
-from manylora.core.isolation import receive_answer
+from manylora.core.isolation import ONE_THREAD, receive_answer, start_on_pipe
 from manylora.core.types import Constraint
 
 if TYPE_CHECKING:
@@ -82,31 +80,14 @@ class FormProcess:
     def _running(self) -> Connection:
         """Return the pipe to a process that has its tokenizer."""
         if self._pipe is None:
-            self._pipe = self._start()
+            # It forks for each form, which takes a process with one thread.
+            environment = {**ONE_THREAD, "TOKENIZERS_PARALLELISM": "false"}
+            self._process, self._pipe = start_on_pipe(SERVICE, environment)
             if self._is_closed:
                 raise ConnectionAbortedError("the server stops")
             self._pipe.send_bytes(encode(self._settings))
             self._refused = _receive(self._pipe, START_S)
         return self._pipe
-
-    def _start(self) -> Connection:
-        import subprocess  # here, since most servers never start it
-
-        here, there = Pipe()
-        command = [sys.executable, "-P", "-c", f"import {SERVICE} as here; here.main({there.fileno()})"]
-        # It forks for each form, which takes a process with one thread.
-        one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = {**os.environ, **one_thread, "TOKENIZERS_PARALLELISM": "false"}
-        try:
-            self._process = subprocess.Popen(
-                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment
-            )
-        except OSError:
-            here.close()
-            raise
-        finally:
-            there.close()
-        return here
 
     def _stop(self) -> None:
         if self._pipe is not None:
