@@ -30,8 +30,7 @@ _HARMLESS = """
     _from_model_config bos_token_id cache_implementation chat_format decoder_start_token_id do_sample eos_token_id
     max_length max_window_size pad_token_id transformers_version trust_remote_code use_cache
 """
-HARMLESS = frozenset(_HARMLESS.split())
-"""Settings that change nothing here, or that are read elsewhere."""
+HARMLESS = frozenset(_HARMLESS.split())  # settings that change nothing here, or that are read elsewhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,7 @@ __all__ = [
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_NAMES: dict[str, str] = {}
-"""Plug-ins in use, as ``policy = 'ideas.py:Deadline'``, by the file of their code."""
+_NAMES: dict[str, str] = {}  # plug-ins in use, as ``policy = 'ideas.py:Deadline'``, by the file of their code
 
 
 def is_own(name: str) -> bool:

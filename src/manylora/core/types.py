@@ -38,8 +38,7 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
-MAX_SHOWN_CHARS = 300
-"""Characters of a wrong value in a message."""
+MAX_SHOWN_CHARS = 300  # characters of a wrong value in a message
 
 AdapterKey = NewType("AdapterKey", str)
 """Identifies a version: the content hash of an adapter's weights and effective configuration, or a provisional key.

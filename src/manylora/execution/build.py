@@ -75,8 +75,7 @@ HOST_SHARE = 0.25
 """Share of the available memory that adapters take by default, in all engines of the machine together; the rest is for
 pages, processes and file caches."""
 
-HASHES_FILE = "adapter-hashes-1"
-"""Name of the hash cache; another number for other content hashes or another format."""
+HASHES_FILE = "adapter-hashes-1"  # name of the hash cache; another number for other content hashes or another format
 
 OpenAssistant = Callable[[torch.device, BaseShape], "Assistant | None"]
 """Starts workers for a device and a base, where there can be any."""

@@ -24,8 +24,7 @@ __all__ = ["HashCache", "KnownContent"]
 logger = logging.getLogger(__name__)
 
 MAX_ENTRIES = 200_000
-MAX_BYTES = 64 * 1024 * 1024
-"""No line is appended beyond it, and no file beyond it is read."""
+MAX_BYTES = 64 * 1024 * 1024  # no line is appended beyond it, and no file beyond it is read
 SLACK_LINES = 1000
 SETTLED_S = 2.0
 """Age of the files from which on their times are sure to change with their content: a file system counts in ticks."""

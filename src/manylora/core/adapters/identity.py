@@ -43,8 +43,7 @@ DIGEST_BYTES = 20
 LEAST_ALONE_BYTES = 256 * 1024
 """Bytes that are hashed where they lie: short parts are hashed slowly one by one, and are put together first."""
 
-_PREFIX = "file-"
-"""No content hash begins so: a hash is hexadecimal."""
+_PREFIX = "file-"  # no content hash begins so: a hash is hexadecimal
 
 
 def by_layer(weights: Iterable[ModuleWeights]) -> list[list[ModuleWeights]]:

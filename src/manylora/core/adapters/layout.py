@@ -48,11 +48,8 @@ __all__ = [
     "make_version",
 ]
 
-MAX_TILE_ROWS = 16
-"""Most rows in a tile: the height of a matrix instruction, so that a kernel never splits one."""
-
-MAX_SHAPES = 64
-"""Layouts that are remembered: some hundred kilobytes each."""
+MAX_TILE_ROWS = 16  # most rows in a tile: the height of a matrix instruction, so that a kernel never splits one
+MAX_SHAPES = 64  # layouts that are remembered: some hundred kilobytes each
 
 ALIGN_BYTES = 64
 """Pieces start on cache lines, which are also aligned for vector loads."""

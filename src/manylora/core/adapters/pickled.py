@@ -16,8 +16,7 @@ from manylora.core.adapters.tensors import FLOAT_DTYPES
 
 __all__ = ["NotTensorsError", "Storage", "StorageWindow", "run_pickle"]
 
-MAX_OPCODES = 500_000
-"""About thirty for a tensor: ten times the opcodes of a large adapter."""
+MAX_OPCODES = 500_000  # about thirty for a tensor: ten times the opcodes of a large adapter
 MAX_ARGUMENTS = 8
 MAX_DIMENSIONS = 8
 

@@ -45,17 +45,10 @@ model at rank 64 on one AVX-512 core."""
 BESIDE_HANDOFF_S = 10e-6
 """Seconds per handoff between device and CPU before any measurement: twice a ping-pong between two threads."""
 
-MOST_HANDOFF_S = 100e-6
-"""Longest handoff that is believed; more is the CPU's own work."""
-
-MOST_STALL = 0.5
-"""Longest stall of others, in steps, whatever is gained."""
-
-LEAST_CHUNK = 16
-"""Fewest tokens of a chunk that is cut for the sake of others: fewer are not worth a step."""
-
-LEARN = 0.2
-"""Weight of an observation against all earlier observations."""
+MOST_HANDOFF_S = 100e-6  # longest handoff that is believed; more is the CPU's own work
+MOST_STALL = 0.5  # longest stall of others, in steps, whatever is gained
+LEAST_CHUNK = 16  # fewest tokens of a chunk that is cut for the sake of others: fewer are not worth a step
+LEARN = 0.2  # weight of an observation against all earlier observations
 
 LEAST_SHARE = 0.25
 """Share of the layers that the CPU must have computed in a step for it to teach: a millisecond of noise in a step of 32
@@ -64,8 +57,7 @@ layers counts as 31 us for each at a share of 1, and would as 3 ms at a hundredt
 FORGET = 0.02
 """Part of a correction that is forgotten with each observation of another mode, so that a mode is tried again."""
 
-MOST_CORRECTION = 8.0
-"""Bound of a correction, and of one observation, as a factor in both directions."""
+MOST_CORRECTION = 8.0  # bound of a correction, and of one observation, as a factor in both directions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

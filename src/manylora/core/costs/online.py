@@ -19,11 +19,8 @@ from manylora.core.scheduling import Sequence
 
 __all__ = ["OnlineCosts", "StepLoad", "solve_nonnegative"]
 
-FADE = 0.99
-"""Factor on the weight of earlier steps with every usual step: a memory of about 100 steps."""
-
-GUESS_WEIGHT = 0.1
-"""Weight of the guess, in usual steps: enough to determine coefficients that the steps do not."""
+FADE = 0.99  # factor on the weight of earlier steps with every usual step: a memory of about 100 steps
+GUESS_WEIGHT = 0.1  # weight of the guess, in usual steps: enough to determine coefficients that the steps do not
 
 
 class StepLoad(NamedTuple):
@@ -59,8 +56,7 @@ class StepLoad(NamedTuple):
 USUAL = (1.0, 512.0, 512.0 * 32.0, 16_384.0)
 """A usual step: 1, its tokens, its sum of ranks, its context. Features are in these units, for numerical stability."""
 
-GUESS = (0.005, 512 * 1.5e-4, 0.0, 0.005)
-"""Seconds of a usual step, by quantity: a 7B model on a data-centre GPU."""
+GUESS = (0.005, 512 * 1.5e-4, 0.0, 0.005)  # seconds of a usual step, by quantity: a 7B model on a data-centre GPU
 
 
 class OnlineCosts:

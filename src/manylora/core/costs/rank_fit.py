@@ -22,23 +22,12 @@ from manylora.core.costs.step_model import PRIOR, TOKEN_KNOTS, StepModel
 
 __all__ = ["RankFit", "StepFit", "model_of"]
 
-EVERY = 4
-"""One step in this many is observed, so that the cost of a step is not felt."""
-
-FADE = 0.996
-"""Factor on the weight of earlier steps: a memory of 250 observed steps."""
-
-PRIOR_WEIGHT = 0.02
-"""Weight of the prior in usual steps: enough to determine coefficients that the steps do not."""
-
-SOLVE_EVERY = 16
-"""Observed steps between two solutions."""
-
-OUTLIER = 3.0
-"""Error, in mean absolute errors, from which on a step is weighed down."""
-
-LEAST_STEPS = 48
-"""Observed steps from which on a fit is used."""
+EVERY = 4  # one step in this many is observed, so that the cost of a step is not felt
+FADE = 0.996  # factor on the weight of earlier steps: a memory of 250 observed steps
+PRIOR_WEIGHT = 0.02  # weight of the prior in usual steps: enough to determine coefficients that the steps do not
+SOLVE_EVERY = 16  # observed steps between two solutions
+OUTLIER = 3.0  # error, in mean absolute errors, from which on a step is weighed down
+LEAST_STEPS = 48  # observed steps from which on a fit is used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,19 +33,15 @@ from manylora.core.scheduling import LengthEstimate, LengthPredictor, Policy, Se
 
 __all__ = ["QueueWait", "num_starts", "play", "quantiles"]
 
-WEIGHT = 1 / 16
-"""Weight of the last step in the mean time of a step."""
-
-FINISH_WINDOW = 64
-"""Finished requests over which the rate of finishing is measured, for Retry-After."""
+WEIGHT = 1 / 16  # weight of the last step in the mean time of a step
+FINISH_WINDOW = 64  # finished requests over which the rate of finishing is measured, for Retry-After
 
 NUM_PARTS = 4
 
 _DOUBLINGS = tuple(-log2(1 - (part + 0.5) / NUM_PARTS) for part in range(NUM_PARTS))
 """The middle quantile of each part of an exponential distribution, in medians."""
 
-_P90 = log2(10)
-"""Its 90 % quantile."""
+_P90 = log2(10)  # the 90 % quantile of that distribution, in medians
 
 
 def quantiles(p50: int, p90: int) -> tuple[int, ...]:

@@ -21,8 +21,7 @@ _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000
 
 _BIND, _RECURSIVE, _PRIVATE = 1 << 12, 1 << 14, 1 << 18
 
-_MADE_AT = "/tmp"
-"""Folder that the new root is made over; each process that makes one has mounts of its own by then."""
+_MADE_AT = "/tmp"  # folder that the new root is made over; each process that makes one has mounts of its own by then
 
 
 def enter_namespaces(kinds: int) -> str:

@@ -25,8 +25,7 @@ from manylora.core.isolation.system import MACHINE, system_call
 
 __all__ = ["CHECKED", "ArgumentCheck", "filter_lines", "restrict_calls"]
 
-_FIRST_UNKNOWN = 451
-"""The kernel had no call of this number or a higher one when the tables were made."""
+_FIRST_UNKNOWN = 451  # the kernel had no call of this number or a higher one when the tables were made
 
 _NUMBERS: Mapping[str, Mapping[str, int]] = {
     "x86_64": {
@@ -77,9 +76,7 @@ _CLONE_THREAD, _CLONE_ANY_NAMESPACE = 0x00010000, 0x7E020080
 _SET_NAME, _GET_NAME, _NAME_MEMORY = 15, 16, 0x53564D41  # of ``prctl``
 _FILE_COMMANDS = (0, 1, 2, 3, 4, 1030, 1033, 1034)  # duplicate; flags; seals. No locks, owners, leases, sizes of pipes
 _DEVICE_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, how wide; bytes waiting; flags
-
-_UNSEEN = ("clone3", "openat2")
-"""Calls whose flags are in memory, which a filter cannot read."""
+_UNSEEN = ("clone3", "openat2")  # calls whose flags are in memory, which a filter cannot read
 
 _OF_WRITERS = ("ftruncate", "memfd_create", "recvmsg", "sendmsg")
 """Calls of processes that make files of memory and hand them on."""

@@ -27,8 +27,7 @@ from manylora.core.types import Request
 
 __all__ = ["AutoRouter"]
 
-CHOICES = 4
-"""Replicas in an adapter's order that are compared beside those that hold it."""
+CHOICES = 4  # replicas in an adapter's order that are compared beside those that hold it
 
 COPY_PRICE, COPY_PRICE_WITHOUT_SLO = 3.0, 0.5
 """Price of a copy, in the time that one more sequence adds to the steps of all answers at a replica.
@@ -39,11 +38,8 @@ Without an SLO nothing but this price bounds the imbalance: a third of a replica
 IDLE_LOAD = 4
 """Requests that are added to a replica's when a copy there is priced, so that idle replicas do not attract copies."""
 
-OUTER_SHARE = 0.1
-"""Share of that price at a copy beyond those that the adapter's load needs."""
-
-SLO_WEIGHT = 10.0
-"""Cost of a second by which a token misses the SLO, in seconds."""
+OUTER_SHARE = 0.1  # share of that price at a copy beyond those that the adapter's load needs
+SLO_WEIGHT = 10.0  # cost of a second by which a token misses the SLO, in seconds
 
 SLO_SPREAD = 0.04
 """Spread of the mean time of an answer's tokens around its prediction, relative to the SLO.
@@ -51,8 +47,7 @@ SLO_SPREAD = 0.04
 The requests that arrive and end during an answer are unknown: replicas predicted at the SLO end on either side of it.
 """
 
-MOST_EXCESS = 30.0
-"""Spreads beyond the SLO from which on the excess itself is the expectation, to the last digit."""
+MOST_EXCESS = 30.0  # spreads beyond the SLO from which on the excess itself is the expectation, to the last digit
 
 
 class AutoRouter:

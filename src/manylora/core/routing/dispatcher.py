@@ -10,11 +10,8 @@ from manylora.core.types import Request
 
 __all__ = ["Dispatcher"]
 
-MEMORY = 1000.0
-"""Answers over which their mean length is taken."""
-
-PRIOR_ANSWERS = 4.0
-"""Weight of the assumed mean length, in answers."""
+MEMORY = 1000.0  # answers over which their mean length is taken
+PRIOR_ANSWERS = 4.0  # weight of the assumed mean length, in answers
 
 
 class Dispatcher:

@@ -19,8 +19,7 @@ from manylora.core.types import Request
 
 __all__ = ["RankAwareRouter", "added_time"]
 
-PENALTY_S = 1.0
-"""Added where the SLO would be missed: longer than any step, so that such a replica is the last resort."""
+PENALTY_S = 1.0  # added where the SLO would be missed: longer than any step, so that such a replica is the last resort
 
 
 def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: float) -> tuple[float, float]:

@@ -13,8 +13,7 @@ from manylora.core.types import Request
 
 __all__ = ["Rendezvous", "Router", "SloOptions"]
 
-MOST_KEPT = 65_536
-"""Orders that are kept: names come from clients, so there is no limit to their number."""
+MOST_KEPT = 65_536  # orders that are kept: names come from clients, so there is no limit to their number
 
 
 class Router(Protocol):

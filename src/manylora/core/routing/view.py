@@ -26,8 +26,7 @@ __all__ = ["MEAN_ANSWER_TOKENS", "ReplicaReport", "ReplicaView", "Sent", "StepTi
 MEAN_ANSWER_TOKENS = 200.0
 """Length of an answer before any answer has ended."""
 
-MOST_BELIEVED = 4096
-"""Adapters that are believed to be on one device; the oldest are forgotten first."""
+MOST_BELIEVED = 4096  # adapters that are believed to be on one device; the oldest are forgotten first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,8 @@ from manylora.core.scaling.watch import FleetLoad
 
 __all__ = ["Autoscaler", "Scaler", "ScalingDecision", "ScalingPolicy"]
 
-STARTS_KEPT = 20
-"""Starts whose times are remembered."""
-
-WINDOW_LOOKS = 10
-"""Looks over which the SLO is judged, at least."""
+STARTS_KEPT = 20  # starts whose times are remembered
+WINDOW_LOOKS = 10  # looks over which the SLO is judged, at least
 
 FEWEST_ANSWERED = 5
 """First tokens behind a queue below which they say nothing about a replica's rate, unless a start could be over."""

@@ -6,17 +6,10 @@ from manylora.core.costs.step_model import StepModel
 
 __all__ = ["ReplicaCapacity", "predict_capacity"]
 
-FEWEST_JUDGED = 20
-"""Requests below which a share within the SLO says nothing."""
-
-BACK_OFF = 0.95
-"""Part of a rate that broke the SLO which is taken to keep it."""
-
-NEWEST = 0.1
-"""Weight of the newest prediction: the requests in flight are a small sample."""
-
-STEP = 0.9
-"""Largest change by one contradiction: it may have another cause, as cold adapters."""
+FEWEST_JUDGED = 20  # requests below which a share within the SLO says nothing
+BACK_OFF = 0.95  # part of a rate that broke the SLO which is taken to keep it
+NEWEST = 0.1  # weight of the newest prediction: the requests in flight are a small sample
+STEP = 0.9  # largest change by one contradiction: it may have another cause, as cold adapters
 
 LEAST, MOST = 0.1, 4.0
 """Bounds of the correction."""

@@ -20,11 +20,8 @@ from collections import deque
 __all__ = ["RateForecast"]
 
 MOST_ERRORS, FEWEST_ERRORS = 120, 20
-FIRST_ERROR = 0.5
-"""The margin in those units before enough forecasts have come due."""
-
-LOOKS_BACK = 4.0
-"""Looks older than this many memories have no weight left and are dropped."""
+FIRST_ERROR = 0.5  # the margin in those units before enough forecasts have come due
+LOOKS_BACK = 4.0  # looks older than this many memories have no weight left and are dropped
 
 
 class RateForecast:

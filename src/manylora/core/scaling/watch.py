@@ -11,8 +11,7 @@ from manylora.core.types import Request
 
 __all__ = ["FleetLoad", "LoadWatch", "WatchedDispatcher"]
 
-MOST_MOVED = 1000
-"""Late requests that are remembered after their end, since one that loses its engine ends there first."""
+MOST_MOVED = 1000  # late requests that are remembered after their end, since one that loses its engine ends there first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,11 +27,8 @@ __all__ = ["CudaStream", "HostFunctionStream", "open_stream"]
 
 logger = logging.getLogger(__name__)
 
-NUM_ORDERS = 1 << 16
-"""Orders of host functions that may be outstanding: several steps' worth."""
-
-PROBE_S = 5.0
-"""Longest wait for a word of the probe."""
+NUM_ORDERS = 1 << 16  # orders of host functions that may be outstanding: several steps' worth
+PROBE_S = 5.0  # longest wait for a word of the probe
 
 _unreleased: list[tuple[CudaStream, Words]] = []
 """Streams that hang, and the words that they read, which must not be freed before the process ends."""

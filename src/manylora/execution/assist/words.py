@@ -47,8 +47,7 @@ POSTED, DONE, LAST, NUM_WORDS = 0, 16, 32, 48
 RESULT, RESULT_BYTES, FIRST_KERNEL, FIRST_POINTERS, SECOND_KERNEL, SECOND_POINTERS, TASK_FIELDS = range(7)
 """Fields of a task: the result, which is zeroed first, and up to two kernels with their arguments; 0 for none."""
 
-SPINS = 1000
-"""Looks at a word until the core is offered to other threads: about 30 us."""
+SPINS = 1000  # looks at a word until the core is offered to other threads: about 30 us
 
 _WORDS, _WORD = types.uint32[::1], types.int64
 # With their types, so that they are compiled (or read from numba's cache) at the import, and not within a step.

@@ -56,8 +56,7 @@ EXCHANGE_LIMIT_S = 10.0
 
 MAX_WORKERS = 16
 
-CHECK_S = 0.002
-"""Time between two checks of the supervisor while a step is assisted."""
+CHECK_S = 0.002  # time between two checks of the supervisor while a step is assisted
 
 Serve = Callable[[Words, NDArray[np.int64], int], int]
 """``serve(words, tasks, number)``, as in ``words.serve``."""

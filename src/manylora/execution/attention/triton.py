@@ -22,8 +22,7 @@ from manylora.execution.storage.page_tensor import PageTensor
 
 __all__ = ["PageTables", "TritonAttention", "TritonAttentionKernel", "attend_step"]
 
-MIN_LINES = 16
-"""Rows of a matrix instruction; query blocks are padded to it."""
+MIN_LINES = 16  # rows of a matrix instruction; query blocks are padded to it
 
 PROMPT_LINES = 64
 MAX_SPLITS = 16

@@ -29,8 +29,7 @@ __all__ = ["ACTIVATION_SCALES", "FLOAT8", "Float8", "TorchAo", "from_integers", 
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 """Kinds of numbers, by safetensors' names of the types."""
 
-_DEFAULT_BLOCK = (128, 128)
-"""Outputs and inputs of a block of transformers' ``fp8`` where the configuration gives none."""
+_DEFAULT_BLOCK = (128, 128)  # outputs and inputs of a block of transformers' ``fp8`` where the configuration gives none
 
 ACTIVATION_SCALES = (
     *("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "input_scale_ub"),

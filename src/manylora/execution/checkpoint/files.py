@@ -37,16 +37,14 @@ if TYPE_CHECKING:
 
 __all__ = ["HUB_TIMEOUT_S", "CheckpointFiles", "check_checkpoint", "find_gguf", "hide_load_report", "is_gguf"]
 
-HUB_TIMEOUT_S = 2.0
-"""Timeout of the connection to the hub, and of its answer."""
+HUB_TIMEOUT_S = 2.0  # timeout of the connection to the hub, and of its answer
 
 _SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """If one of these is in the library's cache, the model or its tokenizer was fetched before."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-MAX_HEADER_BYTES = 100_000_000
-"""Largest header, as in the safetensors library."""
+MAX_HEADER_BYTES = 100_000_000  # largest header, as in the safetensors library
 
 _OBSOLETE = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that old checkpoints of many architectures hold; transformers computes them."""

@@ -24,11 +24,8 @@ from manylora.execution.checkpoint.stored import FLOATS, Method, QuantisationCon
 
 __all__ = ["Awq", "Gptq", "sort_groups"]
 
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The place in a word of each of its 8 outputs."""
-
-_ONE_EACH = {4: 0x11111111, 8: 0x01010101}
-"""A word whose codes are all 1."""
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # the place in a word of each of its 8 outputs
+_ONE_EACH = {4: 0x11111111, 8: 0x01010101}  # a word whose codes are all 1
 
 
 class _Grouped(Method):

@@ -52,8 +52,7 @@ METHODS: Mapping[str, type[Method]] = {
 
 _WORDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
-MAX_REASON_CHARS = 200
-"""Most characters of a library's own error in a message."""
+MAX_REASON_CHARS = 200  # most characters of a library's own error in a message
 
 
 class Weights(Protocol):

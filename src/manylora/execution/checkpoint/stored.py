@@ -26,8 +26,7 @@ __all__ = ["FLOATS", "Method", "QuantisationConfig", "StoredTensors", "check_nam
 FLOATS = ("F32", "F16", "BF16")
 """Types of scales, by safetensors' names; kernels take them as they are."""
 
-MATCH_SECONDS = 10.0
-"""Most processor time for the expressions of a ``quantization_config``, over all modules."""
+MATCH_SECONDS = 10.0  # most processor time for the expressions of a ``quantization_config``, over all modules
 
 
 class StoredTensors:

@@ -35,8 +35,7 @@ GATE_BLOCK = 1024
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _FURTHER_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 
-_SCALES = (2.0**-6, 2.0**6)
-"""Input scales of the comparison: one much smaller than the added term, and one much larger."""
+_SCALES = (2.0**-6, 2.0**6)  # input scales of the comparison: one much smaller than the added term, and one much larger
 
 
 def fuse_launches(model: nn.Module) -> None:

@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest difference that rounding explains, relative to the largest value."""
 
-POSITIONS = (1, 6)
-"""Probe positions; not 0, where RoPE is the identity."""
+POSITIONS = (1, 6)  # probe positions; not 0, where RoPE is the identity
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,12 +66,8 @@ __all__ = [
     "write_weight",
 ]
 
-MIN_WORK = 1 << 20
-MIN_ROWS = 2
-"""Multiply-adds and rows from which the faster product outweighs the slower call."""
-
-MIN_PACKED = 1 << 18
-"""Weights from which this holds for a packed product of one row too."""
+MIN_WORK, MIN_ROWS = 1 << 20, 2  # multiply-adds and rows from which the faster product outweighs the slower call
+MIN_PACKED = 1 << 18  # weights from which this holds for a packed product of one row too
 
 CACHED_PRIMITIVES = 128
 """Compiled products that oneDNN keeps, and torch beside it: one for each number of rows and shape of a weight.
@@ -80,8 +76,7 @@ At 1024, the default, they take most of a gigabyte once steps of all sizes were 
 of a millisecond, which the layers of a step share. Steps that decode rarely change their number of rows.
 """
 
-_LAYOUT_MKLDNN = 3
-"""``c10::Layout::Mkldnn``; the C interface has a name for the strided layout only."""
+_LAYOUT_MKLDNN = 3  # ``c10::Layout::Mkldnn``; the C interface has a name for the strided layout only
 
 
 class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):

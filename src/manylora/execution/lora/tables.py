@@ -49,8 +49,7 @@ PADDED = RowBlocks(1, 1)
 """Every row by itself, at the largest rank of the step: the kernel for comparisons."""
 
 MAX_SPLITS = 8
-SPLIT_COLUMNS = 512
-"""Least columns of A in a split of K: fewer do not pay for a program."""
+SPLIT_COLUMNS = 512  # least columns of A in a split of K: fewer do not pay for a program
 
 TableRows = tuple[int, int, AdapterTable]
 """Rows ``[start, stop)`` take this adapter."""

@@ -40,11 +40,8 @@ from manylora.execution.model.sealed_memory import ALIGNMENT, MemoryWriter, Seal
 
 __all__ = ["freeze", "gather", "load_weights"]
 
-AHEAD = 2
-"""Weights that are worked on, or wait to be written, beside the next."""
-
-DROP_BYTES = 2**27
-"""Bytes of weights that are read before the memory of their files is given back."""
+AHEAD = 2  # weights that are worked on, or wait to be written, beside the next
+DROP_BYTES = 2**27  # bytes of weights that are read before the memory of their files is given back
 
 
 def load_weights(

@@ -25,8 +25,7 @@ from manylora.core.plan import PlannedSequence, PromptRows
 
 __all__ = ["PromptPiece", "RecordedPass", "cut_into_slices", "pieces_of", "rows_and_targets"]
 
-SLICE_LOGITS = 2**24
-"""Logits of a slice: 64 MiB in float32, a few rows of a large vocabulary more than keep a GPU busy."""
+SLICE_LOGITS = 2**24  # logits of a slice: 64 MiB in float32, a few rows of a large vocabulary more than keep a GPU busy
 
 
 class RecordedPass:

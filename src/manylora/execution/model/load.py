@@ -31,8 +31,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # sequence would change the others, so such models are served up to that length.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
-MAX_REASON_CHARS = 200
-"""Most characters of a library's own error in a message."""
+MAX_REASON_CHARS = 200  # most characters of a library's own error in a message
 
 _FIXED_ATTENTION = (
     "which is not supported: its attention is part of the layer's code in transformers, and cannot be replaced by "

@@ -35,14 +35,9 @@ __all__ = ["PackedCache"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Number of the order of bytes: another one for other packing."""
-
-SETTLED_S = 2.0
-"""Age of files from which on their times are sure to change with their content."""
-
-MOST_OF_FREE = 0.25
-"""Share of the free disk that a base may take."""
+FORMAT = 1  # number of the order of bytes: another one for other packing
+SETTLED_S = 2.0  # age of files from which on their times are sure to change with their content
+MOST_OF_FREE = 0.25  # share of the free disk that a base may take
 
 THREAD_NAME = "base-cache"
 

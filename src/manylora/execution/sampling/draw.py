@@ -17,11 +17,8 @@ from torch import Tensor
 
 __all__ = ["cut_weights", "draw_at", "philox4x32", "philox_uniform"]
 
-PREFIX = 256
-"""Sorted candidates for top-k and top-p: nearly always enough, and far cheaper than a full sort."""
-
-BLOCK = 256
-"""Columns of a block: a draw finds the block, then the token in it."""
+PREFIX = 256  # sorted candidates for top-k and top-p: nearly always enough, and far cheaper than a full sort
+BLOCK = 256  # columns of a block: a draw finds the block, then the token in it
 
 LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 

@@ -42,17 +42,10 @@ MAX_COMPILED_CHARS = 2 << 20
 """Characters of the constraints that are kept, a measure of their memory: the largest take 150 bytes for each."""
 
 MAX_GRAMMAR_SYMBOLS = 200_000
-MAX_LEXER_STATES = 50_000
-"""States of a grammar's lexer, one or two kB each."""
-
-MAX_STEP_FUEL = 50_000
-"""Work of the lexer on a mask; a ms is 14,000."""
-
-MAX_STEP_ITEMS = 20_000
-"""Items of the parser on a mask; a ms is 20,000."""
-
-NUM_TRIED = 3
-"""Tokens of an answer that are tried when a constraint is compiled."""
+MAX_LEXER_STATES = 50_000  # states of a grammar's lexer, one or two kB each
+MAX_STEP_FUEL = 50_000  # work of the lexer on a mask; a ms is 14,000
+MAX_STEP_ITEMS = 20_000  # items of the parser on a mask; a ms is 20,000
+NUM_TRIED = 3  # tokens of an answer that are tried when a constraint is compiled
 
 PARAM = "structured_outputs"
 

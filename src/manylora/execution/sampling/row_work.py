@@ -26,11 +26,8 @@ TOKEN_S = 2e-3
 """Processor time in seconds that a row may take for each token. Schemas take 20 to 100 us over 100,000 tokens, and the
 dearest of their steps 3 ms."""
 
-MAX_ROW_S = 10e-3
-"""Processor time in seconds that a row may be over ``TOKEN_S``, saved up over its tokens."""
-
-MAX_STEP_S = 20e-3
-"""Processor time in seconds that all rows of a step together may be over ``TOKEN_S``."""
+MAX_ROW_S = 10e-3  # processor time in seconds that a row may be over ``TOKEN_S``, saved up over its tokens
+MAX_STEP_S = 20e-3  # processor time in seconds that all rows of a step together may be over ``TOKEN_S``
 
 MAX_WORKERS = 8
 POLL_S = 1e-3

@@ -33,11 +33,8 @@ __all__ = ["Sampler", "make_sampler"]
 
 logger = logging.getLogger(__name__)
 
-GREEDY_BELOW = 1e-5
-"""Lower temperatures are greedy: a division by them would only lose digits."""
-
-BROKEN = -1
-"""Stands for the token of a row that has none, in the one tensor that is read back from the device."""
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy: a division by them would only lose digits
+BROKEN = -1  # stands for the token of a row that has none, in the one tensor that is read back from the device
 
 
 class Sampler:

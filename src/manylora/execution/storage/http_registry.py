@@ -34,15 +34,11 @@ from manylora.execution.storage.http_deadline import DeadlineTransport
 
 __all__ = ["HttpRegistry"]
 
-FIRST_BYTES = 64 * 1024
-"""Bytes that come with the opening: more than the header of most adapters."""
+FIRST_BYTES = 64 * 1024  # bytes that come with the opening: more than the header of most adapters
 CONNECT_S = 10.0
-READ_S = 30.0
-"""Longest wait for the next bytes, the first included."""
-RETRIES_S = (0.1, 0.5, 2.0, 5.0)
-"""Waits between attempts; from the first again once bytes have come."""
-PART_BYTES = 256 * 1024
-"""Bytes that are read from the temporary file at once."""
+READ_S = 30.0  # longest wait for the next bytes, the first included
+RETRIES_S = (0.1, 0.5, 2.0, 5.0)  # waits between attempts; from the first again once bytes have come
+PART_BYTES = 256 * 1024  # bytes that are read from the temporary file at once
 MAX_IDENTITY_CHARS = 256
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")

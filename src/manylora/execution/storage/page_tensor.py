@@ -34,8 +34,7 @@ __all__ = ["Link", "PageTensor", "consecutive", "image_tensor"]
 SLICE_BYTES = 4 * 1024 * 1024
 """Bytes of a slice: a small part of a large adapter, and hundreds of times what announcing it costs."""
 
-SLICE_S = 2e-3
-"""Least time of a slice at a stated bandwidth, about: longer than what waking up from a sleep takes."""
+SLICE_S = 2e-3  # least time of a slice at a stated bandwidth, about: longer than what waking up from a sleep takes
 
 MOST_SLICES = 8
 """Slices of one copy at a stated bandwidth, about: each takes 0.1 ms of processor time, and the interpreter lock, which

@@ -71,8 +71,7 @@ RETRIES_S = (0.1, 0.5, 2.0, 5.0)
 CHECK_S = 10.0
 """Time for a header: two requests to a registry, each tried again as long as a server may take to come back."""
 SLOW_CHECKS_S = 60.0
-HURRIED_CHECK_S = 2.0
-"""Time for a header once headers that timed out took ``SLOW_CHECKS_S``: a start must end."""
+HURRIED_CHECK_S = 2.0  # time for a header once headers that timed out took ``SLOW_CHECKS_S``: a start must end
 
 
 class ReaderProcess:

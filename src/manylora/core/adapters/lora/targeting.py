@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Budget", "Names", "Pattern", "PatternError", "Targeting", "is_plain"]
 
-MATCHING_S = 0.5
-"""Processor time for all patterns of an adapter on all modules; published adapters take milliseconds."""
+MATCHING_S = 0.5  # processor time for all patterns of an adapter on all modules; published adapters take milliseconds
 
 _FIRST_INDEX = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 

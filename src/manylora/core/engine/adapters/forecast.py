@@ -27,8 +27,7 @@ from manylora.core.types import AdapterKey
 
 __all__ = ["Forecast"]
 
-NUM_BINS = 64
-"""Half octaves: from 1 ms to 2**32 ms, 50 days."""
+NUM_BINS = 64  # half octaves: from 1 ms to 2**32 ms, 50 days
 MIN_GAPS = 8
 MIN_VARIATION = 2.0
 """Least coefficient of variation of the bin counts: below it, gaps are spread too evenly to predict the next."""

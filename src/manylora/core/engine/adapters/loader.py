@@ -34,8 +34,7 @@ __all__ = ["AdapterLoader", "LoadInFlight", "LoadsEnded", "LoadsInFlight", "make
 CHAINED_COPY = 2.0
 """Duration of a chained copy, in durations of its read, from which on the link and not the disk held it up."""
 
-LATE = 1.25
-"""Least duration of a load in flight, in durations so far: one that is late is likely to be late for longer."""
+LATE = 1.25  # least duration of a load in flight, in durations so far: one that is late is likely to be late for longer
 
 
 @dataclass(slots=True, eq=False)

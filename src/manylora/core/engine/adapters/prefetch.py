@@ -44,8 +44,7 @@ from manylora.core.types import AdapterKey, AdapterVersion, Tier
 __all__ = ["Prefetcher"]
 
 
-BUSY_SHARE = 0.05
-"""Share of the time that background reads may take while requests are in flight: they slow steps down."""
+BUSY_SHARE = 0.05  # share of the time that background reads may take while requests are in flight: they slow steps down
 
 
 @dataclass(eq=False)

@@ -33,17 +33,13 @@ from manylora.core.scheduling import Outcome, Policy, Sequence, SequenceStatus, 
 
 __all__ = ["StepBudget", "StepPlanner", "target_s"]
 
-ROOMY = 0.25
-"""Share of claimable pages above which a step may use its whole target."""
-
-LEAST_OF_TARGET = 0.3
-"""Share of the target when no page is left: shorter steps would mostly read weights."""
+ROOMY = 0.25  # share of claimable pages above which a step may use its whole target
+LEAST_OF_TARGET = 0.3  # share of the target when no page is left: shorter steps would mostly read weights
 
 PROMPT_SHARE = 0.2
 """Least share of a step for prompts, however many sequences decode: else prompts could starve on a slow device."""
 
-LEAST_TOKENS = 16
-"""Smallest chunk, in tokens."""
+LEAST_TOKENS = 16  # smallest chunk, in tokens
 
 _Planned = tuple[Sequence, int]
 """A sequence and its tokens in the step."""

@@ -10,11 +10,8 @@ from manylora.core.memory.eviction.policy import IdleItem
 
 __all__ = ["LinearCost", "ReloadCosts"]
 
-FADE = 0.995
-"""Factor on an observation's weight with every later one: a memory of about 200 observations."""
-
-GUESS = 0.05
-"""Weight of each of the guess's two points: enough to determine coefficients that observations do not."""
+FADE = 0.995  # factor on an observation's weight with every later one: a memory of about 200 observations
+GUESS = 0.05  # weight of each of the guess's two points: enough to determine coefficients that observations do not
 
 
 class LinearCost:

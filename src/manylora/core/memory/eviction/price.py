@@ -49,8 +49,7 @@ from manylora.core.types import AdapterKey
 __all__ = ["PriceEviction", "ReuseModel"]
 
 SIZES_PER_OCTAVE = 4
-HALF_LIFE = 2000
-"""Uses of any item after which a use counts half."""
+HALF_LIFE = 2000  # uses of any item after which a use counts half
 CLASSES_PER_OCTAVE = 2
 NUM_CLASSES = 28
 FIRST_AGE, NUM_AGES = -10, 36
@@ -58,8 +57,7 @@ FIRST_AGE, NUM_AGES = -10, 36
 _ENDS = [2.0 ** (FIRST_AGE + bucket) for bucket in range(NUM_AGES)]
 _WIDTHS = [end / 2 for end in _ENDS]  # of all but the first, which begins at 0
 FIT_EVERY = 128
-FADE = 0.985
-"""Weight that evidence keeps from one fit to the next: half after some 6,000 uses."""
+FADE = 0.985  # weight that evidence keeps from one fit to the next: half after some 6,000 uses
 NUM_PASSES = 2
 
 _Key = TypeVar("_Key", bound=Hashable)

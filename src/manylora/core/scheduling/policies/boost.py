@@ -38,8 +38,7 @@ __all__ = ["BoostPolicy"]
 SHORTEST_S, LONGEST_S = 0.05, 5.0
 """The backlog that counts lies between these, in seconds."""
 
-STALE = 1.25
-"""Keys are computed again when the backlog has changed by this factor."""
+STALE = 1.25  # keys are computed again when the backlog has changed by this factor
 
 FIRST_FIT_AFTER, WINDOW = 16, 2048
 """Sizes are scaled by the latest ``WINDOW`` requests: fitted each time their number doubles, then every ``WINDOW``."""

@@ -25,8 +25,7 @@ from manylora.core.scheduling.sequence import Sequence
 
 __all__ = ["Key", "KeyedPolicy", "PriorityPolicy", "ShortestFirstPolicy"]
 
-FURTHEST_LEVEL = 1000
-"""Priorities beyond this, from 0, count as this: a request may bring any number."""
+FURTHEST_LEVEL = 1000  # priorities beyond this, from 0, count as this: a request may bring any number
 
 Key = Callable[[Sequence, float], float]
 """The number of a sequence that begins to wait, at a time in seconds; fixed while it waits."""

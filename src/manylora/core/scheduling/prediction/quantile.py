@@ -31,8 +31,7 @@ from manylora.core.scheduling.sequence import Sequence
 __all__ = ["NUM_BINS", "LengthHistogram", "QuantilePredictor", "bin_of", "quantiles_beyond", "upper_edge"]
 
 BINS_PER_OCTAVE = 4
-NUM_BINS = 80
-"""Up to 2**20 tokens."""
+NUM_BINS = 80  # up to 2**20 tokens
 RENORMALIZE_ABOVE = 1e12
 
 
@@ -130,8 +129,7 @@ def quantiles_beyond(
 
 PRIOR_COUNT = 10.0
 ADAPTER_MEMORY, GLOBAL_MEMORY = 200, 2000
-MAX_HISTORIES = 20_000
-"""Adapters remembered; beyond that the least recently used one is forgotten."""
+MAX_HISTORIES = 20_000  # adapters remembered; beyond that the least recently used one is forgotten
 CHAT_LOG_MEAN, CHAT_LOG_SIGMA = 5.019, 0.859
 """Lognormal of answer lengths in the Azure conversation trace: the prior before the first answer."""
 

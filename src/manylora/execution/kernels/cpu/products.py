@@ -67,8 +67,7 @@ __all__ = [
 # AXPY_ROWS of its rows.
 FIRST, ROWS, FIRST_A, LAST_A, FIRST_B, LAST_B, BEGIN, COST, NUM_PART_FIELDS = range(9)
 
-MAX_READ_ROWS = 8
-"""Up to this many rows, reading the weights row by row (``lora``) is faster than tiles of a product."""
+MAX_READ_ROWS = 8  # up to this many rows, reading the weights row by row (``lora``) is faster than tiles of a product
 
 # Rows that go from input to output together: their inputs stay in a second-level cache while A is read.
 BLOCK_ROWS = 128

@@ -30,11 +30,8 @@ from manylora.execution.storage.tile_tables import BLOCK_FIELDS, GROUP_FIELDS, T
 
 __all__ = ["ITEM_TILES", "TILE_ROWS", "expand", "plan", "scale", "shrink"]
 
-TILE_ROWS = 16
-"""Rows of a tile at most: ``adapters.layout.MAX_TILE_ROWS``."""
-
-ITEM_TILES = 4096
-"""An item of work is ``row block * ITEM_TILES + tile``."""
+TILE_ROWS = 16  # rows of a tile at most: ``adapters.layout.MAX_TILE_ROWS``
+ITEM_TILES = 4096  # an item of work is ``row block * ITEM_TILES + tile``
 
 _TILE_ROWS = tl.constexpr(TILE_ROWS)
 _ITEM_TILES = tl.constexpr(ITEM_TILES)

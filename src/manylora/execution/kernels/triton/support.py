@@ -11,8 +11,7 @@ __all__ = ["BLOCK_FIELDS", "MIN_TRITON_PROGRAMS", "find_triton", "is_interpreted
 
 logger = logging.getLogger(__name__)
 
-MIN_TRITON_PROGRAMS = 3
-"""Programs of an interpreted grid: more than one, so that tests cover the strides."""
+MIN_TRITON_PROGRAMS = 3  # programs of an interpreted grid: more than one, so that tests cover the strides
 
 BLOCK_FIELDS = 4
 """A query block: first row of the batch, its tokens, position of the first, line of the page table."""
