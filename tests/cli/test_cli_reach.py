@@ -43,6 +43,11 @@ def imported_by(tree: ast.AST) -> Iterator[str]:
             yield str(node.value).partition(":")[0]
 
 
+def checks_options(method: ast.FunctionDef) -> bool:
+    """Whether a method checks the options of its class; with arguments it is given the options of another."""
+    return method.name == "__post_init__" and len(method.args.args) == 1
+
+
 @functools.cache
 def facts_of(module: str) -> tuple[tuple[str, ...], frozenset[str]]:
     """Return the modules that a module imports, and the attributes that it reads."""
@@ -50,7 +55,7 @@ def facts_of(module: str) -> tuple[tuple[str, ...], frozenset[str]]:
     assert tree is not None
     imported = tuple(dict.fromkeys(one for one in imported_by(tree) if tree_of(one) is not None))
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == "__post_init__":  # it checks options
+        if isinstance(node, ast.FunctionDef) and checks_options(node):
             node.body = []
     read = {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)}
     return imported, frozenset(read)
@@ -81,7 +86,7 @@ def used_by(tree: ast.Module, name: str) -> list[ast.AST]:
         reached += [other for other in parts if other in found and other not in reached]
     for part in reached:
         for method in parts[part].body:
-            if isinstance(method, ast.FunctionDef) and method.name == "__post_init__":  # it checks options
+            if isinstance(method, ast.FunctionDef) and checks_options(method):
                 method.body = []
     return [parts[one] for one in reached]
 
