@@ -310,7 +310,7 @@ def make_ggufs(model: Path, llama_cpp: Path, kinds: Sequence[str]) -> dict[str, 
     return files
 
 
-def make_adapters(model: Path, count: int) -> list[Path]:
+def make_adapters(model: Path, count: int, ranks: Sequence[int] = RANKS) -> list[Path]:
     """Write adapters on all linears with random weights in bfloat16, their ranks in turns."""
     import torch
     from safetensors.torch import save_file
@@ -328,7 +328,7 @@ def make_adapters(model: Path, count: int) -> list[Path]:
     }
     generator, folders = torch.Generator().manual_seed(1), []
     for number in range(count):
-        folder, rank = model.with_name(f"{model.name}-adapters") / f"adapter-{number}", RANKS[number % len(RANKS)]
+        folder, rank = model.with_name(f"{model.name}-adapters") / f"adapter-{number}", ranks[number % len(ranks)]
         folders.append(folder)
         if (folder / "adapter_model.safetensors").exists():
             continue

@@ -22,7 +22,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -67,11 +67,13 @@ class BackboneSpec(_Table, frozen=True, kw_only=True):
 
     Args:
         model: Folder of the checkpoint, or ``demo``.
-        dtype: Type of the weights: ``auto`` or ``float32``.
+        dtype: Type of the model's numbers: ``auto`` or ``float32``.
+        base_dtype: Numbers that the weights are kept in, as ``--base-dtype`` of a server.
     """
 
     model: PathText
     dtype: str = "auto"
+    base_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"] = "auto"
 
 
 class FunctionSpec(_Table, frozen=True, kw_only=True):

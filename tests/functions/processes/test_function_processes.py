@@ -286,7 +286,8 @@ def test_a_compromised_function_reaches_nothing(
 def test_a_backbone_hands_its_memory_out_and_it_ends_with_its_last_reader(model: ModelConfig, tmp_path: Path) -> None:
     path = tmp_path / "socket"
     process = subprocess.Popen(
-        [sys.executable, "-m", "manylora", "backbone", model.model, "--socket", str(path)], stderr=subprocess.PIPE
+        [sys.executable, "-m", "manylora", "backbone", model.model, "--socket", str(path), "--base-dtype", "int8"],
+        stderr=subprocess.PIPE,
     )
     try:
         assert process.stderr is not None
@@ -302,7 +303,7 @@ def test_a_backbone_hands_its_memory_out_and_it_ends_with_its_last_reader(model:
     finally:
         process.kill()
     assert not path.exists()
-    assert found.model.model == model.model
+    assert (found.model.model, found.model.base_dtype) == (model.model, "int8")
     file = found.base.file
     inode = os.fstat(file).st_ino
     assert any(os.pread(file, found.base.num_bytes, 0))  # it outlives the process that made it

@@ -272,7 +272,11 @@ def _nanoseconds(text: str | None, default: int) -> int:
 def backbone(
     model: ModelArgument,
     socket: Annotated[Path, typer.Option(help="Unix socket to make, for this user alone.", show_default=False)],
-    dtype: Annotated[str, typer.Option(metavar="auto|float32", help="Type of the weights.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="auto|float32", help="Type of the model's numbers.")] = "auto",
+    base_dtype: Annotated[
+        str,
+        typer.Option(metavar="auto|float32|bfloat16|float16|int8|int4", help="Numbers that the weights are kept in."),
+    ] = "auto",
     log_level: LogLevel = "info",
 ) -> None:
     """Load a base once on the CPU, seal it in memory, and hand it out over a socket until SIGTERM or Ctrl-C.
@@ -288,7 +292,8 @@ def backbone(
     from manylora.functions.processes.messages import Backbone
 
     folder, served_name, _ = resolve_model(model, None, {})
-    config = ModelConfig(model=_local_folder(folder), served_model_name=served_name, dtype=dtype, device="cpu")
+    kinds = {"dtype": dtype, "base_dtype": base_dtype}
+    config = ModelConfig(model=_local_folder(folder), served_model_name=served_name, device="cpu", **kinds)
 
     with BackboneSocket(socket):  # callers wait, and another backbone is refused before the base is loaded
         _, weights = load_weights(config, load_model)

@@ -79,7 +79,8 @@ def _folder_of(spec: BackboneSpec) -> str:
 def _context(fleet: BackboneFleet, spec: BackboneSpec, node: FunctionNode, config: ServerConfig) -> Context:
     """Return the context of a backbone's application."""
     name, folder = fleet.served_name, _folder_of(spec)
-    engine = EngineConfig(model=ModelConfig(model=folder, served_model_name=name, dtype=spec.dtype, device="cpu"))
+    kinds = {"dtype": spec.dtype, "base_dtype": spec.base_dtype}
+    engine = EngineConfig(model=ModelConfig(model=folder, served_model_name=name, device="cpu", **kinds))
     tokenizer = Tokenizer.load(folder)
     metrics = Metrics(
         engine,

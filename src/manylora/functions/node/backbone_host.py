@@ -45,6 +45,9 @@ RETRY_S = 30.0
 
 LOAD_TIMEOUT_S = 1800.0
 
+_BITS = {"float32": 32, "int8": 9, "int4": 5}
+"""Bits a weight, scales included and rounded up."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -104,8 +107,9 @@ class BackboneHost:
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes that the base will take: the size of its files."""
-        return sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
+        """Bytes that the base will take, by the size of its files: in 16 bits, or kept as they are stored."""
+        size = sum(file.stat().st_size for file in Path(self._model).glob("*.safetensors"))
+        return size * _BITS.get(self.spec.base_dtype, 16) // 16
 
     @property
     def backbone(self) -> Backbone:
@@ -218,13 +222,15 @@ class BackboneHost:
     async def _fetch_or_load(self) -> Backbone:
         with contextlib.suppress(ConfigError):
             found = await asyncio.to_thread(fetch_backbone, self._path)
-            if found.model.model == self._model and found.model.dtype == self.spec.dtype:
+            model = found.model
+            if (model.model, model.dtype, model.base_dtype) == (self._model, self.spec.dtype, self.spec.base_dtype):
                 logger.info("backbone_found name=%s bytes=%d", self.name, found.base.num_bytes)
                 return found
             os.close(found.base.file)
             await self._end_holder()
         loading = self._path.with_name(self._path.name + ".loading")
-        command = load_command(["backbone", self._model, "--socket", str(loading), "--dtype", self.spec.dtype])
+        kinds = ["--dtype", self.spec.dtype, "--base-dtype", self.spec.base_dtype]
+        command = load_command(["backbone", self._model, "--socket", str(loading), *kinds])
         loader = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
