@@ -192,6 +192,10 @@ async def measure_functions(model: Path, adapters: Sequence[Path]) -> dict[str, 
                 both = await asyncio.gather(*(checked(ask(client, service.url, name)) for name in names))
                 took_s = time.monotonic() - began
             await service.stop()
+    except SystemExit:
+        for file in (folder / "log", *folder.glob("state/**/*.log")):
+            print(file.read_text()[-2000:], file=sys.stderr)
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {

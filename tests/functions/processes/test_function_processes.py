@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -112,21 +113,37 @@ async def answer(fleet: Fleet, name: str, prompt: Sequence[int] = (5, 9, 40), re
     return tokens
 
 
+async def plain_answer(model: ModelConfig, module: LoraModule) -> list[int]:
+    plain = EngineSpec(config=spec(model).config, served_name="base", builder="manylora.execution.build:build_parts")
+    async with running(lambda: ThreadLink(plain), module) as fleet:
+        return await answer(fleet, module.name)
+
+
+def test_a_function_over_a_rounded_base_answers_as_a_plain_engine(model: ModelConfig) -> None:
+    rounded = replace(model, base_dtype="int8")
+    module = adapter(model, 0)
+
+    async def scenario() -> None:
+        expected = await plain_answer(rounded, module)
+        _, weights = load_weights(rounded, load_model)
+        shared = share_weights(weights)
+        assert shared is not None
+        zygote = Zygote(Backbone(model=rounded, base=shared))
+        try:
+            async with running(lambda: FunctionLink(spec(rounded), zygote, place(module)), module) as fleet:
+                assert await answer(fleet, module.name) == expected
+        finally:
+            await zygote.stop()
+
+    asyncio.run(scenario())
+
+
 def test_functions_answer_as_plain_engines_and_come_back(model: ModelConfig, backbone: Backbone) -> None:
     modules = [adapter(model, number) for number in range(2)]
     before = os.pread(backbone.base.file, backbone.base.num_bytes, 0)
 
-    async def plain(module: LoraModule) -> list[int]:
-        plain_spec = EngineSpec(
-            config=spec(model).config,
-            served_name="base",
-            builder="manylora.execution.build:build_parts",
-        )
-        async with running(lambda: ThreadLink(plain_spec), module) as fleet:
-            return await answer(fleet, module.name)
-
     async def scenario() -> None:
-        expected = [await plain(module) for module in modules]
+        expected = [await plain_answer(model, module) for module in modules]
         assert expected[0] != expected[1]
         zygote = Zygote(backbone)
         links: list[FunctionLink] = []

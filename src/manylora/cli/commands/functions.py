@@ -292,8 +292,9 @@ def backbone(
     from manylora.functions.processes.messages import Backbone
 
     folder, served_name, _ = resolve_model(model, None, {})
-    kinds = {"dtype": dtype, "base_dtype": base_dtype}
-    config = ModelConfig(model=_local_folder(folder), served_model_name=served_name, device="cpu", **kinds)
+    config = ModelConfig(
+        model=_local_folder(folder), served_model_name=served_name, dtype=dtype, base_dtype=base_dtype, device="cpu"
+    )
 
     with BackboneSocket(socket):  # callers wait, and another backbone is refused before the base is loaded
         _, weights = load_weights(config, load_model)

@@ -44,6 +44,7 @@ class NarrowWeight:
 
         kernels = find_compiled()
         assert kernels is not None, "narrow weights are made where the kernels are"
+        kernels.compile_narrow(is_rounded=form.is_rounded)
         self._decoded = kernels.decoded
         self._multiply = kernels.coded if form.is_rounded else kernels.decoded
 

@@ -79,8 +79,10 @@ def _folder_of(spec: BackboneSpec) -> str:
 def _context(fleet: BackboneFleet, spec: BackboneSpec, node: FunctionNode, config: ServerConfig) -> Context:
     """Return the context of a backbone's application."""
     name, folder = fleet.served_name, _folder_of(spec)
-    kinds = {"dtype": spec.dtype, "base_dtype": spec.base_dtype}
-    engine = EngineConfig(model=ModelConfig(model=folder, served_model_name=name, device="cpu", **kinds))
+    model = ModelConfig(
+        model=folder, served_model_name=name, dtype=spec.dtype, base_dtype=spec.base_dtype, device="cpu"
+    )
+    engine = EngineConfig(model=model)
     tokenizer = Tokenizer.load(folder)
     metrics = Metrics(
         engine,

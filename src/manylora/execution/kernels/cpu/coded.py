@@ -25,7 +25,7 @@ from manylora.execution.kernels.cpu.widening import widen_tile
 if TYPE_CHECKING:
     from manylora.execution.kernels.cpu.forms import NarrowForm
 
-__all__ = ["multiply_coded"]
+__all__ = ["coded_loop", "multiply_coded"]
 
 ROW_BLOCK = 256  # rows whose activations stay in a cache while the weights pass
 
@@ -44,7 +44,7 @@ def multiply_coded(
     row_scales = torch.empty(num_rows * num_blocks)
     row_sums = torch.empty(num_rows * num_blocks, dtype=torch.int32)
     scratch = torch.empty(torch.get_num_threads(), (2 * num_blocks + MOST_ROWS) * TILE)
-    team.run(compile_kernel(_multiply), form.sizes(num_rows), x, address, rounded, row_scales, row_sums, scratch, out)
+    team.run(compile_kernel(coded_loop), form.sizes(num_rows), x, address, rounded, row_scales, row_sums, scratch, out)
     return out
 
 
@@ -95,7 +95,8 @@ def _dot_rows(
         dots_4(count, codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
 
 
-def _multiply(pointers: Any) -> None:
+def coded_loop(pointers: Any) -> None:
+    """Multiply in one thread of a team; ``pointers`` as ``multiply_coded`` passes them."""
     thread, threads = thread_num(), num_threads()
     num_rows, num_in, num_out, kind, size, blocks_per_group, dtype, has_shift = carray(pointers[0], NUM_SIZES, np.int64)
     bits = 8 if kind == INT8 else 4

@@ -22,7 +22,7 @@ from manylora.execution.kernels.cpu.loops import WIDE_ROWS, WIDE_WIDTH, wide_row
 from manylora.execution.kernels.cpu.openmp import Team, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.widening import CHUNK, widen_block, widen_tile
 
-__all__ = ["multiply_decoded"]
+__all__ = ["decoded_loop", "multiply_decoded"]
 
 ROW_BLOCK = 64  # rows whose activations stay in a second-level cache while a tile passes
 
@@ -38,11 +38,12 @@ def multiply_decoded(
     out = x.new_empty(num_rows, form.num_out)
     num_blocks = -(-form.num_in // form.block)
     scratch = torch.empty(torch.get_num_threads(), (2 * num_blocks + CHUNK + ROW_BLOCK) * TILE)
-    team.run(compile_kernel(_multiply), form.sizes(num_rows), x, address, table, scratch, out)
+    team.run(compile_kernel(decoded_loop), form.sizes(num_rows), x, address, table, scratch, out)
     return out
 
 
-def _multiply(pointers: Any) -> None:
+def decoded_loop(pointers: Any) -> None:
+    """Multiply in one thread of a team; ``pointers`` as ``multiply_decoded`` passes them."""
     thread, threads = thread_num(), num_threads()
     num_rows, num_in, num_out, kind, size, blocks_per_group, dtype, has_shift = carray(pointers[0], NUM_SIZES, np.int64)
     num_blocks, num_tiles = -(-num_in // size), -(-num_out // TILE)

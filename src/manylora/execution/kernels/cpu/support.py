@@ -46,6 +46,14 @@ class CompiledKernels:
         lora.lora_kernel()
         products.product_kernel()
 
+    def compile_narrow(self, *, is_rounded: bool) -> None:
+        """Compile the kernel of narrow weights: a confined process can read no cache of kernels later."""
+        from manylora.execution.kernels.cpu.coded import coded_loop
+        from manylora.execution.kernels.cpu.decoded import decoded_loop
+        from manylora.execution.kernels.cpu.openmp import compile_kernel
+
+        compile_kernel(coded_loop if is_rounded else decoded_loop)
+
     def add_lora(self, x: torch.Tensor, out: torch.Tensor, tables: GroupTables) -> None:
         """Add a group's LoRA of ``x`` ``[rows, in]`` into ``out`` ``[rows, out]``, both float32 and contiguous."""
         for kernel, arguments in tables.calls(x, out, torch.get_num_threads()):
