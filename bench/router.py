@@ -12,14 +12,16 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from dataclasses import dataclass, field
 
 from publishing import arguments, publish, table
 
 from manylora.core.costs.step_model import PRIOR
-from manylora.core.routing import ROUTERS, Dispatcher, ReplicaReport, ReplicaView, RouterContext, make_router
+from manylora.core.routing import ROUTERS, Dispatcher, ReplicaReport, RouterContext, make_router
 from manylora.core.types import Request, SamplingParams
+from manylora.route.backend import Backend
 from manylora.route.choice import Choice, Ticket
+from manylora.route.config import ProxyConfig
+from manylora.route.upstream.address import parse_backend
 
 LIMIT_US = 100.0
 
@@ -72,23 +74,16 @@ def measure(name: str, num: int, *, replicas: int, adapters: int, under_way: int
     return {**statistics_of(decisions), "report_us": sum(reports) / len(reports)}
 
 
-@dataclass(eq=False)
-class Backend:
-    """A backend of `manylora route`, as its choice sees it."""
-
-    view: ReplicaView = field(default_factory=ReplicaView)
-
-
 def measure_proxy(num: int, *, backends: int, adapters: int, under_way: int) -> dict[str, float]:
     """Return microseconds per decision of `manylora route` with its default router."""
     rng, ranks = random.Random(1), dict[str, int]()
-    choice: Choice[Backend] = Choice(
-        make_router("affinity", RouterContext(rng=rng, ranks=ranks, max_num_seqs=256), {}), ranks
-    )
-    available = [Backend() for _ in range(backends)]
+    choice = Choice(make_router("affinity", RouterContext(rng=rng, ranks=ranks, max_num_seqs=256), {}), ranks)
+    urls = tuple(f"http://10.0.0.1:{port}" for port in range(1, backends + 1))
+    config = ProxyConfig(backends=urls)
+    available = [Backend(parse_backend(url), config, is_warm=True) for url in urls]
     for backend in available:
         choice.join(backend)
-    in_flight: deque[Ticket[Backend]] = deque()
+    in_flight: deque[Ticket] = deque()
     decisions: list[float] = []
     for index, model in enumerate(adapters_asked(rng, under_way + num, adapters)):
         if len(in_flight) == under_way:

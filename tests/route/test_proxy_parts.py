@@ -16,7 +16,7 @@ from manylora.core.routing import AffinityRouter, LeastLoadedRouter, ReplicaView
 from manylora.route.backend import BackendState, Health
 from manylora.route.choice import Choice
 from manylora.route.fleet.changes import ChangeLog
-from manylora.route.relay.client import read_fields, with_model
+from manylora.route.relay.exchange import read_fields, with_model
 from manylora.route.report import MetricsReader, ServerKind, read_models
 from manylora.route.upstream.address import answer_headers, parse_backend, request_head
 
@@ -184,7 +184,7 @@ class Member:
 
 def test_adapters_keep_their_homes_when_others_fail_leave_and_come() -> None:
     members = [Member(str(index)) for index in range(8)]
-    choice: Choice[Member] = Choice(AffinityRouter(), {})
+    choice = Choice(AffinityRouter(), {})
     for member in members:
         choice.join(member)
     adapters = [f"a{index}" for index in range(200)]
@@ -227,7 +227,7 @@ def test_a_log_keeps_all_loads_and_the_latest_unloads() -> None:
 def test_ranks_of_adapters_that_come_and_go_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manylora.route.choice.MOST_RANKS", 3)
     ranks: dict[str, int] = {}
-    choice: Choice[Member] = Choice(LeastLoadedRouter(), ranks)
+    choice = Choice(LeastLoadedRouter(), ranks)
     for names in ("ab", "bc", "de"):
         choice.learn_ranks(dict.fromkeys(names, 8))
         assert len(ranks) <= 3
@@ -237,7 +237,7 @@ def test_ranks_of_adapters_that_come_and_go_are_bounded(monkeypatch: pytest.Monk
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["send", "end", "report", "silence"])), max_size=80))
 def test_own_requests_and_reports_never_make_a_load_negative(steps: list[tuple[int, str]]) -> None:
     members = [Member(str(index)) for index in range(4)]
-    choice: Choice[Member] = Choice(LeastLoadedRouter(), {"big": 64})
+    choice = Choice(LeastLoadedRouter(), {"big": 64})
     for member in members:
         choice.join(member)
     rng, tickets = Random(1), []

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from manylora.core import __version__
-from manylora.core.errors import CapacityError, ManyloraError, ModelNotFound, RequestError
+from manylora.core.errors import ManyloraError, ModelNotFound, RequestError
 from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import RoutedAdapters
@@ -59,7 +59,6 @@ class RouterRoutes:
     Args:
         config: Whether the router manages adapters.
         gate: Knows the keys of callers.
-        backends: All backends of the router.
         adapters: Loads and unloads adapters on all backends.
         metrics: The router's own.
     """
@@ -90,7 +89,7 @@ class RouterRoutes:
     async def _list_models(self, request: Request) -> Response:
         self.gate.check_inference(request)
         if not len(self.backends.catalog):
-            raise self._none_up()
+            raise self.backends.none_up()
         return Response(self.backends.catalog.listing(), media_type="application/json")
 
     async def _get_model(self, request: Request) -> Response:
@@ -103,7 +102,7 @@ class RouterRoutes:
 
     async def _health(self, request: Request) -> Response:
         if not self.backends.num_up:
-            raise self._none_up()
+            raise self.backends.none_up()
         return _json({"status": "serving", "backends": self.backends.num_up})
 
     async def _version(self, request: Request) -> Response:
@@ -153,9 +152,6 @@ class RouterRoutes:
         self.gate.check_admin(request)
         if not self.config.manage_adapters:
             raise HttpError(403, "This router does not manage adapters; start it with --manage-adapters.")
-
-    def _none_up(self) -> CapacityError:
-        return CapacityError("No backend is up; please try again.", retry_after_s=self.config.poll_s, status=503)
 
 
 def make_app(config: ProxyConfig, relay: ASGIApp, routes: RouterRoutes) -> ASGIApp:

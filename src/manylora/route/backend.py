@@ -168,7 +168,6 @@ class Backend:
     """One server behind the router. For the event loop's thread alone.
 
     Args:
-        address: Its address.
         config: Limits, times and the key.
         is_warm: As for ``Health``.
     """
@@ -197,7 +196,8 @@ class Backend:
         self.at_work: set[UpstreamConnection] = set()  # connections with a request of a client
         self._max_in_flight = config.max_in_flight
         self._stale_s = STALE_POLLS * config.poll_s
-        self.authorization = config.backend_authorization
+        key = config.backend_key
+        self.authorization = None if key is None else b"Bearer " + key.encode()  # in place of the client's own
 
     @property
     def num_in_flight(self) -> int:

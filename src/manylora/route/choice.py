@@ -9,37 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
-from typing import Generic, Protocol, TypeVar
 
 from manylora.core.routing import ReplicaReport, ReplicaView, Router
 from manylora.core.routing.view import Sent
 from manylora.core.types import Request
+from manylora.route.backend import Backend
 
-__all__ = ["Choice", "Member", "Ticket"]
+__all__ = ["Choice", "Ticket"]
 
 ROUND_TOKENS = 64
 MOST_RANKS = 200_000
 """Ranks that are kept: adapters come and go, and backends say their names."""
 
 
-class Member(Protocol):
-    """A backend, as the choice sees it."""
-
-    @property
-    def view(self) -> ReplicaView:
-        """The requests that were sent there; the same object for good."""
-        ...
-
-
-M = TypeVar("M", bound=Member)
-
-
-class Ticket(Generic[M]):
+class Ticket:
     """A request that counts at a backend until it is returned."""
 
     __slots__ = ("_sent", "is_open", "member")
 
-    def __init__(self, member: M, sent: Sent) -> None:
+    def __init__(self, member: Backend, sent: Sent) -> None:
         self.member = member
         self.is_open = True
         self._sent = sent
@@ -57,7 +45,7 @@ class Ticket(Generic[M]):
             self.member.view.remove(self._sent)
 
 
-class Choice(Generic[M]):
+class Choice:
     """Chooses among backends that come and go.
 
     A backend keeps its slot, and another takes it over when it is gone: routers know backends by their place, and
@@ -71,9 +59,9 @@ class Choice(Generic[M]):
     def __init__(self, router: Router, ranks: MutableMapping[str, int]) -> None:
         self._ranks = ranks
         self._router = router
-        self._slots: list[M | None] = []
+        self._slots: list[Backend | None] = []
 
-    def join(self, member: M) -> None:
+    def join(self, member: Backend) -> None:
         """Give a backend a slot."""
         for place, other in enumerate(self._slots):
             if other is None:
@@ -81,7 +69,7 @@ class Choice(Generic[M]):
                 return
         self._slots.append(member)
 
-    def leave(self, member: M) -> None:
+    def leave(self, member: Backend) -> None:
         """Free a backend's slot; when more than a quarter of the slots are free, the others move up."""
         self._slots = [None if other is member else other for other in self._slots]
         while self._slots and self._slots[-1] is None:
@@ -89,7 +77,7 @@ class Choice(Generic[M]):
         if 4 * self._slots.count(None) > len(self._slots):
             self._slots = [other for other in self._slots if other is not None]
 
-    def choose(self, model: str, num_prompt_tokens: int, available: Seq[M]) -> Ticket[M]:
+    def choose(self, model: str, num_prompt_tokens: int, available: Seq[Backend]) -> Ticket:
         """Choose a backend among the ``available``, of which there is at least one, and count the request there.
 
         Args:
@@ -117,7 +105,9 @@ class Choice(Generic[M]):
             self._ranks.clear()
         self._ranks.update(ranks)
 
-    def correct(self, member: M, num_reported: int | None, num_own: int, resident: Iterable[str] | None = None) -> None:
+    def correct(
+        self, member: Backend, num_reported: int | None, num_own: int, resident: Iterable[str] | None = None
+    ) -> None:
         """Take in a report of a backend.
 
         Args:

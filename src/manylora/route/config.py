@@ -130,8 +130,3 @@ class ProxyConfig:
             key = getattr(self, name)
             if key is not None and (not key or not key.isascii() or not key.isprintable()):
                 raise ConfigError(f"Got {name} = {key!r}, expected printable ASCII that is not empty")
-
-    @property
-    def backend_authorization(self) -> bytes | None:
-        """The value of the ``Authorization`` header that backends get; ``None`` for the client's own."""
-        return None if self.backend_key is None else b"Bearer " + self.backend_key.encode()

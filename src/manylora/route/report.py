@@ -173,7 +173,7 @@ def read_models(body: bytes) -> tuple[dict[str, Card], dict[str, msgspec.Raw], S
         The cards by name, the same as they came, and the kind of the server.
 
     Raises:
-        ValueError: It is not such an answer, or has too many models or too long names.
+        ValueError: The body is not such an answer, or has too many models or too long names.
     """
     try:
         if body.count(b"{") > MAX_SAMPLES:  # before an object is made of each

@@ -15,7 +15,6 @@ from random import Random
 
 from manylora.core.routing import RouterContext, make_router
 from manylora.route.app import RouterRoutes, make_app
-from manylora.route.backend import Backend
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import AdapterPlacement, RoutedAdapters
@@ -58,12 +57,12 @@ class Proxy:
     def __init__(self, config: ProxyConfig, *, resolve: Resolve = resolve) -> None:
         rng, ranks = Random(), dict[str, int]()
         context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=config.max_in_flight)
-        choice: Choice[Backend] = Choice(make_router(config.router, context, config.router_options), ranks)
+        choice = Choice(make_router(config.router, context, config.router_options), ranks)
         metrics = ProxyMetrics()
         self.backends = Backends(config, choice)
         changes = BackendChanges(config, self.backends)
         placement = AdapterPlacement(config, self.backends, changes)
-        adapters = RoutedAdapters(config, self.backends, changes, placement)
+        adapters = RoutedAdapters(self.backends, changes, placement)
         self._polls = Polls(config, self.backends, adapters, choice, metrics, rng=rng, resolve=resolve)
         selection = Selection(config, self.backends, choice, changes, placement)
         gate = Gate(config.api_keys, config.admin_key)
@@ -79,11 +78,6 @@ class Proxy:
     def is_stopping(self) -> bool:
         """Whether the router was asked to stop."""
         return self._is_stopping
-
-    @property
-    def is_listening(self) -> bool:
-        """Whether clients can connect."""
-        return self._socket.fileno() >= 0
 
     def drain(self) -> None:
         """Begin to stop: the router no longer listens, and requests under way may finish."""

@@ -18,7 +18,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from manylora.core.errors import CapacityError
 from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.changes import AdapterAccount, BackendChanges, Change
@@ -166,13 +165,11 @@ class RoutedAdapters:
     """Loads and unloads adapters on all backends. For the event loop's thread alone.
 
     Args:
-        config: Its ``poll_s`` is the ``Retry-After`` while no backend is up.
         backends: Every backend of the router.
         changes: Makes changes on single backends.
         placement: Loads adapters on demand, and holds off while an adapter changes.
     """
 
-    config: ProxyConfig
     backends: Backends
     changes: BackendChanges
     placement: AdapterPlacement
@@ -242,10 +239,6 @@ class RoutedAdapters:
             await self.changes.make(backend, missed, in_place=True)
         return not self.changes.missed(backend)  # the log may have changed meanwhile
 
-    def left(self, backend: Backend) -> None:
-        """Forget a backend."""
-        self.changes.left(backend)
-
     async def _everywhere(
         self, name: str, change: Change, concerns: Callable[[Backend], bool], *, in_place: bool = False
     ) -> Answers:
@@ -295,5 +288,5 @@ class RoutedAdapters:
     def _up(self) -> list[Backend]:
         up = [backend for backend in self.backends if backend.health.is_up]
         if not up:
-            raise CapacityError("No backend is up; please try again.", retry_after_s=self.config.poll_s, status=503)
+            raise self.backends.none_up()
         return up

@@ -105,7 +105,6 @@ class AdapterAccount:
     """The adapters that the router changed or placed on one backend.
 
     Args:
-        backend: The backend.
         placed: Adapters that were placed on demand and the time of their last request, the oldest first; an adapter
             counts from before its load until its unload has succeeded.
         making_room: Held while room is made for an adapter, by the unload of ``leaving``.

@@ -11,6 +11,7 @@ from time import monotonic
 
 import msgspec
 
+from manylora.core.errors import CapacityError
 from manylora.route.backend import Backend
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
@@ -146,7 +147,7 @@ class Backends:
         choice: Gives them slots.
     """
 
-    def __init__(self, config: ProxyConfig, choice: Choice[Backend]) -> None:
+    def __init__(self, config: ProxyConfig, choice: Choice) -> None:
         self._config = config
         self.catalog = Catalog()
         self._choice = choice
@@ -166,6 +167,10 @@ class Backends:
     def num_up(self) -> int:
         """The number of backends that get requests."""
         return sum(backend.health.is_up for backend in self._by_url.values())
+
+    def none_up(self, what: str = "No backend") -> CapacityError:
+        """Return the error for a request while no backend is up."""
+        return CapacityError(f"{what} is up; please try again.", retry_after_s=self._config.poll_s, status=503)
 
     def join(self, address: Address, *, is_warm: bool) -> Backend | None:
         """Take in an address; return its backend, or ``None`` if it is there already or there are too many.

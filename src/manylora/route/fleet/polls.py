@@ -68,7 +68,7 @@ class Polls:
         config: ProxyConfig,
         backends: Backends,
         adapters: RoutedAdapters,
-        choice: Choice[Backend],
+        choice: Choice,
         metrics: ProxyMetrics,
         *,
         rng: Random,
@@ -142,7 +142,7 @@ class Polls:
 
     def _leave(self, backend: Backend) -> None:
         self._backends.leave(backend)
-        self._adapters.left(backend)
+        self._adapters.changes.left(backend)
         self._metrics.left(backend)
         if (polling := self._tasks.pop(backend, None)) is not None:  # none yet while the router starts
             polling.cancel()

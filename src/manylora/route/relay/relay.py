@@ -21,8 +21,7 @@ from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import AdapterPlacement
 from manylora.route.fleet.members import Backends, Found
 from manylora.route.metrics import AttemptEnd, ProxyMetrics
-from manylora.route.relay.client import Client, ClientClosed, read_fields, with_model
-from manylora.route.relay.exchange import Exchange
+from manylora.route.relay.exchange import Client, ClientClosed, Exchange, read_fields, with_model
 from manylora.route.relay.selection import RelayedRequest, Selection
 from manylora.route.upstream.address import answer_headers, request_head
 from manylora.route.upstream.connection import Failure, Headers
@@ -205,7 +204,7 @@ class Relay:
         Raises:
             HttpError: 504, the request is slow on a backend that serves others, and would be elsewhere.
         """
-        if exchange.failure is not None and not exchange.has_body:
+        if exchange.failure is not None and not exchange.last:
             if exchange.failure in (Failure.LOST, Failure.DOWN, Failure.STALLED):
                 request.num_lost += 1
             if exchange.failure is Failure.STALLED:

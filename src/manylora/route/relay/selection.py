@@ -21,7 +21,7 @@ from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import AdapterPlacement
 from manylora.route.fleet.changes import BackendChanges
 from manylora.route.fleet.members import Backends, Found
-from manylora.route.relay.client import Client
+from manylora.route.relay.exchange import Client
 from manylora.serving.http.errors import HttpError
 
 __all__ = ["RelayedRequest", "Selection"]
@@ -71,11 +71,11 @@ class Selection:
 
     config: ProxyConfig
     backends: Backends
-    choice: Choice[Backend]
+    choice: Choice
     changes: BackendChanges
     placement: AdapterPlacement
 
-    async def choose(self, request: RelayedRequest, client: Client) -> Ticket[Backend]:
+    async def choose(self, request: RelayedRequest, client: Client) -> Ticket:
         """Choose a backend and count the request there, also while its adapter is loaded.
 
         Raises:
@@ -102,9 +102,7 @@ class Selection:
 
     def none_up(self) -> CapacityError:
         """Return the error for a request whose backends are all down."""
-        return CapacityError(
-            "No backend of this model is up; please try again.", retry_after_s=self.config.poll_s, status=503
-        )
+        return self.backends.none_up("No backend of this model")
 
     def _candidates(self, request: RelayedRequest) -> tuple[list[Backend], list[Backend]]:
         """Return the backends that have the model, and all that may be chosen."""
@@ -125,7 +123,7 @@ class Selection:
             raise self._last_refusal(request)
         return holders, candidates
 
-    async def _is_placed(self, placing: asyncio.Task[bool], ticket: Ticket[Backend], client: Client) -> bool:
+    async def _is_placed(self, placing: asyncio.Task[bool], ticket: Ticket, client: Client) -> bool:
         """Wait for the load of an adapter; return whether it worked, else the ticket has ended."""
         is_placed = False
         try:
@@ -136,7 +134,7 @@ class Selection:
             if not is_placed or client.is_gone:
                 ticket.end()
 
-    def _take(self, request: RelayedRequest, among: Sequence[Backend]) -> Ticket[Backend]:
+    def _take(self, request: RelayedRequest, among: Sequence[Backend]) -> Ticket:
         return self.choice.choose(request.found.adapter, request.num_prompt_tokens, among)
 
     def _available(self, among: Iterable[Backend], request: RelayedRequest) -> list[Backend]:

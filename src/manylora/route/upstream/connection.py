@@ -163,9 +163,6 @@ class UpstreamConnection(asyncio.Protocol):
         if self._is_whole and self._receiver is receiver:
             self._end()
 
-    def eof_received(self) -> None:
-        """Close as well; ``connection_lost`` follows."""
-
     def connection_lost(self, exc: Exception | None) -> None:
         """End the exchange: whole, if its answer goes on to the end of the connection."""
         self._on_closed(self)

@@ -59,7 +59,7 @@ class Pool:
         """Make a connection.
 
         Raises:
-            CannotConnect: It was refused, or took too long.
+            CannotConnect: The connection was refused, or took too long.
         """
         loop = asyncio.get_running_loop()
         try:
