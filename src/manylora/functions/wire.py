@@ -205,7 +205,6 @@ class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
     """The set-up of an agent.
 
     Args:
-        node: The node's name.
         controller: Address of the controller.
         token: Its token; ``None`` for none.
         tls: This node's certificate for it; ``None`` for none.

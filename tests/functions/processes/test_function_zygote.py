@@ -24,9 +24,8 @@ from manylora.functions.processes import zygote as zygote_module
 from manylora.functions.processes.frames import in_memory
 from manylora.functions.processes.link import FunctionLink
 from manylora.functions.processes.messages import Backbone, Exited, Fork, FromZygote, FunctionPlace, Warm
-from manylora.functions.processes.warm import clean_mappings
 from manylora.functions.processes.zygote import ForkedFunction, Zygote
-from manylora.functions.processes.zygote_process import ZygoteProcess
+from manylora.functions.processes.zygote_process import ZygoteProcess, clean_mappings
 from manylora.serving.hosting.protocol import EngineSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="functions run on Linux")
@@ -222,7 +221,7 @@ def test_control_groups_of_a_zygote_that_was_killed_are_removed(tmp_path: Path) 
 def test_pages_of_libraries_leave_a_process_that_goes_on() -> None:
     script = (
         "import numpy\n"
-        "from manylora.functions.processes.warm import let_file_pages_go\n"
+        "from manylora.functions.processes.zygote_process import let_file_pages_go\n"
         "def kib():\n"
         "    lines = [line.split() for line in open('/proc/self/smaps_rollup')][1:]\n"
         "    sizes = {line[0]: int(line[1]) for line in lines if line[-1] == 'kB'}\n"

@@ -255,7 +255,7 @@ def run_agent(setup: AgentSetup) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code.
 
     Raises:
-        ManyloraError: It cannot listen, a backbone is wrong, or the controller refuses it.
+        ManyloraError: The agent cannot listen, a backbone is wrong, or the controller refuses the agent.
     """
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each report
     server = setup.server

@@ -88,7 +88,7 @@ class Child:
         """Run it until ``stop``.
 
         Raises:
-            EngineDead: It died too often in a row.
+            EngineDead: The process died too often in a row.
         """
         now = asyncio.get_running_loop().time
         deaths = 0

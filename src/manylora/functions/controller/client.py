@@ -41,7 +41,7 @@ class ControllerClient:
         Raises:
             CapacityError: The controller does not answer now; try again.
             CertificateRefused: One side refuses the other's certificate.
-            RequestError: It refuses the report.
+            RequestError: The controller refuses the report.
         """
         body = await self._send("POST", f"/v1/nodes/{quote(node)}/report", msgspec.json.encode(report))
         return msgspec.json.decode(body, type=Orders)

@@ -81,7 +81,7 @@ class Store:
     """The database, made if there is none, for one writer: a second one waits, and then fails.
 
     Raises:
-        ConfigError: It is no database of this version, or another process writes it.
+        ConfigError: The file is no database of this version, or another process writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,7 +167,7 @@ class Store:
         A report whose amounts do not add up to its interval is an error of the agent, and nothing is recorded.
 
         Raises:
-            ConfigError: It overlaps the ledger in part, or does not add up.
+            ConfigError: The report overlaps the ledger in part, or does not add up.
         """
         _check_sums(report)
         with self._transaction():

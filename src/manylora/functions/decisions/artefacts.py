@@ -48,7 +48,6 @@ class Artefact:
 
     Args:
         name: Unique.
-        kind: Its kind.
         num_bytes: Memory that it takes, by kind of memory; it cannot be held in a kind that is missing.
         saves_s: Seconds of a cold start that it saves from there; the same keys. A device saves at least as much as
             the host.

@@ -35,6 +35,9 @@ T = TypeVar("T")
 RATE_WINDOW_S = 60.0
 """Seconds after which a request counts by 1/e in the rate of its function."""
 
+FADE = 0.9
+"""Weight that earlier batches keep at each new one, in the times that are learnt."""
+
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTime:
@@ -69,7 +72,6 @@ class BatchWindow:
     """The rule of one function: when its waiting requests leave as a batch.
 
     Args:
-        time: Its times.
         objective_s: Its objective for the first token, in seconds.
         cap: Most requests in a batch, whatever the objective allows; the memory for their KV sets it.
         wait_share: Share of the spare time that a batch waits while it would have the device to itself: 1 is equation
@@ -144,12 +146,10 @@ class FirstTokenFit:
 
     Args:
         first: The times until batches have been seen.
-        fade: Weight that earlier batches keep at each new one.
     """
 
-    def __init__(self, first: FirstTokenTime, *, fade: float = 0.9) -> None:
+    def __init__(self, first: FirstTokenTime) -> None:
         self.time = first
-        self._fade = fade
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of the weight, x, y, xx, xy
 
     def observe(self, size: int, took_s: float) -> None:
@@ -157,7 +157,7 @@ class FirstTokenFit:
         x = size - 1
         new = (1.0, x, took_s, x * x, x * took_s)
         self._sums = (weight, sum_x, sum_y, sum_xx, sum_xy) = tuple(  # type: ignore[assignment]
-            self._fade * old + one for old, one in zip(self._sums, new, strict=True)
+            FADE * old + one for old, one in zip(self._sums, new, strict=True)
         )
         spread = weight * sum_xx - sum_x * sum_x
         each_s = self.time.each_s

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from manylora.core.errors import ConfigError
+from manylora.core.options import check_options, option
 
 __all__ = [
     "PLATFORM",
@@ -69,7 +69,6 @@ class MachineState:
     """All that is charged by time, while none of it changes.
 
     Args:
-        num_devices: Devices of the machine.
         running: Functions that run steps, by device number.
         awake: Functions with a process on the machine.
         device_bytes: Device memory of its own, by function.
@@ -225,25 +224,16 @@ class PriceList:
 
     The defaults are those that ServerlessLoRA takes from a public price list: per second of a GPU's gigabyte, active
     and idle; the others are the usual ones of functions on CPUs.
-
-    Args:
-        active_device_gb_s: Price of a device's gigabyte for a second, while a step runs.
-        idle_device_gb_s: The same, while it is kept ready.
-        cpu_s: Price of a processor's second.
-        host_gb_s: Price of a gigabyte of host memory for a second.
-        device_gb: Gigabytes of a device, which its time is multiplied by.
     """
 
-    active_device_gb_s: float = 0.000018
-    idle_device_gb_s: float = 0.000007
-    cpu_s: float = 0.000018
-    host_gb_s: float = 0.000002
-    device_gb: float = 48.0
+    active_device_gb_s: float = option(0.000018, at_least=0, help="A second of a device's gigabyte, while a step runs.")
+    idle_device_gb_s: float = option(0.000007, at_least=0, help="The same, while it is kept ready.")
+    cpu_s: float = option(0.000018, at_least=0, help="A processor's second.")
+    host_gb_s: float = option(0.000002, at_least=0, help="A second of a gigabyte of host memory.")
+    device_gb: float = option(48.0, at_least=0, help="Gigabytes of a device, by which its time is multiplied.")
 
     def __post_init__(self) -> None:
-        prices = (self.active_device_gb_s, self.idle_device_gb_s, self.cpu_s, self.host_gb_s, self.device_gb)
-        if min(prices) < 0.0:
-            raise ConfigError(f"Got {self}, expected no negative price")
+        check_options(self)
 
     def cost(self, usage: Usage) -> float:
         """Return the price of a usage, in dollars."""

@@ -60,13 +60,13 @@ class Candidate:
     evicts_bytes: int = 0
     num_functions: int = 0
 
-    def answers_in_s(self, batch_s: float) -> float:
-        """Return the seconds until a batch is answered that takes ``batch_s`` on a device of its own."""
-        return max(self.load_s, self.wait_s) + (1 + self.num_batches) * batch_s
-
     def order(self, batch_s: float) -> tuple[float, ...]:
-        """Return the key by which places are compared, the best first, for a batch of ``batch_s``."""
-        return self.answers_in_s(batch_s), self.load_s, self.evicts_bytes, self.num_functions
+        """Return the key by which places are compared, the best first: the seconds until a batch is answered, and ties.
+
+        The batch takes ``batch_s`` on a device of its own.
+        """
+        answered_s = max(self.load_s, self.wait_s) + (1 + self.num_batches) * batch_s
+        return answered_s, self.load_s, self.evicts_bytes, self.num_functions
 
 
 def choose_place(candidates: Sequence[Candidate], batch_s: float) -> Candidate | None:
@@ -95,8 +95,6 @@ class Wanted:
     """A function that gets requests.
 
     Args:
-        name: The function.
-        backbone: Its backbone.
         requests_per_s: Rate of its requests.
         adapter: Its adapter's file.
         process: Its process; the time to start does not include the time to load the adapter.

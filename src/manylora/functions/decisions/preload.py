@@ -20,6 +20,9 @@ from manylora.functions.decisions.artefacts import ArtefactKind, Placed, Preload
 
 __all__ = ["Preloader"]
 
+LEAST_GAIN = 0.05
+"""Share of the value held by which a new choice must exceed it."""
+
 
 class Preloader:
     """Decides again and again over the same artefacts and places, as rates change."""
@@ -45,10 +48,8 @@ class Preloader:
                     best = other
         return frozenset(items.names[item] for item in best.held)
 
-    def revise(
-        self, held: frozenset[Placed], requests_per_s: Mapping[str, float], *, least_gain: float = 0.05
-    ) -> frozenset[Placed]:
-        """Return the artefacts to hold from now on: those held, unless a new choice is worth that much more.
+    def revise(self, held: frozenset[Placed], requests_per_s: Mapping[str, float]) -> frozenset[Placed]:
+        """Return the artefacts to hold from now on: those held, unless a new choice is worth ``LEAST_GAIN`` more.
 
         Many choices are worth the same, and moving from one to another would load artefacts again for nothing. A choice
         that only adds to those held moves nothing. Those held may come from another problem: artefacts that are not in
@@ -56,7 +57,7 @@ class Preloader:
         """
         chosen = self.choose(requests_per_s)
         known = frozenset(one for one in held if one in self._items.number)
-        is_worth_it = known <= chosen or self.value(chosen) > (1.0 + least_gain) * self.value(known)
+        is_worth_it = known <= chosen or self.value(chosen) > (1.0 + LEAST_GAIN) * self.value(known)
         return chosen if is_worth_it or not self._fits(known) else known
 
     def value(self, chosen: Iterable[Placed]) -> float:

@@ -228,7 +228,7 @@ def describe_base(name: str, model: str) -> EngineInfo:
     """Return the limits of a base by its configuration, before any engine runs on it; an engine may have smaller ones.
 
     Raises:
-        ConfigError: It cannot be read, or lacks them.
+        ConfigError: The configuration cannot be read, or lacks the limits.
     """
     try:
         config = json.loads((Path(model) / "config.json").read_text())

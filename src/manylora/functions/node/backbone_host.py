@@ -134,7 +134,7 @@ class BackboneHost:
         """Load the base and warm a zygote, unless both are there; return the zygote.
 
         Raises:
-            CapacityError: It was released meanwhile.
+            CapacityError: The backbone was released meanwhile.
             ConfigError: The base cannot be loaded.
             EngineDead: The zygote ended.
         """

@@ -146,7 +146,6 @@ class Launcher:
     """Starts the processes of one function.
 
     Args:
-        name: The function's name.
         spec: Its registration.
         host: Its backbone.
         log: Takes the lines that its processes write.
@@ -201,7 +200,7 @@ class Launcher:
         """Fork the function and load its adapter.
 
         Raises:
-            CapacityError: It took longer than its timeout.
+            CapacityError: The start took longer than its timeout.
             ManyloraError: Its engine or its adapter was refused, or it died.
         """
         self._check_own_folder()

@@ -219,7 +219,7 @@ class FunctionNode:
             if one.engine is not None:
                 one.engine.weigh(bool(one.queue) or one.is_running)
                 if one.queue:
-                    waiting.append((one.queue.margin_s(now, 1), one))
+                    waiting.append((one.queue.margin_s(now), one))
         self.room.changed(instance)
         for one in most_urgent(waiting):
             asyncio.get_running_loop().call_soon(one.advance)

@@ -21,7 +21,6 @@ class _QueuedRequests:
     Args:
         go: Done when they may leave, or with the error that refuses them.
         since: When they came, in seconds.
-        num_requests: Their number.
         has_left: Whether they are on their way to the engine.
     """
 
@@ -57,15 +56,15 @@ class BatchQueue:
             elif entry in self._entries:
                 self._entries.remove(entry)
 
-    def margin_s(self, now: float, num_batches: int) -> float:
-        """Return the seconds left until the requests of the queue must start, to meet their objective.
+    def margin_s(self, now: float) -> float:
+        """Return the seconds left until the requests of the queue, which is not empty, must start to be in time."""
+        return deadline_margin_s(self.times.window, self._entries[0].since, len(self), now)
+
+    def leaves_at(self, now: float, num_batches: int) -> float:
+        """Return the time at which the batch leaves if it is not full before.
 
         The queue must not be empty. ``num_batches`` counts batches on the device, this one included.
         """
-        return deadline_margin_s(self.times.window, self._entries[0].since, len(self), now, num_batches)
-
-    def leaves_at(self, now: float, num_batches: int) -> float:
-        """Return the time at which the batch leaves if it is not full before; arguments as in ``margin_s``."""
         return self.times.window.leaves_at(self._entries[0].since, len(self), now, num_batches)
 
     def leave(self, now: float, num_batches: int, *, is_alone: bool) -> int:

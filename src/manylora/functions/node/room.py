@@ -28,9 +28,6 @@ class NodeRoom:
     """Memory for backbones, zygotes and functions. Only for the event loop's thread.
 
     Args:
-        num_bytes: All memory.
-        hosts: The node's backbones, by name.
-        functions: The node's functions, by name.
         woken: Functions that have been awake.
         present: Functions with a process, or about to have one; removed ones too, until their process has ended.
     """

@@ -128,7 +128,7 @@ class Zygote:
         """Start the process unless it runs, and wait until it is warm.
 
         Raises:
-            EngineDead: It ended before it was warm, or took too long.
+            EngineDead: The process ended before it was warm, or took too long.
         """
         if self._warm is None:
             self._launch()
