@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from time import perf_counter, thread_time
 
-from publishing import Others, arguments, publish, reason_to_refuse, table
+from publishing import Others, arguments, middle_of_rounds, publish, reason_to_refuse, table
 
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
@@ -27,7 +27,7 @@ from manylora.core.plan import AdapterLoad, LoadResult, PlannedSequence, StepPla
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import POLICIES
 from manylora.core.types import AdapterKey, AdapterVersion, Request, SampledToken, SamplingParams, Tier
-from manylora.lab.bench.rounds import in_turns, middle_of_rounds
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.sim.run.executor import SimulatedWork
 
@@ -217,7 +217,7 @@ def decision_table(
             for name in ("mean_running", "launch_cpu_us", "launch_p90_us", "turn_us", "admitted_per_step")
         }
         row = [policy, f"{middle['mean_running']:.0f} of {running}", f"{one.waiting:,}", f"{one.adapters:,}"]
-        row += [str(middle_of_rounds([each.launch_us for each in rounds])), f"{middle['launch_cpu_us']:.0f}"]
+        row += [middle_of_rounds([each.launch_us for each in rounds]), f"{middle['launch_cpu_us']:.0f}"]
         row += [f"{middle['launch_p90_us']:.0f}", f"{one.goal_us:.0f}", f"{middle['turn_us']:.0f}"]
         rows.append([*row, f"{middle['admitted_per_step']:.2f}"])
     lines = [

@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 from numpy.typing import NDArray
 from planner_live import MEMORY, NUM_ADAPTERS, RANKS, SCHEDULER, WORKLOAD, Live
 from publishing import Others, arguments, publish, reason_to_refuse, table
@@ -201,7 +202,8 @@ class Predicted:
     def config(self, name: str, speeds: Sequence[float]) -> SimulationConfig:
         """Return the engine of one run on a machine of such speeds; its name seeds what is drawn."""
         made = make_config(self._setup, targets=WORKLOAD.adapters.targets)
-        cost = FittedCost(self._machine.profile, Random(f"steps/{name}"), has_drift=False)
+        steady = structs.replace(self._machine.profile, speed_drift=None)
+        cost = FittedCost(steady, Random(f"steps/{name}"))
         return replace(made, cost=cost, speed=lambda _: DrawnSpeed(speeds, Random(f"speed/{name}")))
 
     def serve(self, workload: Workload, name: str, speeds: Sequence[float]) -> list[RequestRecord]:

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from http_client import StreamsResult
 from paced import TICK_S, write_paced_tokenizer
-from publishing import Others, arguments, publish, reason_to_refuse
+from publishing import Others, arguments, middle_of_rounds, publish, reason_to_refuse
 
 from manylora.core.errors import EngineDead
-from manylora.lab.bench.rounds import machine, middle_of_rounds
+from manylora.lab.bench.rounds import machine
 
 HERE = Path(__file__).resolve().parent
 

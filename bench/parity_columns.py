@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from manylora.core.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord
@@ -184,7 +185,7 @@ class Columns:
         if column == "mean prices":
             return self._make(FittedCost(self._profile), None)
         if column == "jitter":
-            return self._make(FittedCost(self._profile, rng, has_drift=False), None)
+            return self._make(FittedCost(structs.replace(self._profile, speed_drift=None), rng), None)
         cost = FittedCost(self._profile, rng)
         if column == "drift":
             return self._make(cost, cost.speed())

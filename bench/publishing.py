@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from manylora.lab.bench.rounds import median_interval
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 LEAST_ROUNDS = 5
@@ -68,6 +70,12 @@ def table(heads: Sequence[object], rows: Iterable[Sequence[object]], *, left: in
     """Return the lines of a table whose first ``left`` columns are text and all others numbers."""
     lines = [heads, ["---" if place < left else "---:" for place in range(len(heads))], *rows]
     return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
+def middle_of_rounds(values: Sequence[float]) -> str:
+    """Return a figure that is compared with a limit, not with another side, with a 95 % interval of its median."""
+    median, low, high = median_interval(values)
+    return f"{median:.3g}" if len(values) == 1 else f"{median:.3g} ({low:.3g} to {high:.3g})"
 
 
 def clock_of(options: argparse.Namespace, processor: Callable[[], float] = time.process_time) -> Callable[[], float]:

@@ -101,7 +101,7 @@ def test_kv_in_8_bits_takes_half_the_pages_and_adapters_the_same_bytes() -> None
     assert adapter_bytes(base_shape(narrow), 32, ATTENTION_TARGETS) == adapter_bytes(
         base_shape(half), 32, ATTENTION_TARGETS
     )
-    with pytest.raises(ConfigError, match="kv_dtype = 'int4', expected int8 or one of float32"):
+    with pytest.raises(ConfigError, match="kv_dtype = 'int4', expected one of int8, float32"):
         replace(half, kv_dtype="int4")
 
 
@@ -165,17 +165,19 @@ def test_a_profile_comes_from_a_file(tmp_path: Path) -> None:
     path.write_text('name = "ours"\nlike = "h200"\nflops_share = 0.62\n')
     ours = find_hardware(str(path))
     assert (ours.name, ours.flops_share, ours.memory_bytes) == ("ours", 0.62, HARDWARE["h200"].memory_bytes)
+    path.write_text('like = "h200"\nmemory_bytes = 48e9\n')
+    assert find_hardware(str(path)).memory_bytes == 48_000_000_000
     for text, complaint in (
-        ('name = "x"', "missing"),
-        ("colour = 3", "unknown colour"),
-        ("name = ", "Cannot read"),
-        ('like = "h200"\nflops_share = 1.2', "at most 1"),
-        ('like = "h200"\nmemory_bytes = "much"', "expected a number"),
+        ('name = "x"', "no flops_per_s, which it needs"),
+        ("colour = 3", "ours.toml.colour, which nothing reads"),
+        ("name = ", "ours.toml: not TOML"),
+        ('like = "h200"\nflops_share = 1.2', "flops_share = 1.2, expected a number in"),
+        ('like = "h200"\nmemory_bytes = "much"', "memory_bytes = 'much', expected a whole number"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=complaint):
             find_hardware(str(path))
-    with pytest.raises(ConfigError, match="Cannot read"):
+    with pytest.raises(ConfigError, match=r"missing\.toml: cannot be read"):
         find_hardware(str(tmp_path / "missing.toml"))
 
 

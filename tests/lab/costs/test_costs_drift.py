@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 from sim_profiles import make_profile, sweep
 
 from manylora.core.costs.step_log import StepRecord
@@ -118,12 +119,10 @@ def test_only_a_profile_with_spells_wanders():
     assert FittedCost(make_profile(noise=OWN), random.Random(0)).speed() is None
     profile = unsteady(DriftComponent(size=0.2, length_s=1.0))
     assert FittedCost(profile).speed() is None  # nor without chance
-    assert FittedCost(profile, random.Random(0), has_drift=False).speed() is None
+    steady = structs.replace(profile, speed_drift=None)
+    assert FittedCost(steady, random.Random(0)).speed() is None
     # Draws of a profile without components are what they were before there were any.
-    costs = [
-        FittedCost(profile, random.Random(0), has_drift=False),
-        FittedCost(make_profile(noise=OWN), random.Random(0)),
-    ]
+    costs = [FittedCost(one, random.Random(0)) for one in (steady, make_profile(noise=OWN))]
     features = next(line.features for line in sweep(profile, seconds=0.1) if isinstance(line, StepRecord))
     one, other = ([cost.features_time_s(features) for _ in range(9)] for cost in costs)
     assert one == other

@@ -14,11 +14,14 @@ from statistics import fmean
 import pytest
 from scipy.optimize import brentq
 
+from manylora.core.costs.features import step_features
 from manylora.core.errors import ConfigError
+from manylora.core.types import AdapterKey
 from manylora.lab.catalog.hardware import HARDWARE, Hardware
 from manylora.lab.catalog.models import base_shape, find_dims
 from manylora.lab.costs.adapters import COPY_PATHS, S_LORA_FLOPS_SHARE
 from manylora.lab.costs.idle import decode_step, prompt_step, time_on_idle_engine
+from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.costs.roofline import RooflineCost, StepParts, memory_for_pool
 
 RANKS = (8, 16, 32, 64, 128)
@@ -125,7 +128,8 @@ def mixed_batch(kernel: str) -> StepParts:
     """Price the article's step: Llama-70B (4-bit weights, one H100), 128 sequences, 40 adapters of rank 16."""
     cost = RooflineCost(replace(find_dims("llama-3-70b"), weight_bits=4), "h100", lora_kernel=kernel)
     context = int(30e9 / cost.dims.kv_bytes_per_token / 128)  # its 30 GB of KV, full
-    return cost.price(decode_step(context, 16, num_sequences=128, num_adapters=40))
+    sequences = (SyntheticSequence(context - 1, 1, AdapterKey(str(index % 40)), 16) for index in range(128))
+    return cost.price(step_features(synthetic_plan(sequences)))
 
 
 FITTING = (

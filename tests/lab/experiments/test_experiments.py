@@ -13,18 +13,18 @@ from manylora.cli.app import app
 from manylora.core.errors import ConfigError
 from manylora.lab.costs.idle import times_on_idle_engine
 from manylora.lab.experiments.calculations import CALCULATIONS, is_clairvoyant
-from manylora.lab.experiments.cases import cases_of, read_setup, read_workload
+from manylora.lab.experiments.cases import Result, cases_of, read_workload
 from manylora.lab.experiments.findings import Findings, Verdict, compare, overall
 from manylora.lab.experiments.isolated import is_isolated, read_functions, run_isolated
 from manylora.lab.experiments.pictures import draw
 from manylora.lab.experiments.read import find_experiments, read_experiment
 from manylora.lab.experiments.report import Picture, as_html, as_json, as_markdown, format_published
-from manylora.lab.experiments.result import Result
 from manylora.lab.experiments.running import Runner
 from manylora.lab.experiments.spec import Claim, Experiment, Point, merge, setup_table
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import simulate
-from manylora.lab.sim.setup import make_config
+from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.tables import TableReader
 from manylora.lab.workloads import RequestSpec, Workload, make_workload
 
 SUITE = """
@@ -100,11 +100,9 @@ tolerance = 1.0
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Path:
-    folder = tmp_path / "catalog" / "made-up"
-    folder.mkdir(parents=True)
-    (folder / "suite.toml").write_text(SUITE)
-    (folder / "speed.toml").write_text(EXPERIMENT)
-    return folder.parent
+    (tmp_path / "suite.toml").write_text(SUITE)
+    (tmp_path / "speed.toml").write_text(EXPERIMENT)
+    return tmp_path
 
 
 def find(experiment: Experiment, folder: Path | None) -> Findings:
@@ -131,7 +129,10 @@ def test_what_ships_can_be_run(name, tmp_path):
         if is_isolated(case):
             assert read_functions(case.setup).models
         else:
-            assert is_clairvoyant(case) or make_config(read_setup(case.setup)).scheduler.max_num_seqs
+            assert (
+                is_clairvoyant(case)
+                or make_config(TableReader({}).read(Setup, case.setup, "setup")).scheduler.max_num_seqs
+            )
         assert read_workload(case.workload, tmp_path).adapters.count
     labels = {point.label for point in experiment.points}
     for claim in experiment.claims:
@@ -148,7 +149,7 @@ def test_what_ships_can_be_run(name, tmp_path):
 
 
 def test_an_experiment_is_run_once_kept_and_judged(catalog, tmp_path):
-    experiment = read_experiment("made-up/speed", catalog)
+    experiment = read_experiment(str(catalog / "speed.toml"))
     runs = tmp_path / "runs"
     findings = find(experiment, runs)
     kept = sorted(runs.iterdir())
@@ -175,7 +176,7 @@ def test_an_experiment_is_run_once_kept_and_judged(catalog, tmp_path):
 
 
 def test_changing_what_is_run_changes_its_key(catalog):
-    experiment = read_experiment("made-up/speed", catalog)
+    experiment = read_experiment(str(catalog / "speed.toml"))
     cases = list(cases_of(experiment, seeds=2, traces=None).values())
     assert len({case.key for case in cases}) == len(cases)
     assert cases[0].key == next(iter(cases_of(experiment, seeds=1, traces=None).values())).key
@@ -302,13 +303,13 @@ def test_other_limits():
         ("[[claims]]\nfigure = 'y'", "no text"),
         ("use = ['slow', 'fast']", "expected one of quick, slow"),
         ("[[points]]\nset = {rate = 3}", "expected keys of workload. and setup."),
-        ("num_seeds = 0", "at least 1"),
+        ("num_seeds = 0", "num_seeds = 0, expected 1 or more"),
     ],
 )
 def test_mistakes_are_named(catalog, change, message):
-    (catalog / "made-up" / "wrong.toml").write_text(change + "\n")
+    (catalog / "wrong.toml").write_text(change + "\n")
     with pytest.raises(ConfigError, match=message):
-        read_experiment("made-up/wrong", catalog)
+        read_experiment(str(catalog / "wrong.toml"))
 
 
 def test_a_name_that_is_not_there_is_nearly_found():
@@ -338,9 +339,9 @@ def test_the_command_lists_and_runs(tmp_path):
 
 def test_alone_is_what_a_run_with_nobody_else_shows(catalog):
     """Priced step by step, or from four prices: the same."""
-    experiment = read_experiment("made-up/speed", catalog)
+    experiment = read_experiment(str(catalog / "speed.toml"))
     spec = read_workload(experiment.workload, None)
-    config = make_config(read_setup(experiment.setups["slow"]))
+    config = make_config(TableReader({}).read(Setup, experiment.setups["slow"], "setup"))
     adapters = make_workload(spec, 0).adapters
     request = RequestSpec(arrival_s=1.0, num_prompt_tokens=300, num_output_tokens=41, adapter=adapters[0].name)
     run = simulate(Workload(name="alone", requests=(request,), adapters=adapters), config)

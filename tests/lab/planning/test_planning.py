@@ -13,16 +13,14 @@ from manylora.core.errors import ConfigError
 from manylora.lab.costs.model import CostModel, FixedCost
 from manylora.lab.measure import Slo
 from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget, at_rate
-from manylora.lab.planning.plan import Plan, TrafficDemand, make_plan
+from manylora.lab.planning.plan import Capacity, Plan, TrafficDemand, expected_load_tests, find_capacity, make_plan
 from manylora.lab.planning.report import plan_tables
-from manylora.lab.planning.search import Capacity, expected_load_tests, find_capacity
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads import AdapterSet, WorkloadSpec
-from manylora.lab.workloads.arrivals import PoissonArrivals
+from manylora.lab.workloads.arrivals import PoissonArrivals, StepArrivals
 from manylora.lab.workloads.lengths import FixedTokens, ParametricLengths
-from manylora.lab.workloads.modulated import StepArrivals
 from manylora.lab.workloads.popularity import TurnTaking
 
 STEP_S = 0.1

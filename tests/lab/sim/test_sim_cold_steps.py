@@ -74,7 +74,7 @@ def test_a_copy_follows_its_read_layer_by_layer(read_s: float, copy_s: float, fr
     for layer in range(num_layers):
         at = max(at, read.arrivals[layer]) + copy_s / num_layers
         assert copy.arrivals[layer] == pytest.approx(at)
-    assert copy.ends_at == copy.arrivals[-1]
+    assert copy.ready_at == copy.arrivals[-1]
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 1024])

@@ -50,7 +50,7 @@ def test_a_copy_that_waits_for_a_slow_read_leaves_the_link_to_others() -> None:
     chained = link.load(0.0, 0.4, LAYERS, read)
     assert chained.begins_at == 0.0
     assert chained.arrivals == pytest.approx([10.1, 20.1, 30.1, 40.1])
-    assert link.load(1.0, 2.0, LAYERS).ends_at == 3.0
+    assert link.load(1.0, 2.0, LAYERS).ready_at == 3.0
     # A layer that has been read meanwhile is copied next.
     assert link.load(9.0, 2.0, LAYERS).arrivals == pytest.approx([9.5, 10.0, 10.5, 11.0])
     assert chained.arrivals == pytest.approx([11.1, 20.1, 30.1, 40.1])
@@ -58,5 +58,5 @@ def test_a_copy_that_waits_for_a_slow_read_leaves_the_link_to_others() -> None:
 
 def test_copies_of_images_that_are_there_come_one_after_another() -> None:
     link = SimulatedLink()
-    assert [link.load(now, 1.0, LAYERS).ends_at for now in (0.0, 0.0, 0.5, 4.0)] == [1.0, 2.0, 3.0, 5.0]
+    assert [link.load(now, 1.0, LAYERS).ready_at for now in (0.0, 0.0, 0.5, 4.0)] == [1.0, 2.0, 3.0, 5.0]
     assert list(link.busy()) == [(4.0, 5.0)] and link.free_at == 5.0

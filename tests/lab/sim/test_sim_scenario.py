@@ -25,7 +25,7 @@ from manylora.lab.planning.settings import read_plan_settings
 from manylora.lab.sim.run.simulation import simulate
 from manylora.lab.sim.scenario import read_scenario
 from manylora.lab.sim.setup import Setup, make_config, read_dims
-from manylora.lab.workloads.tables import read_table
+from manylora.lab.tables import read_table
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

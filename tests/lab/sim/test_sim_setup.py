@@ -18,8 +18,8 @@ from manylora.lab.costs.workers import CpuWorkers
 from manylora.lab.sim.build import build_simulated_parts
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.setup import Setup, make_config, read_dims
+from manylora.lab.tables import TableReader
 from manylora.lab.workloads import AdapterSpec
-from manylora.lab.workloads.tables import TableReader
 
 CONFIG = {
     "model_type": "llama",

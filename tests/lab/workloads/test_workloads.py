@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.lab.workloads import AdapterSet, WorkloadSpec, make_workload
-from manylora.lab.workloads.arrivals import ArrivalProcess, GammaArrivals, PoissonArrivals
+from manylora.lab.workloads.arrivals import ArrivalProcess, GammaArrivals, OnOffArrivals, PoissonArrivals, StepArrivals
 from manylora.lab.workloads.lengths import (
     Distribution,
     ExponentialTokens,
@@ -16,7 +16,6 @@ from manylora.lab.workloads.lengths import (
     TokenBounds,
 )
 from manylora.lab.workloads.locality import Drift, Sessions
-from manylora.lab.workloads.modulated import OnOffArrivals, StepArrivals
 from manylora.lab.workloads.popularity import (
     GeometricShares,
     Popularity,

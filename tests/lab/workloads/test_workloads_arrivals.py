@@ -13,12 +13,13 @@ from manylora.lab.workloads.arrivals import (
     ArrivalProcess,
     Extent,
     GammaArrivals,
+    OnOffArrivals,
     PoissonArrivals,
     ReplayArrivals,
+    StepArrivals,
     WeibullArrivals,
 )
 from manylora.lab.workloads.callers import GammaCallers
-from manylora.lab.workloads.modulated import OnOffArrivals, StepArrivals
 
 PROCESSES = [
     PoissonArrivals(rate=5.0),

@@ -20,7 +20,7 @@ from manylora.cli.options.values import parse_address, repeat_option
 from manylora.cli.views.simulate_report import write_results
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.errors import ConfigError
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, option
 from manylora.lab.bench.ask import LoadRequest
 from manylora.lab.bench.load import LoadRun, Progress, run_load
 from manylora.lab.bench.report import LoadReport, make_report
@@ -55,7 +55,7 @@ _server, _load, _prompts, _figures = (partial(option, panel=name) for name in ("
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
+class LoadOptions(CheckedOptions):
     """The options of `manylora bench serve`; options of the load have the names of `vllm bench serve`."""
 
     url: str = _server("http://127.0.0.1:8000", help="Address of the server.")
@@ -106,9 +106,6 @@ class LoadOptions:
     save: str | None = _figures(
         None, metavar="DIR", help="Write results.json, requests.jsonl, table.md and plots to this folder."
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def slo(self) -> Slo:
         """Return the SLO of ``goodput``.

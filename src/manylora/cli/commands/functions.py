@@ -9,11 +9,12 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
@@ -27,7 +28,7 @@ from manylora.core.errors import ConfigError
 from manylora.core.options import option
 from manylora.core.server_config import FleetConfig
 from manylora.functions.controller.credentials import TOKEN, read_token, tls_files
-from manylora.functions.wire import AgentSetup, ControllerSetup, Overview, TlsFiles
+from manylora.functions.wire import AgentSetup, ControllerSetup, TlsFiles
 
 if TYPE_CHECKING:
     from manylora.functions.controller.client import ControllerClient
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["ControllerOptions", "backbone", "functions_app"]
 
 functions_app = typer.Typer(help="Serve adapters as isolated functions over shared bases.", no_args_is_help=True)
+
+T = TypeVar("T")
 
 _option = partial(option, panel="Options")
 
@@ -189,13 +192,7 @@ def list_functions(
     as_json: Annotated[bool, typer.Option("--json", help="Print the controller's answer.")] = False,
 ) -> None:
     """Show functions: state, memory, and the last cold start by its parts."""
-    client = chosen.make(ControllerOptions).client()
-
-    async def ask() -> Overview:
-        async with client:
-            return await client.overview()
-
-    overview = asyncio.run(ask())
+    overview = _ask(chosen, lambda client: client.overview())
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(overview)).decode() + "\n")
     else:
@@ -207,14 +204,16 @@ def list_functions(
 @with_flags(_CONTROLLER)
 def show_lines(name: Annotated[str, typer.Argument(metavar="NAME", help="The function.")], chosen: Chosen) -> None:
     """Show the last lines that a function has written, errors of its engine and its libraries among them."""
-    client = chosen.make(ControllerOptions).client()
-
-    async def ask() -> list[str]:
-        async with client:
-            return await client.logs(name)
-
-    for line in asyncio.run(ask()):
+    for line in _ask(chosen, lambda client: client.logs(name)):
         sys.stdout.write(f"{line}\n")
+
+
+def _ask(chosen: Chosen, call: Callable[[ControllerClient], Awaitable[T]]) -> T:
+    async def ask() -> T:
+        async with chosen.make(ControllerOptions).client() as client:
+            return await call(client)
+
+    return asyncio.run(ask())
 
 
 @functions_app.command(name="bill")

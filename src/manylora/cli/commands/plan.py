@@ -22,9 +22,8 @@ from manylora.core.plugins import options_for
 from manylora.core.scheduling import POLICIES
 from manylora.lab.catalog.hardware import HARDWARE
 from manylora.lab.planning.load_test import Objective
-from manylora.lab.planning.plan import Plan, make_plan
+from manylora.lab.planning.plan import Plan, expected_load_tests, make_plan
 from manylora.lab.planning.report import as_json, comparison_table, plan_tables
-from manylora.lab.planning.search import expected_load_tests
 from manylora.lab.planning.settings import (
     SHORT,
     PlanSettings,

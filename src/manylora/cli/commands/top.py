@@ -10,7 +10,6 @@ import termios
 import time
 import tty
 from collections import deque
-from types import TracebackType
 from typing import Annotated, Any, TextIO
 
 import typer
@@ -117,9 +116,7 @@ class Keys:
             tty.setcbreak(self._file, termios.TCSADRAIN)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Restore the mode of the terminal."""
         if self._file is not None and self._before is not None:
             with contextlib.suppress(termios.error):  # the terminal is gone

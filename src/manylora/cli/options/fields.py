@@ -51,7 +51,6 @@ class Flag:
 
     Args:
         owner: The dataclass.
-        field: Its field.
         known: Meaning and limits of the field.
         hint: Its type, without ``None``.
         may_be_unset: Whether the option has no default, and changes nothing if it is not given.

@@ -13,19 +13,9 @@ from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.options import option
 from manylora.lab.sim.scenario import Scenario, read_setting, with_setting
 from manylora.lab.sim.setup import Setup
-from manylora.lab.workloads.tables import read_table
+from manylora.lab.tables import read_table
 
-__all__ = [
-    "PLACES",
-    "SYNTHETIC",
-    "ScenarioFile",
-    "Sets",
-    "Traces",
-    "WorkloadOptions",
-    "change",
-    "folders_of",
-    "scenario_table",
-]
+__all__ = ["PLACES", "ScenarioFile", "Sets", "Traces", "WorkloadOptions", "change", "folders_of", "scenario_table"]
 
 SYNTHETIC: dict[str, Any] = {
     "warm_up_s": 30,

@@ -27,7 +27,6 @@ class SimulationReport:
     """One simulation.
 
     Args:
-        scenario: The scenario.
         table: The scenario as a TOML table, with options.
         workload: Requests and adapters.
         config: Configuration of the simulation.

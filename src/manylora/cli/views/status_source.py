@@ -123,14 +123,10 @@ def rates_between(older: StatusReport, newer: StatusReport) -> Rates | None:
     if before is None or after is None or not is_same or elapsed_s <= 0:
         return None
 
-    def rate(name: str) -> float:
-        change: int = getattr(after, name) - getattr(before, name)
-        return change / elapsed_s
-
     return Rates(
-        tokens=rate("num_generated_tokens"),
-        steps=rate("num_steps"),
-        loads=rate("num_loads"),
-        evictions=rate("num_evictions"),
-        preemptions=rate("num_preemptions"),
+        tokens=(after.num_generated_tokens - before.num_generated_tokens) / elapsed_s,
+        steps=(after.num_steps - before.num_steps) / elapsed_s,
+        loads=(after.num_loads - before.num_loads) / elapsed_s,
+        evictions=(after.num_evictions - before.num_evictions) / elapsed_s,
+        preemptions=(after.num_preemptions - before.num_preemptions) / elapsed_s,
     )

@@ -52,7 +52,6 @@ class KernelsResult:
     """A run.
 
     Args:
-        rows_each: Rows of each.
         num_bytes: Their weights together.
         floor_s: Median seconds that a plain sum over as many bytes took.
         costs: Cost of every kernel.

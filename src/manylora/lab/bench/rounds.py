@@ -21,21 +21,21 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Middle", "Ratio", "in_turns", "machine", "middle_of_rounds", "ratio_by_round", "time_in_turns"]
+__all__ = ["Ratio", "in_turns", "machine", "median_interval", "ratio_by_round", "time_in_turns"]
 
 RESAMPLES = 10_000
 COVERED = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Middle:
-    """A figure over the rounds.
+class Ratio:
+    """A ratio over the rounds, taken within each.
 
     Args:
         median: Median of the rounds.
         low: Lower end of the interval for the median.
         high: Upper end.
-        rounds: The figure of each round.
+        rounds: The ratio of each round.
     """
 
     median: float
@@ -44,37 +44,24 @@ class Middle:
     rounds: tuple[float, ...]
 
     def __str__(self) -> str:
-        if len(self.rounds) == 1:
-            return f"{self.median:.3g}"
-        return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio(Middle):
-    """A ratio over the rounds, taken within each."""
-
-    def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
-
-
-def middle_of_rounds(values: Sequence[float]) -> Middle:
-    """Return a figure that is compared with a limit rather than with another side, with a 95 % interval of its median.
-
-    The resampling is seeded, so that a table can be made again from its figures.
-    """
-    return Middle(*_resampled(values))
 
 
 def ratio_by_round(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """Return the ratio of two series of the same rounds, with a 95 % interval of its median."""
-    return Ratio(*_resampled([one / other for one, other in zip(numerators, denominators, strict=True)]))
+    ratios = [one / other for one, other in zip(numerators, denominators, strict=True)]
+    return Ratio(*median_interval(ratios), tuple(ratios))
 
 
-def _resampled(values: Sequence[float]) -> tuple[float, float, float, tuple[float, ...]]:
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median of rounds, and both ends of its 95 % interval.
+
+    The resampling is seeded, so that a table can be made again from its figures.
+    """
     drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values)))
     tail = 100 * (1 - COVERED) / 2
     low, high = np.percentile(np.median(drawn, axis=1), [tail, 100 - tail])
-    return statistics.median(values), float(low), float(high), tuple(values)
+    return statistics.median(values), float(low), float(high)
 
 
 def in_turns(names: Sequence[str], num_rounds: int, *, num_warm_up: int = 1) -> Iterator[tuple[int, str]]:

@@ -29,10 +29,7 @@ from manylora.core.engine.loop import EngineLoop
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Request, SamplingParams
 
-__all__ = ["RANKS", "Burst", "draw_burst", "run_sweep", "sweep_live", "write_synthetic_adapter"]
-
-RANKS = (8, 16, 32, 64)
-"""Ranks of synthetic adapters, in turn."""
+__all__ = ["Burst", "draw_burst", "run_sweep", "sweep_live", "write_synthetic_adapter"]
 
 SCALE = 0.01
 """Size of synthetic weights: small, so that sums over many layers stay finite in every precision."""
@@ -172,7 +169,7 @@ def sweep_live(
     config: EngineConfig,
     *,
     num_adapters: int,
-    ranks: Sequence[int] = RANKS,
+    ranks: Sequence[int],
     targets: Sequence[str] | None = None,
     seconds: float,
     seed: int = 0,

@@ -38,7 +38,6 @@ class Target:
         is_chat: Ask for chat completions instead of completions.
         api_key: Sent as a bearer token.
         ignore_eos: Ask for answers of exactly the length wanted, an extension that vLLM, SGLang and we know.
-        temperature: Temperature of every request.
         extra: Further fields of every body.
     """
 
@@ -46,7 +45,6 @@ class Target:
     is_chat: bool = False
     api_key: str | None = None
     ignore_eos: bool = True
-    temperature: float = 0.0
     extra: dict[str, Any] | None = None
 
     @property
@@ -65,7 +63,7 @@ class Target:
         content: dict[str, Any] = {
             "model": model,
             "max_tokens": request.num_output_tokens,
-            "temperature": self.temperature,
+            "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -80,11 +78,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNames:
-    """The models of a server.
-
-    Args:
-        base: The base model's name.
-    """
+    """The names of a server's models."""
 
     base: str
     adapters: tuple[str, ...]
@@ -103,7 +97,7 @@ async def discover_models(target: Target) -> ModelNames:
     """Ask a server what it serves: what has a parent is an adapter, what has none is the base.
 
     Raises:
-        ConfigError: It does not answer, or not as expected.
+        ConfigError: The server does not answer, or not as expected.
     """
     aiohttp = aiohttp_or_fail()
     url = target.url.rstrip("/") + "/v1/models"
@@ -127,7 +121,7 @@ def aiohttp_or_fail() -> Any:
     """Return aiohttp.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: aiohttp is not installed.
     """
     try:
         import aiohttp

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from manylora.core.adapters.shape import ELEMENT_BYTES, PageShape
 from manylora.core.errors import ConfigError
+from manylora.core.options import check_options, option
 
 __all__ = ["ATTENTION_TARGETS", "ModelDims"]
 
@@ -30,10 +31,8 @@ class ModelDims:
         experts_per_token: Experts that a token is routed to.
         tie_embeddings: Whether the head is the embedding.
         has_attention_bias: Whether q, k and v have biases.
-        dtype: Precision of adapters and activations, and of KV without ``kv_dtype``.
         weight_bits: Bits per weight of the layers' matrices in a quantised base, whose embedding and head stay in
             ``dtype``; ``None`` for an unquantised base.
-        kv_dtype: Precision of KV; int8 has a scale for each vector.
     """
 
     name: str
@@ -49,15 +48,18 @@ class ModelDims:
     experts_per_token: int = 0
     tie_embeddings: bool = False
     has_attention_bias: bool = False
-    dtype: str = "bfloat16"
+    dtype: str = option(
+        "bfloat16",
+        choices=tuple(ELEMENT_BYTES),
+        help="Precision of adapters and activations, and by default of KV.",
+    )
     weight_bits: int | None = None
-    kv_dtype: str | None = None
+    kv_dtype: str | None = option(
+        None, choices=("int8", *ELEMENT_BYTES), help="Precision of KV; int8 has a scale for each vector."
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype not in ELEMENT_BYTES:
-            raise ConfigError(f"Got dtype = {self.dtype!r}, expected one of {', '.join(ELEMENT_BYTES)}")
-        if self.kv_dtype not in (None, "int8", *ELEMENT_BYTES):
-            raise ConfigError(f"Got kv_dtype = {self.kv_dtype!r}, expected int8 or one of {', '.join(ELEMENT_BYTES)}")
+        check_options(self)
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ConfigError(f"Got experts_per_token = {self.experts_per_token}, expected 1 to {self.num_experts}")
 
@@ -77,11 +79,6 @@ class ModelDims:
         return self.num_kv_heads * self.head_dim
 
     @property
-    def attention_weights(self) -> int:
-        """Weights of q, k, v and o in one layer."""
-        return 2 * self.hidden_size * (self.q_size + self.kv_size)
-
-    @property
     def expert_weights(self) -> int:
         """Weights of one layer's MLP; of one expert in a mixture."""
         return 3 * self.hidden_size * self.intermediate_size
@@ -90,7 +87,8 @@ class ModelDims:
     def shared_weights(self) -> int:
         """Weights of all layers that every token uses: all weights of a dense model's layers."""
         mlp = self.hidden_size * self.num_experts if self.num_experts else self.expert_weights
-        return self.num_layers * (self.attention_weights + mlp)
+        attention = 2 * self.hidden_size * (self.q_size + self.kv_size)  # q and o, k and v
+        return self.num_layers * (attention + mlp)
 
     @property
     def active_weights(self) -> int:

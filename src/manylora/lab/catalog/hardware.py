@@ -7,56 +7,33 @@ and streaming reads; replace them first when a device can be measured. No value 
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from manylora.core.config import GIB
 from manylora.core.errors import ConfigError
+from manylora.core.options import CheckedOptions, option
+from manylora.lab.tables import TableReader, read_table
 
 __all__ = ["HARDWARE", "Hardware", "find_hardware", "read_hardware"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hardware:
-    """One accelerator, its link to the host and to its peers; a tensor-parallel replica has several.
-
-    Args:
-        name: Name in options and tables.
-        flops_per_s: Peak dense 16-bit operations per second.
-        memory_bytes_per_s: Peak device memory bandwidth.
-        memory_bytes: Device memory that can be allocated.
-        link_bytes_per_s: Host to device, one direction, from page-locked memory in large copies.
-        disk_bytes_per_s: Sequential reads of adapter files.
-        flops_share: Part of the peak that large products reach.
-        memory_share: Part of the bandwidth that decode kernels reach.
-        launch_s: Shortest time between two kernels in a captured graph.
-        all_reduce_bytes_per_s: Bus bandwidth of an all-reduce between the devices of a replica.
-        all_reduce_latency_s: Time of an empty all-reduce.
-        context_bytes: Device memory that the driver and the libraries take.
-    """
+class Hardware(CheckedOptions):
+    """One accelerator, its link to the host and to its peers; a tensor-parallel replica has several."""
 
     name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    memory_bytes: int
-    link_bytes_per_s: float
-    disk_bytes_per_s: float = 3e9
-    flops_share: float = 0.6
-    memory_share: float = 0.8
-    launch_s: float = 2e-6
-    all_reduce_bytes_per_s: float = 10e9
-    all_reduce_latency_s: float = 25e-6
-    context_bytes: int = GIB // 2
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "name" and (not isinstance(value, int | float) or value <= 0):
-                raise ConfigError(f"Got {field.name} = {value!r}, expected a number above 0")
-        for name in ("flops_share", "memory_share"):
-            if getattr(self, name) > 1:
-                raise ConfigError(f"Got {name} = {getattr(self, name)!r}, expected a share of the peak, at most 1")
+    flops_per_s: float = option(above=0, help="Peak dense 16-bit operations per second.")
+    memory_bytes_per_s: float = option(above=0, help="Peak device memory bandwidth.")
+    memory_bytes: int = option(above=0, help="Device memory that can be allocated.")
+    link_bytes_per_s: float = option(above=0, help="Host to device, from page-locked memory in large copies.")
+    disk_bytes_per_s: float = option(3e9, above=0, help="Sequential reads of adapter files.")
+    flops_share: float = option(0.6, above=0, at_most=1, help="Part of the peak that large products reach.")
+    memory_share: float = option(0.8, above=0, at_most=1, help="Part of the bandwidth that decode kernels reach.")
+    launch_s: float = option(2e-6, above=0, help="Shortest time between two kernels in a captured graph.")
+    all_reduce_bytes_per_s: float = option(10e9, above=0, help="Bus bandwidth of an all-reduce within a replica.")
+    all_reduce_latency_s: float = option(25e-6, above=0, help="Time of an empty all-reduce.")
+    context_bytes: int = option(GIB // 2, above=0, help="Device memory that the driver and the libraries take.")
 
 
 # Links: PCIe 4.0 x16 carries 31.5 GB/s, 5.0 x16 63 GB/s; large page-locked copies reach about 80 to 85 % of it.
@@ -161,15 +138,7 @@ def read_hardware(path: Path) -> Hardware:
     Raises:
         ConfigError: The file is missing or is no TOML, or a field is unknown, missing or not a positive number.
     """
-    try:
-        values = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"Cannot read a hardware profile from {path}: {error}") from error
+    values = read_table(path)
     like = values.pop("like", None)
-    unknown = values.keys() - {field.name for field in fields(Hardware)}
-    if unknown:
-        raise ConfigError(f"{path}: unknown {', '.join(sorted(unknown))}")
-    try:
-        return Hardware(**values) if like is None else replace(find_hardware(str(like)), **values)
-    except TypeError as error:
-        raise ConfigError(f"{path}: {error}; give every field, or name a profile it is like") from error
+    known = {} if like is None else asdict(find_hardware(str(like)))
+    return TableReader({}).read(Hardware, known | values, str(path))

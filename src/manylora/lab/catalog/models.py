@@ -102,19 +102,6 @@ def _llama(
     )
 
 
-DEMO = ModelDims(
-    name="demo",
-    hidden_size=192,
-    num_layers=4,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=32,
-    intermediate_size=512,
-    vocab_size=115,
-    max_model_len=2048,
-    dtype="float16",
-)
-
 MODELS: dict[str, ModelDims] = {
     dims.name: dims
     for dims in (
@@ -130,7 +117,7 @@ MODELS: dict[str, ModelDims] = {
         _llama("mixtral-8x7b", 4096, 32, 32, 8, 14336, 32_000, 32_768, num_experts=8, experts_per_token=2),
         _llama("qwen2.5-7b", 3584, 28, 28, 4, 18944, 152_064, 32_768, has_attention_bias=True),
         _llama("qwen2.5-32b", 5120, 64, 40, 8, 27648, 152_064, 32_768, has_attention_bias=True),
-        DEMO,
+        _llama("demo", 192, 4, 6, 2, 512, 115, 2048, dtype="float16"),
     )
 }
 """Models by their names in papers, from their published configurations."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from manylora.core.costs.features import StepFeatures
 from manylora.core.errors import ConfigError
+from manylora.core.options import CheckedOptions, option
 from manylora.core.types import AdapterVersion
 from manylora.lab.catalog.dims import ModelDims
 from manylora.lab.catalog.hardware import Hardware
@@ -162,26 +163,20 @@ LORA_KERNELS: dict[str, LoraKernel] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyPath:
+class CopyPath(CheckedOptions):
     """A way of copying adapters from host to device.
 
     Args:
-        link_share: Part of the link's bandwidth that the copies reach.
         is_by_page: Whether an adapter is copied by pages; otherwise as two matrices per module.
-        copy_s: Fixed time of each copy, in seconds.
         sharded_bytes_per_s: Rate at which matrices are cut and copied to several devices in turn; ``None`` if they are
             cut beforehand and the devices copy their parts at the same time.
     """
 
     name: str
-    link_share: float
+    link_share: float = option(above=0, at_most=1, help="Part of the link's bandwidth that the copies reach.")
     is_by_page: bool
-    copy_s: float
+    copy_s: float = option(at_least=0, unit="s", help="Fixed time of each copy.")
     sharded_bytes_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.link_share <= 1 or self.copy_s < 0:
-            raise ConfigError(f"Got {self}, expected a link_share in (0, 1] and a copy_s of at least 0")
 
 
 COPY_PATHS: dict[str, CopyPath] = {

@@ -34,16 +34,7 @@ from manylora.lab.costs.profile import (
     term_units,
 )
 
-__all__ = [
-    "LEAST_STEPS",
-    "fit_profile",
-    "fit_robustly",
-    "noise_of",
-    "predict_times",
-    "regime_of",
-    "split_log",
-    "step_shares",
-]
+__all__ = ["fit_profile", "fit_robustly", "noise_of", "predict_times", "regime_of", "split_log", "step_shares"]
 
 LEAST_STEPS = 40
 """Least number of steps for a fit."""

@@ -73,12 +73,11 @@ class FittedCost:
     ``interference`` is for the executor too: the slowdown of a step by concurrent loads, by tier.
 
     Args:
-        profile: The measurements.
+        profile: The measurements. Without their ``speed_drift``, all noise is drawn here, step by step.
         rng: Draws the noise; without it there is none.
-        has_drift: Whether ``speed`` applies the profile's drift. If not, all noise is drawn here, step by step.
     """
 
-    def __init__(self, profile: CostProfile, rng: Random | None = None, *, has_drift: bool = True) -> None:
+    def __init__(self, profile: CostProfile, rng: Random | None = None) -> None:
         self._step = StepCost(profile.terms, profile.rows)
         self._turn_s, self._turn_sequence_s = profile.turn_s, profile.turn_sequence_s
         self._loads = profile.loads
@@ -86,7 +85,7 @@ class FittedCost:
         self._rng = rng
         self._components: tuple[DriftComponent, ...] = ()
         self._seed = 0
-        if rng is not None and has_drift and profile.speed_drift is not None:
+        if rng is not None and profile.speed_drift is not None:
             self._components = profile.speed_drift.components
             self._noise = {**profile.noise, **profile.speed_drift.noise}
             self._seed = rng.getrandbits(64)

@@ -92,25 +92,14 @@ def times_on_idle_engine(
 
 def prompt_step(num_tokens: int, rank: int = 0) -> StepFeatures:
     """Return a step of one whole prompt of more than one token; rank 0 is the base."""
-    return step_features(synthetic_plan([SyntheticSequence(0, num_tokens, _adapter(0, rank), rank)]))
+    return _step(SyntheticSequence(0, num_tokens), rank)
 
 
-def decode_step(context_tokens: int, rank: int = 0, *, num_sequences: int = 1, num_adapters: int = 1) -> StepFeatures:
-    """Return a step of sequences that decode with adapters of one rank.
-
-    Args:
-        context_tokens: Tokens of KV that each sequence reads, its new one included.
-        rank: Rank of the adapters; 0 for the base.
-        num_sequences: Number of sequences.
-        num_adapters: Number of adapters that they share, if they have any.
-    """
-    return step_features(
-        synthetic_plan(
-            SyntheticSequence(context_tokens - 1, 1, _adapter(index % num_adapters, rank), rank)
-            for index in range(num_sequences)
-        )
-    )
+def decode_step(context_tokens: int, rank: int = 0) -> StepFeatures:
+    """Return a step of one sequence that decodes, and reads ``context_tokens`` of KV; rank 0 is the base."""
+    return _step(SyntheticSequence(context_tokens - 1, 1), rank)
 
 
-def _adapter(index: int, rank: int) -> AdapterKey | None:
-    return AdapterKey(str(index)) if rank else None
+def _step(sequence: SyntheticSequence, rank: int) -> StepFeatures:
+    adapter = AdapterKey("0") if rank else None
+    return step_features(synthetic_plan([sequence._replace(adapter=adapter, rank=rank)]))

@@ -184,7 +184,6 @@ class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
         num_pages: Pages in the pool of the measured engine.
         command: The command that wrote this profile.
         terms: Seconds per unit, by the names in ``TERMS``.
-        rows: Cost of rows.
         turn_s: Time of a turn of the loop beside the step (planning, waking up), in seconds.
         turn_sequence_s: The same per sequence.
         loads: Costs of loads, by tier: ``host`` (from disk) and ``device`` (from the host).

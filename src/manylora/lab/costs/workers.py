@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from manylora.core.costs.features import step_features
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, option
 from manylora.core.plan import PlannedSequence, StepPlan
 from manylora.lab.costs.adapters import GROUPS
 from manylora.lab.costs.roofline import RooflineCost
@@ -30,7 +30,7 @@ __all__ = ["AssistCost", "CpuWorkers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuWorkers:
+class CpuWorkers(CheckedOptions):
     """CPU cores beside an accelerator, and their exchange with it.
 
     The rate of a core was measured with AVX-512: 34 microseconds per token and layer for rank 64 on q, k and v of
@@ -48,9 +48,6 @@ class CpuWorkers:
     takes_over: bool = option(
         False, help="Compute a layer on the device, within the step, once the weights of that layer have arrived."
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def take(self, part: PlannedSequence) -> bool:
         """Whether the workers compute the adapter of a cold sequence in a step."""

@@ -33,8 +33,7 @@ import numpy as np
 
 from manylora.lab.costs.idle import times_on_idle_engine
 from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
-from manylora.lab.experiments.cases import Case, prepare
-from manylora.lab.experiments.result import Result, cdf
+from manylora.lab.experiments.cases import Case, Result, cdf, prepare
 from manylora.lab.experiments.spec import merge
 
 __all__ = ["CALCULATIONS", "is_clairvoyant", "most_saved", "run_clairvoyant"]

@@ -1,4 +1,4 @@
-"""A case: one setup at one point with one seed. The unit that is run, cached and shared between experiments.
+"""A case: one setup at one point with one seed, which is run, cached and shared between experiments; and its result.
 
 A case is known by its content: what serves, the workload, the seed, and the bytes of the traces and
 custom policies that it reads. Experiments that need the same run share it, and an unchanged case is not run again.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+
+import numpy as np
 
 from manylora.core.errors import ConfigError
 from manylora.core.plugins import source_of
@@ -20,14 +22,17 @@ from manylora.lab.experiments.spec import Experiment, Point, Table, merge
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.tables import TableReader
 from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.spec import KINDS
-from manylora.lab.workloads.tables import TableReader
 
-__all__ = ["Case", "cases_of", "prepare", "read_setup", "read_workload"]
+__all__ = ["Case", "Curve", "Result", "cases_of", "cdf", "prepare", "read_workload"]
 
 FORM = 1
-"""Of the results that are kept; another number makes every case run again."""
+"""Form of the results that are kept; another number makes every case run again."""
+
+SHARES = (*(index / 50 for index in range(50)), 0.99, 0.995, 1.0)
+DIGITS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +68,10 @@ class Case:
         return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        for name in _values_of("file", self.workload):
+        for name in _files_in(self.workload):
             if self.traces is not None and (self.traces / name).is_file():
                 yield name, self.traces / name
-        for value in _texts(self.setup):
+        for _, value in _texts(self.setup):
             source = source_of(value)
             if source is not None and source.is_file():
                 yield value, source
@@ -117,22 +122,13 @@ def _change(tables: Table, point: Point) -> Table:
     return tables
 
 
-def read_setup(table: Mapping[str, object]) -> Setup:
-    """Return a setup from its table.
-
-    Raises:
-        ConfigError: A key is unknown or a value wrong.
-    """
-    return TableReader({}).read(Setup, table, "setup")
-
-
 def read_workload(table: Mapping[str, object], traces: Path | None) -> WorkloadSpec:
     """Return a workload's description from its table.
 
     Raises:
         ConfigError: A key is unknown, a value wrong, or a trace is not in the folder.
     """
-    missing = [name for name in _values_of("file", table) if traces is None or not (traces / name).is_file()]
+    missing = [name for name in _files_in(table) if traces is None or not (traces / name).is_file()]
     if missing:
         where = "no folder of traces was given (--traces)" if traces is None else "it is not in the folder of traces"
         raise ConfigError(f"This needs the trace {missing[0]}, and {where}")
@@ -147,25 +143,72 @@ def prepare(case: Case) -> tuple[Workload, dict[str, AdapterVersion], Simulation
     """
     spec = read_workload(case.workload, case.traces)
     workload = make_workload(spec, case.seed)
-    config = make_config(read_setup(case.setup), targets=spec.adapters.targets, seed=case.seed)
+    config = make_config(
+        TableReader({}).read(Setup, case.setup, "setup"), targets=spec.adapters.targets, seed=case.seed
+    )
     return workload, adapter_versions(workload.adapters, config.base), config
 
 
-def _texts(table: object) -> Iterator[str]:
-    for value in table.values() if isinstance(table, Mapping) else ():
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Points to draw a line through."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def to_json(self) -> list[list[float]]:
+        """Return both columns, short."""
+        return [[_short(value) for value in column] for column in (self.x, self.y)]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A case, run.
+
+    Args:
+        figures: Numbers by name; times in seconds unless the name says otherwise, shares in [0, 1].
+    """
+
+    figures: dict[str, float]
+    curves: dict[str, Curve] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain data."""
+        return {
+            "figures": {name: _short(value) for name, value in self.figures.items()},
+            "curves": {name: curve.to_json() for name, curve in self.curves.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, dict[str, list[list[float]]]]) -> Result:
+        """Return what ``to_json`` made."""
+        curves = {name: Curve(tuple(x), tuple(y)) for name, (x, y) in data["curves"].items()}
+        return cls({name: float(value) for name, value in data["figures"].items()}, curves)  # type: ignore[arg-type]
+
+
+def cdf(values: Iterable[float]) -> Curve:
+    """Return the cumulative distribution of values as a curve: x is a value, y the share of values up to it."""
+    found = np.fromiter(values, dtype=np.float64)
+    if not len(found):
+        return Curve((), ())
+    return Curve(tuple(np.quantile(found, SHARES).tolist()), SHARES)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _texts(table: object) -> Iterator[tuple[str, str]]:
+    """Yield each text in a tree of tables, with its key."""
+    for key, value in table.items() if isinstance(table, Mapping) else ():
         if isinstance(value, str):
-            yield value
+            yield key, value
         else:
             yield from _texts(value)
 
 
-def _values_of(key: str, table: object) -> Iterator[str]:
-    if isinstance(table, Mapping):
-        for name, value in table.items():
-            if name == key and isinstance(value, str):
-                yield value
-            else:
-                yield from _values_of(key, value)
+def _files_in(table: object) -> list[str]:
+    return [value for key, value in _texts(table) if key == "file"]
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 from math import exp, expm1, isfinite, log
 from statistics import fmean
 
-from manylora.lab.experiments.result import Result
+from manylora.lab.experiments.cases import Result
 from manylora.lab.experiments.spec import Claim, Experiment
 from manylora.lab.measure import Estimate, interval_of_runs
 

@@ -11,13 +11,12 @@ import numpy as np
 
 from manylora.core.errors import ConfigError
 from manylora.functions.decisions.billing import PLATFORM, Usage
-from manylora.lab.experiments.cases import Case, read_workload
-from manylora.lab.experiments.result import Curve, Result, cdf
+from manylora.lab.experiments.cases import Case, Curve, Result, cdf, read_workload
 from manylora.lab.experiments.spec import Table
 from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation
 from manylora.lab.functions.device import Call
+from manylora.lab.tables import TableReader
 from manylora.lab.workloads import make_workload
-from manylora.lab.workloads.tables import TableReader
 
 __all__ = ["is_isolated", "read_functions", "run_isolated"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from manylora.core.errors import ConfigError
 from manylora.core.plugins import with_files_found
 from manylora.lab.experiments.spec import Experiment, Point, Table, merge, setup_table
-from manylora.lab.workloads.tables import TableReader, nearest, read_table
+from manylora.lab.tables import TableReader, nearest, read_table
 
 __all__ = ["CATALOG", "find_experiments", "read_experiment"]
 
@@ -25,19 +25,18 @@ _OF_EXPERIMENT = (
 )
 
 
-def find_experiments(folder: Path = CATALOG) -> list[str]:
-    """Return the names of the experiments in a folder of suites, in the order they were published in."""
-    found = [path for path in folder.glob("*/*.toml") if path.name != SUITE]
+def find_experiments() -> list[str]:
+    """Return the names of the experiments that come with manylora, in the order they were published in."""
+    found = [path for path in CATALOG.glob("*/*.toml") if path.name != SUITE]
     return [f"{path.parent.name}/{path.stem}" for path in sorted(found)]
 
 
-def read_experiment(name: str, folder: Path = CATALOG) -> Experiment:
+def read_experiment(name: str) -> Experiment:
     """Read an experiment and the suite it belongs to.
 
     Args:
-        name: ``suite/file`` in the folder, or the path of your own file, which ends with ``.toml``. Such a file shares
+        name: ``suite/file`` of the catalog, or the path of your own file, which ends with ``.toml``. Such a file shares
             the settings of the suite that it names with ``suite``, else of a ``suite.toml`` beside it.
-        folder: Folder of suites.
 
     Raises:
         ConfigError: There is no such experiment, or a file is wrong.
@@ -46,18 +45,18 @@ def read_experiment(name: str, folder: Path = CATALOG) -> Experiment:
     if path.suffix == ".toml":
         called = path.stem
     else:
-        names = find_experiments(folder)
+        names = find_experiments()
         if name not in names:
             raise ConfigError(f"Got experiment {name!r}, {nearest(name, names)}")
-        path = folder / f"{name}.toml"
+        path = CATALOG / f"{name}.toml"
     try:
         own = with_files_found(_read(path, _OF_EXPERIMENT), [path.parent])
         suite = path.with_name(SUITE)
         if "suite" in own:
-            suites = [found.parent.name for found in folder.glob(f"*/{SUITE}")]
+            suites = [found.parent.name for found in CATALOG.glob(f"*/{SUITE}")]
             if own["suite"] not in suites:
                 raise ConfigError(f"Got suite = {own['suite']!r}, {nearest(str(own['suite']), suites)}")
-            suite = folder / str(own["suite"]) / SUITE
+            suite = CATALOG / str(own["suite"]) / SUITE
         has_no_suite = suite.parent == path.parent and not suite.exists()
         return _make(called, {} if has_no_suite else _read(suite, _OF_SUITE), own)
     except ConfigError as error:

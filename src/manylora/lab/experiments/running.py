@@ -10,9 +10,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from manylora.lab.experiments.calculations import CALCULATIONS, is_clairvoyant, run_clairvoyant
-from manylora.lab.experiments.cases import Case
+from manylora.lab.experiments.cases import Case, Result
 from manylora.lab.experiments.isolated import is_isolated, run_isolated
-from manylora.lab.experiments.result import Result
 from manylora.lab.experiments.simulated import run_case
 
 __all__ = ["Runner", "compute"]

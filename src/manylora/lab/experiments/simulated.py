@@ -14,8 +14,7 @@ from manylora.core.scheduling.policies.request_size import Demand, RequestSizer
 from manylora.core.types import AdapterVersion, Tier
 from manylora.lab.costs.idle import IdleEngineTimes, times_on_idle_engine
 from manylora.lab.costs.roofline import RooflineCost
-from manylora.lab.experiments.cases import Case, prepare
-from manylora.lab.experiments.result import Curve, Result, cdf
+from manylora.lab.experiments.cases import Case, Curve, Result, cdf, prepare
 from manylora.lab.measure import RequestRecord, Slo
 from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
 

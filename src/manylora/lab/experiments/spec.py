@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import require
+from manylora.core.options import CheckedOptions, option
 
 __all__ = ["Claim", "Experiment", "Plot", "Point", "Table", "merge", "setup_table"]
 
@@ -33,7 +33,6 @@ class Point:
 
     Args:
         label: Name in tables, to which claims refer.
-        x: Its place on the x-axis.
         changes: Settings by dotted names that begin with ``workload.`` or ``setup.``.
     """
 
@@ -44,53 +43,36 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A picture.
-
-    Args:
-        kind: ``lines`` of a figure over the points, ``bars`` by point, or ``curves`` that each run kept.
-        show: Name of the figure or of the curve.
-        at: Points to draw; all by default.
-        setups: Setups to draw; all by default.
-        versus: Divide by this setup at the same point.
-        log: Whether the vertical axis is logarithmic.
-        limit: A horizontal line.
-    """
+    """A picture: ``lines`` of a figure over the points, ``bars`` by point, or ``curves`` that each run kept."""
 
     kind: Literal["lines", "bars", "curves"] = "lines"
-    show: str
-    at: tuple[str, ...] = ()
-    setups: tuple[str, ...] = ()
-    versus: str | None = None
+    show: str = option(help="Name of the figure or of the curve.")
+    at: tuple[str, ...] = option((), help="Points to draw; all by default.")
+    setups: tuple[str, ...] = option((), help="Setups to draw; all by default.")
+    versus: str | None = option(None, help="Divide by this setup at the same point.")
     title: str = ""
     x_label: str = ""
     y_label: str = ""
-    log: bool = False
-    limit: float | None = None
+    log: bool = option(False, help="Whether the vertical axis is logarithmic.")
+    limit: float | None = option(None, help="A horizontal line.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """Something that was published, how ours is made, and how near is near.
 
-    Args:
-        figure: Name of the figure it is about.
-        form: The compared quantity:
+    The ``form`` is the compared quantity:
 
-            * ``value``: the figure itself; ``at-most`` and ``at-least``: the same, published as a limit;
-            * ``change``: relative to another setup, less 1; ``change-at-most``: the same, as a limit;
-            * ``ratio``: relative to another setup;
-            * ``overhead``: as ``change``, of what both exceed a third setup by, the ``bound``;
-            * ``crossing``: where on the axis the figure first exceeds ``limit``;
-            * ``crossing-ratio``: that, relative to another setup;
-            * ``order``: setups in rising order of the figure; published is 1, ours the share of pairs in order.
-        point: Where, by label; ``relative`` instead gives shares of the place where ``versus`` crosses ``limit``.
-        relative: See ``point``; figures are interpolated between points, and the mean over the shares is compared.
-        versus: The setup to compare with.
-        versus_point: The point to compare with, where it is another point.
-        bound: The setup of no overhead; see ``form``.
-        limit: The limit of a crossing; see ``form``.
-        order: Setups in the published order, each at ``point`` unless it is written ``setup@label``.
-        tolerance: Largest difference of two figures that agree, in the claim's unit.
+    * ``value``: the figure itself; ``at-most`` and ``at-least``: the same, published as a limit;
+    * ``change``: relative to another setup, less 1; ``change-at-most``: the same, as a limit;
+    * ``ratio``: relative to another setup;
+    * ``overhead``: as ``change``, of what both exceed a third setup by, the ``bound``;
+    * ``crossing``: where on the axis the figure first exceeds ``limit``;
+    * ``crossing-ratio``: the crossing, relative to another setup's;
+    * ``order``: setups in rising order of the figure; published is 1, ours the share of pairs in order.
+
+    With ``relative``, shares of the place where ``versus`` crosses ``limit``, figures are interpolated between points,
+    and the mean over the shares is compared.
     """
 
     text: str
@@ -108,66 +90,45 @@ class Claim:
         "order",
     ] = "value"
     setup: str = ""
-    point: str = ""
+    point: str = option("", help="Where, by label, unless ``relative`` says.")
     relative: tuple[float, ...] = ()
-    versus: str | None = None
-    versus_point: str | None = None
-    bound: str | None = None
-    limit: float | None = None
-    order: tuple[str, ...] = ()
+    versus: str | None = option(None, help="The setup to compare with.")
+    versus_point: str | None = option(None, help="The point to compare with, where it is another point.")
+    bound: str | None = option(None, help="The setup of no overhead.")
+    limit: float | None = option(None, help="The limit of a crossing.")
+    order: tuple[str, ...] = option((), help="Setups in the published order, at ``point`` or as ``setup@label``.")
     published: float
-    tolerance: float
+    tolerance: float = option(help="Largest difference of two figures that agree, in the claim's unit.")
     unit: Literal["", "%", "x", "s", "ms", "req/s", "tok/s", "1/s"] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experiment:
-    """One published figure or table, ready to be run.
+class Experiment(CheckedOptions):
+    """One published figure or table, ready to be run; its tables of setups and of the workload are complete."""
 
-    Args:
-        name: ``suite/file``.
-        calculation: Name of a calculation (``calculations.py``) where nothing has to be simulated.
-        setups: Complete tables of the setups that are compared, by name.
-        workload: Complete table of the workload.
-        num_seeds: Runs of each case.
-        slo_s: Limit on the time to first token, in seconds.
-        warm_up_s: Requests that arrive this early are not counted, in seconds.
-        claims: The published figures.
-        shown: Figures of the table of results.
-        why: Why ours differs, where it does, and what shows that.
-        notes: Remarks on the method.
-        is_ablation: Whether it asks what it would take, so that its claims make no verdict.
-        first_seed: The seeds are this one and those that follow; others than those that constants were found on.
-        slo_tpot_s: Limit on the mean time per token after the first, in seconds; ``None`` for no limit.
-        versus: The setup that a second table compares all others with, seed by seed; ``None`` for no such table.
-    """
-
-    name: str
+    name: str = option(help="``suite/file``.")
     title: str
     source: str = ""
-    calculation: str | None = None
+    calculation: str | None = option(None, help="Name in ``calculations.py``, where nothing has to be simulated.")
     setups: Mapping[str, Table]
     workload: Mapping[str, object]
     points: tuple[Point, ...] = ()
-    num_seeds: int = 3
-    slo_s: float = 5.0
-    warm_up_s: float = 0.0
+    num_seeds: int = option(3, at_least=1, help="Runs of each case.")
+    slo_s: float = option(5.0, at_least=0, unit="s", help="Limit on the time to first token.")
+    warm_up_s: float = option(0.0, at_least=0, unit="s", help="Requests that arrive this early are not counted.")
     plots: tuple[Plot, ...] = ()
     claims: tuple[Claim, ...] = ()
-    shown: tuple[str, ...] = ("ttft_p50", "ttft_p99")
-    why: str = ""
-    notes: str = ""
-    is_ablation: bool = False
-    first_seed: int = 0
-    slo_tpot_s: float | None = None
-    versus: str | None = None
-
-    def __post_init__(self) -> None:
-        require(self.num_seeds >= 1, "num_seeds", self.num_seeds, "at least 1")
-        require(self.first_seed >= 0, "first_seed", self.first_seed, "at least 0")
-        for name in ("slo_s", "slo_tpot_s", "warm_up_s"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, name, value, "at least 0 seconds")
+    shown: tuple[str, ...] = option(("ttft_p50", "ttft_p99"), help="Figures of the table of results.")
+    why: str = option("", help="Why ours differs, where it does, and what shows that.")
+    notes: str = option("", help="Remarks on the method.")
+    is_ablation: bool = option(False, help="Whether it asks what it would take, so that its claims make no verdict.")
+    first_seed: int = option(
+        0, at_least=0, help="The first of the seeds, which follow each other; not one that constants were found on."
+    )
+    slo_tpot_s: float | None = option(
+        None, at_least=0, unit="s", help="Limit on the mean time per token after the first; ``None`` for no limit."
+    )
+    versus: str | None = option(None, help="The setup that a second table compares all others with, seed by seed.")
 
 
 def merge(table: Mapping[str, object], changes: Mapping[str, object]) -> Table:

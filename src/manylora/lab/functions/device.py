@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from manylora.functions.decisions.batching import Window
 from manylora.functions.decisions.billing import PLATFORM, MachineState, Usage, add_usage, charge, split_evenly
-from manylora.lab.functions.catalog import Model, SimulatedFunction, device_name, node_name
+from manylora.lab.functions.setup import Model, SimulatedFunction, device_name, node_name
 from manylora.lab.workloads import RequestSpec
 
 __all__ = ["Call", "Copy", "Device", "FunctionEngine", "Ledger", "Process", "SimulatedNode", "Stretch", "Turns"]

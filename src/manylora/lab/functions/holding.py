@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from manylora.functions.decisions.artefacts import MemoryKind, Placed
 from manylora.functions.decisions.offload import Held, choose_offload
 from manylora.functions.decisions.preload import Preloader
-from manylora.lab.functions.catalog import LIBRARIES, SimulatedFunction, artefacts, preload_problem
 from manylora.lab.functions.device import Device, FunctionEngine, Process, SimulatedNode
 from manylora.lab.functions.processes import Start
-from manylora.lab.functions.setup import FunctionsSetup
+from manylora.lab.functions.setup import LIBRARIES, FunctionsSetup, SimulatedFunction, artefacts, preload_problem
 from manylora.lab.workloads import Workload
 
 __all__ = ["Holding"]

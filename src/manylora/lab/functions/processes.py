@@ -23,9 +23,8 @@ from manylora.core.costs.features import StepFeatures, step_features
 from manylora.core.types import AdapterKey
 from manylora.functions.decisions.batching import BatchWindow, FirstTokenTime, FixedWindow, Window
 from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
-from manylora.lab.functions.catalog import LIBRARIES, Model, SimulatedFunction
 from manylora.lab.functions.device import Call, Copy, Device, FunctionEngine, Process, Stretch
-from manylora.lab.functions.setup import FunctionsSetup, LoadTimes
+from manylora.lab.functions.setup import LIBRARIES, FunctionsSetup, LoadTimes, Model, SimulatedFunction
 
 __all__ = ["Batches", "Start", "plan_start"]
 

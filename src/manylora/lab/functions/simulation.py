@@ -26,11 +26,10 @@ from manylora.functions.decisions.batching import deadline_margin_s, most_urgent
 from manylora.functions.decisions.billing import Usage, add_usage
 from manylora.functions.decisions.placement import Candidate, choose_place
 from manylora.lab.catalog.hardware import find_hardware
-from manylora.lab.functions.catalog import SimulatedFunction, lay_out
 from manylora.lab.functions.device import Call, Device, FunctionEngine, Process, SimulatedNode
 from manylora.lab.functions.holding import Holding
 from manylora.lab.functions.processes import Batches, Start, plan_start
-from manylora.lab.functions.setup import FunctionsSetup
+from manylora.lab.functions.setup import FunctionsSetup, SimulatedFunction, lay_out
 from manylora.lab.workloads import Workload
 
 __all__ = ["FunctionsRun", "FunctionsSimulation"]

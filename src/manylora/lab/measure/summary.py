@@ -13,20 +13,10 @@ from math import sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.core.errors import ConfigError
+from manylora.core.options import CheckedOptions, option
 from manylora.lab.measure.records import RequestRecord
 
-__all__ = [
-    "Estimate",
-    "GroupSummary",
-    "PercentileSummary",
-    "Slo",
-    "Summary",
-    "gaps_of",
-    "interval_of_runs",
-    "percentiles",
-    "summarise",
-]
+__all__ = ["Estimate", "PercentileSummary", "Slo", "Summary", "gaps_of", "interval_of_runs", "percentiles", "summarise"]
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -89,26 +79,13 @@ def interval_of_runs(values: Seq[float]) -> Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
-    """Limits on the latency of a request, in seconds; ``None`` sets no limit.
+class Slo(CheckedOptions):
+    """Limits on the latency of a request; ``None`` sets no limit."""
 
-    Args:
-        ttft_s: On the time to first token.
-        tbt_s: On the longest time between two tokens.
-        tpot_s: On the mean time per token after the first.
-        e2e_s: On the time from arrival to the last token.
-    """
-
-    ttft_s: float | None = None
-    tbt_s: float | None = None
-    tpot_s: float | None = None
-    e2e_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("ttft_s", "tbt_s", "tpot_s", "e2e_s"):
-            limit = getattr(self, name)
-            if limit is not None and not limit > 0:
-                raise ConfigError(f"Got {name} = {limit!r}, expected above 0 seconds")
+    ttft_s: float | None = option(None, above=0, unit="s", help="On the time to first token.")
+    tbt_s: float | None = option(None, above=0, unit="s", help="On the longest time between two tokens.")
+    tpot_s: float | None = option(None, above=0, unit="s", help="On the mean time per token after the first.")
+    e2e_s: float | None = option(None, above=0, unit="s", help="On the time from arrival to the last token.")
 
     def __str__(self) -> str:
         limits = (

@@ -15,16 +15,18 @@ from numpy.typing import NDArray
 
 from manylora.core.errors import ConfigError
 from manylora.core.events import Event, RequestFinished
-from manylora.core.options import require
+from manylora.core.options import CheckedOptions, option, require
 from manylora.lab.costs.roofline import PriceMeter
 from manylora.lab.measure import RequestRecord, Slo, gaps_of
 from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
-from manylora.lab.workloads.arrivals import ArrivalProcess
-from manylora.lab.workloads.modulated import StepArrivals
+from manylora.lab.workloads.arrivals import ArrivalProcess, StepArrivals
 
 __all__ = ["LoadTest", "LoadTestRun", "LoadTests", "Objective", "SearchBudget", "at_rate"]
+
+WARM_UP = 0.1
+"""Share of a run's first requests that are not counted, because caches begin empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +91,15 @@ def _percentile(values: NDArray[np.float64], percentile: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchBudget:
+class SearchBudget(CheckedOptions):
     """Size of a load test.
 
-    Args:
-        num_requests: Least requests per run and replica.
-        seeds: Runs of a load test; percentiles are over all of their requests.
-        warm_up: Share of a run's first requests that are not counted, because caches begin empty.
-        spans: Least length of a run, in multiples of the longest limit: at a rate that is slightly too high the queue
-            needs time to grow.
+    A run lasts for many times the longest limit: at a rate that is slightly too high the queue needs time to grow.
     """
 
-    num_requests: int = 2000
-    seeds: int = 2
-    warm_up: float = 0.1
-    spans: float = 30.0
-
-    def __post_init__(self) -> None:
-        require(self.num_requests >= 10, "num_requests", self.num_requests, "at least 10 in a run")
-        require(self.seeds >= 1, "seeds", self.seeds, "at least 1")
-        require(0 <= self.warm_up < 1, "warm_up", self.warm_up, "a share in [0, 1)")
-        require(self.spans >= 0, "spans", self.spans, "0 or more")
+    num_requests: int = option(2000, at_least=10, help="Least requests per run and replica.")
+    seeds: int = option(2, at_least=1, help="Runs of a load test; percentiles are over all of their requests.")
+    spans: float = option(30.0, at_least=0, help="Least length of a run, in multiples of the longest limit.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +197,7 @@ class LoadTests:
     def at(self, rate: float, num_replicas: int = 1) -> LoadTest:
         """Run a load test at a rate in requests per second, all replicas together."""
         workloads = [self.workload(rate, num_replicas, seed) for seed in range(self.search_budget.seeds)]
-        watch = _EarlyStop(self.objective, [len(one.requests) for one in workloads], self.search_budget.warm_up)
+        watch = _EarlyStop(self.objective, [len(one.requests) for one in workloads])
         runs = []
         for seed, workload in enumerate(workloads):
             self._on_run(f"{rate:.3g} req/s, {_replicas(num_replicas)}, seed {self.scenario.seed + seed}")
@@ -235,9 +225,9 @@ class LoadTests:
 class _EarlyStop:
     """An event sink that stops a load test once it cannot meet the SLO."""
 
-    def __init__(self, objective: Objective, sizes: list[int], warm_up: float) -> None:
+    def __init__(self, objective: Objective, sizes: list[int]) -> None:
         self._slo = objective.slo
-        self._firsts = [int(size * warm_up) for size in sizes]
+        self._firsts = [int(size * WARM_UP) for size in sizes]
         num_counted = sum(sizes) - sum(self._firsts)
         self._may_be_late = num_counted * (1 - objective.percentile / 100)
         self._num_late = 0

@@ -28,7 +28,7 @@ from manylora.core.options import option
 from manylora.lab.planning.load_test import SearchBudget
 from manylora.lab.planning.plan import TrafficDemand
 from manylora.lab.sim.scenario import read_setting, with_setting
-from manylora.lab.workloads.tables import TableReader
+from manylora.lab.tables import TableReader
 
 __all__ = [
     "SHORT",
@@ -125,19 +125,12 @@ def read_plan_settings(table: object) -> PlanSettings:
     """
     if not isinstance(table, Mapping):
         raise ConfigError(f"Got plan = {table!r}, expected a table")
-    by_hand = {name: table.get(name, {}) for name in ("prices", "compare")}
-    for name, value in by_hand.items():
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"Got plan.{name} = {value!r}, expected a table")
-    for name, value in by_hand["prices"].items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"Got plan.prices.{name} = {value!r}, expected a number")
-    rest = {key: value for key, value in table.items() if key not in by_hand}
-    return replace(
-        TableReader({}).read(PlanSettings, rest, "plan"),
-        prices={name: float(value) for name, value in by_hand["prices"].items()},
-        compare=tuple(_make_axis(name, values) for name, values in by_hand["compare"].items()),
-    )
+    axes = table.get("compare", {})
+    if not isinstance(axes, Mapping):
+        raise ConfigError(f"Got plan.compare = {axes!r}, expected a table")
+    rest = {key: value for key, value in table.items() if key != "compare"}
+    made = TableReader({}).read(PlanSettings, rest, "plan")
+    return replace(made, compare=tuple(_make_axis(name, values) for name, values in axes.items()))
 
 
 def read_axis(text: str) -> Axis:

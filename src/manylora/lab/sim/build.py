@@ -51,8 +51,8 @@ class SimulatedReader:
 
         Raises:
             AdapterNotFound: There is no ``adapter_config.json``.
-            AdapterForbidden: It is in a registry.
-            AdapterError: It has no rank, or no module of this base.
+            AdapterForbidden: The adapter is in a registry.
+            AdapterError: The configuration has no rank, or no module of this base.
         """
         if is_url(path):
             raise AdapterForbidden(name, "a simulated engine reads no registry; give a folder with its configuration")

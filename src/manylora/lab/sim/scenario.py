@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import check_options, option
+from manylora.core.options import CheckedOptions, option
 from manylora.core.plugins import with_files_found
 from manylora.lab.measure import Slo
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.setup import Setup, make_config
+from manylora.lab.tables import TableReader
 from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.spec import KINDS
-from manylora.lab.workloads.tables import TableReader
 
 __all__ = ["Scenario", "read_scenario", "read_setting", "with_setting"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Scenario(CheckedOptions):
     """A workload, the engines that serve it, and the SLO."""
 
     workload: WorkloadSpec
@@ -44,9 +44,6 @@ class Scenario:
     warm_up_s: float = option(
         0.0, panel="Objective", unit="s", at_least=0, help="Requests of this initial period are served and not counted."
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def make_workload(self) -> Workload:
         """Make the workload.

@@ -12,51 +12,41 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import require
+from manylora.core.options import CheckedOptions, check_options, option
 from manylora.lab.workloads.traces.requests import read_requests
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = [
+    "ARRIVALS",
     "ArrivalProcess",
     "Arrived",
     "Extent",
     "GammaArrivals",
+    "OnOffArrivals",
     "PoissonArrivals",
     "ReplayArrivals",
+    "StepArrivals",
     "WeibullArrivals",
-    "check_rate",
-    "need_end",
+    "rate_option",
 ]
+
+rate_option = partial(option, above=0, unit="requests per second")
+"""Makes the option of a rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How long a workload is: so many requests, so many seconds, or whichever ends first.
-
-    Args:
-        num_requests: Requests at most.
-        duration_s: Seconds at most.
-    """
+    """How long a workload is: so many requests, so many seconds, or whichever ends first."""
 
     num_requests: int | None = None
     duration_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.num_requests is not None and self.num_requests < 1:
-            raise ConfigError(f"Got num_requests = {self.num_requests!r}, expected at least 1")
-        if self.duration_s is not None and not self.duration_s > 0:
-            raise ConfigError(f"Got duration_s = {self.duration_s!r}, expected above 0 seconds")
-
-    @property
-    def is_open(self) -> bool:
-        """Whether neither end is set: only a recorded workload ends by itself."""
-        return self.num_requests is None and self.duration_s is None
 
     def cut(self, times: FloatArray) -> FloatArray:
         """Return the leading times that lie inside, given them in order."""
@@ -90,19 +80,13 @@ class ArrivalProcess(Protocol):
         ...
 
 
-def check_rate(rate: float) -> None:
-    """Raise a ``ConfigError`` unless the rate is positive and finite."""
-    if not (rate > 0 and math.isfinite(rate)):
-        raise ConfigError(f"Got rate = {rate!r}, expected requests per second above 0")
-
-
-def need_end(extent: Extent, kind: str) -> None:
-    """Raise a ``ConfigError`` if arrivals of a kind that never ends would have none."""
-    if extent.is_open:
+def _need_end(extent: Extent, kind: str) -> None:
+    """Raise a ``ConfigError`` if arrivals of a kind that never ends would have none: only a recorded workload ends."""
+    if extent.num_requests is None and extent.duration_s is None:
         raise ConfigError(f"Got neither num_requests nor duration_s, but {kind!r} arrivals have no end of their own")
 
 
-class _RenewalProcess(ABC):
+class _RenewalProcess(CheckedOptions, ABC):
     """A process with independent gaps, of ``rate`` arrivals per second on average, without an end of its own."""
 
     __slots__ = ()
@@ -115,11 +99,14 @@ class _RenewalProcess(ABC):
 
     @abstractmethod
     def draw_first(self, rng: np.random.Generator) -> float:
-        """Return the rest of the gap under way at time 0, for extents with a duration."""
+        """Return the rest of the gap under way at time 0, for extents with a duration.
+
+        It is drawn in proportion to its length, and time 0 lies anywhere in it.
+        """
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""
-        need_end(extent, self.kind)
+        _need_end(extent, self.kind)
         chunk, most = extent.num_requests or 0, extent.num_requests or math.inf
         if extent.duration_s is None:
             return Arrived(extent.cut(np.cumsum(self.draw_gaps(chunk, rng))))
@@ -134,17 +121,10 @@ class _RenewalProcess(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoissonArrivals(_RenewalProcess):
-    """Independent users: exponential gaps.
-
-    Args:
-        rate: Mean requests per second.
-    """
+    """Independent users: exponential gaps."""
 
     kind: ClassVar[str] = "poisson"
-    rate: float
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
+    rate: float = rate_option(help="Mean.")
 
     def draw_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` gaps, in seconds."""
@@ -157,20 +137,11 @@ class PoissonArrivals(_RenewalProcess):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GammaArrivals(_RenewalProcess):
-    """Gamma-distributed gaps: 1 is Poisson, above it bursts, below it regularity.
-
-    Args:
-        rate: Mean requests per second.
-        cov: Coefficient of variation of the gaps, their standard deviation over their mean.
-    """
+    """Gamma-distributed gaps: 1 is Poisson, above it bursts, below it regularity."""
 
     kind: ClassVar[str] = "gamma"
-    rate: float
-    cov: float
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
-        require(self.cov > 0, "cov", self.cov, "above 0")
+    rate: float = rate_option(help="Mean.")
+    cov: float = option(above=0, help="Coefficient of variation of the gaps: standard deviation over mean.")
 
     def draw_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` gaps, in seconds."""
@@ -178,27 +149,18 @@ class GammaArrivals(_RenewalProcess):
         return rng.gamma(shape, 1 / (self.rate * shape), num)
 
     def draw_first(self, rng: np.random.Generator) -> float:
-        """Return the rest of the gap at time 0: drawn in proportion to its length, and time 0 lies anywhere in it."""
+        """Return the rest of the gap under way at time 0."""
         shape = 1 / self.cov**2
         return float(rng.gamma(shape + 1, 1 / (self.rate * shape)) * rng.random())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeibullArrivals(_RenewalProcess):
-    """Weibull-distributed gaps, the other distribution that is fitted to production clients.
-
-    Args:
-        rate: Mean requests per second.
-        shape: 1 is Poisson, below it bursts.
-    """
+    """Weibull-distributed gaps, the other distribution that is fitted to production clients."""
 
     kind: ClassVar[str] = "weibull"
-    rate: float
-    shape: float
-
-    def __post_init__(self) -> None:
-        check_rate(self.rate)
-        require(self.shape > 0, "shape", self.shape, "above 0")
+    rate: float = rate_option(help="Mean.")
+    shape: float = option(above=0, help="1 is Poisson, below it bursts.")
 
     @property
     def _scale_s(self) -> float:
@@ -209,27 +171,18 @@ class WeibullArrivals(_RenewalProcess):
         return self._scale_s * rng.weibull(self.shape, num)
 
     def draw_first(self, rng: np.random.Generator) -> float:
-        """Return the rest of the gap at time 0: drawn in proportion to its length, and time 0 lies anywhere in it."""
+        """Return the rest of the gap under way at time 0."""
         power = 1 / self.shape
         return float(self._scale_s * rng.gamma(1 + power) ** power * rng.random())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayArrivals:
-    """The times of a trace, as recorded or stretched to a rate; past its end it begins again.
-
-    Args:
-        file: A trace with times: Azure LLM or Mooncake requests.
-        rate: Mean requests per second to stretch to; as recorded when ``None``.
-    """
+class ReplayArrivals(CheckedOptions):
+    """The times of a trace, as recorded or stretched to a rate; past its end it begins again."""
 
     kind: ClassVar[str] = "replay"
-    file: Path
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.rate is not None:
-            check_rate(self.rate)
+    file: Path = option(help="A trace with times: Azure LLM or Mooncake requests.")
+    rate: float | None = rate_option(None, help="Mean to stretch to; as recorded when ``None``.")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent; all of the trace, once, within an open one."""
@@ -249,3 +202,66 @@ class ReplayArrivals:
             rounds = by_time if extent.num_requests is None else min(rounds, by_time)
         repeated = (period_s * np.arange(rounds)[:, None] + times[None, :]).ravel()
         return Arrived(extent.cut(repeated))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnOffArrivals(CheckedOptions):
+    """Silence and bursts: Poisson while on, nothing while off; both last exponentially long."""
+
+    kind: ClassVar[str] = "on-off"
+    rate: float = rate_option(help="Mean over both.")
+    on_s: float = option(above=0, unit="s", help="Mean length of a burst.")
+    off_s: float = option(above=0, unit="s", help="Mean length of a silence.")
+
+    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
+        """Return the arrivals within an extent."""
+        _need_end(extent, self.kind)
+        share_on = self.on_s / (self.on_s + self.off_s)
+        # Time that passes while on is a Poisson process; silences are inserted where bursts end.
+        inside = PoissonArrivals(rate=self.rate / share_on).arrive(extent, rng)
+        starts_off = rng.random() >= share_on
+        busy_s = float(inside.times[-1]) if len(inside.times) else 0.0
+        bursts: list[FloatArray] = []
+        while sum(float(part.sum()) for part in bursts) <= busy_s:
+            bursts.append(rng.exponential(self.on_s, max(16, math.ceil(busy_s / self.on_s))))
+        ends = np.cumsum(np.concatenate(bursts))
+        silences = np.concatenate([[0.0], np.cumsum(rng.exponential(self.off_s, len(ends)))])
+        lead_s = float(rng.exponential(self.off_s)) if starts_off else 0.0
+        times = inside.times + silences[np.searchsorted(ends, inside.times, side="right")] + lead_s
+        return Arrived(extent.cut(times))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrivals:
+    """Poisson with a rate that changes in steps, over and over: a day, or a spike."""
+
+    kind: ClassVar[str] = "steps"
+    rates: tuple[float, ...] = option(help="Requests per second, step by step; 0 is silence.")
+    step_s: float = option(above=0, unit="s", help="Length of each step.")
+
+    def __post_init__(self) -> None:
+        if not self.rates or min(self.rates) < 0 or not 0 < sum(self.rates) < math.inf:
+            raise ConfigError(f"Got rates = {self.rates!r}, expected numbers from 0, not all of them 0")
+        check_options(self)
+
+    def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
+        """Return the arrivals within an extent."""
+        _need_end(extent, self.kind)
+        # A unit Poisson process, its time stretched by the inverse of the expected number of arrivals.
+        expected = np.concatenate([[0.0], np.cumsum(np.asarray(self.rates) * self.step_s)])
+        cycle, cycle_s = float(expected[-1]), self.step_s * len(self.rates)
+        due: float | None = None
+        if extent.duration_s is not None:
+            whole, rest_s = divmod(extent.duration_s, cycle_s)
+            due = whole * cycle + float(np.interp(rest_s, self.step_s * np.arange(len(expected)), expected))
+            if due == 0:  # nothing but silence
+                return Arrived(np.empty(0))
+        due_extent = Extent(num_requests=extent.num_requests, duration_s=due)
+        unit_times = PoissonArrivals(rate=1.0).arrive(due_extent, rng).times
+        cycles, rest = np.divmod(unit_times, cycle)
+        step = np.searchsorted(expected, rest, side="right") - 1
+        within_s = (rest - expected[step]) / np.asarray(self.rates)[step]
+        return Arrived(extent.cut(cycles * cycle_s + step * self.step_s + within_s))
+
+
+ARRIVALS = (GammaArrivals, OnOffArrivals, PoissonArrivals, ReplayArrivals, StepArrivals, WeibullArrivals)

@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import require
-from manylora.lab.workloads.arrivals import Arrived, Extent, GammaArrivals, WeibullArrivals
+from manylora.core.options import CheckedOptions, option
+from manylora.lab.workloads.arrivals import Arrived, Extent, GammaArrivals, WeibullArrivals, rate_option
 from manylora.lab.workloads.traces.services import (
     WINDOW_S,
     read_calls_per_minute,
@@ -23,7 +23,7 @@ from manylora.lab.workloads.traces.services import (
 )
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
-__all__ = ["AzureFunctions2019", "AzureFunctions2021", "GammaCallers", "ServeGenClients"]
+__all__ = ["CALLERS", "AzureFunctions2019", "AzureFunctions2021", "GammaCallers", "ServeGenClients"]
 
 
 def _in_order(times: FloatArray, callers: IntArray, num_callers: int, extent: Extent) -> Arrived:
@@ -32,28 +32,14 @@ def _in_order(times: FloatArray, callers: IntArray, num_callers: int, extent: Ex
     return Arrived(kept, callers[order][: len(kept)], num_callers)
 
 
-def _check(rate: float | None, **sizes: float) -> None:
-    for name, value in (sizes if rate is None else {**sizes, "rate": rate}).items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"Got {name} = {value!r}, expected above 0")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GammaCallers:
-    """Callers with independent gamma-distributed gaps, all of one rate and one irregularity.
-
-    Args:
-        rate: Mean requests per second of each.
-        cov: Coefficient of variation of the gaps: 1 is Poisson, above it bursts, below it regularity.
-    """
+class GammaCallers(CheckedOptions):
+    """Callers with independent gamma-distributed gaps, all of one rate and one irregularity."""
 
     kind: ClassVar[str] = "gamma-callers"
-    rate: float
-    cov: float
-    num_callers: int
-
-    def __post_init__(self) -> None:
-        _check(self.rate, cov=self.cov, num_callers=self.num_callers)
+    rate: float = rate_option(help="Mean of each.")
+    cov: float = option(above=0, help="Coefficient of variation of the gaps, as for ``GammaArrivals``.")
+    num_callers: int = option(at_least=1, help="Number of callers.")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent."""
@@ -64,28 +50,18 @@ class GammaCallers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AzureFunctions2019:
+class AzureFunctions2019(CheckedOptions):
     """Calls of a day's counts per minute, spread evenly at random inside each minute.
 
-    Args:
-        file: A file of counts per minute.
-        rate: Mean requests per second over the window: counts become Poisson around their scaled selves. As recorded
-            when ``None``.
-        minute_s: Seconds that a recorded minute is played in; less than 60 makes the day go faster.
-        start_minute: First minute of the window.
-        num_minutes: Minutes in it; all that follow when ``None``.
+    With a rate, counts become Poisson around their scaled selves.
     """
 
     kind: ClassVar[str] = "azure-functions-2019"
     file: Path
-    rate: float | None = None
-    minute_s: float = 60.0
-    start_minute: int = 0
-    num_minutes: int | None = None
-
-    def __post_init__(self) -> None:
-        _check(self.rate, minute_s=self.minute_s, num_minutes=1 if self.num_minutes is None else self.num_minutes)
-        require(self.start_minute >= 0, "start_minute", self.start_minute, "0 or later")
+    rate: float | None = rate_option(None, help="Mean over the window; as recorded when ``None``.")
+    minute_s: float = option(60.0, above=0, unit="s", help="Time that a recorded minute is played in.")
+    start_minute: int = option(0, at_least=0, help="First minute of the window.")
+    num_minutes: int | None = option(None, at_least=1, help="Minutes in it; all that follow when ``None``.")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent, at most one window of them."""
@@ -104,20 +80,12 @@ class AzureFunctions2019:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AzureFunctions2021:
-    """Single calls at their recorded times, stretched to a rate.
-
-    Args:
-        file: A file of single calls.
-        rate: Mean requests per second; as recorded when ``None``.
-    """
+class AzureFunctions2021(CheckedOptions):
+    """Single calls at their recorded times, stretched to a rate."""
 
     kind: ClassVar[str] = "azure-functions-2021"
     file: Path
-    rate: float | None = None
-
-    def __post_init__(self) -> None:
-        _check(self.rate)
+    rate: float | None = rate_option(None, help="Mean; as recorded when ``None``.")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent, at most all of the trace."""
@@ -131,28 +99,18 @@ class AzureFunctions2021:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeGenClients:
+class ServeGenClients(CheckedOptions):
     """Clients of one production model, each window with its own rate and burstiness.
 
     Scaling to a rate divides all gaps by the same factor, so that the burstiness of each client stays.
-
-    Args:
-        file: `servegen_oneday_trace.csv.gz`.
-        model: The model of the clients: `m-large`, `m-mid`, `m-small` or `deepseek-r1`.
-        rate: Mean requests per second over the window, all clients together; as recorded when ``None``.
-        start_s: Beginning of the window, in seconds of the trace's clock; its first when ``None``.
-        window_s: Seconds that a recorded ten-minute window is played in.
     """
 
     kind: ClassVar[str] = "servegen"
-    file: Path
-    model: str
-    rate: float | None = None
-    start_s: float | None = None
-    window_s: float = WINDOW_S
-
-    def __post_init__(self) -> None:
-        _check(self.rate, window_s=self.window_s)
+    file: Path = option(help="`servegen_oneday_trace.csv.gz`.")
+    model: str = option(help="The model of the clients: `m-large`, `m-mid`, `m-small` or `deepseek-r1`.")
+    rate: float | None = rate_option(None, help="Mean over the window, all clients; as recorded when ``None``.")
+    start_s: float | None = option(None, unit="s", help="Beginning of the window on the trace's clock.")
+    window_s: float = option(WINDOW_S, above=0, unit="s", help="Time that a recorded ten-minute window is played in.")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
         """Return the arrivals within an extent, at most to the trace's end."""
@@ -183,3 +141,6 @@ class ServeGenClients:
             times.append(came + (one.start_s - start_s) / speed)
             callers.append(np.full(len(came), clients[one.client], dtype=np.int64))
         return _in_order(np.concatenate(times), np.concatenate(callers), len(clients), extent)
+
+
+CALLERS = (AzureFunctions2019, AzureFunctions2021, GammaCallers, ServeGenClients)

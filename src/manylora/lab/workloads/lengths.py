@@ -9,11 +9,13 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import require
+from manylora.core.options import CheckedOptions, option
 from manylora.lab.workloads.traces.requests import read_requests
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = [
+    "DISTRIBUTIONS",
+    "LENGTHS",
     "Distribution",
     "DrawnLengths",
     "ExponentialTokens",
@@ -58,14 +60,7 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBounds:
-    """Limits that lengths are clamped to after scaling.
-
-    Args:
-        min_prompt: Least prompt tokens.
-        max_prompt: Most prompt tokens.
-        min_output: Least answer tokens.
-        max_output: Most answer tokens.
-    """
+    """Limits that lengths of prompts and answers are clamped to after scaling, in tokens."""
 
     min_prompt: int = 1
     max_prompt: int | None = None
@@ -91,24 +86,17 @@ class TokenBounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceLengths:
+class TraceLengths(CheckedOptions):
     """Rows of a trace, drawn with replacement: the measured distribution, whatever its shape.
 
-    Args:
-        file: A trace with prompt and answer lengths.
-        scale: Factor on both lengths.
-        pairing: ``rows`` keeps a prompt with its answer; ``independent`` draws each by itself.
-        bounds: Limits, after scaling.
+    The pairing ``rows`` keeps a prompt with its answer; ``independent`` draws each by itself.
     """
 
     kind: ClassVar[str] = "trace"
-    file: Path
-    scale: float = 1.0
+    file: Path = option(help="A trace with prompt and answer lengths.")
+    scale: float = option(1.0, above=0, help="Factor on both lengths.")
     pairing: Literal["rows", "independent"] = "rows"
     bounds: TokenBounds = TokenBounds()
-
-    def __post_init__(self) -> None:
-        require(self.scale > 0, "scale", self.scale, "a factor above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
         """Return the lengths of ``num`` rows, each drawn at random from the trace."""
@@ -119,24 +107,16 @@ class TraceLengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayLengths:
+class ReplayLengths(CheckedOptions):
     """Rows of a trace in their order, with its prefixes; past its end it begins again.
 
     With arrivals replayed from the same file, each request is the recorded one.
-
-    Args:
-        file: A trace with prompt and answer lengths.
-        scale: Factor on both lengths, and on the blocks of prefixes.
-        bounds: Limits, after scaling.
     """
 
     kind: ClassVar[str] = "replay"
-    file: Path
-    scale: float = 1.0
+    file: Path = option(help="A trace with prompt and answer lengths.")
+    scale: float = option(1.0, above=0, help="Factor on both lengths, and on the blocks of prefixes.")
     bounds: TokenBounds = TokenBounds()
-
-    def __post_init__(self) -> None:
-        require(self.scale > 0, "scale", self.scale, "a factor above 0")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
         """Return the lengths of the first ``num`` rows; after the last row the trace begins again."""
@@ -163,18 +143,11 @@ class Distribution(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedTokens:
-    """Always the same.
-
-    Args:
-        tokens: Number of tokens.
-    """
+class FixedTokens(CheckedOptions):
+    """Always the same."""
 
     kind: ClassVar[str] = "fixed"
-    tokens: int
-
-    def __post_init__(self) -> None:
-        require(self.tokens > 0, "tokens", self.tokens, "above 0")
+    tokens: int = option(above=0, help="Number of tokens.")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return the length ``num`` times."""
@@ -183,12 +156,7 @@ class FixedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformTokens:
-    """Every length in a range alike.
-
-    Args:
-        low: Least tokens.
-        high: Tokens it stays below.
-    """
+    """Every length from ``low`` tokens to below ``high`` alike."""
 
     kind: ClassVar[str] = "uniform"
     low: int
@@ -204,18 +172,11 @@ class UniformTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExponentialTokens:
-    """Exponential: answers that end at every token with the same chance.
-
-    Args:
-        mean: Mean tokens.
-    """
+class ExponentialTokens(CheckedOptions):
+    """Exponential: answers that end at every token with the same chance."""
 
     kind: ClassVar[str] = "exponential"
-    mean: float
-
-    def __post_init__(self) -> None:
-        require(self.mean > 0, "mean", self.mean, "above 0")
+    mean: float = option(above=0, unit="tokens", help="Mean.")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` independent draws."""
@@ -223,21 +184,12 @@ class ExponentialTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GammaTokens:
-    """Gamma, of mean ``shape * scale``.
-
-    Args:
-        shape: Below 1: most are short.
-        scale: Scale in tokens.
-    """
+class GammaTokens(CheckedOptions):
+    """Gamma, of mean ``shape * scale``."""
 
     kind: ClassVar[str] = "gamma"
-    shape: float
-    scale: float
-
-    def __post_init__(self) -> None:
-        require(self.shape > 0, "shape", self.shape, "above 0")
-        require(self.scale > 0, "scale", self.scale, "above 0")
+    shape: float = option(above=0, help="Below 1, most are short.")
+    scale: float = option(above=0, unit="tokens", help="Scale.")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` independent draws."""
@@ -245,20 +197,12 @@ class GammaTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LognormalTokens:
-    """Lognormal, of median ``exp(mu)``.
-
-    Args:
-        mu: Mean of the logarithm.
-        sigma: Standard deviation of the logarithm.
-    """
+class LognormalTokens(CheckedOptions):
+    """Lognormal, of median ``exp(mu)``: ``mu`` is the mean of the logarithm."""
 
     kind: ClassVar[str] = "lognormal"
     mu: float
-    sigma: float
-
-    def __post_init__(self) -> None:
-        require(self.sigma >= 0, "sigma", self.sigma, "0 or above")
+    sigma: float = option(at_least=0, help="Standard deviation of the logarithm.")
 
     def draw(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` independent draws."""
@@ -266,28 +210,19 @@ class LognormalTokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParametricLengths:
+class ParametricLengths(CheckedOptions):
     """Prompts and answers from two distributions.
 
-    Args:
-        prompt: Distribution of prompt tokens.
-        output: Distribution of answer tokens.
-        correlation: Rank correlation of the two: of the normal scores that order them (Iman and Conover), which leaves
-            both distributions as they are. Measured on public traces: about 0; 0.8 for translation.
-        scale: Factor on both lengths.
-        bounds: Limits, after scaling.
+    The correlation is that of the normal scores that order the two (Iman and Conover), which leaves both distributions
+    as they are. Measured on public traces: about 0; 0.8 for translation.
     """
 
     kind: ClassVar[str] = "parametric"
     prompt: Distribution
     output: Distribution
-    correlation: float = 0.0
-    scale: float = 1.0
+    correlation: float = option(0.0, at_least=-1, at_most=1, help="Rank correlation of the two.")
+    scale: float = option(1.0, above=0, help="Factor on both lengths.")
     bounds: TokenBounds = TokenBounds()
-
-    def __post_init__(self) -> None:
-        require(self.scale > 0, "scale", self.scale, "a factor above 0")
-        require(-1 <= self.correlation <= 1, "correlation", self.correlation, "a number in [-1, 1]")
 
     def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
         """Return ``num`` pairs of a prompt's and an answer's length."""
@@ -306,3 +241,7 @@ def _ranks(values: FloatArray) -> IntArray:
     ranks = np.empty(len(values), dtype=np.int64)
     ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
     return ranks
+
+
+DISTRIBUTIONS = (ExponentialTokens, FixedTokens, GammaTokens, LognormalTokens, UniformTokens)
+LENGTHS = (ParametricLengths, ReplayLengths, TraceLengths)

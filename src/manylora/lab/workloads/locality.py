@@ -16,41 +16,31 @@ from typing import ClassVar
 import numpy as np
 
 from manylora.core.errors import ConfigError
+from manylora.core.options import CheckedOptions, option
 from manylora.lab.workloads.popularity import ShareLaw, ZipfShares, draw_places
 from manylora.lab.workloads.traces.services import read_adapter_order, read_stack_distances
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
-__all__ = ["Drift", "OrderReplay", "Sessions", "StackDistances"]
+__all__ = ["LOCALITIES", "Drift", "OrderReplay", "Sessions", "StackDistances"]
 
 MEASURED_STARTS = ZipfShares(s=0.95, q=6.5)
 """Popularity fitted to the session starts of a production service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sessions:
+class Sessions(CheckedOptions):
     """Users come, ask for one adapter some times, and leave.
 
     Lengths of sessions, and gaps between their requests relative to each other, are those measured on a production
     service; the gaps' scale follows from how many sessions overlap.
-
-    Args:
-        num_at_once: Sessions that overlap, on average.
-        starts: Popularity of adapters among new sessions; the default is fitted to the starts of measured sessions.
-        length_mu: Requests per session: mean of their logarithm.
-        length_sigma: Standard deviation of it.
-        gap_sigma: Standard deviation of the logarithm of gaps.
     """
 
     kind: ClassVar[str] = "sessions"
-    num_at_once: float = 20.0
-    starts: ShareLaw = MEASURED_STARTS
-    length_mu: float = 0.97
-    length_sigma: float = 0.94
-    gap_sigma: float = 1.01
-
-    def __post_init__(self) -> None:
-        if not self.num_at_once > 0 or self.length_sigma < 0 or self.gap_sigma < 0:
-            raise ConfigError(f"Got {self}, expected num_at_once > 0 and no negative deviation")
+    num_at_once: float = option(20.0, above=0, help="Sessions that overlap, on average.")
+    starts: ShareLaw = option(MEASURED_STARTS, help="Popularity of adapters among new sessions.")
+    length_mu: float = option(0.97, help="Mean of the logarithm of the requests per session.")
+    length_sigma: float = option(0.94, at_least=0, help="Standard deviation of that logarithm.")
+    gap_sigma: float = option(1.01, at_least=0, help="Standard deviation of the logarithm of gaps.")
 
     def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
         """Return the adapter of each request."""
@@ -86,15 +76,11 @@ class StackDistances:
     """Each request asks for the adapter that was used so many distinct adapters ago, as measured on a trace.
 
     Beyond the last measured distance comes an adapter not used yet; once all have been used, the one used longest ago.
-
-    Args:
-        file: Hit rate of an LRU cache by its size: columns ``slots`` and ``column``.
-        column: Which of the measured hit rates.
     """
 
     kind: ClassVar[str] = "stack"
-    file: Path
-    column: str = "lru_hit_all"
+    file: Path = option(help="Hit rate of an LRU cache by its size: columns ``slots`` and ``column``.")
+    column: str = option("lru_hit_all", help="Which of the measured hit rates.")
 
     def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
         """Return the adapter of each request."""
@@ -122,13 +108,10 @@ class OrderReplay:
     """The adapters of a trace in its order; past its end it begins again.
 
     The trace's adapters are dealt out to ours in order of their first use: with fewer of ours, several share one.
-
-    Args:
-        file: GenTD26's `gentd26_data_trace_processed.csv.gz`.
     """
 
     kind: ClassVar[str] = "order"
-    file: Path
+    file: Path = option(help="GenTD26's `gentd26_data_trace_processed.csv.gz`.")
 
     def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
         """Return the adapter of each request."""
@@ -138,25 +121,16 @@ class OrderReplay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
+class Drift(CheckedOptions):
     """Every period, some of the most popular adapters change places with others of the same rank.
 
     So the popular adapters change, while their sizes do not. Of a production service's 20 most
     popular adapters 13 and 16 changed from one week to the next.
-
-    Args:
-        period_s: Seconds between changes.
-        top: Adapters that count as popular.
-        share: Part of them that changes each time.
     """
 
-    period_s: float
-    top: int = 20
-    share: float = 0.7
-
-    def __post_init__(self) -> None:
-        if not (self.period_s > 0 and self.top >= 1 and 0 <= self.share <= 1):
-            raise ConfigError(f"Got {self}, expected period_s > 0, top >= 1 and a share in [0, 1]")
+    period_s: float = option(above=0, unit="s", help="Time between changes.")
+    top: int = option(20, at_least=1, help="Adapters that count as popular.")
+    share: float = option(0.7, at_least=0, at_most=1, help="Part of them that changes each time.")
 
     def apply(self, times: FloatArray, chosen: IntArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
         """Return the adapters of requests with drift, given those without.
@@ -190,3 +164,6 @@ class Drift:
             now = periods == period
             drifted[now] = holder[chosen[now]]
         return drifted
+
+
+LOCALITIES = (OrderReplay, Sessions, StackDistances)

@@ -17,11 +17,13 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import require
+from manylora.core.options import CheckedOptions, option
 from manylora.lab.workloads.traces.services import read_adapter_uses
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = [
+    "POPULARITIES",
+    "SHARE_LAWS",
     "ExplicitShares",
     "GeometricShares",
     "MeasuredShares",
@@ -72,7 +74,7 @@ def draw_places(shares: FloatArray, num: int, rng: np.random.Generator) -> IntAr
     return places
 
 
-class _DrawnPlaces(ABC):
+class _DrawnPlaces(CheckedOptions, ABC):
     """Draws a place for each request by ``shares``; a stream of its own deals the places out to the adapters."""
 
     __slots__ = ()
@@ -104,19 +106,11 @@ class ZipfShares(_DrawnPlaces):
     """Zipf-Mandelbrot's law, ``(place + q) ** -s``; Zipf's with ``q`` 0.
 
     The defaults fit a production service with 874 LoRA adapters; Zipf's own law fits it with s = 0.92.
-
-    Args:
-        s: Exponent; 0 is uniform.
-        q: Flattening of the top.
     """
 
     kind: ClassVar[str] = "zipf"
-    s: float = 1.14
-    q: float = 3.6
-
-    def __post_init__(self) -> None:
-        if self.s < 0 or self.q <= -1:
-            raise ConfigError(f"Got s = {self.s!r}, q = {self.q!r}, expected s >= 0 and q > -1")
+    s: float = option(1.14, at_least=0, help="Exponent; 0 is uniform.")
+    q: float = option(3.6, above=-1, help="Flattening of the top.")
 
     def shares(self, num: int) -> FloatArray:
         """Return the shares of so many places."""
@@ -130,16 +124,10 @@ class PowerShares(_DrawnPlaces):
 
     Its published default, an ``alpha`` of 1, is uniform. Real adapters fit 0.27, where the first tenth gets about
     half of the requests.
-
-    Args:
-        alpha: The smaller, the steeper; at most 1.
     """
 
     kind: ClassVar[str] = "power"
-    alpha: float
-
-    def __post_init__(self) -> None:
-        require(0 < self.alpha <= 1, "alpha", self.alpha, "a number in (0, 1]; 1 is uniform")
+    alpha: float = option(above=0, at_most=1, help="The smaller, the steeper; 1 is uniform.")
 
     def shares(self, num: int) -> FloatArray:
         """Return the shares of so many places."""
@@ -148,17 +136,10 @@ class PowerShares(_DrawnPlaces):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeometricShares(_DrawnPlaces):
-    """Each place gets ``ratio`` times the requests of the next; Punica's benchmark calls it "zipf:1.5".
-
-    Args:
-        ratio: Above 1.
-    """
+    """Each place gets ``ratio`` times the requests of the next; Punica's benchmark calls it "zipf:1.5"."""
 
     kind: ClassVar[str] = "geometric"
-    ratio: float = 1.5
-
-    def __post_init__(self) -> None:
-        require(self.ratio > 1, "ratio", self.ratio, "above 1")
+    ratio: float = option(1.5, above=1, help="Requests of a place over those of the next.")
 
     def shares(self, num: int) -> FloatArray:
         """Return the shares of so many places."""
@@ -168,14 +149,10 @@ class GeometricShares(_DrawnPlaces):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplicitShares:
-    """Shares that are given, one per adapter, in the adapters' order.
-
-    Args:
-        weights: They need not add up to 1.
-    """
+    """Shares that are given, one per adapter, in the adapters' order."""
 
     kind: ClassVar[str] = "explicit"
-    weights: tuple[float, ...]
+    weights: tuple[float, ...] = option(help="Shares in any unit: their sum need not be 1.")
 
     def __post_init__(self) -> None:
         if not self.weights or min(self.weights) < 0 or not sum(self.weights) > 0:
@@ -193,15 +170,11 @@ class MeasuredShares(_DrawnPlaces):
     """Measured uses of the adapters of a production service, each use drawn independently.
 
     With fewer adapters in the workload, the most popular of the service are kept.
-
-    Args:
-        file: GenTD26's `gentd26_lora_popularity.csv`.
-        column: Which of its counts.
     """
 
     kind: ClassVar[str] = "measured"
-    file: Path
-    column: str = "uses_all_68195_rows"
+    file: Path = option(help="GenTD26's `gentd26_lora_popularity.csv`.")
+    column: str = option("uses_all_68195_rows", help="Which of its counts.")
 
     def shares(self, num: int) -> FloatArray:
         """Return the counts of the ``num`` most popular adapters."""
@@ -217,15 +190,11 @@ class RankShares:
 
     Uniform over both is the paper's U-U; a power law over the adapters U-P, its default; over both P-P. It does not
     say which exponent.
-
-    Args:
-        ranks: Over the ranks, the smallest being the most popular.
-        adapters: Over the adapters of one rank, the first being the most popular.
     """
 
     kind: ClassVar[str] = "rank"
-    ranks: ShareLaw = UniformShares()
-    adapters: ShareLaw = PowerShares(alpha=0.27)
+    ranks: ShareLaw = option(UniformShares(), help="Over the ranks, the smallest being the most popular.")
+    adapters: ShareLaw = option(PowerShares(alpha=0.27), help="Over the adapters of a rank, the most popular first.")
 
     def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
         """Return the adapter of each request."""
@@ -246,3 +215,7 @@ class TurnTaking:
     def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
         """Return the adapter of each request."""
         return np.arange(len(times), dtype=np.int64) % len(ranks)
+
+
+SHARE_LAWS = (GeometricShares, PowerShares, UniformShares, ZipfShares)
+POPULARITIES = (ExplicitShares, MeasuredShares, RankShares, TurnTaking, *SHARE_LAWS)

@@ -32,103 +32,42 @@ from pathlib import Path
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import require
-from manylora.lab.workloads.arrivals import (
-    ArrivalProcess,
-    Extent,
-    GammaArrivals,
-    PoissonArrivals,
-    ReplayArrivals,
-    WeibullArrivals,
-)
-from manylora.lab.workloads.callers import AzureFunctions2019, AzureFunctions2021, GammaCallers, ServeGenClients
-from manylora.lab.workloads.lengths import (
-    Distribution,
-    ExponentialTokens,
-    FixedTokens,
-    GammaTokens,
-    Lengths,
-    LognormalTokens,
-    ParametricLengths,
-    ReplayLengths,
-    TraceLengths,
-    UniformTokens,
-)
-from manylora.lab.workloads.locality import Drift, OrderReplay, Sessions, StackDistances
-from manylora.lab.workloads.modulated import OnOffArrivals, StepArrivals
-from manylora.lab.workloads.popularity import (
-    ExplicitShares,
-    GeometricShares,
-    MeasuredShares,
-    Popularity,
-    PowerShares,
-    RankShares,
-    ShareLaw,
-    TurnTaking,
-    UniformShares,
-    ZipfShares,
-)
-from manylora.lab.workloads.tables import TableReader, nearest, read_table
+from manylora.core.options import CheckedOptions, check_options, option
+from manylora.lab.tables import TableReader, nearest, read_table
+from manylora.lab.workloads.arrivals import ARRIVALS, ArrivalProcess, Extent
+from manylora.lab.workloads.callers import CALLERS
+from manylora.lab.workloads.lengths import DISTRIBUTIONS, LENGTHS, Distribution, Lengths
+from manylora.lab.workloads.locality import LOCALITIES, Drift
+from manylora.lab.workloads.popularity import POPULARITIES, SHARE_LAWS, Popularity, ShareLaw, UniformShares
 from manylora.lab.workloads.workload import ATTENTION, AdapterSpec, FloatArray, IntArray, RequestSpec, Streams, Workload
 
 __all__ = ["KINDS", "AdapterSet", "WorkloadSpec", "make_workload", "read_workload_spec"]
 
 KINDS: dict[type, Sequence[type]] = {
-    ArrivalProcess: (
-        AzureFunctions2019,
-        AzureFunctions2021,
-        GammaArrivals,
-        GammaCallers,
-        OnOffArrivals,
-        PoissonArrivals,
-        ReplayArrivals,
-        ServeGenClients,
-        StepArrivals,
-        WeibullArrivals,
-    ),
-    Distribution: (ExponentialTokens, FixedTokens, GammaTokens, LognormalTokens, UniformTokens),
-    Lengths: (ParametricLengths, ReplayLengths, TraceLengths),
-    Popularity: (
-        ExplicitShares,
-        GeometricShares,
-        MeasuredShares,
-        OrderReplay,
-        PowerShares,
-        RankShares,
-        Sessions,
-        StackDistances,
-        TurnTaking,
-        UniformShares,
-        ZipfShares,
-    ),
-    ShareLaw: (GeometricShares, PowerShares, UniformShares, ZipfShares),
+    ArrivalProcess: (*ARRIVALS, *CALLERS),
+    Distribution: DISTRIBUTIONS,
+    Lengths: LENGTHS,
+    Popularity: (*POPULARITIES, *LOCALITIES),
+    ShareLaw: SHARE_LAWS,
 }
 """Implementations that a ``kind`` can name, by Protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSet:
-    """The registered adapters; ranks take turns.
+    """The registered adapters; ranks take turns."""
 
-    Args:
-        count: Number of adapters; with 0 all requests are for the base.
-        ranks: Their ranks.
-        targets: Last names of the modules they change.
-        base_share: Share of requests for the base instead of an adapter.
-    """
-
-    count: int = 100
+    count: int = option(100, at_least=0, unit="adapters", help="Number; with 0 all requests are for the base.")
     ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
-    targets: tuple[str, ...] = ATTENTION
-    base_share: float = 0.0
+    targets: tuple[str, ...] = option(ATTENTION, help="Last names of the modules that they change.")
+    base_share: float = option(0.0, at_least=0, at_most=1, help="Share of requests for the base, not an adapter.")
 
     def __post_init__(self) -> None:
-        require(self.count >= 0, "count", self.count, "0 or more adapters")
+        check_options(self)
         if not self.ranks or min(self.ranks) < 1:
             raise ConfigError(f"Got ranks = {self.ranks!r}, expected at least one, each at least 1")
         if not self.targets:
             raise ConfigError("Got no targets, expected at least one module")
-        require(0 <= self.base_share <= 1, "base_share", self.base_share, "a share in [0, 1]")
 
     def specs(self) -> tuple[AdapterSpec, ...]:
         """Return the adapters."""
@@ -142,28 +81,22 @@ class AdapterSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadSpec:
-    """The parts of a workload.
+class WorkloadSpec(CheckedOptions):
+    """The parts of a workload; without ``num_requests`` and ``duration_s`` a replayed trace is used once.
 
     Args:
-        name: Name in titles and of files.
-        num_requests: At most; without it and ``duration_s`` a replayed trace is used once.
-        duration_s: Seconds at most.
         popularity: Uniform when ``None``; not allowed with arrivals that name their callers.
         drift: ``None`` for constant popularity.
     """
 
     arrivals: ArrivalProcess
     lengths: Lengths
-    name: str = "workload"
-    num_requests: int | None = None
-    duration_s: float | None = None
+    name: str = option("workload", help="Name in titles and of files.")
+    num_requests: int | None = option(None, at_least=1, help="Requests at most.")
+    duration_s: float | None = option(None, above=0, unit="s", help="Time of arrivals at most.")
     adapters: AdapterSet = field(default_factory=AdapterSet)
     popularity: Popularity | None = None
     drift: Drift | None = None
-
-    def __post_init__(self) -> None:
-        Extent(num_requests=self.num_requests, duration_s=self.duration_s)
 
 
 def make_workload(spec: WorkloadSpec, seed: int) -> Workload:
@@ -232,7 +165,7 @@ def read_workload_spec(file: Path, *, traces: Path | None = None) -> WorkloadSpe
         traces: A folder of traces, looked into as well.
 
     Raises:
-        ConfigError: It cannot be read, is no TOML, or a key or value in it is wrong.
+        ConfigError: The file cannot be read, is no TOML, or has a wrong key or value.
     """
     table = read_table(file)
     for key in table:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from manylora.core.costs.arriving import MAX_WAIT_S, WaitBudget, left_to_workers
-from manylora.core.plan import PlannedSequence, StepPlan
+from manylora.core.plan import LoadResult, PlannedSequence, StepPlan
 from manylora.core.types import AdapterKey, Tier
 from manylora.lab.costs.model import CostModel
 from manylora.lab.costs.workers import AssistCost
@@ -27,7 +27,7 @@ __all__ = ["ColdStep", "ColdSteps", "LoadTimeline"]
 
 @dataclass(slots=True, eq=False)
 class LoadTimeline:
-    """A load that brings the layers of an adapter in their order; times in seconds.
+    """A load under way, which brings the layers of an adapter in their order; times in seconds.
 
     Loads that begin later may put off its pieces that wait for the tier below.
 
@@ -42,9 +42,13 @@ class LoadTimeline:
     uses: Seq[tuple[float, float]] = ()
 
     @property
-    def ends_at(self) -> float:
+    def ready_at(self) -> float:
         """Time at which all layers have arrived."""
         return self.arrivals[-1]
+
+    def poll(self, now: float) -> LoadResult | None:
+        """Return the result from ``ready_at`` on."""
+        return LoadResult() if now >= self.ready_at else None
 
 
 class ColdStep(NamedTuple):
@@ -108,7 +112,7 @@ class ColdSteps:
             elif self._assist is not None and self._assist.workers.take(part):
                 assisted.append(part)
             elif self._assist is not None:
-                begins_at = max(begins_at, copies[part.adapter].ends_at)
+                begins_at = max(begins_at, copies[part.adapter].ready_at)
         if not arriving and not assisted:
             return ColdStep(begins_at + self._cost.step_time_s(plan) * factor)
         waits = _Waits(begins_at, self._max_wait_s)

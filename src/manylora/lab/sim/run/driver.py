@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from manylora.core.clock import VirtualClock
 from manylora.core.engine.core import EngineCore
@@ -23,21 +22,9 @@ from manylora.core.engine.loop import RequestsByTime
 from manylora.core.errors import Stalled
 from manylora.core.plugins import name_plugins
 from manylora.core.types import Output, Request
+from manylora.lab.sim.run.scaling import SimulatedStarts
 
-__all__ = ["Control", "drive"]
-
-
-class Control(Protocol):
-    """Starts and ends engines of a run."""
-
-    @property
-    def next_at(self) -> float:
-        """The time of the next ``turn``, in seconds."""
-        ...
-
-    def turn(self, now: float) -> None:
-        """Add engines to the run, or remove engines that have no requests."""
-        ...
+__all__ = ["drive"]
 
 
 @name_plugins()
@@ -48,7 +35,7 @@ def drive(
     *,
     dispatch: Callable[[Request], int],
     on_outputs: Callable[[list[Output], float], None],
-    control: Control | None = None,
+    starts: SimulatedStarts | None = None,
 ) -> None:
     """Run until no request is left.
 
@@ -58,7 +45,7 @@ def drive(
         arrivals: The requests.
         dispatch: Returns the number of the engine for a request.
         on_outputs: Called with the outputs of one engine's turn, and the time in seconds.
-        control: Changes ``cores`` in its turns; ``None`` for a fixed fleet.
+        starts: Starts and ends engines of ``cores`` in its turns; ``None`` for a fixed fleet.
 
     Raises:
         Stalled: Requests are left, and no step, load or arrival is pending.
@@ -88,10 +75,10 @@ def drive(
             if stalled:
                 raise Stalled(f"requests are left but nothing is pending: {stalled}")
             return
-        if control is not None:
-            next_event_at = min(next_event_at, control.next_at)
+        if starts is not None:
+            next_event_at = min(next_event_at, starts.next_at)
         clock.wait_until(next_event_at)
         now = clock.now()
-        if control is not None and control.next_at <= now:
-            control.turn(now)
+        if starts is not None and starts.next_at <= now:
+            starts.turn(now)
         due = [index for index, at in events.items() if at <= now and index in cores]

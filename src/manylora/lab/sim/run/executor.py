@@ -45,22 +45,6 @@ class SimulatedWork:
         return self.result if now >= self.ready_at else None
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadInFlight:
-    """A load in flight, which loads that begin later may put off."""
-
-    timeline: LoadTimeline
-
-    @property
-    def ready_at(self) -> float:
-        """Time of its end, in seconds."""
-        return self.timeline.ends_at
-
-    def poll(self, now: float) -> LoadResult | None:
-        """Return the result from ``ready_at`` on."""
-        return LoadResult() if now >= self.ready_at else None
-
-
 @dataclass(slots=True, eq=False)
 class _LayerCopy:
     """Layers of a load that are copied together from ``ready_at`` on; none for the table of a chained copy."""
@@ -208,20 +192,20 @@ class SimulatedExecutor:
         self._steps = [*self._steps[-1:], SimulatedWork(ready_at, self._last, begins_at)]
         return self._steps[-1]
 
-    def load_adapter(self, load: AdapterLoad, now: float) -> _LoadInFlight:
+    def load_adapter(self, load: AdapterLoad, now: float) -> LoadTimeline:
         """Start a load on its link. A copy follows the read of its adapter if that is in flight.
 
         Steps in flight keep the arrivals that they were launched with.
         """
         tier, key = load.tier, load.version.key
         below = self._timelines[Tier.HOST].get(key) if tier is Tier.DEVICE else None
-        if below is not None and below.ends_at <= now:
+        if below is not None and below.ready_at <= now:
             below = None
         timeline = self._links[tier].load(now, self._cost.load_time_s(load), self._cold_steps.num_layers, below)
         self._timelines[tier][key] = timeline
         if tier in self._interference:
             self._delay_steps(tier, timeline)
-        return _LoadInFlight(timeline)
+        return timeline
 
     def _delay_steps(self, tier: Tier, load: LoadTimeline) -> None:
         """Delay the steps in flight beside a load, and the second also by the delay of the first."""

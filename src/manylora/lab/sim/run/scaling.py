@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from manylora.core.engine.core import EngineCore
-from manylora.core.errors import CapacityError, ConfigError
+from manylora.core.errors import CapacityError
+from manylora.core.options import CheckedOptions, option
 from manylora.core.scaling import ReplicaPhase, Scaler, ScalingController, ScalingDecision, ScalingPolicy
 
 __all__ = ["ReplicaSpan", "SimulatedScaling", "SimulatedStarts"]
@@ -24,24 +25,18 @@ POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedScaling:
+class SimulatedScaling(CheckedOptions):
     """The scaling of a simulation's replicas.
 
     Args:
         policy: Bounds and prices; ``min_replicas`` serve from the beginning.
-        start_s: Mean time from the order to a replica that can load adapters, in seconds.
-        jitter: Each start takes this part less or more, evenly distributed.
         make_scaler: Makes the scaler; ``None`` for the scaler of a live fleet.
     """
 
     policy: ScalingPolicy
-    start_s: float
-    jitter: float = 0.2
+    start_s: float = option(at_least=0, unit="s", help="Mean time from the order to a replica that can load adapters.")
+    jitter: float = option(0.2, at_least=0, at_most=1, help="Each start takes up to this part less or more.")
     make_scaler: Callable[[], Scaler] | None = None
-
-    def __post_init__(self) -> None:
-        if not (self.start_s >= 0 and 0 <= self.jitter < 1):
-            raise ConfigError(f"Got start_s = {self.start_s!r}, jitter = {self.jitter!r}, expected >= 0 and in [0, 1)")
 
 
 @dataclass(slots=True)
@@ -73,7 +68,7 @@ class _Start:
 
 
 class SimulatedStarts:
-    """Carries out the orders of a scaling controller in virtual time; the ``Control`` of a run.
+    """Carries out the orders of a scaling controller in virtual time.
 
     Args:
         scaling: Times and bounds.

@@ -29,7 +29,7 @@ from manylora.core.engine.loop import RequestsByTime
 from manylora.core.engine.status import EngineStats
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.core.events import EventSink
-from manylora.core.options import require
+from manylora.core.options import check_options, option, require
 from manylora.core.plan import AdapterLoad, PlannedSequence
 from manylora.core.plugins import options_for
 from manylora.core.ports import CoreParts
@@ -68,55 +68,48 @@ class SimulationConfig:
     Args:
         base: The base model's shape; a page spans all devices of a replica.
         cost: Times of steps and loads.
-        num_pages: Pages in each replica's pool.
         memory: Block size and prefix caching; its sizes are not used.
-        num_replicas: Engines that share the workload; with ``scaling`` as many as that allows.
         scaling: Starts and drains engines over time; ``None`` for a fixed number.
         router: Name in ``routing.ROUTERS``, or a plug-in.
-        scheduler_time_s: Time to decide a step.
         interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
         reads_host: Whether steps can read an adapter's weights from host memory: by ``assist``, else in place.
         waits_by_layer: Whether steps can run on an adapter that is on its way, and wait for each layer.
         assist: Prices CPU workers beside an accelerator.
         all_resident: Keep every adapter on the device from the start, in pages beside ``num_pages``.
         speed: Makes the speed over time of the replica with this number; constant when ``None``.
-        max_tokens: Cap of every request; as many as fit when ``None``.
         exact_caps: Set each request's cap to the length of its answer, as benchmark clients do; for engines that
             reserve it.
-        sample_every_s: Virtual seconds between two samples of the timeline.
         seed: Seeds the router and the noisy predictor.
     """
 
     base: BaseShape
     cost: CostModel
-    num_pages: int
+    num_pages: int = option(at_least=2, help="Pages in each replica's pool.")
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(prefix_caching=False))
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
-    num_replicas: int = 1
+    num_replicas: int = option(
+        1, at_least=1, help="Engines that share the workload; with ``scaling`` as many as that allows."
+    )
     scaling: SimulatedScaling | None = None
     router: str = DEFAULT_ROUTER
     router_options: Mapping[str, Any] = field(default_factory=dict)
-    scheduler_time_s: float = 0.0
+    scheduler_time_s: float = option(0.0, at_least=0, unit="s", help="Time to decide a step.")
     interference: Mapping[Tier, float] = field(default_factory=dict)
     reads_host: bool = False
     waits_by_layer: bool = False
     assist: AssistCost | None = None
     all_resident: bool = False
     speed: Callable[[int], MachineSpeed | None] | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = option(None, at_least=1, help="Cap of every request; as many as fit when ``None``.")
     exact_caps: bool = False
-    sample_every_s: float = 1.0
+    sample_every_s: float = option(1.0, above=0, unit="s", help="Virtual time between two samples of the timeline.")
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require(self.num_pages >= 2, "num_pages", self.num_pages, "at least 2")
-        require(self.num_replicas >= 1, "num_replicas", self.num_replicas, "at least 1")
+        check_options(self)
         fleet = self.num_replicas if self.scaling is None else self.scaling.policy.max_replicas
         require(self.num_replicas == fleet, "num_replicas", self.num_replicas, f"{fleet}, as in scaling")
-        require(self.scheduler_time_s >= 0, "scheduler_time_s", self.scheduler_time_s, "0 or more")
-        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        require(self.sample_every_s > 0, "sample_every_s", self.sample_every_s, "above 0")
         if self.memory.block_size != self.base.page.block_size:
             raise ConfigError(f"Got block_size = {self.memory.block_size}, and a base with {self.base.page.block_size}")
 
@@ -175,18 +168,14 @@ def simulate(
     """
     fleet = _Fleet(workload, config, sinks, on_progress)
     arrivals = RequestsByTime(_arrivals(workload, config), on_rejected=fleet.refuse)
-    drive(fleet.cores, fleet.clock, arrivals, dispatch=fleet.dispatch, on_outputs=fleet.take, control=fleet.starts)
+    drive(fleet.cores, fleet.clock, arrivals, dispatch=fleet.dispatch, on_outputs=fleet.take, starts=fleet.starts)
     return fleet.outcome()
 
 
 class _Fleet:
     """The engines of a run on one clock, the dispatcher before them, and the records of their requests.
 
-    Args:
-        workload: The requests.
-        config: The engines.
-        sinks: Receive every event of every replica.
-        on_progress: Called after requests have ended.
+    Its arguments are those of ``simulate``.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ class RequestTrace:
         arrival_s: Seconds since the first request; ``None`` in a trace that has only lengths.
         output: Answer tokens.
         prefix: Names of the blocks each prompt consists of, the last one perhaps in part; ``None`` if unknown.
-        prefix_block_tokens: Tokens in a block.
     """
 
     arrival_s: FloatArray | None
@@ -76,7 +75,7 @@ def read_requests(file: Path) -> RequestTrace:
     """Read a trace of requests of any known family; the same file is read once.
 
     Raises:
-        ConfigError: It cannot be read, is of no known family, or a value in it is wrong.
+        ConfigError: The file cannot be read, is of no known family, or holds a wrong value.
     """
     header = header_of(file)
     for sign, read in _FAMILIES.items():

@@ -80,7 +80,7 @@ def header_of(file: Path) -> str:
     """Return the first line of a file, compressed or not; it identifies the format.
 
     Raises:
-        ConfigError: It cannot be read, or is empty.
+        ConfigError: The file cannot be read, or is empty.
     """
     first = next(_lines(file), None)
     if first is None:
@@ -96,7 +96,7 @@ def read_csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
         columns: Columns it must have; it may have more.
 
     Raises:
-        ConfigError: It cannot be read, a column is missing, or a row is not as long as the header.
+        ConfigError: The file cannot be read, a column is missing, or a row is not as long as the header.
     """
     reader = csv.reader(_lines(file))
     names = next(reader, [])
@@ -115,7 +115,7 @@ def read_json_lines(file: Path) -> Iterator[Row]:
     """Yield the rows of a file with one JSON object per line, compressed or not.
 
     Raises:
-        ConfigError: It cannot be read, or a line is no JSON object.
+        ConfigError: The file cannot be read, or a line is no JSON object.
     """
     for line, text in enumerate(_lines(file), 1):
         if not text.strip():

@@ -1,7 +1,8 @@
 """From TOML tables to frozen dataclasses: field by field, kind by kind, and never a key that is silently dropped.
 
 A dataclass's annotations say what a table may hold. Where the annotation is a Protocol, the table's ``kind`` says which
-of its registered implementations is meant. A mistake is named by its place: ``workload.arrivals.rate``.
+of its registered implementations is meant. A mistake is named by its place: ``workload.arrivals.rate``. The bounds of a
+value stand with its field (`core/options.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def read_table(file: Path) -> dict[str, typing.Any]:
     """Read a TOML file.
 
     Raises:
-        ConfigError: It cannot be read, or is not TOML.
+        ConfigError: The file cannot be read, or is not TOML.
     """
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
@@ -108,14 +109,18 @@ class TableReader:
             if not isinstance(value, list):
                 raise ConfigError(f"Got {where} = {value!r}, expected a list")
             return tuple(self._value(arguments[0], one, f"{where}[{index}]") for index, one in enumerate(value))
-        if origin is Mapping:
+        if hint in (object, typing.Any):
+            return value
+        if origin in (Mapping, dict):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"Got {where} = {value!r}, expected a table")
-            return dict(value)
+            return {key: self._value(arguments[1], one, f"{where}.{key}") for key, one in value.items()}
         if hint is Path:
             return self._path(value, where)
         if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
             return _finite(value, where)
+        if hint is int and isinstance(value, float) and value.is_integer():
+            return int(value)  # 48e9
         if isinstance(hint, type) and (hint in self._kinds or dataclasses.is_dataclass(hint)):
             return self.read(hint, value, where)
         assert isinstance(hint, type), f"{where}: cannot read a {hint}"
