@@ -8,7 +8,7 @@ from typing import Any
 
 from manylora.core.adapters.lora.plain import PlainSettings, parse_plain
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.tensors import ModuleWeights, StoredModule, StoredTensor
+from manylora.core.adapters.tensors import ModuleWeights, StoredModule, StoredTensor, VectorKind
 from manylora.core.errors import AdapterError
 
 PEFT_TYPE = "COLUMN_SCALED_LORA"
@@ -28,15 +28,12 @@ class ColumnScaledSettings(PlainSettings):
             scale = tensors.get(f"base_model.model.{weights.module.name}{_SUFFIX}")
             if scale is None or scale.shape != (weights.module.out_features,):
                 raise AdapterError(self.name, f"module {weights.module.name!r} has no factor for each column")
-            matched.append(replace(weights, column_scale=scale))
+            matched.append(replace(weights, vectors={VectorKind.FACTOR: scale}))
         return tuple(matched)
 
 
 class ColumnScaledLora:
-    """``(x W^T + scale * (x A^T) B^T) * column_scale``."""
-
-    def accepts(self, config: Mapping[str, Any]) -> bool:
-        return config.get("peft_type") == PEFT_TYPE
+    """``(x W^T + scale * (x A^T) B^T) * factor``."""
 
     def parse(self, name: str, config: Mapping[str, Any]) -> ColumnScaledSettings:
         return ColumnScaledSettings(name, parse_plain(name, {**config, "peft_type": "LORA"}).settings)

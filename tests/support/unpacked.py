@@ -32,7 +32,9 @@ def lora_reference(x: NDArray[np.float64], product: NDArray[np.float64], weights
         weights: The module's weights.
     """
     out = product + weights.scale * (x @ weights.a.as_float32().T) @ weights.b.as_float32().T
-    return out if weights.column_scale is None else out * weights.column_scale.as_float32()
+    for kind, vector in weights.vectors.items():
+        out = out * vector.as_float32() if kind.is_factor else out + vector.as_float32()
+    return out
 
 
 def _matrix(packed: PackedAdapter, tiles: Iterable[Tile], rows: int, cols: int) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
 from manylora.execution.model.modules import adapt_modules
+from manylora.execution.model.settle import BaseGroup, Settling
 from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner
 from manylora.execution.sampling.sampler import make_sampler
@@ -167,6 +168,7 @@ class _Model:
     pages: PageTensor  # memory for KV and adapters
     dtype: torch.dtype  # type of its activations
     ops: DeviceOps  # operations of its device
+    own: Mapping[str, BaseGroup]  # the base's weights and biases by group
 
 
 def _weights(
@@ -197,7 +199,7 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _
     kernel = choose_kernel(config.model.lora_kernel, device)
     step = StepContext(LORA_KERNELS[kernel])
     weights.install(model)
-    adapt_modules(model, weights.tensors, base, step, loaded.dtype)
+    own = adapt_modules(model, weights.tensors, base, step, loaded.dtype)
     check_complete(model)
     memory_of_base = weights.memory if isinstance(weights.memory, DeviceMemory) else None
     num_pages = count_pages(config, base, loaded, memory_of_base)
@@ -206,7 +208,7 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _
     if kernel in TABLE_KERNELS:
         step.space = LoraSpace(GroupDirectory.of(base), pages.flat, TABLE_KERNELS[kernel])
     ops = make_device_ops(device)
-    return _Model(module=model, base=base, kernel=kernel, step=step, pages=pages, dtype=loaded.dtype, ops=ops)
+    return _Model(module=model, base=base, kernel=kernel, step=step, pages=pages, dtype=loaded.dtype, ops=ops, own=own)
 
 
 def _runner(
@@ -246,7 +248,8 @@ def _parts(
 ) -> EngineParts:
     """Return the executor over the runner, and all that its core needs to know of it."""
     base, device, pages, space = model.base, model.ops.device, model.pages, model.step.space
-    host = HostTier(is_pinned=device.type == "cuda", directory=None if space is None else space.directory)
+    directory = None if space is None else space.directory
+    host = HostTier(is_pinned=device.type == "cuda", directory=directory, settle=partial(Settling.of, model.own))
     reader = HostReader(_reader_settings(config, model), host, readers)
     executor = TorchExecutor(
         runner=runner,

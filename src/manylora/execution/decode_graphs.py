@@ -55,23 +55,24 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
 class _StaticLora:
     """The adapters of any decode step, as modules see them while a graph is captured.
 
-    ``present`` and ``scaled`` tell by group whether any adapter changes it, and whether any has a column scale in it.
+    ``present`` and ``with_vectors`` tell by group whether any adapter changes it, and whether any has a factor or a
+    shift in it.
     """
 
     def __init__(
-        self, tables: StepTables, space: LoraSpace, present: NDArray[np.bool_], scaled: NDArray[np.bool_]
+        self, tables: StepTables, space: LoraSpace, present: NDArray[np.bool_], with_vectors: NDArray[np.bool_]
     ) -> None:
         self._tables = tables
         self._space = space
         self._present = present
-        self._scaled = scaled
+        self._with_vectors = with_vectors
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         # Every row of a decode step is sampled, so there is one set of rows.
         span = self._space.directory.groups.get(group)
         if span is None or not self._present[span.index]:
             return None
-        return GroupParts((), tables=lambda: self._tables, span=span, is_scaled=bool(self._scaled[span.index]))
+        return GroupParts((), tables=lambda: self._tables, span=span, has_vectors=bool(self._with_vectors[span.index]))
 
 
 class DecodeGraphs:
@@ -111,7 +112,7 @@ class DecodeGraphs:
         self._written: list[TableRows] | None = None
         groups = len(step.space.directory.groups) if step.space is not None else 0
         self._present = np.zeros(groups, dtype=np.bool_)
-        self._scaled = np.zeros(groups, dtype=np.bool_)
+        self._with_vectors = np.zeros(groups, dtype=np.bool_)
         self._adapted = b""  # both, as part of a graph's key
 
     def run(self, sequences: Sequence[PlannedSequence], segments: Sequence[LoraSegment]) -> torch.Tensor | None:
@@ -160,11 +161,11 @@ class DecodeGraphs:
         if self._lora_tables is None or not self._lora_tables.write(rows):
             self._make_room(rows)
         self._written = rows
-        self._scaled[:] = False
+        self._with_vectors[:] = False
         for _, _, table in rows:
             self._present |= table.template.present
-            self._scaled |= table.template.scaled
-        self._adapted = self._present.tobytes() + self._scaled.tobytes()
+            self._with_vectors |= table.template.has_vectors
+        self._adapted = self._present.tobytes() + self._with_vectors.tobytes()
 
     def _make_room(self, rows: list[TableRows]) -> None:
         assert self._space is not None
@@ -204,7 +205,7 @@ class DecodeGraphs:
         lora = None
         if adapted:
             assert self._lora_tables is not None and self._space is not None
-            lora = _StaticLora(self._lora_tables, self._space, self._present.copy(), self._scaled.copy())
+            lora = _StaticLora(self._lora_tables, self._space, self._present.copy(), self._with_vectors.copy())
         tokens, positions, slots = (self._inputs[i, :bucket] for i in range(3))
         blocks = self._blocks[:bucket]
         attention = TritonAttention(

@@ -21,7 +21,9 @@ def read_bin(name: str, path: Path, max_bytes: int) -> dict[str, StoredTensor]:
         source = LocalFile(name, file, path)
         described = describe_bin(name, file, max_bytes)
         return {
-            key: one if one.place is None else one.filled(np.frombuffer(source.read(*_range(one)), np.uint8))
+            key: one
+            if one.place is None
+            else one.filled({one.place: np.frombuffer(source.read(*_range(one)), np.uint8)})
             for key, one in described.items()
         }
 

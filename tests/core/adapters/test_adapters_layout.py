@@ -152,7 +152,7 @@ def test_layers_are_complete_in_the_order_in_which_the_model_uses_them(base: Bas
 
 
 def tiles_of(group: GroupLayout) -> list[tuple[Tile, ...]]:
-    return [group.a, *(m.b for m in group.modules), *(m.column_scale for m in group.modules)]
+    return [group.a, *(m.b for m in group.modules), *(tiles for m in group.modules for _, tiles in m.vectors)]
 
 
 def test_the_head_comes_last_though_a_base_may_name_it_first() -> None:

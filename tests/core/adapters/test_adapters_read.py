@@ -185,5 +185,5 @@ def test_inspect_reports_what_is_there_and_whether_it_fits(tmp_path: Path) -> No
     other = inspect_adapter(directory, tiny_base(hidden=64), max_bytes=LIMIT)
     assert other.fits is False and other.problem is not None and "expected [8, 64]" in other.problem
     (directory / "adapter_config.json").write_text(json.dumps(adapter_config(use_dora=True)))
-    with pytest.raises(AdapterError, match="DoRA"):
+    with pytest.raises(AdapterError, match="no lora_magnitude_vector"):
         inspect_adapter(directory, BASE, max_bytes=LIMIT)

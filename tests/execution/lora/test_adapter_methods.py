@@ -28,7 +28,7 @@ from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.adapters.report import inspect_adapter
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import open_folder
-from manylora.core.adapters.tensors import ModuleWeights
+from manylora.core.adapters.tensors import ModuleWeights, VectorKind
 from manylora.core.adapters.weight_file import WeightFile
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -58,7 +58,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.core.adapters.method.METHODS", [*METHODS, METHOD])
+    monkeypatch.setitem(METHODS, PEFT_TYPE, METHOD)
 
 
 def write_scaled(directory: Path, base: BaseShape, *, rank: int, targets: Sequence[str], seed: int = 0) -> Path:
@@ -94,17 +94,18 @@ def test_a_folder_is_read_by_the_method_it_asks_for(tmp_path: Path) -> None:
     columns = sum(m.out_features for m in base.modules if m.name.rpartition(".")[2] in LINEAR)
     assert version.weight_bytes == like.weight_bytes + 4 * columns
     ranks = {m.name: 3 for m in base.modules if m.name.rpartition(".")[2] in LINEAR}
-    for scaled, packed in ((ranks, version), ((), like)):
-        layout = lay_out(ranks, base, column_scaled=scaled)
+    vectors = tuple((name, (VectorKind.FACTOR,)) for name in ranks)
+    for scaled, packed in ((vectors, version), ((), like)):
+        layout = lay_out(ranks, base, vectors=scaled)
         assert (layout.num_pages, layout.weight_bytes) == (packed.num_pages, packed.weight_bytes)
     report = inspect_adapter(folder, base, max_bytes=LIMIT)
     assert report.version == version and len(report.modules) == len(ranks)
     (folder / "adapter_config.json").write_text(json.dumps(adapter_config(peft_type="NO_SUCH_METHOD")))
-    with pytest.raises(AdapterError, match="peft_type is 'NO_SUCH_METHOD', only 'LORA' is supported"):
+    with pytest.raises(AdapterError, match="peft_type is 'NO_SUCH_METHOD', expected one of LORA"):
         read(folder, base)
 
 
-def test_a_changed_scale_is_another_version_and_needs_as_exact_a_type(tmp_path: Path) -> None:
+def test_a_changed_scale_is_another_version_in_float32_beside_narrow_matrices(tmp_path: Path) -> None:
     base = tiny_base()
     folder = write_scaled(tmp_path / "a", base, rank=2, targets=["q_proj"])
     tensors = {
@@ -116,8 +117,9 @@ def test_a_changed_scale_is_another_version_and_needs_as_exact_a_type(tmp_path: 
     key = next(key for key in tensors if key.endswith("scale"))
     save_file(tensors | {key: tensors[key] + np.float32(1e-7)}, folder / "adapter_model.safetensors")
     whole = read(folder, base, "auto")
-    assert (half.layout.dtype, whole.layout.dtype) == ("float16", "float32")
+    assert (half.layout.dtype, whole.layout.dtype) == ("float16", "float16")
     assert half.version.key != whole.version.key
+    assert not np.array_equal(half.image, whole.image)
 
 
 DECODE, PROMPTS = (1, 2, 1, 1), (1, 20, 3, 70)
@@ -242,8 +244,8 @@ def merged(model: Qwen2ForCausalLM, weights: dict[str, ModuleWeights]) -> Qwen2F
         delta = one.scale * torch.from_numpy(one.b.as_float32() @ one.a.as_float32())
         is_embedding = name.endswith("embed_tokens")
         weight += delta.t() if is_embedding else delta
-        if one.column_scale is not None:
-            factors = torch.from_numpy(one.column_scale.as_float32().copy())
+        if one.vectors:
+            factors = torch.from_numpy(one.vectors[VectorKind.FACTOR].as_float32().copy())
             weight *= factors if is_embedding else factors[:, None]
     return copy
 

@@ -79,8 +79,13 @@ def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
     for w in sorted(weights, key=lambda w: w.module.name):
         add(w.module.name.encode())
         add(struct.pack("<Qd", w.rank, w.scale))
-        # Unambiguous: a third tensor is always the column scale.
-        for tensor in w.tensors:
+        for tensor in (w.a, w.b):
+            add(tensor.dtype.encode())
+            add(tensor.data.data)
+        if w.replaces is not None:
+            add(w.replaces.encode())
+        for kind, tensor in w.vectors.items():  # a kind is no name of a type or module: no other list hashes alike
+            add(kind.value.encode())
             add(tensor.dtype.encode())
             add(tensor.data.data)
     digest.update(held)

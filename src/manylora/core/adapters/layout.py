@@ -11,8 +11,9 @@ into one, so that one product serves the group.
     A stack  [12, in]   rows 0..7 q, 8..11 v      ->   | A tile | B^T tile q | B^T tile v | next group ...
     B^T      q [8, out_q], v [4, out_v]
 
-A method may add a *column scale* to a module: one number per output column, laid out as a matrix of one row. There are
-no slots of a largest rank: a module takes its own rank, and an absent module takes nothing.
+A method may add *vectors* to a module (``VectorKind``): one number per output column, laid out as a matrix of one row.
+They are float32 in pages of any type, so a number takes two elements of 16 bits. There are no slots of a largest rank:
+a module takes its own rank, and an absent module takes nothing.
 
 Weights lie in the order in which the model uses them: the embedding, the layers, the head. The pages of an adapter
 arrive in order, so a layer can be used before the next has arrived (``GroupLayout.num_pages_needed``)::
@@ -27,13 +28,14 @@ executor reads it as one matrix, and most matrices are one piece.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, count, groupby, pairwise
+from typing import TypeAlias
 
 from manylora.core.adapters.shape import ELEMENT_BYTES, BaseShape, PageShape, TargetModule
-from manylora.core.adapters.tensors import ModuleWeights
+from manylora.core.adapters.tensors import ModuleWeights, Replaced, VectorKind
 from manylora.core.types import AdapterKey, AdapterVersion
 
 __all__ = [
@@ -42,14 +44,27 @@ __all__ = [
     "AdapterLayout",
     "GroupLayout",
     "ModuleLayout",
+    "Replacements",
     "Tile",
+    "Vectors",
     "lay_out",
     "layout_of",
     "make_version",
+    "vector_elements",
+    "vectors_of",
 ]
 
 MAX_TILE_ROWS = 16  # most rows in a tile: the height of a matrix instruction, so that a kernel never splits one
 MAX_SHAPES = 64  # layouts that are remembered: some hundred kilobytes each
+
+Vectors: TypeAlias = tuple[tuple[str, tuple[VectorKind, ...]], ...]
+"""The modules that have vectors, by name, and which."""
+
+Replacements: TypeAlias = tuple[tuple[str, Replaced], ...]
+"""The modules whose weights take the place of the base's, by name."""
+
+VECTOR_BYTES = 4
+"""Bytes of a number of a vector."""
 
 ALIGN_BYTES = 64
 """Pieces start on cache lines, which are also aligned for vector loads."""
@@ -75,7 +90,14 @@ class ModuleLayout:
     rank: int  # its own rank, without padding
     row: int  # its first row in the group's A stack (and column of the activations ``x A^T``)
     b: tuple[Tile, ...]  # tiles of B^T ``[rank, out_features]``, scale folded in
-    column_scale: tuple[Tile, ...] = ()  # tiles of the column scale ``[1, out_features]``; empty without one
+    # Tiles of each vector ``[1, out_features]``, by kind; columns are counted in elements of the layout.
+    vectors: tuple[tuple[VectorKind, tuple[Tile, ...]], ...] = ()
+    replaces: Replaced | None = None  # as in ``ModuleWeights``
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether it is to be settled with the base's numbers."""
+        return self.replaces is not None or any(kind.needs_base for kind, _ in self.vectors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +120,7 @@ class AdapterLayout:
     num_pages: int
     used_elements: int  # elements that hold weights; the rest of the pages is padding
     dtype: str  # type of the elements: the page's own, or a narrower one, of which more fit in a page
+    needs_base: bool = False  # whether a module is to be settled with the base's numbers
     # A kernel's data for this layout, by the kernel's key: adapters of one shape share both.
     prepared: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
 
@@ -117,7 +140,8 @@ def _tiles(group: GroupLayout) -> Iterator[Tile]:
     yield from group.a
     for part in group.modules:
         yield from part.b
-        yield from part.column_scale
+        for _, tiles in part.vectors:
+            yield from tiles
 
 
 @dataclass(slots=True)
@@ -189,22 +213,39 @@ def _strips(matrix: int, num_rows: int, num_cols: int, page_elements: int) -> li
     return [_Strip(matrix, 0, num_rows, col, min(width, num_cols - col)) for col in range(0, num_cols, width)]
 
 
-def _alignment(page: PageShape, dtype: str) -> int:
+def vector_elements(dtype: str) -> int:
+    """Return the elements of a type that a number of a vector takes."""
+    return VECTOR_BYTES // ELEMENT_BYTES[dtype]
+
+
+def _alignment(page: PageShape, dtype: str, has_vectors: bool) -> int:
     # A tiny page (of a test model) would lose a visible share to alignment: its runs are packed without.
     align = max(1, ALIGN_BYTES // ELEMENT_BYTES[dtype])
     num_elements = page.elements_of(dtype)
-    return align if num_elements % align == 0 and num_elements >= 64 * align else 1
+    least = vector_elements(dtype) if has_vectors else 1
+    return align if num_elements % align == 0 and num_elements >= 64 * align else least
 
 
 def layout_of(weights: Iterable[ModuleWeights], base: BaseShape, dtype: str) -> AdapterLayout:
     """Return the layout of some weights in a type; their bytes may not have been read yet."""
     weights = list(weights)
-    scaled = [w.module.name for w in weights if w.column_scale is not None]
-    return lay_out({w.module.name: w.rank for w in weights}, base, dtype, scaled)
+    vectors = tuple((w.module.name, tuple(w.vectors)) for w in weights if w.vectors)
+    replaced = tuple((w.module.name, w.replaces) for w in weights if w.replaces is not None)
+    return lay_out({w.module.name: w.rank for w in weights}, base, dtype, vectors, replaced)
+
+
+def vectors_of(layout: AdapterLayout) -> Vectors:
+    """Return the vectors of a layout, as ``lay_out`` takes them."""
+    parts = (part for group in layout.groups.values() for part in group.modules)
+    return tuple((part.module.name, tuple(kind for kind, _ in part.vectors)) for part in parts if part.vectors)
 
 
 def lay_out(
-    ranks: Mapping[str, int], base: BaseShape, dtype: str | None = None, column_scaled: Iterable[str] = ()
+    ranks: Mapping[str, int],
+    base: BaseShape,
+    dtype: str | None = None,
+    vectors: Vectors = (),
+    replaced: Replacements = (),
 ) -> AdapterLayout:
     """Return the layout of an adapter; its tiles cover each matrix exactly once and never overlap or cross a page.
 
@@ -215,18 +256,18 @@ def lay_out(
         ranks: Rank of each module that has weights, by module name; every name is in ``base.modules``.
         base: The base model.
         dtype: Type of the packed weights; ``None`` is the ``adapter_dtype`` of the page.
-        column_scaled: Names of the modules with a column scale, all of them in ``ranks``.
+        vectors: The vectors of modules, all of them in ``ranks``.
+        replaced: The modules that take the place of the base's, by name.
     """
-    return _lay_out(
-        tuple(ranks.items()), base, base.page.adapter_dtype if dtype is None else dtype, frozenset(column_scaled)
-    )
+    dtype = base.page.adapter_dtype if dtype is None else dtype
+    return _lay_out(tuple(ranks.items()), base, dtype, tuple(sorted(vectors)), tuple(sorted(replaced)))
 
 
 @lru_cache(MAX_SHAPES)
 def _lay_out(
-    shape: tuple[tuple[str, int], ...], base: BaseShape, dtype: str, column_scaled: frozenset[str]
+    shape: tuple[tuple[str, int], ...], base: BaseShape, dtype: str, vectors: Vectors, replaced: Replacements
 ) -> AdapterLayout:
-    ranks = dict(shape)
+    ranks, kinds, replacements = dict(shape), dict(vectors), dict(replaced)
     assert ranks and all(rank >= 1 for rank in ranks.values()), "an adapter has at least one module of rank 1"
     members: dict[str, list[TargetModule]] = {}
     for module in sorted(base.modules, key=lambda module: module.turn):
@@ -236,10 +277,10 @@ def _lay_out(
 
     page_elements = base.page.elements_of(dtype)
     sizes = [
-        [size for modules in layer for size in _sizes(modules, ranks, column_scaled)]
+        [size for modules in layer for size in _sizes(modules, ranks, kinds, vector_elements(dtype))]
         for _, layer in groupby(members.values(), lambda modules: modules[0].turn)
     ]
-    align = _alignment(base.page, dtype)
+    align = _alignment(base.page, dtype, bool(vectors))
     # More cuts are worth it if they save a page.
     packers = (_pack(sizes, _Packer(page_elements, align, is_tight)) for is_tight in (False, True))
     packer = min(packers, key=lambda packer: packer.num_pages)
@@ -249,16 +290,19 @@ def _lay_out(
     for group, modules in members.items():
         a = next(placed)
         b = [next(placed) for _ in modules]
-        scales = [next(placed) if module.name in column_scaled else () for module in modules]
+        placed_vectors = [tuple((kind, next(placed)) for kind in kinds.get(module.name, ())) for module in modules]
         row = 0
         parts = []
-        for module, b_tiles, scale_tiles in zip(modules, b, scales, strict=True):
-            parts.append(ModuleLayout(module, ranks[module.name], row, b_tiles, scale_tiles))
+        for module, b_tiles, vector_tiles in zip(modules, b, placed_vectors, strict=True):
+            replaces = replacements.get(module.name)
+            parts.append(ModuleLayout(module, ranks[module.name], row, b_tiles, vector_tiles, replaces))
             row += ranks[module.name]
-        num_pages = 1 + max(tile.page for tile in chain(a, *b, *scales))
+        of_vectors = (tiles for vectors_of_one in placed_vectors for _, tiles in vectors_of_one)
+        num_pages = 1 + max(tile.page for tile in chain(a, *b, *of_vectors))
         groups[group] = GroupLayout(group, row, modules[0].in_features, a, tuple(parts), num_pages)
     used = sum(rows * cols for layer in sizes for rows, cols in layer)
-    return AdapterLayout(groups=groups, num_pages=packer.num_pages, used_elements=used, dtype=dtype)
+    needs_base = any(part.needs_base for group in groups.values() for part in group.modules)
+    return AdapterLayout(groups, packer.num_pages, used, dtype, needs_base)
 
 
 def _pack(layers: list[list[tuple[int, int]]], packer: _Packer) -> _Packer:
@@ -272,12 +316,15 @@ def _pack(layers: list[list[tuple[int, int]]], packer: _Packer) -> _Packer:
 
 
 def _sizes(
-    modules: Sequence[TargetModule], ranks: Mapping[str, int], column_scaled: Collection[str]
+    modules: Sequence[TargetModule],
+    ranks: Mapping[str, int],
+    vectors: Mapping[str, Sequence[VectorKind]],
+    vector_width: int,
 ) -> Iterator[tuple[int, int]]:
-    """Yield rows and columns of a group's matrices: the A stack, its modules' B^T, then their column scales."""
+    """Yield rows and columns of a group's matrices: the A stack, its modules' B^T, then their vectors."""
     yield sum(ranks[m.name] for m in modules), modules[0].in_features
     yield from ((ranks[m.name], m.out_features) for m in modules)
-    yield from ((1, m.out_features) for m in modules if m.name in column_scaled)
+    yield from ((1, vector_width * m.out_features) for m in modules for _ in vectors.get(m.name, ()))
 
 
 def make_version(

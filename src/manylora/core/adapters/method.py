@@ -1,12 +1,12 @@
-"""Adapter methods: plain LoRA, and those that are added beside it.
+"""Adapter methods: LoRA, and those that are added beside it.
 
 Every method ends in the same arithmetic, so kernels, pages and schedulers are independent of the method. A row of a
 module's output is::
 
-    out = (x W^T  +  scale * (x A^T) B^T) * column_scale  +  bias
+    out = (x W^T  +  scale * (x A^T) B^T) * factor  +  bias  +  shift
 
-A method checks a configuration (``parse``). The settings that it returns find A, B and the column scale of each module
-in a weight file (``match``). Plain LoRA has no column scale and pays nothing for methods that have one.
+A method checks a configuration (``parse``). The settings that it returns find A, B and the vectors of each module in a
+weight file (``match``). Plain LoRA has no factor and no shift, and pays nothing for methods that have them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from manylora.core.adapters.lora.folded import FOLDED
 from manylora.core.adapters.lora.plain import parse_plain
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.tensors import ModuleWeights, StoredModule, StoredTensor
@@ -56,9 +57,6 @@ class AdapterSettings(Protocol):
 class AdapterMethod(Protocol):
     """Reads the configurations of adapters of one kind; stateless."""
 
-    def accepts(self, config: Mapping[str, Any]) -> bool:
-        """Return whether a configuration asks for this method."""
-
     def parse(self, name: str, config: Mapping[str, Any]) -> AdapterSettings:
         """Check the content of ``adapter_config.json``; ``name`` is the adapter, for messages.
 
@@ -67,11 +65,12 @@ class AdapterMethod(Protocol):
         """
 
 
-METHODS: list[AdapterMethod] = []
-"""Methods tried before plain LoRA, which handles (or refuses by name) every configuration that none of them accepts."""
+METHODS: dict[str, AdapterMethod] = {**FOLDED}
+"""Methods beside LoRA, by PEFT's name of the type; every other type is LoRA, or refused by its name."""
 
 
 def parse_settings(name: str, config: Mapping[str, Any]) -> AdapterSettings:
     """Check a configuration by the method that it asks for; arguments and errors as for ``AdapterMethod.parse``."""
-    method = next((method for method in METHODS if method.accepts(config)), None)
+    peft_type = config.get("peft_type")
+    method = METHODS.get(peft_type) if isinstance(peft_type, str) else None
     return parse_plain(name, config) if method is None else method.parse(name, config)

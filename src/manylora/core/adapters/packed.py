@@ -88,9 +88,10 @@ def pack_groups(
         _write(image, group.a, parts[0] if len(parts) == 1 else np.concatenate(parts))
         for part, w in zip(group.modules, members, strict=True):
             _write(image, part.b, _encode(name, part.module.name, _scaled_b(w), dtype).T)
-            if w.column_scale is not None:
-                scale = w.column_scale.as_float32().reshape(1, -1)
-                _write(image, part.column_scale, _encode(name, part.module.name, scale, dtype))
+            for kind, tiles in part.vectors:
+                # float32 in pages of any type: a factor of a 16-bit type would round the base's output.
+                values = np.ascontiguousarray(w.vectors[kind].as_float32())
+                _write(image, tiles, values.view(image.dtype).reshape(1, -1))
 
 
 def _scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
@@ -151,10 +152,10 @@ def exact_dtypes(weights: Sequence[ModuleWeights]) -> list[str]:
     narrow = [
         dtype
         for dtype, is_exact in _IS_EXACT.items()
+        # A difference to the base is exact in no narrow type.
+        if not any(w.replaces for w in weights)
         # B first: its scale makes it inexact more often than A.
-        if all(is_exact(_scaled_b(w)) for w in weights)
-        and all(is_exact(w.a.as_float32()) for w in weights)
-        and all(is_exact(w.column_scale.as_float32()) for w in weights if w.column_scale is not None)
+        if all(is_exact(_scaled_b(w)) for w in weights) and all(is_exact(w.a.as_float32()) for w in weights)
     ]
     return [*narrow, "float32"]
 
@@ -168,13 +169,16 @@ def choose_dtype_unread(weights: Sequence[ModuleWeights], asked: str) -> str:
     """
     if asked != "auto":
         return asked
-    stored = {tensor.dtype for w in weights for tensor in w.tensors}
+    stored = {tensor.dtype for w in weights for tensor in (w.a, w.b)}
     if all(abs(math.frexp(w.scale)[0]) == 0.5 for w in weights):
-        if stored == {"BF16"}:
+        if stored <= _HELD_BY_BF16:
             return "bfloat16"
         if stored == {"F16"} and all(abs(w.scale) >= 1.0 for w in weights):
             return "float16"
     return "float32"
+
+
+_HELD_BY_BF16 = {"BF16", "F8_E4M3", "F8_E5M2"}
 
 
 def _is_bfloat16(values: NDArray[np.float32]) -> bool:

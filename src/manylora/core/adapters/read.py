@@ -135,7 +135,9 @@ def read_adapter(name: str, path: str | Path, rules: ReadRules, allocate: Alloca
 def check_finite(name: str, weights: Sequence[ModuleWeights]) -> None:
     """Raise ``AdapterError`` if any weight is no finite number."""
     for w in weights:
-        for part, tensor in zip(("lora_A", "lora_B", "the column scale"), w.tensors, strict=False):
+        for part, tensor in zip(
+            ("lora_A", "lora_B", *(f"the {kind.value}" for kind in w.vectors)), w.tensors, strict=True
+        ):
             if not np.isfinite(tensor.as_float32()).all():
                 raise AdapterError(
                     name, f"{part} of module {w.module.name!r} holds numbers that are not finite (NaN or infinity)"

@@ -39,6 +39,7 @@ class TargetModule:
     layer: int | None  # index of the decoder layer; ``None`` outside the layers
     group: str  # name of the group, unique in the model
     offset: int  # first column of the module's output in the group's
+    has_bias: bool = False  # whether the base adds a bias to its output
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -106,6 +107,7 @@ class BaseShape:
     eos_token_ids: tuple[int, ...]  # tokens that end a sequence
     # Modules that adapters may not change, with the reason (MoE experts, routers, norms).
     unsupported: tuple[tuple[str, str], ...] = ()
+    tied_head: str | None = None  # name of the output head if its weight is the embedding's
 
     def __hash__(self) -> int:
         """Hash only the fingerprint: the modules would each be hashed anew."""

@@ -1,26 +1,107 @@
-"""Weights of an untrusted file as they are stored: tensors, and the pairs of tensors that one module has."""
+"""Weights of an untrusted file: tensors as they are stored, tensors that follow from them, and what one module has.
+
+A method whose delta is a product in other words (VeRA's shared matrices, LoHa's and LoKr's products) says how A and B
+follow from the stored tensors (``FoldedTensor``). They are computed once the bytes are there, and from then on the
+adapter is plain LoRA.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from manylora.core.adapters.folder import shown
 from manylora.core.adapters.shape import TargetModule
+from manylora.core.errors import AdapterError
 
-__all__ = ["FLOAT_DTYPES", "ModuleWeights", "StoredModule", "StoredTensor"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "PREFIX",
+    "FoldedTensor",
+    "Located",
+    "ModuleWeights",
+    "Parts",
+    "Place",
+    "Replaced",
+    "StoredModule",
+    "StoredTensor",
+    "Tensor",
+    "VectorKind",
+    "check_tensor",
+    "gather_parts",
+]
+
+PREFIX = "base_model.model."
+MAX_TENSORS = 200_000
+
+# With LoRA on the embedding or the head PEFT also stores the frozen matrix of the base.
+_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
+
+_FOREIGN_KEYS = (
+    ("lora_magnitude_vector", "a DoRA magnitude vector, but use_dora is not set"),
+    ("modules_to_save", "a fully trained module, which modules_to_save does not name"),
+    ("original_module", "a module of the base (modules_to_save), which is not expected"),
+    ("trainable_tokens", "a trained token, but trainable_token_indices is not set"),
+    (".lora_B.bias", "a trained bias in lora_B, but lora_bias is not set"),
+    (".bias", "a trained bias, but bias is 'none'"),
+    ("embed_tokens.weight", "a full embedding matrix (a resized vocabulary?), which modules_to_save does not name"),
+    ("lm_head.weight", "a full output head (a resized vocabulary?), which modules_to_save does not name"),
+)
 
 FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E5M2": np.dtype("u1"),
 }
-"""Supported types of weights, by safetensors' names, and the numpy type of their bits (numpy has no bfloat16)."""
+"""Supported types of weights, by safetensors' names, and the numpy type of their bits where numpy lacks the type."""
+
+Place: TypeAlias = tuple[int, int]
+"""A range of bytes in a file."""
+
+
+def _float8_values() -> NDArray[np.float32]:
+    """Return the numbers of the 256 codes of ``F8_E4M3``, which has two NaN and no infinity."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    values = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), np.ldexp(1 + mantissa / 8, exponent - 7))
+    values[(codes & 0x7F) == 0x7F] = np.nan
+    return np.where(codes >> 7, -values, values).astype(np.float32)
+
+
+_FLOAT8 = _float8_values()
+
+
+class VectorKind(StrEnum):
+    """What a vector of a module's outputs does, in the formula of ``method``."""
+
+    FACTOR = "factor"
+    """Multiplies the sum of base and LoRA."""
+    MAGNITUDE = "magnitude"
+    """Length that each row of the weight with LoRA is brought to (DoRA): the factor follows from the base's weight."""
+    SHIFT = "shift"
+    """Added behind the bias of the base."""
+    BIAS = "bias"
+    """Takes the place of the bias of the base: the shift is the difference of the two."""
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether it multiplies, in place of being added."""
+        return self in (VectorKind.FACTOR, VectorKind.MAGNITUDE)
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the base's numbers are needed to make a factor or shift of it."""
+        return self in (VectorKind.MAGNITUDE, VectorKind.BIAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +113,20 @@ class StoredTensor:
     # Bytes, little-endian and row-major, ``[num_bytes]`` uint8; empty where only the header was read.
     data: NDArray[np.uint8]
     # Range of bytes in the file that is still to be read, ``None`` once ``data`` is there.
-    place: tuple[int, int] | None = None
+    place: Place | None = None
     # Distances in the range at ``place``, in elements; ``None`` if it is row-major.
     strides: tuple[int, ...] | None = None
 
-    def filled(self, content: NDArray[np.uint8]) -> StoredTensor:
-        """Return the tensor with its bytes, from those at ``place``."""
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The ranges that are still to be read."""
+        return () if self.place is None else (self.place,)
+
+    def filled(self, contents: Mapping[Place, NDArray[np.uint8]]) -> StoredTensor:
+        """Return the tensor with its bytes, from those that were read."""
+        if self.place is None:
+            return self
+        content = contents[self.place]
         if self.strides is not None:
             numbers = content.view(FLOAT_DTYPES[self.dtype])
             steps = [stride * numbers.itemsize for stride in self.strides]
@@ -50,10 +139,64 @@ class StoredTensor:
         bits = self.data.view(FLOAT_DTYPES[self.dtype])
         if self.dtype == "BF16":
             values = (bits.astype(np.uint32) << 16).view(np.float32)
+        elif self.dtype == "F8_E4M3":
+            values = _FLOAT8[bits]
+        elif self.dtype == "F8_E5M2":  # the upper half of a float16
+            values = (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
         else:
             with np.errstate(over="ignore"):
                 values = bits.astype(np.float32, copy=False)
         return values.reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedTensor:
+    """A matrix or vector that is computed from tensors of the file once these are read.
+
+    Args:
+        shape: Sizes of the result.
+        sources: The tensors.
+        fold: Returns the result, float32, from the numbers of the sources. Each number is a product or a sum of a few
+            numbers, so that the same file gives the same bits on every machine.
+    """
+
+    shape: tuple[int, ...]
+    sources: tuple[StoredTensor, ...]
+    fold: Callable[..., NDArray[np.float32]]
+    dtype = "F32"
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """The ranges that are still to be read."""
+        return tuple(place for source in self.sources for place in source.places)
+
+    def filled(self, contents: Mapping[Place, NDArray[np.uint8]]) -> StoredTensor:
+        """Return the result, from the bytes that were read."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self.fold(*(source.filled(contents).as_float32() for source in self.sources))
+        assert values.shape == self.shape, f"{values.shape} != {self.shape}"
+        return StoredTensor(self.dtype, self.shape, np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8))
+
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """None: bytes come with ``filled``."""
+        raise AssertionError("a folded tensor is filled before its bytes are asked for")
+
+    def as_float32(self) -> NDArray[np.float32]:
+        """None: numbers come with ``filled``."""
+        raise AssertionError("a folded tensor is filled before its numbers are asked for")
+
+
+Tensor: TypeAlias = StoredTensor | FoldedTensor
+
+
+class Replaced(StrEnum):
+    """What a pair takes the place of: the base is subtracted from one half of it, where the base's weights are."""
+
+    ROWS = "rows"
+    """Some rows, in B of an embedding or A of a linear; the other half has a single one for each, at its place."""
+    WEIGHT = "weight"
+    """All of it: A of an embedding or B of a linear is the new weight, and the other half the identity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +206,21 @@ class ModuleWeights:
     module: TargetModule  # the base's module
     rank: int  # rank of the pair
     scale: float  # factor of ``B A``; folded into B when packed
-    a: StoredTensor  # ``[rank, in_features]``
-    b: StoredTensor  # ``[out_features, rank]``, without the scale
-    # ``[out_features]``, multiplies the output of base and LoRA together; ``None`` for no factor.
-    column_scale: StoredTensor | None = None
+    a: Tensor  # ``[rank, in_features]``
+    b: Tensor  # ``[out_features, rank]``, without the scale
+    # ``[out_features]`` each, by kind: at most one that is a factor, and one that is a shift.
+    vectors: Mapping[VectorKind, Tensor] = field(default_factory=dict)
+    replaces: Replaced | None = None  # the part of the base that A or B takes the place of, if it does
 
     @property
-    def tensors(self) -> tuple[StoredTensor, ...]:
-        """A, B, and the column scale if there is one."""
-        return (self.a, self.b) if self.column_scale is None else (self.a, self.b, self.column_scale)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """A, B, and the vectors."""
+        return (self.a, self.b, *self.vectors.values())
+
+    def filled(self, contents: Mapping[Place, NDArray[np.uint8]]) -> ModuleWeights:
+        """Return the weights with the bytes that were read; matrices that follow from others are computed."""
+        vectors = {kind: tensor.filled(contents) for kind, tensor in self.vectors.items()}
+        return replace(self, a=self.a.filled(contents), b=self.b.filled(contents), vectors=vectors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +232,76 @@ class StoredModule:
     scale: float  # factor of ``B A``
     dtype: str  # stored type of A, by safetensors' name
     num_elements: int  # elements of all its tensors
+
+
+Parts = dict[str, StoredTensor]
+"""The tensors of one module, by the names that its method has for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A module of the base with tensors of the file."""
+
+    module: TargetModule
+    stored_name: str  # its name in the file
+    parts: Parts
+    is_target: bool  # whether the settings name it as a target
+
+
+def gather_parts(name: str, tensors: Mapping[str, StoredTensor], key: re.Pattern[str]) -> dict[str, Parts]:
+    """Return a file's tensors by module.
+
+    Args:
+        name: The adapter, for messages.
+        tensors: Of the file, by key.
+        key: Matches the keys of the method: ``module`` is the module, and the last other group that matches is the
+            name of the part.
+
+    Raises:
+        AdapterError: A key is unknown, a tensor is stored twice, or there are none.
+    """
+    if len(tensors) > MAX_TENSORS:
+        raise AdapterError(name, f"its weight file holds {len(tensors)} tensors, at most {MAX_TENSORS} are accepted")
+    modules: dict[str, Parts] = {}
+    copies: list[str] = []
+    for one in sorted(tensors):
+        match = key.fullmatch(one)
+        if match is None:
+            copy = _BASE_COPY.fullmatch(one)
+            if copy is None:
+                _refuse_key(name, one)
+            copies.append(copy["module"])
+            continue
+        part = match.lastgroup
+        assert part is not None, "a form of a key names its part"
+        parts = modules.setdefault(match["module"], {})
+        if part in parts:
+            raise AdapterError(name, f"tensor {shown(one)}: the weights of this module are stored twice")
+        parts[part] = tensors[one]
+    if not modules:
+        raise AdapterError(name, "its weight file holds no LoRA weights")
+    for module in copies:
+        if module not in modules:
+            raise AdapterError(name, f"module {shown(module)} has a full weight but no LoRA weights")
+    return modules
+
+
+def check_tensor(name: str, what: str, tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
+    """Return a tensor that holds numbers of some shape.
+
+    Raises:
+        AdapterError: It has another type or shape.
+    """
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise AdapterError(name, f"{what} holds {tensor.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
+    if tensor.shape != shape:
+        hint = " (it is transposed)" if len(shape) == 2 and tensor.shape == shape[::-1] else ""
+        raise AdapterError(name, f"{what} has shape {list(tensor.shape)}, expected {list(shape)}{hint}")
+    return tensor
+
+
+def _refuse_key(name: str, key: str) -> NoReturn:
+    for part, meaning in _FOREIGN_KEYS:
+        if part in key:
+            raise AdapterError(name, f"tensor {shown(key)} is {meaning}")
+    raise AdapterError(name, f"tensor {shown(key)} is not understood")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -172,7 +171,7 @@ def parse_header(name: str, header: bytes, num_bytes: int, *, file: str = WEIGHT
 def fetch(source: OpenFile, weights: Iterable[ModuleWeights]) -> list[ModuleWeights]:
     """Return the weights with the bytes that were not read yet; adjacent tensors are read at once."""
     weights = list(weights)
-    places = sorted({tensor.place for w in weights for tensor in w.tensors if tensor.place is not None})
+    places = sorted({place for w in weights for tensor in w.tensors for place in tensor.places})
     data: dict[tuple[int, int], NDArray[np.uint8]] = {}
     first = 0
     for number, (_, end) in enumerate(places):
@@ -182,13 +181,7 @@ def fetch(source: OpenFile, weights: Iterable[ModuleWeights]) -> list[ModuleWeig
             data |= {place: content[place[0] - begin : place[1] - begin] for place in places[first : number + 1]}
             first = number + 1
 
-    def whole(tensor: StoredTensor) -> StoredTensor:
-        return tensor if tensor.place is None else tensor.filled(data[tensor.place])
-
-    return [
-        replace(w, a=whole(w.a), b=whole(w.b), column_scale=None if w.column_scale is None else whole(w.column_scale))
-        for w in weights
-    ]
+    return [w.filled(data) for w in weights]
 
 
 def _tensor(name: str, file: str, key: str, entry: Any, front: int) -> StoredTensor:

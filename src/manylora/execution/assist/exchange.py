@@ -96,7 +96,7 @@ class _Reply:
         self._tasks = tasks
         self._numbers: list[int] = []
         self.parts = parts
-        self.is_scaled = any(part.weights.is_scaled for part in parts)
+        self.has_vectors = any(part.weights.has_vectors for part in parts)
 
     def send(self, x: torch.Tensor) -> None:
         """Enqueue the assisted rows of the step's inputs ``x`` ``[rows, in]``, and the workers' flags."""

@@ -60,6 +60,8 @@ __all__ = [
     "packed_layout",
     "packed_over",
     "reorder",
+    "rows_at",
+    "rows_of",
     "side_by_side",
     "weight_kind",
     "write_narrow_weight",
@@ -233,6 +235,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     ):
         return _onednn(x, weight, bias)
     return functional.linear(x, weight, bias)
+
+
+def rows_of(weight: Weight, first: int, last: int) -> torch.Tensor:
+    """Return rows ``[first, last)`` of a weight ``[out, in]`` in any format, as float32: what its products multiply."""
+    if isinstance(weight, NarrowWeight):
+        return weight.rows(torch.arange(first, last))
+    return (weight.to_dense() if weight.is_mkldnn else weight)[first:last].float()
+
+
+def rows_at(weight: Weight, places: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a weight ``[out, in]`` at some places ``[n]``, as float32."""
+    if isinstance(weight, NarrowWeight):
+        return weight.rows(places)
+    weight = weight.to_dense() if weight.is_mkldnn else weight
+    return weight.index_select(0, places.to(weight.device)).float()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

@@ -75,13 +75,13 @@ class LoraBatch:
             if not parts:
                 return None
             step = None if is_sampled else self._step_rows()
-            return GroupParts(tuple(parts), step, is_scaled=any(part.weights.is_scaled for part in parts))
+            return GroupParts(tuple(parts), step, has_vectors=any(part.weights.has_vectors for part in parts))
         if is_sampled not in self._tables:
             self._tables[is_sampled] = BatchTables(self._space, self._table_rows(is_sampled))
         tables = self._tables[is_sampled]
         if not tables.has_group(span):
             return None
-        return GroupParts(tuple(parts), tables=lambda: tables.step, span=span, is_scaled=tables.is_scaled(span))
+        return GroupParts(tuple(parts), tables=lambda: tables.step, span=span, has_vectors=tables.has_vectors(span))
 
     def _step_rows(self) -> StepRows:
         if self._step is None:

@@ -54,8 +54,8 @@ class GroupParts:
     # Returns the step's tables, for table-driven kernels; the first call makes them.
     tables: Callable[[], StepTables] | None = None
     span: GroupSpan | None = None  # the group in those tables
-    # Whether any adapter of the step has a column scale here, so that the group needs an epilogue.
-    is_scaled: bool = False
+    # Whether any adapter of the step has a factor or a shift here, so that the group needs an epilogue.
+    has_vectors: bool = False
     # Waits for weights that are on their way; to be called before a kernel reads them.
     wait: Callable[[], None] | None = None
 
@@ -64,7 +64,7 @@ class AssistedReply(Protocol):
     """The LoRA of one group's assisted rows, on its way."""
 
     parts: Sequence[Part]  # these rows and their weights, on the host
-    is_scaled: bool  # whether any of the weights has a column scale
+    has_vectors: bool  # whether any of the weights has a factor or a shift
 
     def add_to(self, out: torch.Tensor, scale: torch.Tensor | float | None = None) -> None:
         """Add the LoRA, times ``scale``, to its rows in ``out`` ``[rows, out]``, behind the device's queued work."""

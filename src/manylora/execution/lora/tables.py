@@ -190,14 +190,14 @@ class StepTables:
             out, out.stride(0), pages, self._step, self._sizes, *blocks, *group, *partials, **options, BLOCK_N=block_n
         )
 
-    def scale(self, out: torch.Tensor, span: GroupSpan) -> None:
-        """Multiply rows of ``out`` ``[rows, out]`` in place by the column scales of their adapters, if any."""
+    def apply_vectors(self, out: torch.Tensor, span: GroupSpan) -> None:
+        """Multiply rows of ``out`` ``[rows, out]`` by their adapters' factors and add their shifts, in place."""
         from manylora.execution.kernels.triton import lora as triton_lora
 
         block_n, directory = 128, self._space.directory
         columns = self._space.columns(span, block_n)
         blocks = (columns, columns.shape[0])
-        triton_lora.scale[(num_programs(out.device),)](
+        triton_lora.vectors[(num_programs(out.device),)](
             *(out, out.stride(0), self._space.pool, self._step, *blocks, span.index, directory.line),
             MODULES=directory.num_modules,
             BLOCK_M=max(16, self._block_rows),
@@ -213,18 +213,18 @@ class BatchTables:
         self._space = space
         self._rows = rows
         self._present = np.zeros(len(space.directory.groups), dtype=np.bool_)
-        self._scaled = np.zeros_like(self._present)
+        self._with_vectors = np.zeros_like(self._present)
         for _, _, table in rows:
             self._present |= table.template.present
-            self._scaled |= table.template.scaled
+            self._with_vectors |= table.template.has_vectors
 
     def has_group(self, span: GroupSpan) -> bool:
         """Return whether any adapter of these rows changes the group."""
         return bool(self._present[span.index])
 
-    def is_scaled(self, span: GroupSpan) -> bool:
-        """Return whether any adapter of these rows has a column scale in the group."""
-        return bool(self._scaled[span.index])
+    def has_vectors(self, span: GroupSpan) -> bool:
+        """Return whether any adapter of these rows has a factor or a shift in the group."""
+        return bool(self._with_vectors[span.index])
 
     @cached_property
     def step(self) -> StepTables:

@@ -55,6 +55,7 @@ def describe_model(
         all_linear=_all_linear(model),
         eos_token_ids=_eos_token_ids(model),
         unsupported=tuple(_unsupported(model, {module.name for module in modules})),
+        tied_head=probe.head if getattr(config, "tie_word_embeddings", False) else None,
     )
 
 
@@ -75,7 +76,10 @@ def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule,
         layer = int(match.group(1)) if match else None
         group, offset = groups.get(name, (name, 0))
         sizes = {"in_features": in_features, "out_features": out_features}
-        modules.append(TargetModule(name=name, kind=kind, layer=layer, group=group, offset=offset, **sizes))
+        has_bias = getattr(module, "bias", None) is not None
+        modules.append(
+            TargetModule(name=name, kind=kind, layer=layer, group=group, offset=offset, has_bias=has_bias, **sizes)
+        )
     return tuple(modules)
 
 

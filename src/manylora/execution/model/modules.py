@@ -5,12 +5,12 @@ Transformers' decoder layers call ``q_proj(x)``, ``k_proj(x)``, ``v_proj(x)`` on
 and the others return their columns. That works for every architecture with such siblings, without model code of ours.
 Weights are fused and packed already (``base_weights``).
 
-A module's output is the base product, LoRA, and an epilogue where an adapter has a column scale::
+A module's output is the base product, LoRA, and an epilogue where an adapter has a factor or a shift::
 
-    no column scale in the step     out = x W^T + bias         += LoRA
-    one or more                     out = x W^T                += LoRA      *= scale of row's adapter     += bias
+    neither in the step     out = x W^T + bias      += LoRA
+    one or more             out = x W^T             += LoRA      *= factor, += shift of row's adapter     += bias
 
-Plain LoRA takes the first line: no launch and no memory for column scales. The inputs of assisted rows leave for the
+Plain LoRA takes the first line: no launch and no memory for vectors. The inputs of assisted rows leave for the
 CPU before the base product is launched, and their LoRA is added behind it.
 """
 
@@ -31,6 +31,7 @@ from manylora.execution.kernels.narrow import NarrowWeight
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import add_embedding
 from manylora.execution.lora.parts import AssistedReply, GroupParts, Part
+from manylora.execution.model.settle import BaseGroup
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
 
@@ -65,8 +66,8 @@ class AdaptedLinear(nn.Module):
         reply = step.assist.send(group, x, is_sampled=is_sampled) if step.assist is not None else None
         if parts is None and reply is None:
             return self._product(x)
-        is_scaled = (parts is not None and parts.is_scaled) or (reply is not None and reply.is_scaled)
-        out = self._product(x, has_bias=not is_scaled)
+        has_vectors = (parts is not None and parts.has_vectors) or (reply is not None and reply.has_vectors)
+        out = self._product(x, has_bias=not has_vectors)
         rows = out.view(-1, out.shape[-1])
         if parts is not None:
             if parts.wait is not None:
@@ -74,7 +75,7 @@ class AdaptedLinear(nn.Module):
             step.kernel(x.reshape(-1, x.shape[-1]), rows, parts)
         if reply is not None:
             reply.add_to(rows)
-        if is_scaled:
+        if has_vectors:
             _apply_epilogue(rows, self.base.bias, parts, reply)
         return out
 
@@ -175,8 +176,11 @@ class FusedPart(nn.Module):
 
 def adapt_modules(
     model: nn.Module, weights: Mapping[str, Weight], shape: BaseShape, step: StepContext, dtype: torch.dtype
-) -> None:
+) -> dict[str, BaseGroup]:
     """Replace every module of ``shape`` in ``model``, in place, by a module that adds LoRA to ``dtype`` activations.
+
+    Returns:
+        The weights and bias of each group.
 
     ``weights`` has the weights and biases of groups of linears as ``<group>.weight`` (or ``<group>.weight.0``,
     ``<group>.weight.1`` ... where they could not become one) and ``<group>.bias``, others by their names.
@@ -185,6 +189,7 @@ def adapt_modules(
     groups: dict[str, list[TargetModule]] = defaultdict(list)
     for module in shape.modules:
         groups[module.group].append(module)
+    own: dict[str, BaseGroup] = {}
     for group, members in groups.items():
         name = members[0].name
         if members[0].kind is ModuleKind.EMBEDDING:
@@ -192,8 +197,10 @@ def adapt_modules(
             table = weights[f"{name}.weight"]
             is_narrow = isinstance(table, NarrowWeight) or table.dtype != dtype
             model.set_submodule(name, AdaptedEmbedding(embedding, table if is_narrow else None, group, step))
+            own[group] = BaseGroup((table,), None)
             continue
         base = _base_linear(weights, group if len(members) > 1 else name)
+        own[group] = BaseGroup(base.weights, base.bias)
         if len(members) > 1:
             fused = FusedLinear(base, [member.out_features for member in members], group, step)
             for index, member in enumerate(members):
@@ -201,6 +208,7 @@ def adapt_modules(
         else:
             is_head = model.get_submodule(name) is head
             model.set_submodule(name, AdaptedLinear(base, group, step, is_head=is_head))
+    return own
 
 
 def _base_linear(weights: Mapping[str, Weight], name: str) -> BaseLinear:
@@ -220,25 +228,27 @@ def _base_linear(weights: Mapping[str, Weight], name: str) -> BaseLinear:
 def _apply_epilogue(
     out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts | None, reply: AssistedReply | None
 ) -> None:
-    """Multiply each row by the column scale of its adapter, then add the bias to all rows.
+    """Multiply each row by its adapter's factor and add its shift, then add the bias to all rows.
 
     ``out`` ``[rows, out]`` is the base product with LoRA, changed in place.
     """
     if parts is not None and parts.tables is not None and parts.span is not None:
-        parts.tables().scale(out, parts.span)
+        parts.tables().apply_vectors(out, parts.span)
     elif parts is not None:
-        _scale_columns(out, parts.parts)
+        _apply_vectors(out, parts.parts)
     if reply is not None:
-        _scale_columns(out, reply.parts)
+        _apply_vectors(out, reply.parts)
     if bias is not None:
         out.add_(bias)
 
 
-def _scale_columns(out: torch.Tensor, parts: Iterable[Part]) -> None:
-    """Multiply the rows of ``parts`` by their column scales, piece by piece; those may be in page-locked memory."""
+def _apply_vectors(out: torch.Tensor, parts: Iterable[Part]) -> None:
+    """Multiply the rows of ``parts`` by factors and add shifts, piece by piece; those may be in page-locked memory."""
     for part in parts:
+        rows = out[part.start : part.stop]
         for module in part.weights.modules:
-            for piece in module.column_scale:
-                start = module.offset + piece.col
-                columns = out[part.start : part.stop, start : start + piece.weight.shape[1]]
-                columns.mul_(piece.weight.to(out.device, out.dtype, non_blocking=True))
+            for pieces, act in ((module.factor, torch.Tensor.mul_), (module.shift, torch.Tensor.add_)):
+                for piece in pieces:
+                    start = module.offset + piece.col
+                    columns = rows[:, start : start + piece.weight.shape[1]]
+                    act(columns, piece.weight.to(out.device, non_blocking=True))

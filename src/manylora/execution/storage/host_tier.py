@@ -1,25 +1,44 @@
 """The host tier: packed adapter images in main memory, by key.
 
 The engine decides which adapters stay and calls ``drop``. The tier is safe from the threads that read files, copy to
-the device and run the loop.
+the device and run the loop. Vectors that depend on the base's numbers are settled here (``settle``), before a page that
+holds them is there for anyone.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import torch
 
 from manylora.core.adapters.layout import AdapterLayout
 from manylora.core.adapters.packed import PackedAdapter
+from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterKey
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.page_tensor import image_tensor
 from manylora.execution.storage.resident import ResidentAdapter, read_in_place
 from manylora.execution.storage.tile_tables import GroupDirectory, TileTemplate, make_template
 
-__all__ = ["HostAdapter", "HostTier"]
+__all__ = ["HostAdapter", "HostTier", "ImageSettling", "Settle"]
+
+
+class ImageSettling(Protocol):
+    """Finishes an image with the base's numbers, as its pages come."""
+
+    def advance(self, num_pages: int) -> int:
+        """Take the first ``num_pages``; return how many of these are final.
+
+        Raises:
+            AdapterError: They do not go with the base.
+        """
+
+
+Settle: TypeAlias = Callable[[str, AdapterLayout, torch.Tensor], ImageSettling]
+"""Begins to settle an image ``[num_pages, elements]`` of an adapter, by its name for messages, and its layout."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +55,7 @@ class HostAdapter:
     template: TileTemplate | None = None
     first_digests: bytes = field(default=b"", init=False)
     _source: torch.Tensor | None = None
+    _settling: ImageSettling | None = None
     _in_place: ResidentAdapter | None = field(default=None, init=False)
 
     @property
@@ -53,7 +73,13 @@ class HostAdapter:
         return self._in_place
 
     def advance(self, num_pages: int) -> None:
-        """Take pages up to ``num_pages``, which a reader process has filled."""
+        """Take pages up to ``num_pages``, which a reader process has filled.
+
+        Raises:
+            AdapterError: They do not go with the base's weights.
+        """
+        if self._settling is not None:
+            num_pages = self._settling.advance(num_pages)
         if self._source is not None:
             first = self.arrival.num_arrived
             self.image[first:num_pages] = self._source[first:num_pages]
@@ -63,19 +89,36 @@ class HostAdapter:
 
 
 class HostTier:
-    """Packed adapters by key; ``is_pinned`` keeps them page-locked, so that copies to a GPU run beside its work."""
+    """Packed adapters by key.
 
-    def __init__(self, *, is_pinned: bool, directory: GroupDirectory | None = None) -> None:
+    Args:
+        is_pinned: Whether they are page-locked, so that copies to a GPU run beside its work.
+        directory: The base's groups, for table-driven kernels.
+        settle: Begins to settle an image that needs the base's numbers.
+    """
+
+    def __init__(
+        self, *, is_pinned: bool, directory: GroupDirectory | None = None, settle: Settle | None = None
+    ) -> None:
+        self._settle = settle
         self._directory = directory
         self._is_pinned = is_pinned
         self._lock = threading.Lock()
         self._adapters: dict[AdapterKey, HostAdapter] = {}
 
     def put(self, packed: PackedAdapter) -> HostAdapter:
-        """Keep an adapter and return the kept one; the same content again changes nothing."""
+        """Keep an adapter and return the kept one; the same content again changes nothing.
+
+        Raises:
+            AdapterError: It does not go with the base's weights.
+        """
         adapter = self.begin(packed)
         if not adapter.arrival.is_complete:
-            adapter.advance(packed.version.num_pages)
+            try:
+                adapter.advance(packed.version.num_pages)
+            except AdapterError as error:
+                self.fail(packed.version.key, adapter, error.reason)
+                raise
         return adapter
 
     def begin(self, packed: PackedAdapter) -> HostAdapter:
@@ -88,7 +131,11 @@ class HostTier:
         # Page-locked memory is of our own making, so pages are copied once more as they come.
         image = torch.empty_like(source, pin_memory=True) if self._is_pinned else source
         arrival = Arrival(len(source))
-        adapter = HostAdapter(packed.layout, image, arrival, template, source if self._is_pinned else None)
+        settling = None
+        if packed.layout.needs_base:
+            assert self._settle is not None, "a tier without a base has only adapters that need none"
+            settling = self._settle(packed.version.source, packed.layout, source)
+        adapter = HostAdapter(packed.layout, image, arrival, template, source if self._is_pinned else None, settling)
         with self._lock:
             self._adapters[key] = adapter
         return adapter

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from manylora.core import errors
-from manylora.core.adapters.layout import AdapterLayout
+from manylora.core.adapters.layout import AdapterLayout, Replacements, Vectors, vectors_of
 from manylora.core.adapters.read import ReadRules
 from manylora.core.errors import AdapterError
 from manylora.core.isolation import receive_answer
@@ -76,16 +76,18 @@ class Packed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer without the image, which follows as a descriptor."""
 
     version: AdapterVersion  # the version
-    ranks: tuple[tuple[str, int], ...]  # ranks by module; this and the next two are the arguments of ``lay_out``
+    ranks: tuple[tuple[str, int], ...]  # ranks by module; this and the next three are the arguments of ``lay_out``
     dtype: str  # type of the weights
-    column_scaled: tuple[str, ...]  # modules with a column scale
+    vectors: Vectors  # vectors by module
+    replaced: Replacements  # modules that take the place of the base's
 
     @classmethod
     def of(cls, version: AdapterVersion, layout: AdapterLayout) -> Packed:
         """Return the answer for an adapter of a layout."""
         parts = [part for group in layout.groups.values() for part in group.modules]
         ranks = tuple((part.module.name, part.rank) for part in parts)
-        return cls(version, ranks, layout.dtype, tuple(part.module.name for part in parts if part.column_scale))
+        replaced = tuple((part.module.name, part.replaces) for part in parts if part.replaces is not None)
+        return cls(version, ranks, layout.dtype, vectors_of(layout), replaced)
 
 
 class Pages(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.core.adapters.layout import AdapterLayout, lay_out
+from manylora.core.adapters.layout import AdapterLayout, Replacements, Vectors, lay_out
 from manylora.core.adapters.packed import PackedAdapter, image_of
 from manylora.core.adapters.sources import is_url
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
@@ -290,17 +290,17 @@ class ReaderProcess:
             descriptor = recv_handle(pipe)
         except RuntimeError as error:  # this process has no descriptor left for it
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
-        layout = self._lay_out(packed.ranks, packed.dtype, packed.column_scaled)
+        layout = self._lay_out(packed.ranks, packed.dtype, packed.vectors, packed.replaced)
         page = self._settings.base.page
         memory = _map(descriptor, layout.num_pages * page.num_bytes)
         return PackedAdapter(packed.version, layout, image_of(memory, layout, page))
 
     def _lay_out_again(
-        self, ranks: tuple[tuple[str, int], ...], dtype: str, column_scaled: tuple[str, ...]
+        self, ranks: tuple[tuple[str, int], ...], dtype: str, vectors: Vectors, replaced: Replacements
     ) -> AdapterLayout:
         """Repeat the process's layout, a pure function; adapters of one shape share the result."""
         assert self._settings is not None
-        return lay_out(dict(ranks), self._settings.base, dtype, column_scaled)
+        return lay_out(dict(ranks), self._settings.base, dtype, vectors, replaced)
 
 
 def _identity(folder: str) -> tuple[int, int] | None:

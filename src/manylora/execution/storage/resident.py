@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from manylora.core.adapters.layout import AdapterLayout, GroupLayout, Tile
+from manylora.core.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile, vector_elements
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.tile_tables import AdapterTable, TileTemplate
 
@@ -41,13 +41,14 @@ class WeightPiece:
 
 @dataclass(frozen=True, slots=True)
 class ResidentModule:
-    """B^T of one module, and its column scale if it has one."""
+    """B^T of one module, and its factor and shift if it has them."""
 
     row: int  # its first row in the group's A stack
     rank: int
     offset: int  # its first column in the group's output
     b: tuple[WeightPiece, ...]  # pieces of B^T ``[rank, out_features]``, with LoRA's scale in them
-    column_scale: tuple[WeightPiece, ...] = ()  # pieces of the column scale ``[1, out_features]``, if it has one
+    factor: tuple[WeightPiece, ...] = ()  # pieces of the factor of each output ``[1, out_features]``, float32
+    shift: tuple[WeightPiece, ...] = ()  # pieces of the number that is added to each output, likewise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +78,7 @@ class ResidentGroup:
         self.memory = memory
         self.layout = layout
         self.rank = layout.rank
-        self.is_scaled = any(module.column_scale for module in layout.modules)
+        self.has_vectors = any(module.vectors for module in layout.modules)
 
     @cached_property
     def a(self) -> tuple[WeightPiece, ...]:
@@ -93,9 +94,19 @@ class ResidentGroup:
                 part.rank,
                 part.module.offset,
                 _pieces(part.b, self.memory),
-                _pieces(part.column_scale, self.memory),
+                self._vector(part, is_factor=True),
+                self._vector(part, is_factor=False),
             )
             for part in self.layout.modules
+        )
+
+    def _vector(self, part: ModuleLayout, *, is_factor: bool) -> tuple[WeightPiece, ...]:
+        """Return the pieces of a module's factor or shift: float32 numbers over elements of any type."""
+        tiles = next((tiles for kind, tiles in part.vectors if kind.is_factor is is_factor), ())
+        width = vector_elements(self.memory.layout.dtype)
+        return tuple(
+            WeightPiece(piece.weight.view(torch.float32), piece.row, piece.col // width)
+            for piece in _pieces(tiles, self.memory)
         )
 
 

@@ -6,8 +6,8 @@ A kernel that serves all adapters in one launch finds their weights by two table
 ::
 
     adapter table   one per resident adapter, written when it arrives: int64
-                    header  [groups, 3 + 4 * modules]   first A tile, A tiles, K planes, (first B tile, B tiles) ...,
-                                                        (first tile of the column scale, its tiles) ...
+                    header  [groups, 3 + 6 * modules]   first A tile, A tiles, K planes, (first B tile, B tiles) ...,
+                                                        (first tile of the factor, its tiles) ..., the same of the shift
                     tiles   [n, 6]                      element in the page tensor, row, rows, column, columns, plane
     step table      one per step: number of row blocks, then (first row, rows, address of the adapter table) each
 
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manylora.core.adapters.layout import ALIGN_BYTES, AdapterLayout, Tile
+from manylora.core.adapters.layout import ALIGN_BYTES, AdapterLayout, Tile, vector_elements
 from manylora.core.adapters.shape import BaseShape, ModuleKind
 
 __all__ = [
@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 GROUP_FIELDS = 3
-"""Numbers at the front of a group's header line. Four more follow for each module of the largest group: two each for B,
-then two each for the column scale."""
+"""Numbers at the front of a group's header line. Six more follow for each module of the largest group: two each for B,
+then two each for the factor, then two each for the shift."""
 
 TILE_FIELDS = 6
 BLOCK_FIELDS = 3
@@ -87,7 +87,7 @@ class GroupDirectory:
     @property
     def line(self) -> int:
         """Numbers in a header line."""
-        return GROUP_FIELDS + 4 * self.num_modules
+        return GROUP_FIELDS + 6 * self.num_modules
 
 
 def _alignment(base: BaseShape, groups: dict[str, GroupSpan]) -> int:
@@ -118,9 +118,9 @@ class TileTemplate:
         return self.header[:, 1] > 0
 
     @property
-    def scaled(self) -> NDArray[np.bool_]:
-        """Whether any module of each group has a column scale."""
-        first = GROUP_FIELDS + (self.header.shape[1] - GROUP_FIELDS) // 2
+    def has_vectors(self) -> NDArray[np.bool_]:
+        """Whether any module of each group has a factor or a shift."""
+        first = GROUP_FIELDS + (self.header.shape[1] - GROUP_FIELDS) // 3
         num_tiles: NDArray[np.int64] = self.header[:, first + 1 :: 2].sum(axis=1)
         return num_tiles > 0
 
@@ -138,12 +138,13 @@ def make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTempl
     pages: list[int] = []
     max_rank = max_planes = 1
 
-    def add(tiles: Sequence[Tile], first_row: int) -> tuple[int, int]:
+    def add(tiles: Sequence[Tile], first_row: int, width: int = 1) -> tuple[int, int]:
         # A plane per range of columns: partial sums of different ranges must not share a place.
         planes = {col: plane for plane, col in enumerate(sorted({tile.col for tile in tiles}))}
         start = header.size + len(lines) * TILE_FIELDS
         for tile in tiles:
-            lines.append((tile.offset, first_row + tile.row, tile.num_rows, tile.col, tile.num_cols, planes[tile.col]))
+            columns = tile.col // width, tile.num_cols // width
+            lines.append((tile.offset, first_row + tile.row, tile.num_rows, *columns, planes[tile.col]))
             pages.append(tile.page)
         return start, len(planes)
 
@@ -159,10 +160,10 @@ def make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTempl
             number = directory.places[module.module.name][1]
             place = GROUP_FIELDS + 2 * number
             header[span.index, place : place + 2] = start, len(module.b)
-            if module.column_scale:
-                start, _ = add(module.column_scale, 0)
-                place = GROUP_FIELDS + 2 * (directory.num_modules + number)
-                header[span.index, place : place + 2] = start, len(module.column_scale)
+            for kind, vector in module.vectors:
+                start, _ = add(vector, 0, vector_elements(layout.dtype))
+                place = GROUP_FIELDS + 2 * (directory.num_modules * (1 if kind.is_factor else 2) + number)
+                header[span.index, place : place + 2] = start, len(vector)
     tiles = np.asarray(lines, dtype=np.int64).reshape(-1, TILE_FIELDS)
     is_complete = all(name in directory.groups for name in layout.groups)
     max_tiles = int(header[:, 1].max(initial=1))

@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 from manylora.core.adapters.layout import lay_out, make_version
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import is_url
+from manylora.core.adapters.tensors import VectorKind
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
@@ -62,7 +64,7 @@ class SimulatedReader:
         content = config_file.read_bytes()
         try:
             settings = json.loads(content)
-            rank, targets = int(settings["r"]), settings["target_modules"]
+            rank, targets = _rank_in_memory(settings), settings["target_modules"]
         except (ValueError, KeyError, TypeError) as error:
             raise AdapterError(name, f"adapter_config.json is not usable: {error!r}") from error
         if targets == "all-linear":
@@ -75,12 +77,26 @@ class SimulatedReader:
         weight_file = config_file.with_name("adapter_model.safetensors")
         weights = weight_file.read_bytes() if weight_file.is_file() else b""
         key = hashlib.blake2b(self._base.fingerprint.encode() + content + weights, digest_size=16).hexdigest()
-        layout, page = lay_out(ranks, self._base), self._base.page
+        kinds = tuple(kind for key, kind in _VECTORS.items() if settings.get(key))
+        vectors = tuple((module, kinds) for module in ranks) if kinds else ()
+        layout, page = lay_out(ranks, self._base, vectors=vectors), self._base.page
         return make_version(layout, page, key=key, source=str(path), disk_bytes=len(weights) or None)
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Return the version of each adapter, or the reason against it."""
         return check_each(self.read, adapters)
+
+
+_VECTORS = {"use_dora": VectorKind.MAGNITUDE, "lora_bias": VectorKind.SHIFT}
+"""Settings that give each module a vector."""
+
+
+def _rank_in_memory(settings: Mapping[str, Any]) -> int:
+    """Return the rank that a module takes in pages, as far as a configuration shows."""
+    if settings.get("peft_type") == "ADALORA":
+        return int(settings["init_r"])
+    rank = int(settings["r"])
+    return rank * rank if settings.get("peft_type") == "LOHA" else rank
 
 
 def build_simulated_parts(config: EngineConfig, clock: Clock) -> EngineParts:

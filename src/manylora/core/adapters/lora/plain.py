@@ -1,63 +1,62 @@
-"""Plain LoRA, ``x W^T + scale * (x A^T) B^T``: the tensors of a weight file, matched with the base's modules.
+"""LoRA as PEFT's ``LoraConfig`` has it: the tensors of a weight file, matched with the base's modules.
 
-Every tensor is understood, or the adapter is refused. PEFT warns about unknown keys and missing weights, and continues
-with the base's output. A server's user never sees the warning, so here each such case is an error that names the
-tensor.
+Beside A and B a module may have vectors: DoRA's magnitude, the bias of ``lora_B``, and a trained bias in place of the
+base's. ``VectorKind`` says what each does. Trained tokens are rows of the embedding that take the place of the base's,
+and of the output head where it is tied: a pair of the rank of their number, whose other half picks them.
+
+Source: PEFT 0.21, ``tuners/lora/layer.py``, ``tuners/lora/dora.py``, ``tuners_utils._get_learnable_bias_state_dict``.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from manylora.core.adapters.folder import shown
+from manylora.core.adapters.lora.replaced import check_replaced, trained_tokens, trained_weight
 from manylora.core.adapters.lora.settings import LoraSettings, parse_lora
 from manylora.core.adapters.lora.targeting import Targeting
-from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
-from manylora.core.adapters.tensors import FLOAT_DTYPES, ModuleWeights, StoredModule, StoredTensor
+from manylora.core.adapters.shape import BaseShape, ModuleKind
+from manylora.core.adapters.tensors import (
+    PREFIX,
+    FoldedTensor,
+    Located,
+    ModuleWeights,
+    Parts,
+    StoredModule,
+    StoredTensor,
+    Tensor,
+    VectorKind,
+    check_tensor,
+    gather_parts,
+)
 from manylora.core.errors import AdapterError
 
-__all__ = ["PlainSettings", "parse_plain"]
+__all__ = ["PlainSettings", "locate_modules", "parse_plain"]
 
-_KEY = re.compile(
-    r"base_model\.model\.(?P<module>.+?)\."
-    # Some trainers leave the adapter's name in: ``lora_A.default.weight``.
-    r"(?:lora_(?P<linear>[AB])(?:\.[^.]+)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.[^.]+)?)"
+# Some trainers leave the adapter's name in: ``lora_A.default.weight``.
+_NAMED = r"(?:\.[^.]+)?"
+_PAIR = (
+    rf"(?P<lora_A>lora_A{_NAMED}\.weight)|(?P<lora_B>lora_B{_NAMED}\.weight)"
+    rf"|(?P<lora_embedding_A>lora_embedding_A{_NAMED})|(?P<lora_embedding_B>lora_embedding_B{_NAMED})"
 )
-# With LoRA on the embedding or the head PEFT also stores the frozen matrix of the base.
-_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
+_DORA = rf"|(?P<magnitude>lora_magnitude_vector{_NAMED}(?:\.weight)?)"
+_LORA_BIAS = rf"|(?P<lora_bias>lora_B{_NAMED}\.bias)"
+_BIAS = r"|(?P<bias>(?:base_layer\.)?bias)"
+# Of a base's own weight, which PEFT stores beside LoRA of it, the key ends in ``base_layer.weight``.
+_SAVED = rf"|(?P<saved>(?:modules_to_save{_NAMED}\.)?(?<!\.base_layer\.)weight)"
+_TOKENS = rf"|(?P<tokens>token_adapter\.trainable_tokens_delta{_NAMED})"
 
-_FOREIGN_KEYS = (
-    ("lora_magnitude_vector", "a DoRA magnitude vector"),
-    ("modules_to_save", "a fully trained module (modules_to_save)"),
-    ("original_module", "a fully trained module (modules_to_save)"),
-    ("trainable_tokens", "trained token embeddings"),
-    (".bias", "a trained bias"),
-    ("embed_tokens.weight", "a full embedding matrix (a resized or trained vocabulary)"),
-    ("lm_head.weight", "a full output head (a resized or trained vocabulary)"),
-)
 
 _WRAPPERS = (("model.language_model.", "model."), ("language_model.", ""))
 """Prefixes of module names of a language model trained inside a multi-modal one, and the base's prefixes."""
-
-MAX_TENSORS = 200_000
-
-
-@dataclass(slots=True)
-class _LoraPair:
-    """The two tensors stored for one module, of the kind that the keys name."""
-
-    kind: ModuleKind  # linear or embedding
-    a: StoredTensor | None = None  # ``[rank, in_features]``, or ``None`` before it is found
-    b: StoredTensor | None = None  # ``[out_features, rank]``, likewise
-
-    def both(self) -> tuple[StoredTensor, StoredTensor]:
-        """Return A and B of a complete pair, as returned by ``_pair_tensors``."""
-        assert self.a is not None and self.b is not None, "the pair is complete"
-        return self.a, self.b
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,49 +85,124 @@ class PlainSettings:
         """Return the modules in a weight file."""
         targeting = Targeting(self.name, self.settings, ())
         modules = []
-        for module, pair in sorted(_pair_tensors(self.name, tensors).items()):
-            a, b = pair.both()
-            rank, num_elements = a.shape[0] if a.shape else 0, math.prod(a.shape) + math.prod(b.shape)
+        for module, parts in sorted(self._gather(tensors).items()):
+            first = parts[min(parts)]
+            a = parts.get("lora_A", parts.get("lora_embedding_A"))
+            rank = a.shape[0] if a is not None and a.shape else 0
+            num_elements = sum(math.prod(tensor.shape) for tensor in parts.values())
             scale = targeting.scale(module)
-            modules.append(StoredModule(name=module, rank=rank, scale=scale, dtype=a.dtype, num_elements=num_elements))
+            dtype = (a or first).dtype
+            modules.append(StoredModule(name=module, rank=rank, scale=scale, dtype=dtype, num_elements=num_elements))
         return tuple(modules)
 
     def match(self, tensors: Mapping[str, StoredTensor], base: BaseShape) -> tuple[ModuleWeights, ...]:
-        """Return the pairs of the base's modules, in the base's order; at least one.
+        """Return the weights of the base's modules, in the base's order; at least one.
 
         Raises:
             AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
         """
-        name, pairs = self.name, _pair_tensors(self.name, tensors)
-        wrapper = _find_wrapper(pairs, base)
-        by_module = _find_modules(name, pairs, wrapper, base)
-        targeting = Targeting(name, self.settings, [_as_stored(m, wrapper) for m in base.all_linear])
-        weights, missing = [], []
-        for module in base.modules:
-            stored_name = _as_stored(module.name, wrapper)
-            if module.name in by_module:
-                if not targeting.is_target(stored_name):
-                    raise AdapterError(
-                        name,
-                        f"module {stored_name!r} has weights, but is no target by target_modules and its companions",
-                    )
-                weights.append(_check_pair(name, module, by_module[module.name], targeting, stored_name))
-                copy = tensors.get(f"base_model.model.{stored_name}.base_layer.weight")
-                if copy is not None:
-                    _check_copy(name, module, copy)
-            elif targeting.is_target(stored_name):
-                missing.append(stored_name)
-        if missing:
-            raise AdapterError(
-                name,
-                f"target_modules include {missing[0]!r}, but its weight file holds no weights for it"
-                + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            )
+        targeting, located = locate_modules(self.name, self.settings, self._gather(tensors), base, _ALONE)
+        weights = []
+        for one in located:
+            weights.append(self._weights(one, targeting))
+            copy = tensors.get(f"{PREFIX}{one.stored_name}.base_layer.weight")
+            if copy is not None:
+                _check_copy(self.name, one, copy)
+        if self.settings.tokens or self.settings.saved:
+            weights = check_replaced(self.name, self.settings, located, weights, base)
         return tuple(weights)
+
+    def _gather(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Parts]:
+        """Return a file's tensors by module, each with both halves of a pair or with a bias alone."""
+        settings = self.settings
+        forms = _PAIR + _DORA * settings.use_dora + _LORA_BIAS * settings.lora_bias
+        forms += _BIAS * (settings.bias != "none" or bool(settings.saved)) + _TOKENS * bool(settings.tokens)
+        forms += _SAVED * bool(settings.saved)
+        modules = gather_parts(self.name, tensors, _compiled(forms))
+        for module, parts in modules.items():
+            halves = {part for part in parts if part not in (*_ALONE, "lora_bias", "magnitude")}
+            if len({"embedding" in half for half in halves}) > 1:
+                raise AdapterError(self.name, f"module {shown(module)}: the weights of this module are stored twice")
+            for a, b in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+                if len(halves & {a, b}) == 1:
+                    present, absent = (a, b) if a in halves else (b, a)
+                    raise AdapterError(self.name, f"module {shown(module)} has {present} but no {absent}")
+            if "saved" in parts and parts.keys() - {"saved", "bias"}:
+                raise AdapterError(self.name, f"module {shown(module)} has a whole weight and LoRA")
+            if "bias" in parts and "saved" not in parts and settings.bias == "none":
+                raise AdapterError(self.name, f"module {shown(module)} has a trained bias, but bias is 'none'")
+            if "tokens" in parts and len(parts) > 1:
+                raise AdapterError(
+                    self.name, f"module {shown(module)} has trained tokens and LoRA, of which one may be"
+                )
+            if not halves and parts.keys() - set(_ALONE):
+                raise AdapterError(self.name, f"module {shown(module)} has {min(parts)} but no lora_A")
+            if halves and settings.use_dora and "magnitude" not in parts:
+                raise AdapterError(
+                    self.name, f"module {shown(module)} has no lora_magnitude_vector, but use_dora is set"
+                )
+        return modules
+
+    def _weights(self, one: Located, targeting: Targeting) -> ModuleWeights:
+        """Return the weights of a module, checked."""
+        parts, module = one.parts, one.module
+        if "tokens" in parts:
+            return trained_tokens(self.name, one, self.settings)
+        if "saved" in parts:
+            weights = trained_weight(self.name, one, self.settings)
+        elif one.is_target:
+            weights = self._pair(one, targeting)
+        else:
+            a, b = _zeros(1, module.in_features), _zeros(module.out_features, 1)
+            weights = ModuleWeights(module, 1, 1.0, a, b)
+        return replace(weights, vectors=self._vectors(one, weights.scale))
+
+    def _vectors(self, one: Located, scale: float) -> dict[VectorKind, Tensor]:
+        """Return the vectors of a module, checked."""
+        name, module, where = self.name, one.module, f"module {one.stored_name!r}"
+        vectors: dict[VectorKind, Tensor] = {}
+        shape = (module.out_features,)
+        given = {part: one.parts[part] for part in _SPOKEN if part in one.parts}
+        for part, tensor in given.items():
+            check_tensor(name, f"the {_SPOKEN[part]} of {where}", tensor, shape)
+        if "magnitude" in given:
+            vectors[VectorKind.MAGNITUDE] = given["magnitude"]
+        if "bias" in given:
+            if not module.has_bias:
+                raise AdapterError(name, f"{where} has a trained bias, but none in the base")
+            both = tuple(given[part] for part in ("bias", "lora_bias") if part in given)
+            vectors[VectorKind.BIAS] = both[0] if len(both) == 1 else FoldedTensor(shape, both, partial(_sum, scale))
+        elif "lora_bias" in given:
+            vectors[VectorKind.SHIFT] = FoldedTensor(shape, (given["lora_bias"],), partial(_times, scale))
+        return vectors
+
+    def _pair(self, one: Located, targeting: Targeting) -> ModuleWeights:
+        """Return A and B of a target, checked."""
+        name, module, parts, where = self.name, one.module, one.parts, f"module {one.stored_name!r}"
+        is_embedding = module.kind is ModuleKind.EMBEDDING
+        if ("lora_embedding_A" in parts) is not is_embedding:
+            kind = ModuleKind.LINEAR if is_embedding else ModuleKind.EMBEDDING
+            raise AdapterError(name, f"{where} has {kind.value} weights, but is a {module.kind.value} module")
+        a, b = (parts[f"lora_embedding_{side}" if is_embedding else f"lora_{side}"] for side in "AB")
+        rank = targeting.rank(one.stored_name)
+        stored_rank = a.shape[0] if len(a.shape) == 2 and a.shape[1] == module.in_features else rank
+        if stored_rank != rank:
+            raise AdapterError(
+                name, f"{where} has rank {stored_rank} in the weight file, but rank {rank} by r and rank_pattern"
+            )
+        check_tensor(name, f"lora_A of {where}", a, (rank, module.in_features))
+        check_tensor(name, f"lora_B of {where}", b, (module.out_features, rank))
+        return ModuleWeights(module, rank, targeting.scale(one.stored_name), a, b)
+
+
+_ALONE = ("bias", "saved", "tokens")
+"""Parts that a module may have without being a target."""
+
+_SPOKEN = {"magnitude": "lora_magnitude_vector", "lora_bias": "bias of lora_B", "bias": "bias"}
 
 
 def parse_plain(name: str, config: Mapping[str, Any]) -> PlainSettings:
-    """Check a configuration of plain LoRA; settings beyond it are refused by name.
+    """Check a configuration of LoRA; settings that are not supported are refused by name.
 
     Raises:
         AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
@@ -136,53 +210,87 @@ def parse_plain(name: str, config: Mapping[str, Any]) -> PlainSettings:
     return PlainSettings(name, parse_lora(name, config))
 
 
-def _pair_tensors(name: str, tensors: Mapping[str, StoredTensor]) -> dict[str, _LoraPair]:
-    """Return a file's tensors as pairs, by the module names of the file.
+def _zeros(num_rows: int, num_cols: int) -> StoredTensor:
+    """Return a matrix of zeros, for a module that has vectors alone: its pair has rank 1."""
+    return StoredTensor("BF16", (num_rows, num_cols), np.zeros(2 * num_rows * num_cols, np.uint8))
+
+
+def _compiled(forms: str) -> re.Pattern[str]:
+    return re.compile(rf"base_model\.model\.(?P<module>.+?)\.(?:{forms})")
+
+
+def _times(scale: float, vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    return vector * np.float32(scale)
+
+
+def _sum(scale: float, bias: NDArray[np.float32], lora_bias: NDArray[np.float32]) -> NDArray[np.float32]:
+    return bias + _times(scale, lora_bias)
+
+
+def _check_copy(name: str, one: Located, copy: StoredTensor) -> None:
+    # It was frozen in training, so it is the base's own matrix unless its size differs.
+    module = one.module
+    expected = (module.out_features, module.in_features)
+    if module.kind is ModuleKind.EMBEDDING:
+        expected = (module.in_features, module.out_features)
+    if copy.shape != expected:
+        raise AdapterError(
+            name,
+            f"it was trained beside a {module.name!r} of shape {list(copy.shape)}, the base's has {list(expected)}"
+            " (a resized vocabulary)",
+        )
+
+
+def locate_modules(
+    name: str,
+    settings: LoraSettings,
+    modules: Mapping[str, Parts],
+    base: BaseShape,
+    extra: Sequence[str] = (),
+) -> tuple[Targeting, list[Located]]:
+    """Return the ranks and scales of modules, and the modules of the base that the file has tensors of, in its order.
+
+    Args:
+        name: The adapter, for messages.
+        settings: Its targets.
+        modules: The tensors by module, as in the file.
+        base: The base.
+        extra: Parts that a module which is no target may have alone.
 
     Raises:
-        AdapterError: A key is unknown, a pair is incomplete, or there are none.
+        AdapterError: A module does not exist in the base, a target has no tensors, or tensors belong to no target.
     """
-    if len(tensors) > MAX_TENSORS:
-        raise AdapterError(name, f"its weight file holds {len(tensors)} tensors, at most {MAX_TENSORS} are accepted")
-    pairs: dict[str, _LoraPair] = {}
-    copies: list[str] = []
-    for key in sorted(tensors):
-        match = _KEY.fullmatch(key)
-        if match is None:
-            copy = _BASE_COPY.fullmatch(key)
-            if copy is None:
-                _refuse_key(name, key)
-            copies.append(copy["module"])
-            continue
-        kind = ModuleKind.LINEAR if match["linear"] else ModuleKind.EMBEDDING
-        pair = pairs.setdefault(match["module"], _LoraPair(kind))
-        side = "a" if (match["linear"] or match["embedding"]) == "A" else "b"
-        if pair.kind is not kind or getattr(pair, side) is not None:
-            raise AdapterError(name, f"tensor {shown(key)}: the weights of this module are stored twice")
-        setattr(pair, side, tensors[key])
-    if not pairs:
-        raise AdapterError(name, "its weight file holds no LoRA weights")
-    for module, pair in pairs.items():
-        if pair.a is None or pair.b is None:
-            present, absent = ("lora_B", "lora_A") if pair.a is None else ("lora_A", "lora_B")
-            raise AdapterError(name, f"module {shown(module)} has {present} but no {absent}")
-    for module in copies:
-        if module not in pairs:
-            raise AdapterError(name, f"module {shown(module)} has a full weight but no LoRA weights")
-    return pairs
+    wrapper = _find_wrapper(modules, base)
+    found = _find_modules(name, modules, wrapper, base)
+    targeting = Targeting(name, settings, [_as_stored(m, wrapper) for m in base.all_linear])
+    located, missing = [], []
+    for module in base.modules:
+        stored_name = _as_stored(module.name, wrapper)
+        is_target = targeting.is_target(stored_name)
+        parts = found.get(module.name, {})
+        if parts.keys() - set(extra):
+            if not is_target:
+                raise AdapterError(
+                    name,
+                    f"module {stored_name!r} has weights, but is no target by target_modules and its companions",
+                )
+        elif is_target:
+            missing.append(stored_name)
+        if parts:
+            located.append(Located(module, stored_name, parts, is_target))
+    if missing:
+        raise AdapterError(
+            name,
+            f"target_modules include {missing[0]!r}, but its weight file holds no weights for it"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+        )
+    return targeting, located
 
 
-def _refuse_key(name: str, key: str) -> NoReturn:
-    for part, meaning in _FOREIGN_KEYS:
-        if part in key:
-            raise AdapterError(name, f"tensor {shown(key)} is {meaning}, which is not supported")
-    raise AdapterError(name, f"tensor {shown(key)} is not understood")
-
-
-def _find_wrapper(pairs: Mapping[str, _LoraPair], base: BaseShape) -> tuple[str, str]:
+def _find_wrapper(modules: Mapping[str, Parts], base: BaseShape) -> tuple[str, str]:
     ours = {m.name for m in base.modules}
     for wrapper in _WRAPPERS:
-        if any(module.startswith(wrapper[0]) and _as_ours(module, wrapper) in ours for module in pairs):
+        if any(module.startswith(wrapper[0]) and _as_ours(module, wrapper) in ours for module in modules):
             return wrapper
     return ("", "")
 
@@ -198,13 +306,13 @@ def _as_stored(our_name: str, wrapper: tuple[str, str]) -> str:
 
 
 def _find_modules(
-    name: str, pairs: Mapping[str, _LoraPair], wrapper: tuple[str, str], base: BaseShape
-) -> dict[str, _LoraPair]:
+    name: str, modules: Mapping[str, Parts], wrapper: tuple[str, str], base: BaseShape
+) -> dict[str, Parts]:
     ours = {m.name for m in base.modules}
     unsupported = dict(base.unsupported)
-    found: dict[str, _LoraPair] = {}
+    found: dict[str, Parts] = {}
     unknown: list[str] = []
-    for stored_name, pair in pairs.items():
+    for stored_name, parts in modules.items():
         module = _as_ours(stored_name, wrapper)
         if module in unsupported:
             raise AdapterError(name, f"module {shown(stored_name)} cannot be adapted: {unsupported[module]}")
@@ -213,7 +321,7 @@ def _find_modules(
         elif module in found:
             raise AdapterError(name, f"the weights of module {module!r} are stored twice, under different names")
         else:
-            found[module] = pair
+            found[module] = parts
     if not found:
         raise AdapterError(
             name, f"none of the modules it adapts exists in base {base.name!r} (such as {shown(unknown[0])})"
@@ -222,43 +330,3 @@ def _find_modules(
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise AdapterError(name, f"module {shown(unknown[0])}{more} does not exist in base {base.name!r}")
     return found
-
-
-def _check_pair(
-    name: str, module: TargetModule, pair: _LoraPair, targeting: Targeting, stored_name: str
-) -> ModuleWeights:
-    a, b = pair.both()
-    where = f"module {stored_name!r}"
-    if pair.kind is not module.kind:
-        raise AdapterError(name, f"{where} has {pair.kind.value} weights, but is a {module.kind.value} module")
-    for side, tensor in (("A", a), ("B", b)):
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise AdapterError(
-                name, f"lora_{side} of {where} holds {tensor.dtype}, expected one of {', '.join(FLOAT_DTYPES)}"
-            )
-    rank = targeting.rank(stored_name)
-    stored_rank = a.shape[0] if len(a.shape) == 2 and a.shape[1] == module.in_features else rank
-    if stored_rank != rank:
-        raise AdapterError(
-            name, f"{where} has rank {stored_rank} in the weight file, but rank {rank} by r and rank_pattern"
-        )
-    for side, tensor, expected in (("A", a, (rank, module.in_features)), ("B", b, (module.out_features, rank))):
-        if tensor.shape != expected:
-            hint = " (it is transposed)" if tensor.shape == expected[::-1] else ""
-            raise AdapterError(
-                name, f"lora_{side} of {where} has shape {list(tensor.shape)}, expected {list(expected)}{hint}"
-            )
-    return ModuleWeights(module, rank, targeting.scale(stored_name), a, b)
-
-
-def _check_copy(name: str, module: TargetModule, copy: StoredTensor) -> None:
-    # It was frozen in training, so it is the base's own matrix unless its size differs.
-    expected = (module.out_features, module.in_features)
-    if module.kind is ModuleKind.EMBEDDING:
-        expected = (module.in_features, module.out_features)
-    if copy.shape != expected:
-        raise AdapterError(
-            name,
-            f"it was trained beside a {module.name!r} of shape {list(copy.shape)}, the base's has {list(expected)}"
-            " (a resized vocabulary)",
-        )

@@ -1,4 +1,4 @@
-"""The settings of plain LoRA in ``adapter_config.json``, by PEFT's names.
+"""The settings of LoRA in ``adapter_config.json``, by PEFT's names.
 
 An unsupported setting that changes the arithmetic is refused by name, known or unknown, so that an adapter never
 answers with a wrong scale or with half of its weights. Unknown keys (PEFT adds some with every release) are accepted as
@@ -16,17 +16,13 @@ from typing import Any, NoReturn
 from manylora.core.adapters.folder import CONFIG_FILE, shown
 from manylora.core.errors import AdapterError
 
-__all__ = ["LoraSettings", "parse_lora"]
+__all__ = ["MAX_RANK", "LoraSettings", "parse_lora"]
 
 MAX_RANK = 65_536
 
 _REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA",
-    "modules_to_save": "fully trained modules beside LoRA",
-    "trainable_token_indices": "trained token embeddings",
     "target_parameters": "LoRA on bare parameters (mixture-of-experts weights)",
     "layer_replication": "replicated layers",
-    "lora_bias": "a trained bias in lora_B",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
     "alora_invocation_tokens": "activated LoRA (aLoRA)",
@@ -41,6 +37,7 @@ _REFUSED: Mapping[str, str] = {
 
 _READ = frozenset(
     {"peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern"}
+    | {"use_dora", "lora_bias", "trainable_token_indices", "modules_to_save"}
     | {"alpha_pattern", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"}
     | {"base_model_name_or_path", "task_type", "peft_version"}
 )
@@ -74,6 +71,12 @@ class LoraSettings:
     layers_pattern: tuple[str, ...]  # names of the list of layers, from which a layer's index is read
     base_model: str | None  # the base it was trained on, as its author called it
     task_type: str | None  # PEFT's name of the task
+    use_dora: bool = False  # whether each module has a magnitude
+    lora_bias: bool = False  # whether ``lora_B`` has a bias
+    bias: str = "none"  # which biases of the base were trained: ``none``, ``all`` or ``lora_only``
+    # Pairs of a module and its trained tokens; the module is ``None`` for the embedding.
+    tokens: tuple[tuple[str | None, tuple[int, ...]], ...] = ()
+    saved: tuple[str, ...] = ()  # names of modules that were trained whole
 
 
 def parse_lora(name: str, config: Mapping[str, Any]) -> LoraSettings:
@@ -117,18 +120,25 @@ class _Parser:
             layers_pattern=(layers_pattern,) if isinstance(layers_pattern, str) else layers_pattern,
             base_model=self._text("base_model_name_or_path"),
             task_type=self._text("task_type"),
+            use_dora=self._flag("use_dora"),
+            lora_bias=self._flag("lora_bias"),
+            bias=self._text("bias") or "none",
+            tokens=self._tokens(),
+            saved=self._saved(),
         )
 
     def _refuse_unsupported(self) -> None:
         peft_type = self._fields.get("peft_type")
         if peft_type != "LORA":
-            self._fail(f"peft_type is {shown(peft_type)}, only 'LORA' is supported")
+            self._fail(f"peft_type is {shown(peft_type)}, expected one of LORA, ADALORA, VERA, LOHA, LOKR")
         for key, meaning in _REFUSED.items():
             if self._fields.get(key):
                 self._fail(f"{key} is set: {meaning} is not supported")
         bias = self._fields.get("bias") or "none"
-        if bias != "none":
-            self._fail(f"bias is {shown(bias)}: trained biases are not supported")
+        if bias not in ("none", "all", "lora_only"):
+            self._fail(f"bias is {shown(bias)}, expected 'none', 'all' or 'lora_only'")
+        if self._fields.get("use_dora") and self._fields.get("lora_bias"):
+            self._fail("use_dora and lora_bias are both set, which PEFT does not support")
         init = self._fields.get("init_lora_weights", True)
         if not (
             init is None or isinstance(init, bool) or (isinstance(init, str) and init in _BASE_KEEPING_INITIALISATIONS)
@@ -191,6 +201,21 @@ class _Parser:
         if not all(type(v) is int for v in layers):
             self._fail(f"layers_to_transform is {shown(value)}, expected an integer or a list of integers")
         return tuple(layers)
+
+    def _tokens(self) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
+        value = self._fields.get("trainable_token_indices")
+        if not value:
+            return ()
+        by_module = value.items() if isinstance(value, dict) else [(None, value)]
+        for _, ids in by_module:
+            is_valid = isinstance(ids, list) and ids and all(type(one) is int and one >= 0 for one in ids)
+            if not is_valid or len(set(ids)) != len(ids):
+                self._fail(f"trainable_token_indices has {shown(ids)}, expected a list of different token ids")
+        return tuple((module, tuple(ids)) for module, ids in by_module)
+
+    def _saved(self) -> tuple[str, ...]:
+        names = self._names("modules_to_save")
+        return (names,) if isinstance(names, str) else names
 
     def _mapping(self, key: str) -> list[tuple[str, Any]]:
         value = self._fields.get(key)

@@ -5,7 +5,7 @@
     plan     once per step    program g lists group g's work: one item per (row block, A tile)
     shrink   per group        item, K split -> partial sums [rows, 16] in float32, each to its own place
     expand   per group        row block x columns: add up the partials in a fixed order, times B, into the output
-    scale    per group        row block x columns: times the adapter's column scale; only where a step has one
+    vectors  per group        row block x columns: times the adapter's factor, plus its shift; only where a step has any
 
 No atomics: sums are made in the same order every time, whatever else is in the batch. Programs walk the lists with a
 stride, so the grid has the size of the device, and a captured graph serves any mix of adapters. Rows are padded to the
@@ -28,7 +28,7 @@ import triton.language as tl
 
 from manylora.execution.storage.tile_tables import BLOCK_FIELDS, GROUP_FIELDS, TILE_FIELDS
 
-__all__ = ["ITEM_TILES", "TILE_ROWS", "expand", "plan", "scale", "shrink"]
+__all__ = ["ITEM_TILES", "TILE_ROWS", "expand", "plan", "shrink", "vectors"]
 
 TILE_ROWS = 16  # rows of a tile at most: ``adapters.layout.MAX_TILE_ROWS``
 ITEM_TILES = 4096  # an item of work is ``row block * ITEM_TILES + tile``
@@ -192,7 +192,7 @@ def expand(
 
 
 @triton.jit(do_not_specialize=["num_column_blocks", "group", "line"])
-def scale(
+def vectors(
     out,
     out_stride,
     pool,
@@ -205,7 +205,7 @@ def scale(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Multiply rows of ``out`` by the column scales of their adapters; ``columns`` as in ``expand``."""
+    """Multiply rows of ``out`` by their adapters' factors and add their shifts; ``columns`` as in ``expand``."""
     rows = tl.arange(0, BLOCK_M)
     num_items = tl.load(step).to(tl.int32) * num_column_blocks
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
@@ -213,18 +213,30 @@ def scale(
         first_row, num_rows = tl.load(block), tl.load(block + 1)
         table = tl.load(block + 2).to(tl.pointer_type(tl.int64))
         place = columns + (number % num_column_blocks) * 4
-        module = table + group * line + _GROUP_FIELDS + 2 * (MODULES + tl.load(place))
-        first_tile, num_tiles = tl.load(module), tl.load(module + 1).to(tl.int32)
-        if num_tiles > 0:
+        factor = table + group * line + _GROUP_FIELDS + 2 * (MODULES + tl.load(place))
+        shift = factor + 2 * MODULES
+        num_factors, num_shifts = tl.load(factor + 1).to(tl.int32), tl.load(shift + 1).to(tl.int32)
+        if num_factors + num_shifts > 0:
             own_cols = tl.load(place + 1) + tl.arange(0, BLOCK_N)
             is_col = own_cols < tl.load(place + 2)
-            factors = tl.zeros((BLOCK_N,), tl.float32)
-            for number_of_tile in range(num_tiles):
-                tile = table + first_tile + number_of_tile * _TILE_FIELDS
-                col, num_cols = tl.load(tile + 3), tl.load(tile + 4)
-                inside = is_col & (own_cols >= col) & (own_cols < col + num_cols)
-                factors += tl.load(pool + tl.load(tile) + (own_cols - col), mask=inside, other=0.0).to(tl.float32)
             target = out + (first_row + rows)[:, None] * out_stride + tl.load(place + 3) + own_cols[None, :]
             mask = (rows < num_rows)[:, None] & is_col[None, :]
-            scaled = tl.load(target, mask=mask, other=0.0).to(tl.float32) * factors[None, :]
-            tl.store(target, scaled.to(out.dtype.element_ty), mask=mask)
+            result = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+            if num_factors > 0:
+                result *= _vector(pool, table + tl.load(factor), num_factors, own_cols, is_col, BLOCK_N)[None, :]
+            if num_shifts > 0:
+                result += _vector(pool, table + tl.load(shift), num_shifts, own_cols, is_col, BLOCK_N)[None, :]
+            tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _vector(pool, tile, num_tiles, own_cols, is_col, BLOCK_N: tl.constexpr):
+    """Return the numbers of a vector for some columns: float32 in pages of any type."""
+    numbers = tl.zeros((BLOCK_N,), tl.float32)
+    for _ in range(num_tiles):
+        col, num_cols = tl.load(tile + 3), tl.load(tile + 4)
+        inside = is_col & (own_cols >= col) & (own_cols < col + num_cols)
+        place = (pool + tl.load(tile)).to(tl.pointer_type(tl.float32))
+        numbers += tl.load(place + (own_cols - col), mask=inside, other=0.0)
+        tile += _TILE_FIELDS
+    return numbers
