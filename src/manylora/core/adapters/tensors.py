@@ -151,17 +151,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class FoldedTensor:
-    """A matrix or vector that is computed from tensors of the file once these are read.
+    """A matrix or vector that is computed from tensors of the file once these are read."""
 
-    Args:
-        shape: Sizes of the result.
-        sources: The tensors.
-        fold: Returns the result, float32, from the numbers of the sources. Each number is a product or a sum of a few
-            numbers, so that the same file gives the same bits on every machine.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # sizes of the result
     sources: tuple[StoredTensor, ...]
+    # Returns the result, float32, from the numbers of the sources. Each number is a product or a sum of a few numbers,
+    # so that the same file gives the same bits on every machine.
     fold: Callable[..., NDArray[np.float32]]
     dtype = "F32"
 

@@ -65,16 +65,11 @@ class BaseGroup:
 
 @dataclass(slots=True, eq=False)
 class Settling:
-    """The groups of an image that wait to be settled; an ``ImageSettling``.
+    """The groups of an image that wait to be settled; an ``ImageSettling``."""
 
-    Args:
-        name: The adapter, for messages.
-        base: The base's groups.
-        pending: Groups that have vectors to settle, in the order in which they come, and their views.
-    """
-
-    name: str
+    name: str  # the adapter, for messages
     base: Mapping[str, BaseGroup]
+    # Groups that have something to settle, in the order in which they come, and their views.
     pending: list[tuple[GroupLayout, ResidentGroup]] = field(default_factory=list)
 
     @classmethod

@@ -61,21 +61,13 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One module to be folded, with all that folding it depends on.
+    """One module to be folded, with all that folding it depends on."""
 
-    Args:
-        name: The adapter, for messages.
-        one: The module and its tensors.
-        shared: Tensors of the whole adapter.
-        targeting: Ranks and scales by the settings.
-        config: The content of ``adapter_config.json``.
-    """
-
-    name: str
-    one: Located
-    shared: Parts
-    targeting: Targeting
-    config: Mapping[str, Any]
+    name: str  # the adapter, for messages
+    one: Located  # the module and its tensors
+    shared: Parts  # tensors of the whole adapter
+    targeting: Targeting  # ranks and scales by the settings
+    config: Mapping[str, Any]  # the content of ``adapter_config.json``
 
     def tensor(self, part: str, *shape: int) -> StoredTensor:
         """Return a tensor of the module that must have this shape."""
@@ -100,19 +92,12 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class FoldedMethod:
-    """A kind of adapter that is folded; an ``AdapterMethod``.
+    """A kind of adapter that is folded; an ``AdapterMethod``."""
 
-    Args:
-        parts: Names of a module's tensors, as in their keys.
-        shared: Names of tensors of the whole adapter.
-        as_lora: Returns the settings in the names that LoRA has for them.
-        fold: Returns A and B of a module; ``None`` if nothing is left of it.
-    """
-
-    parts: tuple[str, ...]
-    shared: tuple[str, ...]
-    as_lora: Callable[[str, dict[str, Any]], dict[str, Any]]
-    fold: Callable[[_Case], _Pair | None]
+    parts: tuple[str, ...]  # names of a module's tensors, as in their keys
+    shared: tuple[str, ...]  # names of tensors of the whole adapter
+    as_lora: Callable[[str, dict[str, Any]], dict[str, Any]]  # returns the settings in LoRA's names
+    fold: Callable[[_Case], _Pair | None]  # returns A and B of a module; ``None`` if nothing is left of it
 
     def parse(self, name: str, config: Mapping[str, Any]) -> FoldedSettings:
         """Check the content of ``adapter_config.json``.
