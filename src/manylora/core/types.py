@@ -231,6 +231,8 @@ class Request:
             ``n`` answers, or drawn, so that every engine continues it alike. ``None`` leaves the seed to ``sampling``.
         continuation: The answer so far, if another engine began it.
         default_max_tokens: Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
+        version: The version of the adapter that answers, under whatever name an engine knows it; ``None`` for the
+            version that ``model`` has on arrival.
     """
 
     request_id: str
@@ -243,6 +245,7 @@ class Request:
     seed: int | None = None
     continuation: Continuation | None = None
     default_max_tokens: int | None = None
+    version: AdapterKey | None = None
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from harness import check_reports, make_rig, request
+from harness import check_reports, make_rig, request, version
 
-from manylora.core.errors import AdapterReplaced, RequestError
+from manylora.core.errors import AdapterReplaced, ModelNotFound, RequestError
 from manylora.core.events import RequestFinished
-from manylora.core.types import Continuation
+from manylora.core.types import AdapterKey, Continuation
 
 
 def whole(**options):
@@ -145,3 +145,32 @@ def test_a_seed_of_the_request_counts_before_that_of_its_sampling():
     assert answer(5, None) == 5
     assert answer(None, 9) == 9
     assert answer(5, 9) == 5  # one of several answers
+
+
+def test_a_request_has_the_version_that_it_names_whatever_its_name_stands_for_here():
+    asked, tokens = whole()
+    rig = make_rig()
+    rig.register("a", key="v1")
+    rig.core.adapters.point("@a@1", "a", rig.now)
+    rig.register("a", key="v2", replace=True)
+    rig.add(replace(asked, version=AdapterKey("v1")))
+    rig.drain()
+    assert rig.tokens("r") == tokens
+    assert rig.outputs["r"][-1].adapter == "v1"
+    assert [status.name for status in rig.core.adapters.statuses(rig.now)] == ["a"]
+    assert (rig.core.stats().num_registered, rig.core.adapters.status("a", rig.now).num_requests) == (1, 1)
+    check_reports(rig.core, rig.now)
+    rig.core.adapters.unregister("@a@1", rig.now)
+    with pytest.raises(ModelNotFound):
+        rig.add(replace(asked, version=AdapterKey("v1")))
+    with pytest.raises(ModelNotFound):
+        rig.add(replace(asked, model="@a@1"))
+
+
+def test_a_version_is_read_again_from_the_folder_of_a_name_that_it_still_has():
+    rig = make_rig()
+    rig.register("a", key="v1")
+    there = replace(version("v1"), source="/other/folder")
+    rig.core.adapters.register("b", there, rig.now)
+    rig.core.adapters.unregister("a", rig.now)
+    assert rig.core._cache.residencies[AdapterKey("v1")].version.source == "/other/folder"

@@ -59,7 +59,7 @@ class Acceptance:
         if begun is not None and begun.tokens:
             name, version = self._adapters.resolve_version(request.model, begun.adapter)
         else:
-            name, version = self._adapters.resolve(request.model)
+            name, version = self._adapters.resolve(request.model, request.version)
         max_tokens = self._check_limits(request, version)
         if begun is None and not self._queue_wait.has_room():  # else it was accepted once already
             raise self._queue_wait.no_room(now)

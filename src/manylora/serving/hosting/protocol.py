@@ -138,11 +138,15 @@ class LoadAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class ChangeAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Unregister an adapter (requests in flight finish on it), pin or unpin it, or start to copy it to the device."""
+    """Unregister an adapter (requests in flight finish on it), pin or unpin it, or start to copy it to the device.
+
+    ``point`` gives the version of another name to it.
+    """
 
     call: int
     name: str
-    change: Literal["unload", "pin", "unpin", "warm"]
+    change: Literal["unload", "pin", "unpin", "warm", "point"]
+    to: str = ""  # the other name, for ``point``
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from manylora.core.types import Continuation, Request, SamplingParams
+from manylora.core.types import AdapterKey, Continuation, Request, SamplingParams
 
 __all__ = ["RequestFields"]
 
@@ -27,6 +27,7 @@ class CommonFields(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: str
     priority: int
     default_max_tokens: int | None
+    version: AdapterKey | None
 
 
 class OwnFields(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +65,7 @@ class RequestFields(msgspec.Struct, frozen=True, tag=True, array_like=True):
         for one in requests:
             if (prompt := prompt_at.setdefault(id(one.prompt), len(prompts))) == len(prompts):
                 prompts.append(one.prompt)
-            texts = (one.model, one.tenant, one.cache_salt, one.priority, one.default_max_tokens)
+            texts = (one.model, one.tenant, one.cache_salt, one.priority, one.default_max_tokens, one.version)
             if (shared := common_at.setdefault((id(one.sampling), *texts), len(common))) == len(common):
                 common.append(CommonFields(one.sampling, *texts))
             answers.append(OwnFields(one.request_id, prompt, shared, one.seed, one.continuation))
@@ -87,6 +88,7 @@ class RequestFields(msgspec.Struct, frozen=True, tag=True, array_like=True):
                     seed=one.seed,
                     continuation=one.continuation,
                     default_max_tokens=common.default_max_tokens,
+                    version=common.version,
                 )
             )
         return requests

@@ -14,7 +14,8 @@ from manylora.core.config import EngineConfig
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.prefetch import Prefetcher
-from manylora.core.engine.adapters.registry import AdapterRegistry, NamedAdapter
+from manylora.core.engine.adapters.registry import AdapterRegistry, NamedAdapter, is_label
+from manylora.core.engine.adapters.residency import TierState
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterReplaced, CapacityError, ManyloraError, ModelNotFound
 from manylora.core.memory import num_blocks
@@ -45,20 +46,23 @@ class AdapterCatalog:
     def __contains__(self, name: str) -> bool:
         return name in self._registry
 
-    def resolve(self, model: str) -> tuple[str, AdapterVersion | None]:
+    def resolve(self, model: str, key: AdapterKey | None = None) -> tuple[str, AdapterVersion | None]:
         """Return the name and version of the adapter that a request names; an empty name and ``None`` are the base.
 
-        An exact name wins over ``base:adapter``.
+        An exact name wins over ``base:adapter``. With a key, that version answers, whatever the name stands for here:
+        a fleet's names move on all engines at once, and the engines learn of it one by one.
 
         Raises:
-            ModelNotFound: No adapter has that name; there is no fallback to the base.
+            ModelNotFound: No adapter has that name or key; there is no fallback to the base.
         """
+        if key is not None and (known := self._cache.residencies.get(key)) is not None:
+            return self._name_for(model, key), known.version
         base_name = self._registry.base_name
         if model in ("", base_name):
             return "", None
         base, _, adapter = model.partition(":")
         name = model if model in self._registry or base != base_name else adapter
-        if name in self._registry:
+        if name in self._registry and key is None and not is_label(name):
             return name, self._registry.get(name).version
         raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
 
@@ -79,10 +83,13 @@ class AdapterCatalog:
                 return "", None
             raise AdapterReplaced(model, "this answer was begun by the base model, which has another name here")
         if key in self._cache.residencies:
-            names = self._registry.names_of(key)
-            return model if model in names or not names else names[0], self._cache.residencies[key].version
+            return self._name_for(model, key), self._cache.residencies[key].version
         state = "was replaced" if model in self._registry else "was unloaded"
         raise AdapterReplaced(model, f"it {state} while an engine that answered with it ended; please ask again")
+
+    def _name_for(self, model: str, key: AdapterKey) -> str:
+        """Return the name under which a version answers: the request's, or one of its own if that is not known."""
+        return model if model in self._registry else next(iter(self._registry.shown_names_of(key)), model)
 
     def register(
         self, name: str, version: AdapterVersion, now: float, *, replace: bool = False, tier: Tier = Tier.HOST
@@ -105,7 +112,7 @@ class AdapterCatalog:
                 self._cache.refuse(version)
             raise
         self._cache.add(version, now, tier)
-        if tier is Tier.DISK:
+        if tier is Tier.DISK and self._cache.residencies[version.key].host is TierState.ABSENT:
             self._prefetcher.read_later(version)
         self._cache.refresh(version.key, now)
         if old is not None and old.key != version.key:
@@ -113,6 +120,15 @@ class AdapterCatalog:
         if is_pinned:
             self._loader.warm(version, now)
         return self.status(name, now)
+
+    def point(self, name: str, to: str, now: float) -> AdapterStatus:
+        """Point a name, which may be new, to the version of another one; earlier requests keep the version it had.
+
+        Raises:
+            AdapterExists: The name is the base's.
+            CapacityError: Too many adapters, or the name is pinned and there is no room to pin the version.
+        """
+        return self.register(name, self._registry.get(to).version, now, replace=True, tier=Tier.DISK)
 
     def unregister(self, name: str, now: float) -> None:
         """Remove a name; its version is freed when the requests on it have ended."""
@@ -193,11 +209,11 @@ class AdapterCatalog:
     def _in_use(self) -> list[NamedAdapter]:
         registry = self._registry
         named = [*registry.used(), *registry.pinned.values(), *self._named(self._cache.in_pages)]
-        return list({one.name: one for one in named}.values())
+        return list({one.name: one for one in named if not is_label(one.name)}.values())
 
     def _named(self, keys: Iterable[AdapterKey]) -> list[NamedAdapter]:
         """Return the records of all names of some versions."""
-        return [self._registry.get(name) for key in keys for name in self._registry.names_of(key)]
+        return [self._registry.get(name) for key in keys for name in self._registry.shown_names_of(key)]
 
     def num_pinned_pages(self, besides: AdapterVersion | None = None) -> int:
         """Return the pages of pinned versions other than ``besides``."""
@@ -237,7 +253,9 @@ class AdapterCatalog:
             raise CapacityError(f"pinning {name!r} would leave no memory for requests", retry_after_s=60.0)
 
     def _forget_if_unnamed(self, version: AdapterVersion, now: float) -> None:
-        if self._registry.names_of(version.key):
+        if names := self._registry.names_of(version.key):
+            # Its files may go with the name: it is read again from those of a name that it still has.
+            self._cache.residencies[version.key].moved(self._registry.get(names[0]).version)
             self._cache.refresh(version.key, now)  # it may have been pinned by that name
         else:
             self._cache.retire(version.key, now)

@@ -2,6 +2,9 @@
 
 A name points to a version; replacing an adapter in place points it to another version. Two names may share a version
 (the same weights uploaded twice are held once). A version outlives its last name as long as requests use it.
+
+A *label* is a name that begins with ``@``, as no adapter's does. A fleet holds versions by labels: they are neither
+counted nor shown, and no request finds an adapter by one.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from itertools import islice
 from manylora.core.errors import AdapterExists, AdapterNotFound, CapacityError
 from manylora.core.types import AdapterKey, AdapterVersion
 
-__all__ = ["AdapterRegistry", "NamedAdapter"]
+__all__ = ["LABEL_MARK", "AdapterRegistry", "NamedAdapter", "is_label"]
+
+LABEL_MARK = "@"
 
 
 @dataclass(slots=True)
@@ -27,6 +32,11 @@ class NamedAdapter:
     num_hits: int = 0  # requests that found the adapter on the device
 
 
+def is_label(name: str) -> bool:
+    """Whether a name holds a version, and is no adapter's."""
+    return name.startswith(LABEL_MARK)
+
+
 class AdapterRegistry:
     """Resolves names to versions; at most ``max_registered`` names, and never ``base_name``, the base model's.
 
@@ -37,12 +47,13 @@ class AdapterRegistry:
         self.base_name = base_name
         self._max_registered = max_registered
         self._by_name: dict[str, NamedAdapter] = {}
+        self._num_labels = 0
         self._names_of: dict[AdapterKey, dict[str, None]] = {}
         self.pinned: dict[str, NamedAdapter] = {}
         self._used: dict[str, NamedAdapter] = {}
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._by_name) - self._num_labels
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_name
@@ -55,12 +66,12 @@ class AdapterRegistry:
             raise AdapterNotFound(name, "no adapter of that name is loaded") from None
 
     def all(self) -> list[NamedAdapter]:
-        """Return every record, in order of registration."""
-        return list(self._by_name.values())
+        """Return every record but labels', in order of registration."""
+        return self._shown()
 
     def first(self, num: int) -> list[NamedAdapter]:
-        """Return the records that were registered first."""
-        return list(islice(self._by_name.values(), num))
+        """Return the records but labels' that were registered first."""
+        return self._shown() if self._num_labels else list(islice(self._by_name.values(), num))
 
     def used(self) -> list[NamedAdapter]:
         """Return the records of names that a request has asked for."""
@@ -78,8 +89,12 @@ class AdapterRegistry:
             named.num_hits += 1
 
     def names_of(self, key: AdapterKey) -> tuple[str, ...]:
-        """Return the names that point to a version."""
+        """Return the names that point to a version, labels included."""
         return tuple(self._names_of.get(key, ()))
+
+    def shown_names_of(self, key: AdapterKey) -> list[str]:
+        """Return the names that point to a version, without labels."""
+        return [name for name in self._names_of.get(key, ()) if not is_label(name)]
 
     def set_pinned(self, name: str, pinned: bool) -> None:
         """Pin or unpin a name, or raise ``AdapterNotFound``; a replacement in place stays pinned."""
@@ -106,7 +121,7 @@ class AdapterRegistry:
         if name in self._by_name:
             if not replace:
                 raise AdapterExists(name, "already loaded; set load_inplace to replace it")
-        elif len(self._by_name) >= self._max_registered:
+        elif len(self) >= self._max_registered and not is_label(name):
             raise CapacityError(
                 f"{self._max_registered} adapters are registered, the most allowed; unload some first", retry_after_s=60
             )
@@ -117,6 +132,7 @@ class AdapterRegistry:
         named = self._by_name.get(name)
         if named is None:
             self._by_name[name] = NamedAdapter(name, version)
+            self._num_labels += is_label(name)
             old = None
         else:
             old = named.version
@@ -130,10 +146,14 @@ class AdapterRegistry:
         """Remove ``name`` and return its version, or raise ``AdapterNotFound``."""
         version = self.get(name).version
         del self._by_name[name]
+        self._num_labels -= is_label(name)
         self.pinned.pop(name, None)
         self._used.pop(name, None)
         self._unlink(version.key, name)
         return version
+
+    def _shown(self) -> list[NamedAdapter]:
+        return [named for name, named in self._by_name.items() if not is_label(name)]
 
     def _unlink(self, key: AdapterKey, name: str) -> None:
         names = self._names_of[key]

@@ -100,6 +100,10 @@ class Residency:
         """Record the digests of its layers, which its first read has found: reads to come yield layer by layer."""
         self.version = replace(self.version, layer_digests=layer_digests, is_whole=False)
 
+    def moved(self, version: AdapterVersion) -> None:
+        """Record another place of the same content, which is read from there from now on."""
+        self.version = replace(self.version, source=version.source, file_key=version.file_key)
+
     def was_late(self) -> None:
         """Record that a step has ceased to wait for its layers: none begins on them before the load is over."""
         self.is_late = self.device is TierState.LOADING

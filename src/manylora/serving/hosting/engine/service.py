@@ -222,6 +222,8 @@ class EngineService:
                     adapters.unregister(name, now)
                 case "warm":
                     status = adapters.warm(name, now)
+                case "point":
+                    status = adapters.point(name, command.to, now)
                 case _:
                     status = adapters.pin(name, command.change == "pin", now)
         except ManyloraError as error:

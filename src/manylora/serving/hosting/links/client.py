@@ -238,6 +238,10 @@ class EngineClient:
         """Start to copy an adapter to the device."""
         return (await self._call(lambda call: ChangeAdapter(call, name, "warm"))).statuses[0]
 
+    async def point_adapter(self, name: str, to: str) -> AdapterStatus:
+        """Point a name, which may be new, to the version of another one."""
+        return (await self._call(lambda call: ChangeAdapter(call, name, "point", to))).statuses[0]
+
     async def snapshot(
         self, num_adapters: int | None = None, *, only_in_use: bool = False, name: str | None = None
     ) -> tuple[EngineStats, tuple[AdapterStatus, ...]]:
