@@ -1,7 +1,7 @@
-"""A fleet of two engines under loads, replacements, unloads, kills and drains in any order, read all the time.
+"""A fleet of two engines under loads, publications, unloads, kills and drains in any order, read all the time.
 
-The engines are real, on threads, with a simulated device. No loop ends that was not killed, and a request ends early
-only if its adapter's version is gone from the engine that is left.
+The engines are real, on threads, with a simulated device. No loop ends that was not killed. A request ends early only
+if its adapter was unloaded: a version that was replaced outlives kills until its last answer has ended.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -27,8 +28,10 @@ from manylora.core.types import AdapterVersion, Output, Request, SampledToken, S
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor
 from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
+from manylora.serving.hosting.fleet.fleet_versions import PublicationTerms
 from manylora.serving.hosting.fleet.keeper import EngineState, RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
+from manylora.serving.hosting.fleet.versions import VersionTerms
 from manylora.serving.hosting.links.client import EngineClient
 from manylora.serving.hosting.links.thread import ThreadLink
 from manylora.serving.hosting.protocol import Ending, EngineSpec
@@ -96,7 +99,8 @@ class World:
         self.ends: list[str] = []  # of engines that were not killed
         self.links: dict[int, KillableLink] = {}
         self.answers: list[asyncio.Task[str]] = []
-        self.num_changes = 0
+        self.num_unloads = 0
+        self.latest = 0  # the highest version that an answer has had
         spec = EngineSpec(
             config=EngineConfig(model=ModelConfig(model="none"), memory=MemoryConfig(num_pages=512)),
             served_name="base",
@@ -120,12 +124,17 @@ class World:
 
     async def act(self, kind: str, value: int) -> None:
         if kind == "ask":
-            self.answers += [asyncio.create_task(self.answer("base" if value % 4 == 0 else NAME)) for _ in range(4)]
-        elif kind in ("load", "unload"):
-            self.num_changes += 1
+            model = ("base", NAME, NAME, f"{NAME}@{value}")[value % 4]
+            self.answers += [asyncio.create_task(self.answer(model)) for _ in range(4)]
+        elif kind in ("load", "publish", "unload"):
+            self.num_unloads += kind == "unload"
             with contextlib.suppress(AdapterError, CapacityError, EngineDead):
                 if kind == "load":
                     await self.fleet.adapters.load(NAME, "mn"[value % 2], replace_existing=True)
+                elif kind == "publish":
+                    lease = VersionTerms(keep=value % 3, ttl_s=None if value % 2 else 0.01)
+                    terms = PublicationTerms(lease=lease, is_preloaded=value % 3 == 1, is_settled=value % 4 == 0)
+                    await self.fleet.adapters.publish(NAME, "mn"[value % 2], terms)
                 else:
                     await self.fleet.adapters.unload(NAME)
         elif kind == "kill":
@@ -148,11 +157,31 @@ class World:
             clients = self.fleet.engines.serving().values()
             await asyncio.gather(*(read_one(client, *way) for client, way in itertools.product(clients, ways)))
 
+    async def num_versions(self) -> set[int]:
+        """Return how many versions each engine holds."""
+        await asyncio.sleep(0)
+        stats = [(await client.snapshot(0))[0] for client in self.fleet.engines.serving().values()]
+        return {one.num_resident + one.num_only_host + one.num_only_disk for one in stats}
+
     async def answer(self, model: str) -> str:
         """Ask for an answer and check it; return its end."""
-        changes = self.num_changes
+        unloads = self.num_unloads
         sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
         request = Request(request_id=f"{id(asyncio.current_task())}", prompt=(1,), model=model, sampling=sampling)
+        if (version := self.fleet.adapters.take(model)) is not None:
+            request = replace(request, model=version.name, version=version.key)
+            if model == NAME:
+                assert version.number >= self.latest or unloads, "its name went back"
+                self.latest = version.number
+        try:
+            return await self.answer_to(request, unloads)
+        finally:
+            if version is not None:
+                self.fleet.adapters.give(version)
+
+    async def answer_to(self, request: Request, unloads: int) -> str:
+        """Check the answer to a request; return its end."""
+        model = request.model
         got: list[int] = []
 
         def consume(outputs: list[Output]) -> None:
@@ -168,17 +197,20 @@ class World:
             assert not got
             return "no engine serves"
         except ModelNotFound:
-            assert model == NAME and not got
+            assert model != "base" and not got
+            assert request.version is None or self.num_unloads > unloads, "its version was held"
             return "unknown"
         except AdapterReplaced:
-            assert self.num_changes > changes, "its adapter did not change"
+            assert self.num_unloads > unloads, "its version was held"
             return "replaced"
-        assert got[0] in ((CONTENTS["m"], CONTENTS["n"]) if model == NAME else (CONTENTS[""],))
+        if request.version is not None:
+            assert got[0] == CONTENTS[request.version]
+        assert got[0] in ((CONTENTS["m"], CONTENTS["n"]) if model != "base" else (CONTENTS[""],))
         assert got == list(range(got[0], got[0] + NUM_TOKENS))
         return "whole"
 
 
-KINDS = ("ask", "ask", "load", "unload", "kill", "drain", "pause", "pause")
+KINDS = ("ask", "ask", "ask", "load", "publish", "publish", "unload", "kill", "drain", "pause", "pause")
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -202,6 +234,10 @@ def test_no_loop_ends_and_no_answer_is_lost_that_need_not_be(actions: list[tuple
                     await asyncio.sleep(0.001)
                 assert await world.answer("base") == "whole"
                 await world.read()
+                await world.fleet.adapters.publish(NAME, "m", PublicationTerms(lease=VersionTerms(keep=0)))
+                while len(world.fleet.adapters.versions_of(NAME)) > 1:
+                    await asyncio.sleep(0.001)
+                assert await world.num_versions() == {1}, "the engines hold no version but the current one"
             assert not world.ends
         finally:
             keeping.cancel()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
 from manylora.core.adapters.sources import is_url
+from manylora.core.engine.adapters.registry import is_label
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterExists, AdapterNotFound, CapacityError, ConfigError, ManyloraError
 from manylora.serving.hosting.links.client import EngineClient
@@ -68,6 +69,8 @@ class AdapterBook:
     def __init__(self, *, served_name: str, epoch_s: Callable[[], float] = time.time) -> None:
         self.served_name = served_name
         self.adapters: dict[str, LoadedAdapter] = {}
+        self.labels: dict[str, LoadedAdapter] = {}
+        """Versions that every engine must hold beside the current ones, by label."""
         self.unavailable: dict[str, UnavailableAdapter] = {}
         """Adapters that no engine holds until their registry answers again, by name."""
         self.num_changes = 0  # changes of names and paths; equal numbers mean equal lists
@@ -109,9 +112,13 @@ class AdapterBook:
     async def known(self, name: str) -> AsyncIterator[None]:
         """Lock an adapter that is loaded while inside, or raise ``AdapterNotFound``."""
         async with self._lock(name):
-            if name not in self.adapters and name not in self.unavailable:
+            if name not in self.adapters and name not in self.unavailable and name not in self.labels:
                 raise AdapterNotFound(name, "no adapter of this name is loaded")
             yield
+
+    def locked(self, name: str) -> contextlib.AbstractAsyncContextManager[object]:
+        """Lock a name while inside, whatever it is."""
+        return self._lock(name)
 
     def note_load(self, name: str, path: str, status: AdapterStatus) -> None:
         """Record a load; a replacement keeps the pin and ``loaded_at``."""
@@ -126,9 +133,30 @@ class AdapterBook:
         else:
             self.adapters[name] = replace(before, path=path, num_loads=before.num_loads + 1)
 
+    def note_label(self, label: str, name: str) -> None:
+        """Record a label for an adapter's present version, which stays when the adapter is replaced."""
+        self.labels[label] = replace(self.adapters[name], is_pinned=False)
+        self._identities[label] = self._identities[name]
+
+    def forget_label(self, label: str) -> None:
+        """Remove a label."""
+        self.labels.pop(label, None)
+        self._identities.pop(label, None)
+
+    def identity(self, name: str) -> AdapterIdentity | None:
+        """Return the version that engines have registered under a name; ``None`` before one has."""
+        return self._identities.get(name)
+
+    def is_pinned(self, name: str) -> bool:
+        """Whether an adapter or a label is pinned, or was before its registry ceased to answer."""
+        aside = self.unavailable.get(name)
+        entry = self._entry(name) if aside is None else aside.entry
+        return entry is not None and entry.is_pinned
+
     def note_pin(self, name: str, is_pinned: bool) -> None:
         """Record a pin or an unpin."""
-        self.adapters[name] = replace(self.adapters[name], is_pinned=is_pinned)
+        entries = self.labels if name in self.labels else self.adapters
+        entries[name] = replace(entries[name], is_pinned=is_pinned)
 
     def forget(self, name: str) -> None:
         """Remove a name."""
@@ -162,11 +190,14 @@ class AdapterBook:
         """
         errors: list[AdapterError] = []
         while not errors:
-            stale = [name for name in {**self.adapters, **held} if self.adapters.get(name) is not held.get(name)]
+            stale = [
+                name for name in {**self.adapters, **self.labels, **held} if self._entry(name) is not held.get(name)
+            ]
             if not stale:
                 break
             async with contextlib.AsyncExitStack() as locks:
-                for name in sorted(stale):  # one order for all engines: none waits in a circle
+                # One order for all: none waits in a circle. A publication holds its name when it frees a label.
+                for name in sorted(stale, key=lambda name: (is_label(name), name)):
                     await locks.enter_async_context(self._lock(name))
                 errors += await self._bring(client, held, stale)
         return errors
@@ -175,7 +206,7 @@ class AdapterBook:
         self, client: EngineClient, held: dict[str, LoadedAdapter], names: Iterable[str]
     ) -> list[AdapterError]:
         """Make an engine hold the book's entries of these names, which are locked; return the errors."""
-        wanted = {name: entry for name in names if (entry := self.adapters.get(name)) is not None}
+        wanted = {name: entry for name in names if (entry := self._entry(name)) is not None}
         for name in [name for name in names if name not in wanted and name in held]:
             del held[name]
             await client.unload_adapter(name)
@@ -185,7 +216,8 @@ class AdapterBook:
         registered, refused = await client.load_adapters(adapters)
         errors = [_about(name, error) for name, error in refused.items()]
         for name, identity in registered.items():
-            self.ranks[name] = identity.rank
+            if name in self.adapters:
+                self.ranks[name] = identity.rank
             self._identities[name] = identity
             before, entry = held.get(name), wanted[name]
             held[name] = entry
@@ -195,6 +227,10 @@ class AdapterBook:
                 except (AdapterError, CapacityError) as error:
                     errors.append(_about(name, error))
         return errors
+
+    def _entry(self, name: str) -> LoadedAdapter | None:
+        """Return what engines must hold under a name or label."""
+        return self.adapters.get(name) or self.labels.get(name)
 
     def _lock(self, name: str) -> asyncio.Lock:
         """Return the lock that orders the changes of one name."""

@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
-import msgspec
-
+from manylora.core.engine.adapters.registry import is_label
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError, EngineDead, ManyloraError
 from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoadedAdapter, LoraModule, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import FleetEngines
+from manylora.serving.hosting.fleet.everywhere import EveryEngine
+from manylora.serving.hosting.fleet.fleet_versions import FleetVersions, PublicationTerms
+from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.hosting.links.client import EngineClient
-from manylora.serving.hosting.protocol import Fault
 
 __all__ = ["FleetAdapters"]
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,8 @@ class FleetAdapters:
         """Adapters that are tried again since their registry did not answer, by name."""
         self._book = book
         self._engines = engines
+        self._everywhere = EveryEngine(engines)
+        self.versions = FleetVersions(book, self._everywhere)
         self._keeps_required = keeps_required
         self._required: frozenset[str] | None = None  # while starting, or for ever
         self._is_any_unavailable = asyncio.Event()
@@ -74,36 +75,54 @@ class FleetAdapters:
     async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
         """Load an adapter on every engine, and on those that start later.
 
-        Requests that arrive afterwards use the new weights; earlier ones finish on the old. A new adapter that one
-        engine cannot load is loaded on none; a replacement stays where it succeeded, and the error names the engines
-        that still have the old one.
+        Requests that arrive afterwards use the new weights; earlier ones finish on the old. An adapter that one engine
+        cannot load is loaded on none, and a replacement takes over on all at once.
 
         Raises:
             AdapterExists: The name is taken.
             AdapterError: The adapter cannot be served, or engines read different versions of it.
             CapacityError: No engine serves, or no room.
         """
-        async with self._book.free(name, may_replace=replace_existing) as before:
-            load = partial(EngineClient.load_adapter, name=name, path=path, replace=replace_existing)
-            undo = None if before is not None else partial(EngineClient.unload_adapter, name=name)
-            statuses = await self._everywhere(load, undo=undo)
-            status = statuses[0]
-            if len({one.version.key for one in statuses}) > 1:  # it was written while engines read it
-                if before is None:
-                    await self._everywhere(lambda client: client.unload_adapter(name))
-                raise AdapterError(name, "its files changed while engines read them; load it again")
-            self._book.note_load(name, path, status)
-            if self._book.adapters[name].is_pinned and not status.is_pinned:
-                status = (await self._everywhere(lambda client: client.pin_adapter(name, True)))[0]
-            logger.info("adapter_loaded name=%s path=%s generation=%d", name, path, status.generation)
+        self.versions.check_name(name)
+        async with self._book.free(name, may_replace=replace_existing):
+            _, status = await self.versions.put(name, path)
             return status
+
+    async def publish(self, name: str, path: str, terms: PublicationTerms) -> tuple[NumberedVersion, AdapterStatus]:
+        """Load a version and move its name to it on every engine at once; return the version and its state.
+
+        Errors are those of ``load``, besides ``AdapterExists`` for a number that is not above the last one.
+        """
+        self.versions.check_name(name)
+        async with self._book.free(name, may_replace=True):
+            return await self.versions.put(name, path, terms)
+
+    def take(self, model: str) -> NumberedVersion | None:
+        """Count an answer in on the version of a model, until ``give``; ``None`` for a model without versions."""
+        return self.versions.take(model)
+
+    def find(self, model: str) -> NumberedVersion | None:
+        """Return the version of a name, ``name@number`` or ``name@digest``, if it is addressable."""
+        return self.versions.find(model)
+
+    def versions_of(self, name: str) -> list[NumberedVersion]:
+        """Return the versions of an adapter that are not freed, the oldest first."""
+        return self.versions.of(name)
+
+    def give(self, version: NumberedVersion) -> None:
+        """Count an answer out."""
+        self.versions.give(version)
 
     async def unload(self, name: str) -> None:
         """Unload an adapter, or raise ``AdapterNotFound``; requests in flight finish on it."""
+        if name not in self._book.adapters and (version := self.versions.numbered.labelled(name)) is not None:
+            self.versions.end(version)
+            return
         async with self._book.known(name):
             if name not in self.unavailable:
-                await self._everywhere(lambda client: client.unload_adapter(name))
+                await self._everywhere.do(lambda client: client.unload_adapter(name))
             self._book.forget(name)
+            self.versions.close(name)
             logger.info("adapter_unloaded name=%s", name)
 
     async def pin(self, name: str, pinned: bool) -> AdapterStatus:
@@ -111,19 +130,23 @@ class FleetAdapters:
 
         ``CapacityError`` if there is no room to pin it, or no engine serves.
         """
+        given, name = name, self.versions.engine_name(name)
         async with self._book.known(name):
             self.check_available(name)
-            is_change = self._book.adapters[name].is_pinned != pinned
+            is_change = self._book.is_pinned(name) != pinned
             undo = partial(EngineClient.pin_adapter, name=name, pinned=not pinned) if is_change else None
-            statuses = await self._everywhere(lambda client: client.pin_adapter(name, pinned), undo=undo)
+            statuses = await self._everywhere.do(lambda client: client.pin_adapter(name, pinned), undo=undo)
             self._book.note_pin(name, pinned)
-            return statuses[0]
+            self.versions.note_pin(name, pinned)
+            return replace(statuses[0], name=given)
 
     async def warm(self, name: str) -> AdapterStatus:
         """Start to copy an adapter to the device of every engine; ``CapacityError`` if there is no room."""
+        given, name = name, self.versions.engine_name(name)
         async with self._book.known(name):
             self.check_available(name)
-            return (await self._everywhere(lambda client: client.warm_adapter(name)))[0]
+            statuses = await self._everywhere.do(lambda client: client.warm_adapter(name))
+            return replace(statuses[0], name=given)
 
     async def lose(self, error: AdapterError) -> None:
         """Remove an adapter that one engine could not load: every engine serves the same names.
@@ -135,10 +158,13 @@ class FleetAdapters:
             raise error
         event = "adapter_lost" if self._required is None else "adapter_left_out"
         logger.error("%s name=%s reason=%s", event, name, error.reason)
-        if isinstance(error, AdapterUnavailable):
+        if isinstance(error, AdapterUnavailable) and not is_label(name):
             self._set_aside(name, error.reason)
+        elif is_label(name):
+            self._book.forget_label(name)
         else:
             self._book.forget(name)
+        self.versions.lose(name)
         with contextlib.suppress(CapacityError, EngineDead):
             unloads = [client.unload_adapter(name) for client in self._engines.serving().values()]
             await asyncio.gather(*unloads, return_exceptions=True)
@@ -157,6 +183,7 @@ class FleetAdapters:
 
     def _set_aside(self, name: str, reason: str) -> None:
         self._book.set_aside(name, reason, asyncio.get_running_loop().time())
+        self.versions.close(name)
         self._is_any_unavailable.set()
 
     async def _retry(self, name: str) -> None:
@@ -175,59 +202,3 @@ class FleetAdapters:
             reason = error.reason if isinstance(error, AdapterError) else str(error)
             self._set_aside(name, reason)
             logger.warning("adapter_unavailable name=%s tries=%d reason=%s", name, aside.num_tries + 1, reason)
-
-    async def _everywhere(
-        self,
-        act: Callable[[EngineClient], Awaitable[T]],
-        *,
-        undo: Callable[[EngineClient], Awaitable[object]] | None = None,
-    ) -> list[T]:
-        """Make a change on every engine that serves, and on those that start to serve meanwhile.
-
-        The error of an engine that dies is ignored if another succeeds: the book brings its successor up to date.
-        Another error is raised, after ``undo`` has reverted the change where it succeeded; of several engines it names
-        those that failed.
-
-        Returns:
-            The results of the engines that are alive, at least one.
-        """
-        results: dict[int, T | BaseException] = {}
-        clients: dict[int, EngineClient] = {}
-        serving = self._engines.serving()
-        while pending := {index: one for index, one in serving.items() if clients.get(index) is not one}:
-            clients |= pending
-            done = await asyncio.gather(*map(act, pending.values()), return_exceptions=True)
-            results |= dict(zip(pending, done, strict=True))
-            with contextlib.suppress(CapacityError, EngineDead):
-                serving = self._engines.serving()
-        failed = {
-            index: result
-            for index, result in results.items()
-            if isinstance(result, BaseException) and not isinstance(result, EngineDead)
-        }
-        if failed and undo is not None:
-            undone = (undo(one) for index, one in clients.items() if not isinstance(results[index], BaseException))
-            await asyncio.gather(*undone, return_exceptions=True)
-        if failed:
-            raise self._named(next(iter(failed.values())), list(failed))
-        return _successes(list(results.values()))
-
-    def _named(self, error: BaseException, engines: Sequence[int]) -> BaseException:
-        """Return an error that names its engines, if the fleet has several."""
-        num_engines = len(self._engines.keepers)
-        if num_engines == 1 or not isinstance(error, ManyloraError):
-            return error
-        where = f"{'engine' if len(engines) == 1 else 'engines'} {', '.join(map(str, engines))} of {num_engines}"
-        fault = Fault.of(error)
-        return msgspec.structs.replace(
-            fault, message=f"{where}: {fault.message}", reason=f"{where}: {fault.reason}"
-        ).to_error()
-
-
-def _successes(results: Sequence[T | BaseException]) -> list[T]:
-    """Return the results of the engines that are alive; raise ``EngineDead`` if none is."""
-    succeeded = [result for result in results if not isinstance(result, BaseException)]
-    for result in results:
-        if isinstance(result, BaseException) and not (succeeded and isinstance(result, EngineDead)):
-            raise result
-    return succeeded

@@ -151,4 +151,5 @@ class Fleet:
         """End the engines; requests and calls in flight fail with ``error``, by default ``EngineDead``."""
         error = error or EngineDead("The server is shutting down.")
         self.requests.close(error)
+        self.adapters.versions.stop()
         await self.engines.stop(error)
