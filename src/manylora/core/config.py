@@ -13,7 +13,7 @@ from typing import Any
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import CheckedOptions, check_options, option
-from manylora.core.server_config import FleetConfig, WebConfig
+from manylora.core.server_config import FleetConfig, PublishConfig, WebConfig
 
 __all__ = [
     "DEFAULT_HOST_BYTES",
@@ -224,6 +224,11 @@ class AdapterConfig(CheckedOptions):
         "of adapters and the adapters named at its start, a function its own adapter; an offline engine reads any path "
         "that the program gives.",
     )
+    published_root: str | None = option(
+        None,
+        help="Real path of the folder of published adapters, which a server sets. They are in memory, and are read at "
+        "the priority of steps: a publication waits for them.",
+    )
     registries: tuple[str, ...] = _adapters(
         (),
         flag="--lora-registry",
@@ -328,6 +333,7 @@ class ServerConfig:
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
     web: WebConfig = field(default_factory=WebConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     host: str = _http("127.0.0.1", help="Address to listen on.")
     port: int = _http(8000, at_least=0, at_most=65535, help="Port; 0 picks a free one.")
     api_keys: tuple[str, ...] = _http(
@@ -436,3 +442,5 @@ class ServerConfig:
             raise ConfigError("Got admin_key = '', expected a key that is not empty")
         if self.in_process and self.fleet.ray is not None:
             raise ConfigError(f"Got in_process = True, ray = {self.fleet.ray!r}, expected one of them")
+        if self.publish.publish and self.fleet.ray is not None:
+            raise ConfigError(f"Got publish = True, ray = {self.fleet.ray!r}, expected engines on this machine")

@@ -12,9 +12,10 @@ from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
 from manylora.core.types import MAX_LOGPROBS
 
-__all__ = ["FleetConfig", "WebConfig"]
+__all__ = ["FleetConfig", "PublishConfig", "WebConfig"]
 
 _http, _replicas = partial(option, panel="HTTP"), partial(option, panel="Replicas")
+_adapters = partial(option, panel="Adapters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,45 @@ class FleetConfig:
             raise ConfigError(f"Got devices = {self.devices!r}, expected names between commas, as cuda:0,cuda:1")
         if self.ray is not None and self.devices is not None:
             raise ConfigError(f"Got ray = {self.ray!r}, devices = {self.devices!r}, expected --ray-resource GPU=1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishConfig:
+    """Adapters that come with requests, as training sends them, and their versions."""
+
+    publish: bool = _adapters(
+        False, help="Take adapters with requests, PUT /adapters/NAME; their files are kept in memory, not on disk."
+    )
+    publish_shm: str | None = _adapters(
+        None,
+        metavar="PREFIX",
+        help="With --publish: also take adapters from files in /dev/shm whose names begin so.",
+    )
+    publish_bytes: int = _adapters(
+        4 * 1024**3,
+        flag="--publish-memory",
+        unit="bytes",
+        above=0,
+        help="Memory for the files of published adapters; beyond it a publication gets a 503.",
+    )
+    keep_versions: int = _adapters(
+        1,
+        unit="versions",
+        at_least=0,
+        help="Versions of a published adapter that stay addressable as NAME@NUMBER beside the current one.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.publish_shm is not None and not self.publish:
+            raise ConfigError(f"Got publish_shm = {self.publish_shm!r} without publish, expected both")
+        if (
+            self.publish_shm is not None
+            and re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}", self.publish_shm) is None
+        ):
+            raise ConfigError(
+                f"Got publish_shm = {self.publish_shm!r}, expected the begin of a file's name: letters, digits and _.-"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

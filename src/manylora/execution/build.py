@@ -297,6 +297,7 @@ def _reader_settings(config: EngineConfig, model: _Model) -> ReaderSettings:
         max_bytes=adapters.max_adapter_bytes,
         max_pages=adapters.most_pages(num_pages),
         roots=adapters.real_roots,
+        urgent_root=adapters.published_root,
         registries=adapters.registries,
         dtype=_adapter_dtype(adapters.adapter_dtype, model.dtype, model.kernel),
         hashes=None if config.cache_dir is None else os.path.join(config.cache_dir, HASHES_FILE),

@@ -10,10 +10,12 @@ from manylora.core.scaling import ScalingDecision
 from manylora.core.types import Request
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import Replica
+from manylora.serving.hosting.fleet.fleet_versions import PublicationTerms
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.requests import AnswersInProgress
 from manylora.serving.hosting.fleet.resumption import ResumeStats
 from manylora.serving.hosting.fleet.snapshot import Snapshot
+from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.hosting.links.in_flight import OutputStream
 from manylora.serving.hosting.protocol import EngineInfo
 
@@ -37,6 +39,21 @@ class AdaptersPort(Protocol):
 
     async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
         """Load an adapter."""
+
+    async def publish(self, name: str, path: str, terms: PublicationTerms) -> tuple[NumberedVersion, AdapterStatus]:
+        """Load a version of an adapter and move its name to it."""
+
+    def take(self, model: str) -> NumberedVersion | None:
+        """Count an answer in on the version of a model, until ``give``; ``None`` for a model without versions."""
+
+    def give(self, version: NumberedVersion) -> None:
+        """Count an answer out."""
+
+    def versions_of(self, name: str) -> Sequence[NumberedVersion]:
+        """Return the versions of an adapter that are not freed."""
+
+    def find(self, model: str) -> NumberedVersion | None:
+        """Return the version of a name, ``name@number`` or ``name@digest``."""
 
     async def unload(self, name: str) -> None:
         """Unload an adapter."""

@@ -93,8 +93,11 @@ def test_each_replica_is_shown_and_can_be_drained(tokenizer: Path, lora_dir: Pat
         assert http.get("/health").status_code == 200
 
 
-def test_an_answer_ends_with_an_error_if_its_adapter_was_replaced_meanwhile(tokenizer: Path, lora_dir: Path) -> None:
-    """The other engine has the new version alone, which the rest of the answer cannot come from."""
+@pytest.mark.parametrize("is_unloaded", [False, True])
+def test_an_answer_goes_on_after_a_replacement_but_not_after_an_unload(
+    tokenizer: Path, lora_dir: Path, is_unloaded: bool
+) -> None:
+    """The other engine holds the replaced version for the answer; that of a name that is gone it does not."""
     config = ServerConfig(port=0, lora_dirs=(str(lora_dir),), fleet=FleetConfig(replicas=2))
     modules = [LoraModule("x", str(lora_dir / "m"))]
     with BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:slow_reciter_parts") as server:
@@ -103,13 +106,18 @@ def test_an_answer_ends_with_an_error_if_its_adapter_was_replaced_meanwhile(toke
             lines = answer.iter_lines()
             next(lines)
             new = {"lora_name": "x", "lora_path": str(lora_dir / "n"), "load_inplace": True}
-            assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=new, timeout=60).status_code == 200
+            route = "unload_lora_adapter" if is_unloaded else "load_lora_adapter"
+            assert httpx.post(f"{server.url}/v1/{route}", json=new, timeout=60).status_code == 200
             (own,) = (row for row in replicas_of(server) if row["num_in_flight"])
             os.kill(own["pid"], signal.SIGKILL)
             events = [line[6:] for line in lines if line.startswith("data: {")]
-        error = json.loads(events[-1])["error"]
-        assert error["code"] == 409
-        assert "adapter 'x': it was replaced" in error["message"]
+        if is_unloaded:
+            error = json.loads(events[-1])["error"]
+            assert error["code"] == 409
+            assert "adapter 'x': it was unloaded" in error["message"]
+        else:
+            text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+            assert text == ("mnopqrstuvwxyzabcdefghijkl" * 3)[60 - len(text) : 60]
 
 
 def test_a_stream_waits_so_long_for_an_engine(tokenizer: Path) -> None:

@@ -141,8 +141,8 @@ def test_the_description_has_every_route_and_body(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert {("GET", "/metrics"), ("GET", "/v1/models/{name}"), ("POST", "/adapters/{name}/pin"), *BODIES} <= described
-    for (_, path), body in BODIES.items():
-        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    for (method, path), body in BODIES.items():
+        schema = document["paths"][path][method.lower()]["requestBody"]["content"]["application/json"]["schema"]
         properties = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]["properties"]
         assert set(properties) == set(body.__struct_fields__)
     references = {part.split('"')[0] for part in json.dumps(document).split('"#/components/schemas/')[1:]}

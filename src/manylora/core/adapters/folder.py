@@ -22,6 +22,7 @@ from manylora.core.errors import AdapterError, AdapterForbidden
 
 __all__ = [
     "CONFIG_FILE",
+    "MAX_CONFIG_BYTES",
     "WEIGHT_FILES",
     "AdapterFolder",
     "FileIdentity",

@@ -22,7 +22,7 @@ from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.tensors import ModuleWeights, StoredTensor
 from manylora.core.errors import AdapterError
 
-__all__ = ["WeightFile", "check_size", "fetch", "least_bytes", "parse_header", "read_header_bytes"]
+__all__ = ["WeightFile", "check_size", "fetch", "least_bytes", "parse_header", "parse_metadata", "read_header_bytes"]
 
 LEAST_ELEMENT_BYTES = 2
 
@@ -147,15 +147,7 @@ def parse_header(name: str, header: bytes, num_bytes: int, *, file: str = WEIGHT
     Raises:
         AdapterError: It is no header of a safetensors file of that size.
     """
-    try:
-        entries = json.loads(header, object_pairs_hook=unique_pairs)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(name, file, f"its header is not valid JSON: {type(error).__name__}") from error
-    if not isinstance(entries, dict) or not header.startswith(b"{"):
-        raise _damaged(name, file, "its header is no object")
-    metadata = entries.pop("__metadata__", None)
-    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
-        raise _damaged(name, file, "its metadata is no text by name")
+    entries, _ = _parse(name, header, file)
     front = 8 + len(header)
     tensors = {key: _tensor(name, file, key, entry, front) for key, entry in entries.items()}
     last = front
@@ -166,6 +158,25 @@ def parse_header(name: str, header: bytes, num_bytes: int, *, file: str = WEIGHT
     if last != num_bytes:
         raise _damaged(name, file, f"its tensors take {last - front} bytes, and it has {num_bytes - front} of them")
     return tensors
+
+
+def parse_metadata(name: str, header: bytes, *, file: str = WEIGHTS) -> dict[str, str]:
+    """Return the metadata in a header, text by name; arguments and errors as for ``parse_header``."""
+    return _parse(name, header, file)[1]
+
+
+def _parse(name: str, header: bytes, file: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the entries of a header's tensors, and its metadata."""
+    try:
+        entries = json.loads(header, object_pairs_hook=unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(name, file, f"its header is not valid JSON: {type(error).__name__}") from error
+    if not isinstance(entries, dict) or not header.startswith(b"{"):
+        raise _damaged(name, file, "its header is no object")
+    metadata = entries.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise _damaged(name, file, "its metadata is no text by name")
+    return entries, metadata or {}
 
 
 def fetch(source: OpenFile, weights: Iterable[ModuleWeights]) -> list[ModuleWeights]:

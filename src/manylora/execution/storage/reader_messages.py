@@ -42,6 +42,7 @@ class ReaderSettings(ReadRules):
     """The settings of every reader of an engine.
 
     Args:
+        urgent_root: Folder of adapters that are read at the priority of steps; ``None`` for none.
         registries: URLs below which adapters may be read from servers; empty for no such adapters.
         dtype: Type of the packed weights; see ``read_adapter``.
         hashes: File of the hash cache; ``None`` for none.
@@ -49,6 +50,7 @@ class ReaderSettings(ReadRules):
         memory_bytes: Memory that a reader may add once it runs.
     """
 
+    urgent_root: str | None = None
     registries: tuple[str, ...] = ()
     hashes: str | None = None
     limit_s: float = 60.0

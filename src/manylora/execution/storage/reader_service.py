@@ -112,6 +112,8 @@ def serve(
                     at_low_priority.submit(answers.read_layers, asked.version).result()
                 elif isinstance(asked, Check):
                     at_low_priority.submit(answers.check, *asked).result()
+                elif settings.urgent_root is not None and Path(asked[1]).is_relative_to(settings.urgent_root):
+                    answers.read(*asked)
                 else:
                     at_low_priority.submit(answers.read, *asked).result()
     except EOFError:

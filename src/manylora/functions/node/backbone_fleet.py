@@ -25,10 +25,12 @@ from manylora.functions.node.launch import AwakeFunction
 from manylora.functions.node.node import FunctionNode
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import Replica
+from manylora.serving.hosting.fleet.fleet_versions import PublicationTerms
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.requests import AnswersInProgress
 from manylora.serving.hosting.fleet.resumption import ResumeStats
 from manylora.serving.hosting.fleet.snapshot import Snapshot
+from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.hosting.links.in_flight import OutputStream
 from manylora.serving.hosting.protocol import EngineInfo
 from manylora.serving.metrics.status_report import FunctionState
@@ -109,6 +111,23 @@ class BackboneFleet:
     async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
         """Refuse."""
         raise AdapterForbidden(name, _WHERE)
+
+    async def publish(self, name: str, path: str, terms: PublicationTerms) -> tuple[NumberedVersion, AdapterStatus]:
+        """Refuse."""
+        raise AdapterForbidden(name, _WHERE)
+
+    def take(self, model: str) -> None:
+        """Take no version: a function has one while it runs."""
+
+    def give(self, version: NumberedVersion) -> None:
+        """Never called: none is taken."""
+
+    def versions_of(self, name: str) -> Sequence[NumberedVersion]:
+        """Return none."""
+        return ()
+
+    def find(self, model: str) -> None:
+        """Return none."""
 
     async def unload(self, name: str) -> None:
         """Refuse."""

@@ -32,7 +32,7 @@ from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
 from manylora.serving.ports import AdaptersPort
 
-__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "adapter_fields", "admin_routes"]
+__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "adapter_fields", "admin_context", "admin_routes"]
 
 
 UNAVAILABLE_RETRY_S = 5  # seconds after which a load may be tried again whose registry did not answer
@@ -65,7 +65,7 @@ class SageMakerBody(msgspec.Struct, kw_only=True):
     src: str | None = None
 
 
-def _admin_context(request: Request) -> Context:
+def admin_context(request: Request) -> Context:
     """Return the server's parts; raises ``HttpError`` unless the request may use the admin routes."""
     context = context_of(request)
     context.gate.check_admin(request)
@@ -133,7 +133,7 @@ async def _unload(context: Context, name: str, field: str) -> Response:
 
 async def load_lora_adapter(request: Request) -> Response:
     """``POST /v1/load_lora_adapter``."""
-    context = _admin_context(request)
+    context = admin_context(request)
     body = await read_body(request, LoadBody)
     names = ("lora_name", "lora_path")
     return await _load(context, body.lora_name, body.lora_path, names, in_place=bool(body.load_inplace))
@@ -141,7 +141,7 @@ async def load_lora_adapter(request: Request) -> Response:
 
 async def unload_lora_adapter(request: Request) -> Response:
     """``POST /v1/unload_lora_adapter``."""
-    context = _admin_context(request)
+    context = admin_context(request)
     body = await read_body(request, UnloadBody)
     if not body.lora_name:
         raise _invalid("'lora_name' needs to be provided to unload a LoRA adapter.", "lora_name")
@@ -150,14 +150,14 @@ async def unload_lora_adapter(request: Request) -> Response:
 
 async def create_adapter(request: Request) -> Response:
     """``POST /adapters``: load, as SageMaker names it."""
-    context = _admin_context(request)
+    context = admin_context(request)
     body = await read_body(request, SageMakerBody)
     return await _load(context, body.name, body.src, ("name", "src"))
 
 
 async def delete_adapter(request: Request) -> Response:
     """``DELETE /adapters/{name}``: unload, as SageMaker names it."""
-    context = _admin_context(request)
+    context = admin_context(request)
     return await _unload(context, request.path_params["name"], "name")
 
 
@@ -203,7 +203,7 @@ def _unavailable_json(name: str, one: UnavailableAdapter, *, shows_paths: bool) 
 
 async def list_adapters(request: Request) -> Response:
     """``GET /adapters``: all adapters by name, with tier and use."""
-    context = _admin_context(request)
+    context = admin_context(request)
     _, statuses = merge_snapshots((await context.fleet.engines.snapshots()).values())
     hidden, shows_paths = hidden_from_caller(context, request), context.gate.is_admin(request)
     by_name = sorted((one for one in statuses if one.name not in hidden), key=lambda status: status.name)
@@ -216,7 +216,7 @@ async def list_adapters(request: Request) -> Response:
 
 async def get_adapter(request: Request) -> Response:
     """``GET /adapters/{name}``."""
-    context = _admin_context(request)
+    context = admin_context(request)
     name, shows_paths = request.path_params["name"], context.gate.is_admin(request)
     if name in hidden_from_caller(context, request):
         raise _unknown(name)
@@ -232,7 +232,7 @@ def _action(verb: str, act: Callable[[AdaptersPort, str], Awaitable[AdapterStatu
     """Return the route ``POST /adapters/{name}/verb``."""
 
     async def route(request: Request) -> Response:
-        context = _admin_context(request)
+        context = admin_context(request)
         name = request.path_params["name"]
         if name in hidden_from_caller(context, request):
             raise _unknown(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from manylora.core.errors import EngineDead, ManyloraError, RequestError
 from manylora.core.types import AdapterKey, FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
 from manylora.serving.api.prompt_part import NO_DETAILS, Details, named_by_id
 from manylora.serving.api.request import Context
+from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.hosting.links.in_flight import Flush, OutputStream
 from manylora.serving.http.errors import hide_paths
 from manylora.serving.http.room import Places
@@ -56,30 +57,39 @@ class RequestAnswers:
     """The answers to one HTTP request."""
 
     context: Context
-    requests: Sequence[Request]  # prompts in order, ``num_answers`` requests for each
     sampling: SamplingParams  # their parameters, with the stop strings, which are searched here alone
     num_answers: int  # answers per prompt
     form_field: str | None  # the field that gives the form of the answers, if one does
     details: Details  # the details of the response
     places: Places | None  # the places of its caller; each is given back when its answer ends
+    # The version of the adapter that answers, held until all answers have ended; ``None`` for the base.
+    version: NumberedVersion | None = None
     adapter: AdapterKey | None = None  # the adapter's version, once an output has named it
+    requests: Sequence[Request] = ()  # prompts in order, ``num_answers`` requests for each; from ``start`` on
     _stream: OutputStream | None = None
     # Totals for ``usage``, which some clients ask for with every chunk.
     _num_generated_tokens: int = 0
     _num_cached_tokens: int = 0
+    _is_given: bool = False  # whether the version was given back
 
     def __post_init__(self) -> None:
         self._details = None if self.details == NO_DETAILS else self.details
-        self._answers = {request.request_id: _Answer(index) for index, request in enumerate(self.requests)}
-        self._num_unfinished = len(self.requests)
-        self._num_prompt_tokens = sum(len(request.prompt) for request in self.requests[:: self.num_answers])
+        self._answers: dict[str, _Answer] = {}
+        self._num_unfinished = self._num_prompt_tokens = 0
 
-    async def start(self) -> None:
-        """Submit the requests; return once the engines have accepted them, with errors of ``FleetRequests.submit``."""
+    async def start(self, requests: Awaitable[Sequence[Request]]) -> None:
+        """Submit requests once they are made; return once the engines have accepted them.
+
+        Errors are those of ``FleetRequests.submit``, after which the places and the version were given back.
+        """
         try:
+            self.requests = await requests
+            self._answers = {request.request_id: _Answer(index) for index, request in enumerate(self.requests)}
+            self._num_unfinished = len(self.requests)
+            self._num_prompt_tokens = sum(len(request.prompt) for request in self.requests[:: self.num_answers])
             self._stream = await self.context.fleet.requests.submit(self.requests)
         except BaseException:
-            self._give_places()
+            self._give_back()
             raise
 
     async def deliver(self, consume: Callable[[list[TextPiece]], Flush | None]) -> None:
@@ -125,7 +135,7 @@ class RequestAnswers:
             finally:
                 watcher.cancel()
                 self._cancel_unfinished()
-                self._give_places()
+                self._give_back()
                 if not self._num_unfinished:
                     num_tokens = [answer.num_tokens for answer in self._answers.values()]
                     for first in range(0, len(num_tokens), self.num_answers):
@@ -148,9 +158,12 @@ class RequestAnswers:
         unfinished = [request_id for request_id, answer in self._answers.items() if not answer.is_finished]
         self.context.fleet.requests.cancel(unfinished)
 
-    def _give_places(self) -> None:
+    def _give_back(self) -> None:
         if self.places is not None:
             self.places.close()
+        if self.version is not None and not self._is_given:
+            self._is_given = True
+            self.context.fleet.adapters.give(self.version)
 
     def _pieces_of(self, outputs: Sequence[Output]) -> list[TextPiece]:
         """Turn outputs, possibly of several steps, into one piece per answer."""

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manylora.serving.api.adapters import LoadBody, SageMakerBody, UnloadBody
+from manylora.serving.api.publishing import PublishBody
 from manylora.serving.api.responses import ResponsesBody
 from manylora.serving.api.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
@@ -32,6 +33,7 @@ BODIES: Mapping[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/load_lora_adapter"): LoadBody,
     ("POST", "/v1/unload_lora_adapter"): UnloadBody,
     ("POST", "/adapters"): SageMakerBody,
+    ("PUT", "/adapters/{name}"): PublishBody,
 }
 """The struct of a route's body."""
 
@@ -94,7 +96,7 @@ def _operation(route: Route, method: str) -> dict[str, Any]:
             },
         },
     }
-    if (body := BODIES.get((method, route.path))) is not None:
+    if (body := BODIES.get((method, _PARAMETER.sub(r"{\1}", route.path)))) is not None:
         schema = {"$ref": _REF + body.__name__}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from manylora.core.adapters.request_files import is_same_base, read_request_files
 from manylora.core.generation import GenerationDefaults
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
+from manylora.serving.hosting.fleet.versions import name_of
 from manylora.serving.text import Tokenizer
 
 __all__ = ["ModelSettings", "Settings"]
@@ -62,6 +63,8 @@ class ModelSettings:
         if model == self.base_name:
             return self.base
         name = model if model in self.adapters else model.removeprefix(f"{self.base_name}:")
+        if name not in self.adapters:
+            name = name_of(name)  # a version by its digest has the settings of the current one
         entry = self.adapters.get(name)
         if entry is None:
             return self.base

@@ -93,6 +93,9 @@ async def get_model(request: Request) -> Response:
     for known in (name, name.removeprefix(f"{served_name}:")):
         if known in loaded and known not in hidden:
             return json_response(_card(context, known, loaded[known], shows_paths=shows_paths))
+    if (version := context.fleet.adapters.find(name)) is not None and version.name not in hidden:
+        card = _card(context, version.label, loaded[version.name], shows_paths=shows_paths)
+        return json_response(card | {"root": version.path if shows_paths else version.label})
     raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
 
 

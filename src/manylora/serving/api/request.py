@@ -25,6 +25,7 @@ from manylora.serving.api.forms import FormChecks
 from manylora.serving.api.json_body import parse
 from manylora.serving.api.model_settings import ModelSettings, Settings
 from manylora.serving.api.schemas import SamplingFields
+from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.access import RetryTimes
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError
@@ -58,6 +59,7 @@ class Context:
     settings: ModelSettings  # sampling defaults and chat templates, by model
     metrics: Metrics  # shown by ``/metrics`` and ``/status``
     lora_roots: tuple[Path, ...]  # directories from which adapters may be loaded at run time
+    spool: AdapterSpool | None  # takes adapters that come with requests; ``None`` if none may
     serves_base: bool  # whether the base is a model of its own
     # Returns the states of isolated functions, for ``/status`` and ``/metrics``.
     functions: Callable[[], Sequence[FunctionState]]
@@ -98,6 +100,7 @@ def make_context(
     settings: ModelSettings,
     metrics: Metrics,
     lora_roots: tuple[Path, ...] = (),
+    spool: AdapterSpool | None = None,
     serves_base: bool = True,
     functions: Callable[[], Sequence[FunctionState]] = tuple,
 ) -> Context:
@@ -115,6 +118,7 @@ def make_context(
         settings=settings,
         metrics=metrics,
         lora_roots=lora_roots,
+        spool=spool,
         serves_base=serves_base,
         functions=functions,
         gate=gate,

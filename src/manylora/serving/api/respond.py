@@ -10,6 +10,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.responses import Response
@@ -27,7 +28,7 @@ from manylora.serving.http.errors import error_body, error_response
 from manylora.serving.http.http_protocol import chunk_writer, connection_breaker
 from manylora.serving.http.turns import ClientGone, next_turn
 
-__all__ = ["EventStream", "respond"]
+__all__ = ["DIGEST_HEADER", "VERSION_HEADER", "EventStream", "respond", "version_headers"]
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
@@ -35,6 +36,9 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx must not buffer events
 ]
+
+VERSION_HEADER, DIGEST_HEADER = "X-Adapter-Version", "X-Adapter-Digest"
+SAFE_IN_HEADER = "/:@+=()[]"  # characters of names of adapters that are not percent-encoded in headers
 
 NULL_FIELDS = {"service_tier": None, "kv_transfer_params": None}
 """Fields of whole responses that vLLM has and that are always null here."""
@@ -81,7 +85,8 @@ class EventStream(Response, ABC):
             return None if not body or write_chunk(body) else functools.partial(_send_body, send, body)
 
         async with self._answers.while_connected(receive):
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            headers = [*HEADERS, *version_headers(self._answers)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             if first := self._first():
                 await _send_body(send, first)
             try:
@@ -128,6 +133,15 @@ class EventStream(Response, ABC):
 
     async def _add_prompt(self, index: int, report: PromptLogprobs) -> None:
         """Take the log-probabilities of an answer's prompt."""
+
+
+def version_headers(answers: RequestAnswers) -> list[tuple[bytes, bytes]]:
+    """Return the headers that state the version of the adapter that answers; none for the base."""
+    version = answers.version
+    if version is None:
+        return []
+    headers = ((VERSION_HEADER, quote(version.label, safe=SAFE_IN_HEADER)), (DIGEST_HEADER, version.key))
+    return [(name.lower().encode(), value.encode()) for name, value in headers]
 
 
 def _envelope(head: dict[str, Any], answers: RequestAnswers, context: Context) -> dict[str, Any]:
@@ -220,7 +234,7 @@ class _WholeAnswers(Response):
                 context, num_bytes = self._call.context, sum(map(len, parts))
                 caller_of = functools.partial(context.gate.caller_of, self._call.http)
                 with context.waiting_answers.hold(caller_of, num_bytes, connection_breaker(scope)):
-                    await _send_whole(send, parts)
+                    await _send_whole(send, parts, version_headers(self._answers))
 
     async def _body(self, reports: dict[int, PromptLogprobs | None]) -> dict[str, Any]:
         choices = []
@@ -243,10 +257,10 @@ async def _send_body(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _send_whole(send: Send, parts: Sequence[bytes]) -> None:
+async def _send_whole(send: Send, parts: Sequence[bytes], more_headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Send JSON, as fast as the client takes it."""
     num_bytes = sum(map(len, parts))
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % num_bytes)]
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % num_bytes), *more_headers]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     together: list[bytes] = []
     num_together = 0

@@ -267,10 +267,9 @@ async def create_response(request: Request) -> Response:
 def _fields(body: ResponsesBody, sampling: SamplingParams, head: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a response that are known before its output."""
     return {
-        "id": head["id"],
+        **{name: head[name] for name in ("id", "model", "adapter_version") if name in head},
         "object": "response",
         "created_at": head["created"],
-        "model": body.model,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.core.errors import ManyloraError
 from manylora.serving.api.answers import RequestAnswers, TextPiece
-from manylora.serving.api.respond import EventStream
+from manylora.serving.api.respond import EventStream, version_headers
 from manylora.serving.http.errors import error_response
 from manylora.serving.http.turns import ClientGone
 from manylora.serving.text import MessageReader
@@ -172,7 +172,8 @@ class WholeResponse(Response):
             except ManyloraError as error:
                 response = error_response(error)
             else:
-                response = Response(encode(self._built.ended()), media_type="application/json")
+                headers = {name.decode(): value.decode() for name, value in version_headers(answers)}
+                response = Response(encode(self._built.ended()), headers=headers, media_type="application/json")
             await response(scope, receive, send)
 
 

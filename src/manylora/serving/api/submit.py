@@ -14,6 +14,7 @@ from manylora.serving.api.prompt_part import NO_DETAILS, Details
 from manylora.serving.api.request import AnswerCall, Context
 from manylora.serving.api.sampling import constraint_field
 from manylora.serving.api.schemas import TOKENIZE_CONTEXTS, SamplingFields
+from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.http.room import room_of_engine
 from manylora.serving.http.turns import next_turn
 from manylora.serving.text import Tokenizer
@@ -93,22 +94,29 @@ async def submit(
         except RequestError as error:
             raise RequestError(str(error), param=form_field) from None
     answer_id = id_prefix + uuid.uuid4().hex
-    requests = await _requests(call, prompts, sampling, answer_id)
+    places = context.callers.take(call.tenant, len(prompts) * num_answers) if context.gate.tells_tenants else None
+    # From here on the name may move, and the version may not be freed.
+    version = None if body.model == context.fleet.served_name else context.fleet.adapters.take(body.model)
     answers = RequestAnswers(
         context=context,
-        requests=requests,
         sampling=sampling,
         num_answers=num_answers,
         form_field=form_field,
         details=details,
-        places=context.callers.take(call.tenant, len(requests)) if context.gate.tells_tenants else None,
+        places=places,
+        version=version,
     )
-    await answers.start()
-    return answers, {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
+    await answers.start(_requests(call, prompts, sampling, answer_id, version))
+    head = {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
+    return answers, head if version is None else {**head, "adapter_version": version.label}
 
 
 async def _requests(
-    call: AnswerCall[Any], prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, answer_id: str
+    call: AnswerCall[Any],
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+    answer_id: str,
+    version: NumberedVersion | None,
 ) -> list[Request]:
     """Return the requests of the engine, ``n`` for each prompt."""
     body: SamplingFields = call.body
@@ -122,7 +130,8 @@ async def _requests(
                 request_id=f"{answer_id}-{len(requests) + choice}",
                 prompt=prompt,
                 sampling=sampling,
-                model=body.model,
+                model=body.model if version is None else version.name,
+                version=None if version is None else version.key,
                 tenant=call.tenant,
                 cache_salt=salt,
                 priority=body.priority or 0,

@@ -30,10 +30,13 @@ from manylora.serving.api.completions import completion_routes
 from manylora.serving.api.docs import docs_routes
 from manylora.serving.api.model_settings import ModelSettings
 from manylora.serving.api.models import model_routes
+from manylora.serving.api.publishing import publish_routes
 from manylora.serving.api.request import Context, context_of, make_context
+from manylora.serving.api.respond import DIGEST_HEADER, VERSION_HEADER
 from manylora.serving.api.responses import response_routes
 from manylora.serving.api.status import status_routes
 from manylora.serving.hosting.fleet.fleet import Fleet
+from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.access import AccessLayer, Refusals, request_id_of
 from manylora.serving.http.auth import without_foreign_pages
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
@@ -65,12 +68,13 @@ def make_http_server(
     fleet: Fleet,
     metrics: Metrics,
     named_paths: Sequence[str],
+    spool: AdapterSpool | None,
     on_listening: Callable[[], None],
 ) -> HttpServer:
     """Load the tokenizer and return the server, which does not listen yet.
 
-    ``named_paths`` are folders of adapters named at the start, which may be loaded again. ``ConfigError`` if there is
-    no such tokenizer, or TLS cannot be set up.
+    ``named_paths`` are folders of adapters named at the start, which may be loaded again, ``spool`` takes adapters that
+    come with requests. ``ConfigError`` if there is no such tokenizer, or TLS cannot be set up.
     """
     model, web = engine.model, server.web
     tokenizer = Tokenizer.load(model.tokenizer or model.model, revision=model.revision, chat_template=web.chat_template)
@@ -94,6 +98,7 @@ def make_http_server(
         ),
         metrics=metrics,
         lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
+        spool=spool,
     )
     return HttpServer(
         make_app(context),
@@ -180,7 +185,8 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 def make_app(context: Context) -> ASGIApp:
     """Return the application that serves ``context``."""
     web = context.config.web
-    routes = [*completion_routes, *chat_routes, *response_routes, *admin_routes, *model_routes, *status_routes]
+    routes = [*completion_routes, *chat_routes, *response_routes, *publish_routes, *admin_routes]
+    routes += [*model_routes, *status_routes]
     if not web.disable_docs:
         routes += docs_routes(routes, root_path=web.root_path)
     app = Starlette(
@@ -196,7 +202,7 @@ def make_app(context: Context) -> ASGIApp:
             allow_methods=web.allowed_methods or ("*",),
             allow_headers=web.allowed_headers or ("*",),
             allow_credentials=web.allow_credentials,
-            expose_headers=("X-Request-Id",),
+            expose_headers=("X-Request-Id", VERSION_HEADER, DIGEST_HEADER),
         )
     inner = without_foreign_pages(
         inner,

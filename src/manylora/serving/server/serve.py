@@ -39,6 +39,7 @@ from manylora.serving.hosting.links.link import LINKS, EngineLink
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources
 from manylora.serving.hosting.ray.link import RayLink
+from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.auth import exposure
 from manylora.serving.http.listening import HttpServer, bind, bind_unix, run_until_stopped, url_of
 from manylora.serving.metrics.prometheus import Metrics
@@ -67,6 +68,11 @@ class Server:
         if engine.adapters.real_roots is None:
             roots = real_roots([*server.lora_dirs, *server.allowed_lora_paths], self._named_paths)
             engine = replace(engine, adapters=replace(engine.adapters, real_roots=roots))
+        self._spool = AdapterSpool(server.publish.publish_bytes) if server.publish.publish else None
+        if self._spool is not None:
+            place = self._spool.path
+            roots = (*(engine.adapters.real_roots or ()), place)
+            engine = replace(engine, adapters=replace(engine.adapters, real_roots=roots, published_root=place))
         self._engine_config = engine
         self._config = server
         self._modules = modules
@@ -90,6 +96,8 @@ class Server:
             observe=self._metrics.observe,
             policy=_fleet_policy(engine, server, served_name, restarts or RestartPolicy()),
         )
+        if self._spool is not None:
+            self.fleet.adapters.versions.on_freed = self._spool.remove
         web = server.web
         if web.uds is None:
             self._socket = bind(server.host, server.port)
@@ -144,6 +152,8 @@ class Server:
             await self.fleet.stop()  # clients that wait get an error
             for share in self._shares.values():
                 share.close()
+            if self._spool is not None:
+                self._spool.close()
             if self._cluster is not None:
                 await self._cluster.close()
             stopping.cancel()
@@ -165,6 +175,7 @@ class Server:
             fleet=self.fleet,
             metrics=self._metrics,
             named_paths=self._named_paths,
+            spool=self._spool,
             on_listening=on_listening,
         )
 
