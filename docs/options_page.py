@@ -19,7 +19,7 @@ from manylora.core.config import (
 )
 from manylora.core.options import Option, option_of
 from manylora.core.plugins import options_of
-from manylora.core.server_config import FleetConfig, WebConfig
+from manylora.core.server_config import FleetConfig, PublishConfig, WebConfig
 from manylora.lab.costs.workers import CpuWorkers
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
@@ -64,6 +64,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Engine", EngineConfig, ""),
     ("Replicas", FleetConfig, ""),
     ("Server", ServerConfig, ""),
+    ("Server: published adapters", PublishConfig, ""),
     ("Server: address, TLS, browsers, names, log", WebConfig, ""),
     ("Route", ProxyConfig, "Of `manylora route`, which takes a file by `--config` as well."),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
