@@ -36,7 +36,7 @@ __all__ = ["served"]  # a fixture
 OWN = Path(__file__).parents[3] / "examples" / "own_policy.py"
 
 OF_COMMANDS = {
-    "backbone": "model socket dtype log_level",
+    "backbone": "model socket dtype base_dtype log_level",
     **dict.fromkeys(("adapters", "experiment", "predictor", "bench"), ""),
     "": "_debug _version",
     "functions": "",

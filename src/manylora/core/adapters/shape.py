@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 __all__ = ["ELEMENT_BYTES", "SCALE_BYTES", "BaseShape", "ModuleKind", "PageShape", "TargetModule"]
@@ -39,7 +39,7 @@ class TargetModule:
     layer: int | None  # index of the decoder layer; ``None`` outside the layers
     group: str  # name of the group, unique in the model
     offset: int  # first column of the module's output in the group's
-    has_bias: bool = False  # whether the base adds a bias to its output
+    has_bias: bool = field(default=False, repr=False)  # whether the base adds one to its output; not in fingerprints
 
     @property
     def turn(self) -> tuple[int, int]:
