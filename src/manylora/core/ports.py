@@ -104,6 +104,9 @@ class CoreParts:
     is_accelerated: bool = False  # whether steps run on a device rather than on this process's CPU
     reads_host: bool = False  # whether a step can read an adapter's weights from the host tier
     waits_by_layer: bool = False  # whether a step can run on an adapter that is on its way, and wait for each layer
+    # Whether a copy may be asked for while its read is in flight, although no step runs on it yet.
+    chains_copies: bool = False
+    has_kv: bool = True  # whether the pool holds KV; if not, all its pages are for adapters
     host_bytes: int = DEFAULT_HOST_BYTES  # size of the host tier where the configuration gives none
     # How the base's weights are kept and multiplied: a line for each kind, the largest first.
     base_weights: tuple[str, ...] = ()

@@ -39,6 +39,7 @@ class Acceptance:
     def __init__(self, parts: CoreParts, config: EngineConfig, adapters: AdapterCatalog, queue_wait: QueueWait) -> None:
         self._base = parts.base
         self._num_pages = parts.num_pages
+        self._has_kv = parts.has_kv
         self._block_size = config.memory.block_size
         self._reserves_output = config.scheduler.reserve_output == "whole"
         self._adapters = adapters
@@ -78,6 +79,7 @@ class Acceptance:
             seed=self._rng.getrandbits(63) if given is None else given & (2**64 - 1),
             arrived_at=now,
             reserves_output=self._reserves_output,
+            has_kv=self._has_kv,
         )
         self._next_seq_id += 1
         return sequence
@@ -107,7 +109,7 @@ class Acceptance:
         # needs no KV.
         num_free = self._num_pages - self._adapters.num_pinned_pages(version)
         num_kv_pages = num_free - (version.num_pages if version else 0)
-        room = num_kv_pages * self._block_size + 1 - num_prompt
+        room = num_kv_pages * self._block_size + 1 - num_prompt if self._has_kv else limit
         if room < 1 or (asked is not None and asked > room):
             raise RequestError(
                 f"The request needs KV for {num_prompt + (asked or 1) - 1} tokens; "

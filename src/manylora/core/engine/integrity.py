@@ -37,7 +37,7 @@ def check_integrity(
         parts = [part for plan in plans for part in plan.sequences if part.seq_id == sequence.seq_id]
         assert sequence.num_in_flight == len(parts)
         assert sequence.num_pending == sum(part.is_sampled for part in parts)
-        assert len(sequence.table.pages) * block_size >= sequence.num_computed
+        assert not sequence.has_kv or len(sequence.table.pages) * block_size >= sequence.num_computed
         if sequence.adapter is not None:
             placement = cache.cold.get(sequence.adapter, ON_DEVICE)
             assert sequence.placement is placement, "the sequences of an adapter read it from different places"

@@ -52,6 +52,7 @@ class Sequence:
     seed: int  # seed of its sampling
     arrived_at: float  # seconds on the loop's clock
     reserves_output: bool = False  # whether it claims pages for its longest answer when it is admitted
+    has_kv: bool = True  # whether its KV lies in the pool
     adapter: AdapterKey | None = field(init=False)
     rank: int = field(init=False)  # of its adapter; 0 for the base
     placement: Placement = field(default=ON_DEVICE, init=False)  # of its adapter's weights, while it runs
@@ -142,7 +143,14 @@ class Sequence:
     @property
     def num_tokens_to_hold(self) -> int:
         """Tokens that need pages when the sequence is admitted; the last token generated needs no KV."""
+        if not self.has_kv:
+            return 0
         return self.num_prompt_tokens + self.max_tokens - 1 if self.reserves_output else len(self.tokens)
+
+    @property
+    def lacks_page(self) -> bool:
+        """Whether its next token needs another page of the pool."""
+        return self.has_kv and len(self.tokens) + self.num_pending > len(self.table.pages) * self.table.block_size
 
     @property
     def num_adapter_pages(self) -> int:

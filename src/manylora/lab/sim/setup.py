@@ -67,6 +67,12 @@ class Setup:
     num_pages: int | None = option(
         None, unit="pages", help="Size of the pool; by default as many as fit beside the weights."
     )
+    num_slots: int | None = option(
+        None,
+        unit="adapters",
+        at_least=1,
+        help="Adapters on each device, in slots beside KV that is never short, as in vLLM; by default one pool.",
+    )
     lora_kernel: str = option("ragged", help="Kernels that compute adapters.")
     copies: str | None = option(None, help="Path of adapter copies; by default that of the kernels.")
     link_share: float | None = option(
@@ -181,6 +187,7 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
         base=base,
         cost=cost,
         num_pages=setup.num_pages if setup.num_pages is not None else num_pages,
+        num_slots=setup.num_slots,
         scheduler=setup.scheduler,
         memory=MemoryConfig(block_size=base.page.block_size, prefix_caching=setup.prefix_caching),
         adapters=setup.adapters,

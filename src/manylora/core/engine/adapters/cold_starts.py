@@ -99,6 +99,7 @@ class ColdStarts:
             names = ", ".join(["auto", *(one.value for one in possible)])
             raise ConfigError(f"Got cold_start = {mode!r}, which this engine cannot do; expected one of {names}")
         self._possible = possible
+        self._chains_copies = parts.chains_copies
         self._num_layers = parts.base.num_layers
         self._max_step_tokens = config.scheduler.max_num_batched_tokens
         self._assist = AssistCosts(is_beside=parts.is_accelerated)
@@ -128,6 +129,14 @@ class ColdStarts:
             was_held_up = choice is not None and choice.is_held_up
             choice = self._choose(sequence, residency, running, now, was_held_up=was_held_up)
         return choice.mode
+
+    def chains_copy(self, mode: ColdStart) -> bool:
+        """Return whether to ask for a copy together with its read.
+
+        Where no step runs on layers that arrive, it saves a step; behind other reads it would keep its pages empty for
+        long.
+        """
+        return mode is ColdStart.LAYERS or (self._chains_copies and not self._loads.to(Tier.HOST))
 
     def begins_at(self, sequence: Sequence) -> float:
         """Return the time before which a sequence in the mode ``layers`` is not to begin."""

@@ -98,7 +98,7 @@ class Admission:
     ) -> Placement | Outcome:
         """Bring up an adapter; return the place from which its sequence may run meanwhile, or why it has to wait."""
         mode = self._cold_starts.mode(sequence, residency, self._running.sequences, now)
-        self._loader.ensure(version, now, depth, at_once=mode is ColdStart.LAYERS)
+        self._loader.ensure(version, now, depth, at_once=self._cold_starts.chains_copy(mode))
         placement = _placement(residency, mode, self._cache.cold.get(version.key))
         if placement is ARRIVING and (begins_at := self._cold_starts.begins_at(sequence)) > now:
             self.again_at = min(self.again_at, begins_at)

@@ -124,9 +124,7 @@ class RunningSet:
     def claim_growth(self, now: float) -> bool:
         """Claim an idle page for every decoding sequence that lacks one; return whether all succeeded."""
         return all(
-            sequence.num_tokens <= len(sequence.table.pages) * sequence.table.block_size
-            or sequence.is_ending
-            or self.grow(sequence, now, may_preempt=False)
+            not sequence.lacks_page or sequence.is_ending or self.grow(sequence, now, may_preempt=False)
             for sequence in self.sequences
         )
 

@@ -68,6 +68,8 @@ class SimulationConfig:
     Args:
         base: The base model's shape; a page spans all devices of a replica.
         cost: Times of steps and loads.
+        num_slots: Adapters on the device of each replica, in slots of equal size beside KV that is never short, as in
+            vLLM; a copy begins once its whole adapter is read, and all adapters begin on disk. ``None`` for one pool.
         memory: Block size and prefix caching; its sizes are not used.
         scaling: Starts and drains engines over time; ``None`` for a fixed number.
         router: Name in ``routing.ROUTERS``, or a plug-in.
@@ -85,6 +87,7 @@ class SimulationConfig:
     base: BaseShape
     cost: CostModel
     num_pages: int = option(at_least=2, help="Pages in each replica's pool.")
+    num_slots: int | None = option(None, at_least=1, help="Slots for adapters beside the pool.")
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(prefix_caching=False))
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
@@ -108,6 +111,9 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.num_slots is not None:
+            is_possible = not (self.all_resident or self.memory.prefix_caching)
+            require(is_possible, "num_slots", self.num_slots, "no slots with all_resident or prefix_caching")
         fleet = self.num_replicas if self.scaling is None else self.scaling.policy.max_replicas
         require(self.num_replicas == fleet, "num_replicas", self.num_replicas, f"{fleet}, as in scaling")
         if self.memory.block_size != self.base.page.block_size:
@@ -339,13 +345,15 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
     scheduler = config.scheduler
     if config.assist is not None and scheduler.plan_ahead is None:  # on a device, by default it would be planned ahead
         scheduler = replace(scheduler, plan_ahead=False)
-    versions = adapter_versions(workload.adapters, config.base)
+    versions, has_pool = adapter_versions(workload.adapters, config.base), config.num_slots is None
+    if not has_pool:
+        versions = {name: replace(version, num_pages=1) for name, version in versions.items()}
     num_resident_pages = sum(version.num_pages for version in versions.values()) if config.all_resident else 0
     cost = _WithoutLoads(config.cost) if config.all_resident else config.cost
     core = EngineCore(
         CoreParts(
             base=config.base,
-            num_pages=config.num_pages + num_resident_pages,
+            num_pages=config.num_slots or config.num_pages + num_resident_pages,
             executor=SimulatedExecutor(
                 cost,
                 vocab_size=config.base.vocab_size,
@@ -353,10 +361,12 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
                 scheduler_time_s=config.scheduler_time_s,
                 interference=config.interference,
                 speed=config.speed(replica) if config.speed is not None else None,
-                cold_steps=ColdSteps(cost, config.base.num_layers, config.assist),
+                cold_steps=ColdSteps(cost, config.base.num_layers if has_pool else 1, config.assist),
             ),
             reads_host=config.reads_host,
             waits_by_layer=config.waits_by_layer,
+            chains_copies=not has_pool,
+            has_kv=has_pool,
             is_accelerated=config.assist is not None,
         ),
         EngineConfig(
@@ -371,7 +381,7 @@ def _make_core(workload: Workload, config: SimulationConfig, replica: int, sinks
         predictor=predictor,
     )
     for name, version in versions.items():
-        core.adapters.register(name, version, 0.0)
+        core.adapters.register(name, version, 0.0, tier=Tier.HOST if has_pool else Tier.DISK)
         if config.all_resident:
             core.adapters.pin(name, True, 0.0)
     return core
