@@ -15,8 +15,9 @@ from pathlib import Path
 from manylora.core.events import Event
 from manylora.core.types import Request, SamplingParams, Tier
 from manylora.vllm.gate import RequestGate
-from manylora.vllm.messages import AdapterRef, Done, Order, Report, SlotOrders
-from manylora.vllm.options import GateLimits, read_options
+from manylora.vllm.messages import Order, Report, SlotOrders
+from manylora.vllm.plugin import read_options
+from manylora.vllm.versions import AdapterRef
 
 STEP_S = 0.01
 
@@ -102,18 +103,18 @@ class StandInWorker:
     def _is_read_later(self, order: Order) -> bool:
         return any(one[0].adapter == order.adapter for one in self._queues[Tier.HOST])  # type: ignore[attr-defined]
 
-    def _finish(self, order: Order) -> Done:
+    def _finish(self, order: Order) -> str | None:
         if order.tier is Tier.HOST:
             if order.adapter.path in self.broken:
-                return Done("cannot be read")
+                return "cannot be read"
             self.packed[order.adapter.number] = order.adapter.file_key
             self.num_read += 1
         elif order.adapter.number not in self.packed:
-            return Done("its read failed")
+            return "its read failed"
         else:
             self.slots[order.slot] = order.adapter.number
             self.num_copied += 1
-        return Done(None, STEP_S)
+        return None
 
 
 class StandInEngine:
@@ -135,15 +136,16 @@ class StandInEngine:
         kv_tokens: int = 10_000,
         **options: object,
     ) -> None:
-        limits = GateLimits(
-            num_slots=num_slots,
+        made = read_options(
+            options,
+            max_loras=num_slots,
             max_cpu_loras=max_cpu_loras,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )
         self.folders = folders
         self.events: list[Event] = []
-        self.gate = RequestGate(read_options(options, limits), limits, self.events.append)
+        self.gate = RequestGate(made, (self.events.append,))
         self.worker = StandInWorker([None] * num_slots)
         self.now = 0.0
         self.waiting: deque[StandInRequest] = deque()
@@ -152,7 +154,7 @@ class StandInEngine:
         self.ended: dict[str, StandInRequest] = {}
         self.log: list[list[str]] = []
         self.kv_tokens = kv_tokens
-        self._limits = limits
+        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._num_requests = 0
 
     def add(self, adapter: str | None, *, num_prompt: int = 8, max_tokens: int = 3, path: str = "") -> StandInRequest:
@@ -218,13 +220,13 @@ class StandInEngine:
         raise AssertionError(f"{len(self.waiting)} requests still wait after {most} steps")
 
     def _schedule(self) -> None:
-        room = self._limits.max_num_batched_tokens - len(self.running)
+        room = self._max_num_batched_tokens - len(self.running)
         adapters = {request.ref.number for request in self.running if request.ref is not None}
         skipped: list[StandInRequest] = []
-        while self.waiting and room > 0 and len(self.running) < self._limits.max_num_seqs:
+        while self.waiting and room > 0 and len(self.running) < self._max_num_seqs:
             request = self.waiting.popleft()
             number = None if request.ref is None else request.ref.number
-            if number is not None and number not in adapters and len(adapters) == self._limits.num_slots:
+            if number is not None and number not in adapters and len(adapters) == len(self.worker.slots):
                 skipped.append(request)
                 continue
             may_run = self.gate.may_run(request.request_id, self.now)

@@ -12,9 +12,7 @@ from vllm_standin import StandInEngine, make_folder
 
 from manylora.core.errors import ConfigError
 from manylora.core.events import AdapterLoaded, RequestAdmitted
-from manylora.vllm.options import GateLimits, read_options
-
-LIMITS = GateLimits(num_slots=2, max_cpu_loras=4, max_num_seqs=4, max_num_batched_tokens=64)
+from manylora.vllm.plugin import read_options
 
 
 @pytest.fixture
@@ -145,6 +143,17 @@ def test_a_request_fails_whose_folder_is_gone(folders: Path) -> None:
     assert gone.end == "failed"
 
 
+@pytest.mark.parametrize("rank", ['"x"', "1e9", "-1", "1" + "0" * 400, "null"])
+@pytest.mark.parametrize("policy", ["boost", "sjf", "adapter-aware"])
+def test_a_config_that_changed_to_a_senseless_rank_harms_no_other(folders: Path, rank: str, policy: str) -> None:
+    engine = StandInEngine(folders, policy=policy)
+    engine.add("a")
+    (folders / "a" / "adapter_config.json").write_text(f'{{"r": {rank}}}')
+    bad, sound = engine.add("a"), engine.add("b")
+    engine.run()
+    assert bad.end and sound.end == "whole"
+
+
 def test_a_request_that_was_pre_empted_keeps_its_adapter(folders: Path) -> None:
     engine = StandInEngine(folders, num_slots=1)
     first = engine.add("a", max_tokens=10)
@@ -228,6 +237,8 @@ def test_every_request_ends_whatever_happens(policy: str, folders: Path, data: s
         ({"policy": "nope"}, "nope"),
         ({"eviction": "nope"}, "nope"),
         ({"look_ahead": -1}, "look_ahead"),
+        ({"pin": "a"}, "pin = 'a', expected a list of at most 1 names"),
+        ({"pin": ["a", "b"]}, "a list of at most 1 names"),
     ],
 )
 def test_wrong_options_are_refused_by_name(table: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -236,5 +247,6 @@ def test_wrong_options_are_refused_by_name(table: dict[str, object], message: st
 
 
 def test_the_limits_are_those_of_vllm() -> None:
-    options = read_options({}, LIMITS)
-    assert options.scheduler.max_num_seqs == 4 and options.adapters.max_cpu_loras == 4
+    options = read_options({}, max_loras=2, max_cpu_loras=4, max_num_seqs=5, max_num_batched_tokens=64)
+    engine = options.engine
+    assert options.num_slots == 2 and engine.scheduler.max_num_seqs == 5 and engine.adapters.max_cpu_loras == 4

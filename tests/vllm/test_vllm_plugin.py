@@ -57,13 +57,16 @@ def make_config(**changes: Any) -> SimpleNamespace:
         parallel_config=SimpleNamespace(pipeline_parallel_size=fields["stages"], world_size=2),
         scheduler_config=SimpleNamespace(max_num_seqs=16, max_num_batched_tokens=2048),
         model_config=SimpleNamespace(runner_type=fields["runner"]),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=fields["failures"]),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=fields["failures"], kv_connector_extra_config={}),
     )
 
 
 @pytest.mark.usefixtures("vllm")
 def test_an_engine_gives_its_limits() -> None:
-    assert check_engine(make_config()) == (8, 8, 16, 2048, 2)
+    options = check_engine(make_config())
+    engine = options.engine
+    assert (options.num_slots, options.num_workers, engine.adapters.max_cpu_loras) == (8, 2, 8)
+    assert (engine.scheduler.max_num_seqs, engine.scheduler.max_num_batched_tokens) == (16, 2048)
 
 
 @pytest.mark.parametrize(
@@ -108,5 +111,6 @@ def test_it_is_found_alone_and_beside_other_connectors() -> None:
     assert chosen_options(None) is None
     assert chosen_options(SimpleNamespace(kv_connector="Other", kv_connector_extra_config={})) is None
     assert chosen_options(SimpleNamespace(**own)) == {"policy": "sjf"}
+    assert chosen_options(SimpleNamespace(**{**own, "kv_connector": "ManyloraConnector"})) == {"policy": "sjf"}
     both = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=several)
     assert chosen_options(both) == {"policy": "sjf"}

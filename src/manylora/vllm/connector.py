@@ -1,8 +1,7 @@
 """The connector: the gate beside vLLM's scheduler, and the slots beside its model, as vLLM's interface has them.
 
-A connector is made for transfers of KV, and this one transfers none. Of the interface it uses the answer "ask again
-later", the metadata that goes to workers with each step and comes back, and the failure of a transfer, by which vLLM
-ends a request whose adapter cannot be read::
+It transfers no KV. It uses the answer "ask again later", the metadata that goes to workers with each step and comes
+back, and the failure of a transfer, by which vLLM ends a request whose adapter cannot be read::
 
     scheduler   on_new_request -> get_num_new_matched_tokens ... -> update_state_after_alloc -> build_connector_meta
     workers                bind_connector_metadata -> (the model runs) -> build_connector_worker_meta
@@ -13,17 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
@@ -31,77 +23,51 @@ from manylora.core.logs import escape
 from manylora.core.types import Request, SamplingParams
 from manylora.vllm.gate import RequestGate
 from manylora.vllm.messages import Report, SlotOrders
-from manylora.vllm.metrics import AdapterPromMetrics, AdapterRecorder, AdapterStats
-from manylora.vllm.options import read_options
+from manylora.vllm.metrics import COUNTERS, AdapterPromMetrics, AdapterStats
 from manylora.vllm.plugin import check_engine
-from manylora.vllm.worker import current_slots
+from manylora.vllm.worker import current
 
 __all__ = ["ManyloraConnector"]
 
 logger = logging.getLogger("vllm.manylora")  # in vLLM's log, by its settings
 
 
-@dataclass
-class OrdersMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """SlotOrders, as vLLM carries them to workers."""
-
-    orders: SlotOrders
+class OrdersMetadata(SlotOrders, base.KVConnectorMetadata):  # type: ignore[misc]
+    """Orders, as vLLM carries them to workers."""
 
 
-@dataclass
-class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class ReportMetadata(Report, base.KVConnectorWorkerMetadata):  # type: ignore[misc]
     """A report, as vLLM carries it back."""
 
-    report: Report = field(default_factory=Report)
 
-    def aggregate(self, other: ReportMetadata) -> ReportMetadata:
-        """Add the report of another worker."""
-        self.report.add(other.report)
-        return self
-
-
-class ManyloraConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Holds requests whose adapter is not in a slot, and moves adapters beside the steps.
-
-    Args:
-        vllm_config: vLLM's configuration; ``kv_connector_extra_config`` has the plug-in's options.
-        role: The scheduler's side or a worker's.
-        kv_cache_config: Not used here.
-    """
+class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
+    """Holds requests whose adapter is not in a slot, and moves adapters beside the steps; one for each side."""
 
     requires_kv_delivery = False
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        limits = check_engine(vllm_config)
-        options = read_options(vllm_config.kv_transfer_config.kv_connector_extra_config, limits)
-        self._failed: set[str] = set()
-        if role == KVConnectorRole.SCHEDULER:
-            self._recorder = AdapterRecorder()
-            self.gate = RequestGate(options, limits, self._recorder.heard)
+        options, self._is_scheduler = check_engine(vllm_config), role == base.KVConnectorRole.SCHEDULER
+        if self._is_scheduler:
+            self._gate = RequestGate(options)
+            self._figures: dict[str, Any] = {}  # the last ones
             self._held_back: set[str] = set()  # they skip the prefix cache, and with it vLLM's question
             self._last_step: tuple[int, float] | None = None  # tokens, and the time of its scheduling
         else:
-            self._slots = current_slots()
-            self._slots.is_blocking = options.blocking_loads
+            self._failed: set[str] = set()
+            self._slots, self._slots.is_blocking = current[0], options.blocking_loads
 
     # -- beside the scheduler ----------------------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
         """Add a request, which from now on has the adapter's version of this moment."""
-        lora = request.lora_request
-        made = Request(
-            request_id=request.request_id,
-            prompt=(0,) * request.num_prompt_tokens,
-            sampling=SamplingParams(max_tokens=request.max_tokens),
-            priority=request.priority,
-        )
+        lora, sampling, priority = request.lora_request, SamplingParams(max_tokens=request.max_tokens), request.priority
+        prompt = (0,) * request.num_prompt_tokens
+        made = Request(request_id=request.request_id, prompt=prompt, sampling=sampling, priority=priority)
         asked = None if lora is None else (lora.lora_name, lora.lora_path)
-        ref = self.gate.add(made, asked, time.monotonic())
-        if ref is not None:
-            is_other = ref.name != lora.lora_name or ref.path != lora.lora_path
+        if (ref := self._gate.add(made, asked, time.monotonic())) is not None:
             request.lora_request = LoRARequest(ref.name, ref.number, ref.path, is_3d_lora_weight=lora.is_3d_lora_weight)
-            if is_other:
+            if ref.name != lora.lora_name:
                 request.block_hashes = []  # made of the name
                 request.update_block_hashes()
         if request.skip_reading_prefix_cache:
@@ -111,8 +77,8 @@ class ManyloraConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Answer 0 if a request may run, ``None`` if it waits, and a transfer that will fail if it cannot run."""
         request_id = request.request_id
-        may_run = self.gate.may_run(request_id, time.monotonic())
-        if request_id in self.gate.doomed:
+        may_run = self._gate.may_run(request_id, time.monotonic())
+        if request_id in self._gate.doomed:
             return 1, True
         if not may_run:
             return None, False
@@ -124,29 +90,29 @@ class ManyloraConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Learn that a request got its blocks."""
-        if (error := self.gate.doomed.get(request.request_id)) is not None:
+        if (error := self._gate.doomed.get(request.request_id)) is not None:
             logger.error("request_failed request=%s error=%s", request.request_id, escape(error))
-        self.gate.scheduled(request.request_id)
+        self._gate.scheduled(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
         """End the scheduling of a step."""
         now, num_tokens = time.monotonic(), scheduler_output.total_num_scheduled_tokens
         if self._last_step is not None and num_tokens:
-            self.gate.stepped(self._last_step[0], now - self._last_step[1])
+            self._gate.stepped(self._last_step[0], now - self._last_step[1])
         self._last_step = (num_tokens, now) if num_tokens else None
-        return OrdersMetadata(self.gate.end_step(now))
+        orders = self._gate.end_step(now)
+        return OrdersMetadata(orders.orders, orders.failed)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the report of workers."""
-        if (metadata := connector_output.kv_connector_worker_meta) is not None:
-            self._recorder.sums["num_blocking"] += metadata.report.num_blocking
-            self.gate.learn(metadata.report, time.monotonic())
+        if (report := connector_output.kv_connector_worker_meta) is not None:
+            self._gate.learn(report, time.monotonic())
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Take out a request that ended, for any reason."""
         is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         self._held_back.discard(request.request_id)
-        self.gate.finish(request.request_id, request.num_output_tokens, time.monotonic(), is_whole=is_whole)
+        self._gate.finish(request.request_id, request.num_output_tokens, time.monotonic(), is_whole=is_whole)
         return False, None
 
     request_finished_all_groups = request_finished
@@ -156,18 +122,18 @@ class ManyloraConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: OrdersMetadata) -> None:
         """Begin a step: start the work that it brings."""
         super().bind_connector_metadata(connector_metadata)
-        self._slots.begin(connector_metadata.orders.orders)
-        self._failed.update(connector_metadata.orders.failed)
+        self._slots.begin(connector_metadata.orders)
+        self._failed.update(connector_metadata.failed)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         """Let the transfers fail of requests whose adapter cannot be read."""
         failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(finished_recving=failed, failed_recving=failed)
+        return base.KVConnectorTransferResults(finished_recving=failed, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         """Report the work that is done."""
         report = self._slots.report()
-        return None if report is None else ReportMetadata(report)
+        return ReportMetadata(report.done, report.num_blocking) if report.done or report.num_blocking else None
 
     def _transfer_nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: no KV is transferred."""
@@ -175,8 +141,8 @@ class ManyloraConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _transfer_nothing
 
     def shutdown(self) -> None:
-        """Stop the threads that read adapters."""
-        if self.role == KVConnectorRole.WORKER:
+        """End the threads that read adapters, after the work that they are at."""
+        if not self._is_scheduler:
             self._slots.shutdown()
 
     def reset_cache(self) -> bool:
@@ -186,8 +152,13 @@ class ManyloraConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> AdapterStats | None:
-        """Return what has happened since the last call; of the scheduler's side only."""
-        return self._recorder.take(self.gate) if self.role == KVConnectorRole.SCHEDULER else None
+        """Return the scheduler's figures, unless they are those of the last call."""
+        if not self._is_scheduler:
+            return None
+        known = {**asdict(self._gate.counters), **self._gate.sums}
+        counts = {name: known.get(key, 0) for name, key in COUNTERS.items()}
+        last, self._figures = self._figures, {"counts": counts, "loaded": self._gate.residency()}
+        return None if last == self._figures else AdapterStats(data=self._figures)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> AdapterStats:
@@ -195,8 +166,6 @@ class ManyloraConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return AdapterStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> AdapterPromMetrics:
+    def build_prom_metrics(cls, *args: Any) -> AdapterPromMetrics:
         """Return the metrics of the plug-in."""
-        return AdapterPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return AdapterPromMetrics(*args)

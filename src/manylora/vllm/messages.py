@@ -2,40 +2,22 @@
 
 ::
 
-    scheduler process                                        worker process (one for each tensor-parallel rank)
-    RequestGate -- SlotOrders, with the metadata of a step -->   SlotManager: read, copy, drop
-                <-- Report, with the outputs of a step --
+    scheduler: RequestGate -- SlotOrders, with a step's metadata -> worker: SlotManager reads, copies, drops
+                           <- Report, with a step's outputs ------- (one for each tensor-parallel rank)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from manylora.core.plan import AdapterLoad, LoadResult, StepPlan
 from manylora.core.ports import Executor, Work
 from manylora.core.types import AdapterKey, Tier
+from manylora.vllm.versions import AdapterRef
 
-__all__ = ["AdapterRef", "Done", "Order", "Outbox", "Report", "SlotOrders"]
-
-
-class AdapterRef(NamedTuple):
-    """A version of an adapter, as vLLM's workers know it.
-
-    Args:
-        number: Its ``lora_int_id`` in the engine, given by the gate.
-        name: Its ``lora_name`` in the engine, of which the hashes of prefix blocks are made: the adapter's name, and
-            with a suffix for a version that replaces another.
-        path: Its ``lora_path``.
-        file_key: Identity of the files; empty where vLLM fetches them from a hub.
-    """
-
-    number: int
-    name: str
-    path: str
-    file_key: str
+__all__ = ["Order", "Outbox", "Report", "SlotOrders"]
 
 
 class Order(NamedTuple):
@@ -48,59 +30,45 @@ class Order(NamedTuple):
     slot: int = -1
 
 
-class SlotOrders(NamedTuple):
+@dataclass(slots=True)
+class SlotOrders:
     """What one step brings to the workers; ``failed`` are requests whose adapter cannot be read, which end."""
 
     orders: tuple[Order, ...] = ()
     failed: tuple[str, ...] = ()
 
 
-class Done(NamedTuple):
-    """An order that a worker has carried out, and how long it took, in seconds."""
-
-    error: str | None = None
-    took_s: float = 0.0
-
-
 @dataclass(slots=True)
 class Report:
-    """What one step brings back: orders done, by number and worker, and the loads that the step waited for."""
+    """What one step brings back: of the orders done, by number, each worker's error; and the loads waited for."""
 
-    done: dict[int, tuple[Done, ...]] = field(default_factory=dict)
+    done: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
     num_blocking: int = 0
 
-    def add(self, other: Report) -> None:
+    def aggregate(self, other: Report) -> Report:
         """Add the report of other workers."""
-        for number, done in other.done.items():
-            self.done[number] = self.done.get(number, ()) + done
+        for number, errors in other.done.items():
+            self.done[number] = self.done.get(number, ()) + errors
         self.num_blocking = max(self.num_blocking, other.num_blocking)
+        return self
 
 
 @dataclass(slots=True)
 class _OrderedLoad:
     num_workers: int
-    done: tuple[Done, ...] = ()
+    errors: tuple[str | None, ...] = ()
     ready_at: float = math.inf
 
     def poll(self, now: float) -> LoadResult | None:
-        if len(self.done) < self.num_workers:
-            return None
-        return LoadResult(
-            error=next((one.error for one in self.done if one.error is not None), None),
-            device_s=max(one.took_s for one in self.done),
-        )
+        is_done = len(self.errors) == self.num_workers
+        return LoadResult(error=next(filter(None, self.errors), None)) if is_done else None
 
 
 class Outbox(Executor):
-    """Turns loads of the core into orders: an executor whose steps are vLLM's own.
+    """Turns loads of the core into orders for ``num_workers`` workers: an executor whose steps are vLLM's own."""
 
-    Args:
-        num_workers: Workers that carry out every order.
-        ref_of: Returns a version as the workers know it.
-    """
-
-    def __init__(self, num_workers: int, ref_of: Callable[[AdapterKey], AdapterRef]) -> None:
-        self._num_workers, self._ref_of = num_workers, ref_of
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
         self._orders: list[Order] = []
         self._loads: dict[int, _OrderedLoad] = {}  # by order
         self._num_orders = 0
@@ -112,10 +80,9 @@ class Outbox(Executor):
 
     def learn(self, report: Report) -> None:
         """Take in the reports of workers."""
-        for number, done in report.done.items():
-            load = self._loads[number]
-            load.done += done
-            if len(load.done) == self._num_workers:
+        for number, errors in report.done.items():
+            self._loads[number].errors += errors
+            if len(self._loads[number].errors) == self._num_workers:
                 del self._loads[number]
 
     def launch(self, plan: StepPlan, now: float) -> Work:
@@ -124,15 +91,16 @@ class Outbox(Executor):
 
     def load_adapter(self, load: AdapterLoad, now: float) -> Work:
         """Order a read, or a copy to the slot that is the load's only page."""
-        number = self._order("load", load.tier, load.version.key, *load.pages)
+        one = load.version
+        number = self._order("load", load.tier, AdapterRef.of(one.key, one.source, one.file_key), *load.pages)
         made = self._loads[number] = _OrderedLoad(self._num_workers)
         return made
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Order that a copy is dropped."""
-        self._order("drop", tier, key)
+        self._order("drop", tier, AdapterRef.of(key))
 
-    def _order(self, work: Literal["load", "drop"], tier: Tier, key: AdapterKey, slot: int = -1) -> int:
+    def _order(self, work: Literal["load", "drop"], tier: Tier, adapter: AdapterRef, slot: int = -1) -> int:
         self._num_orders += 1
-        self._orders.append(Order(self._num_orders, work, tier, self._ref_of(key), slot))
+        self._orders.append(Order(self._num_orders, work, tier, adapter, slot))
         return self._num_orders

@@ -6,18 +6,14 @@ its rank. Routers read it: vLLM's ``lora_requests_info`` tells which adapters ha
 
 from __future__ import annotations
 
-from collections import Counter as Sums
-from dataclasses import asdict
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from manylora.core.events import AdapterLoaded, Event, RequestAdmitted
-from manylora.vllm.gate import RequestGate
 from manylora.vllm.plugin import chosen_options
 
-__all__ = ["AdapterPromMetrics", "AdapterRecorder", "AdapterStats"]
+__all__ = ["COUNTERS", "AdapterPromMetrics", "AdapterStats"]
 
 COUNTERS = {
     "adapter_requests": "num_adapter_requests",
@@ -32,32 +28,7 @@ COUNTERS = {
     "adapter_copy_seconds": "device_s",
     "adapter_wait_seconds": "waited_s",
 }
-"""The core's counters and the recorder's own, by metric."""
-
-
-class AdapterRecorder:
-    """Listens to the core's events in the engine's process; its sums are those since the start."""
-
-    def __init__(self) -> None:
-        self.sums: Sums[str] = Sums()
-        self._last: dict[str, Any] = {}
-
-    def heard(self, event: Event) -> None:
-        """Take in an event."""
-        if isinstance(event, AdapterLoaded):
-            self.sums["num_failed"] += event.error is not None
-            self.sums[f"{event.tier.value}_s"] += event.took_s  # type: ignore[assignment]
-        elif isinstance(event, RequestAdmitted) and not event.adapter_was_resident:
-            self.sums["waited_s"] += event.waited_s  # type: ignore[assignment]
-
-    def take(self, gate: RequestGate) -> AdapterStats | None:
-        """Return the figures, ``None`` if they are those of the last call."""
-        known = {**asdict(gate.counters), **self.sums}
-        figures = {"counts": {name: known.get(key, 0) for name, key in COUNTERS.items()}, "loaded": gate.residency()}
-        if figures == self._last:
-            return None
-        self._last = figures
-        return AdapterStats(data=figures)
+"""The gate's counts, by metric."""
 
 
 class AdapterStats(KVConnectorStats):  # type: ignore[misc]
@@ -82,28 +53,27 @@ class AdapterPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], engines: dict[int, Any]) -> None:
         super().__init__(vllm_config, metric_types, labelnames, engines)
+        counter, gauge = metric_types[Counter], metric_types[Gauge]
         self._counters = {
-            name: metric_types[Counter](f"manylora:{name}", f"{name.replace('_', ' ')}, in all.", labelnames)
-            for name in COUNTERS
+            name: counter(f"manylora:{name}", f"{name.replace('_', ' ')}, in all.", labelnames) for name in COUNTERS
         }
         text, names = "1 for an adapter in a slot (device) or in host memory.", ("adapter_name", "level", "rank")
-        self._loaded = metric_types[Gauge]("manylora:lora_adapter_loaded", text, [*labelnames, *names])
+        self._loaded = gauge("manylora:lora_adapter_loaded", text, [*labelnames, *names])
         labels = {key: str(value) for key, value in (chosen_options(vllm_config.kv_transfer_config) or {}).items()}
-        info = metric_types[Gauge]("manylora:plugin_info", "The options that were given.", [*labelnames, *labels])
+        info = gauge("manylora:plugin_info", "The options that were given.", [*labelnames, *labels])
         for values in engines.values():
             info.labels(*values, *labels.values()).set(1)
-        self._last: dict[int, dict[str, Any]] = {}  # by engine
+        self._last: dict[int, tuple[dict[str, float], set[tuple[Any, ...]]]] = {}  # by engine: counts and series
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Take in the figures of an engine."""
-        labels = self.per_engine_labelvalues[engine_idx]
-        counts = transfer_stats_data["counts"]
+        labels, counts = self.per_engine_labelvalues[engine_idx], transfer_stats_data["counts"]
         series = {(*labels, name, level, str(rank)) for name, (level, rank) in transfer_stats_data["loaded"].items()}
-        last = self._last.get(engine_idx, {"counts": dict.fromkeys(COUNTERS, 0), "series": set()})
+        old_counts, old_series = self._last.get(engine_idx, ({}, set()))
         for name, count in counts.items():
-            self._counters[name].labels(*labels).inc(count - last["counts"][name])
-        for gone in last["series"] - series:
+            self._counters[name].labels(*labels).inc(count - old_counts.get(name, 0))
+        for gone in old_series - series:
             self._loaded.remove(*gone)
         for one in series:
             self._loaded.labels(*one).set(1)
-        self._last[engine_idx] = {"counts": counts, "series": series}
+        self._last[engine_idx] = counts, series

@@ -1,14 +1,9 @@
 """The slots of a vLLM worker: read, packed and copied by threads, while the engine's thread runs the model.
 
-vLLM reads, packs and copies an adapter between two steps. Here two threads do it, one for the disk and one for the
-link, each first in, first out. The engine's thread only points a number to a slot once the copy is complete::
-
-    disk thread     | read + pack A .... | read + pack B .... |
-    link thread                          | copy A |           | copy B |
-    engine          | step | step | step | step     | step: A may run  | ...
-
-No step reads a slot while it is written: the gate gives a load a slot that no request in flight uses. On a GPU the copy
-is ordered behind the steps that were launched before, on a stream of its own.
+vLLM does it between two steps. Here one thread reads and one copies, each first in, first out, and the engine's thread
+only points a number to a slot once the copy is complete. No step reads a slot while it is written: the gate gives a
+load a slot that no request in flight uses. On a GPU the copy is ordered behind the steps that were launched before, on
+a stream of its own.
 
 vLLM's warm-up, with synthetic adapters, is vLLM's own. After it the slots are the gate's alone.
 """
@@ -16,7 +11,6 @@ vLLM's warm-up, with synthetic adapters, is vLLM's own. After it the slots are t
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -32,29 +26,26 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from manylora.core.errors import AdapterError, ConfigError
 from manylora.core.types import Tier
-from manylora.vllm.messages import Done, Order, Report
-from manylora.vllm.plugin import chosen_options
-from manylora.vllm.versions import identify
+from manylora.vllm.messages import Order, Report
+from manylora.vllm.plugin import check_failures, chosen_options
+from manylora.vllm.versions import AdapterRef, file_key
 
-__all__ = ["SlotManager", "current_slots", "make_manager"]
+__all__ = ["SlotManager", "current", "make_manager"]
 
 SWITCH_S = 0.0002
 """Longest time for which a thread that reads an adapter keeps the interpreter from the engine's."""
 
-_current: list[SlotManager] = []
+current: list[SlotManager] = []
+"""The manager of this process's worker."""
 
 
 def make_manager(vllm_config: Any, *args: Any, **kwargs: Any) -> LRUCacheWorkerLoRAManager:
     """Make the manager of a worker's adapters: vLLM's own, where the plug-in is installed and not asked for."""
     if chosen_options(vllm_config.kv_transfer_config) is None:
         return LRUCacheWorkerLoRAManager(vllm_config, *args, **kwargs)
-    _current[:] = [SlotManager(vllm_config, *args, **kwargs)]
-    return _current[0]
-
-
-def current_slots() -> SlotManager:
-    """Return the manager of this process's worker."""
-    return _current[0]
+    check_failures(vllm_config.kv_transfer_config)  # with several connectors, theirs is not asked
+    current[:] = [SlotManager(vllm_config, *args, **kwargs)]
+    return current[0]
 
 
 class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
@@ -67,11 +58,10 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_blocking = False
-        self._packed: dict[int, Any] = {}  # vLLM's LoRAModel by number, as the next two
+        self._packed: dict[int, Any] = {}  # vLLM's LoRAModel by number, as the next
         self._reads: dict[int, Future[None]] = {}
-        self._writing: dict[int, int] = {}  # slots that copies in flight write
         self._disk, self._link = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._done: SimpleQueue[tuple[Order, Done]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Order, str | None]] = SimpleQueue()
         self._num_blocking = 0
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
@@ -81,24 +71,20 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         for pool in (self._disk, self._link):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    # -- orders ------------------------------------------------------------------------------------------------------
-
     def begin(self, orders: Iterable[Order]) -> None:
-        """Start the work of orders, in their order; on the engine's thread."""
+        """Start the work of orders, in their order."""
         for order in orders:
             number = order.adapter.number
-            if order.work == "drop":
-                if order.tier is Tier.HOST:
-                    self._packed.pop(number, None)
-                else:
-                    self._point(number, None)
+            if order.work == "drop" and order.tier is Tier.HOST:
+                self._packed.pop(number, None)
+            elif order.work == "drop":
+                self._point(number, None)
             elif order.tier is Tier.HOST:
                 self._reads[number] = self._submit(self._disk, order, self._read)
             else:
                 self._begin_copy(order)
 
     def _begin_copy(self, order: Order) -> None:
-        self._writing[order.adapter.number] = order.slot
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         read = self._reads.get(order.adapter.number)
         if read is None or read.done():
@@ -108,12 +94,12 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
 
     def _submit(self, pool: ThreadPoolExecutor, order: Order, work: Callable[..., None], *args: Any) -> Future[None]:
         def run() -> None:
-            began, error = time.perf_counter(), None
+            error = None
             try:
                 work(order, *args)
             except Exception as raised:  # of any kind: an adapter must not end the engine
                 error = f"{type(raised).__name__}: {raised}"
-            self._done.put((order, Done(error, time.perf_counter() - began)))
+            self._done.put((order, error))
 
         future = pool.submit(run)
         if self.is_blocking:
@@ -121,19 +107,17 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             self._num_blocking += 1
         return future
 
-    def report(self) -> Report | None:
+    def report(self) -> Report:
         """Return what is done since the last call; a copy that is complete may be read from now on."""
         report, self._num_blocking = Report(num_blocking=self._num_blocking), 0
         while not self._done.empty():
-            order, done = self._done.get()
+            order, error = self._done.get()
             if order.tier is Tier.HOST:
                 del self._reads[order.adapter.number]
-            else:
-                del self._writing[order.adapter.number]
-                if done.error is None:
-                    self._point(order.adapter.number, order.slot)
-            report.done[order.number] = (done,)
-        return report if report.done or report.num_blocking else None
+            elif error is None:
+                self._point(order.adapter.number, order.slot)
+            report.done[order.number] = (error,)
+        return report
 
     def _point(self, number: int, slot: int | None) -> None:
         """Let a number mean a slot, or none."""
@@ -149,35 +133,32 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     def _read(self, order: Order) -> None:
         """Read an adapter, check it, and pack it as vLLM does."""
         ref, manager = order.adapter, self._adapter_manager
-        if identify(ref.name, ref.path)[0] != ref.file_key:
-            raise AdapterError(ref.name, "its files changed before they were read")
+        _check_unchanged(ref)
         lora = self._load_adapter(LoRARequest(ref.name, ref.number, ref.path))
         for weights in lora.loras.values():
             # Views of the mapped file: its pages would be read by the copy, or change with it.
             weights.lora_a, weights.lora_b = _own(weights.lora_a), _own(weights.lora_b)
-        if identify(ref.name, ref.path)[0] != ref.file_key:
-            raise AdapterError(ref.name, "its files changed while they were read")
+        _check_unchanged(ref)
         manager._create_merged_loras_inplace(lora)
         if not any(manager._get_lora_layer_weights(lora, name) for name in manager.modules):
             raise AdapterError(ref.name, "none of its weights is of a module of this model")
         self._packed[ref.number] = lora
 
-    def _copy(self, order: Order, ready: Any = None) -> None:
+    def _copy(self, order: Order, ready: Any) -> None:
         """Copy an adapter from host memory to its slot, module by module."""
-        manager = self._adapter_manager
+        manager, stream = self._adapter_manager, self._stream
         if (lora := self._packed.get(order.adapter.number)) is None:
             raise AdapterError(order.adapter.name, "its read failed")
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if self._stream is not None:
-                self._stream.wait_event(ready)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            if stream is not None:
+                stream.wait_event(ready)
             for name, module in manager.modules.items():
-                weights = manager._get_lora_layer_weights(lora, name)
-                if weights is None:
+                if (weights := manager._get_lora_layer_weights(lora, name)) is None:
                     module.reset_lora(order.slot)
                 else:
                     module.set_lora(order.slot, weights.lora_a, weights.lora_b)
-        if self._stream is not None:
-            self._stream.synchronize()
+        if stream is not None:
+            stream.synchronize()
 
     # -- vLLM's interface --------------------------------------------------------------------------------------------
 
@@ -195,7 +176,7 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         path = get_adapter_absolute_path(lora_request.lora_path)
         try:
             PEFTHelper.from_local_dir(path, self.max_position_embeddings).validate_legal(self.lora_config)
-            identify(lora_request.lora_name, path)
+            file_key(lora_request.lora_name, path)
         except (FileNotFoundError, AdapterError) as error:
             raise LoRAAdapterNotFoundError(lora_request.lora_name, lora_request.lora_path) from error
         return True
@@ -217,6 +198,11 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
     def list_adapters(self) -> set[int]:
         """Return the numbers in host memory."""
         return {*self._packed, *super().list_adapters()}
+
+
+def _check_unchanged(ref: AdapterRef) -> None:
+    if file_key(ref.name, ref.path) != ref.file_key:
+        raise AdapterError(ref.name, "its files changed while its request waited")
 
 
 def _own(weights: Any) -> Any:
