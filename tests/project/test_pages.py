@@ -123,7 +123,19 @@ def tree() -> frozenset[str]:
     """Return every file and folder below the places that pages name files from, as they may be written there."""
     found: set[str] = set()
     for base in (ROOT, ROOT / "src" / "manylora"):
-        for folder in ("src", "tests", "bench", "docs", "examples", "deploy", "core", "execution", "serving", "route"):
+        for folder in (
+            "src",
+            "tests",
+            "bench",
+            "docs",
+            "examples",
+            "deploy",
+            "core",
+            "execution",
+            "serving",
+            "route",
+            "vllm",
+        ):
             found.update(str(path.relative_to(base)) for path in (base / folder).rglob("*"))
         for folder in ("functions", "lab", "cli", "demo"):
             found.update(str(path.relative_to(base)) for path in (base / folder).rglob("*"))
@@ -144,14 +156,14 @@ def test_files_that_pages_name_exist(page: Path) -> None:
 
 def test_the_page_of_packages_has_a_line_for_each_part() -> None:
     page = (ROOT / "docs" / "packages.md").read_text()
-    for room in ("core", "execution", "serving", "route", "functions", "lab"):
+    for room in ("core", "execution", "serving", "route", "vllm", "functions", "lab"):
         section = page.partition(f"\n## `{room}`\n")[2].partition("\n## ")[0]
         inside = (ROOT / "src" / "manylora" / room).iterdir()
         parts = {path.stem for path in inside if not path.name.startswith("_") and path.suffix != ".md"}
         assert parts - set(re.findall(r"`([\w]+)`", section)) == set(), room
 
 
-@pytest.mark.parametrize("room", ["core", "execution", "serving", "route", "functions", "lab"])
+@pytest.mark.parametrize("room", ["core", "execution", "serving", "route", "vllm", "functions", "lab"])
 def test_the_picture_in_a_readme_has_each_part_of_the_room(room: str) -> None:
     folder = ROOT / "src" / "manylora" / room
     picture = (folder / "README.md").read_text().split("```")[1]

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "intel-openmp"}
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-FOR_TESTS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "httpx", "rich>=13.7")
+FOR_TESTS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "httpx", "rich>=13.7", "scipy>=1.11")
 
 
 def install(*arguments: str, check: bool = True) -> bool:

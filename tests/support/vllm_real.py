@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(Path(__file__).parent),
 }
 LIMITS = {"max_loras": 8, "max_cpu_loras": 16, "max_lora_rank": 8, "max_num_seqs": 16, "max_model_len": 512}
 NUM_ADAPTERS = 64
@@ -71,8 +74,15 @@ def write_adapter(folder: Path, seed: int) -> Path:
 
 
 def transfer_config(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the value of ``--kv-transfer-config`` that switches the plug-in on."""
-    return {"kv_connector": "Manylora", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    """Return the value of ``--kv-transfer-config`` that switches the plug-in on, alone or ``beside`` another one."""
+    options = dict(options)
+    is_beside = options.pop("beside", False)
+    own = {"kv_connector": "Manylora", "kv_role": "kv_both", "kv_connector_extra_config": options}
+    if not is_beside:
+        return own
+    other = {"kv_connector": "OtherConnector", "kv_role": "kv_both", "kv_connector_module_path": "vllm_other_connector"}
+    extra = {"connectors": [own, other]}
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def answer_offline(folder: Path, options: dict[str, Any] | None) -> list[list[int]]:
@@ -87,10 +97,10 @@ def answer_offline(folder: Path, options: dict[str, Any] | None) -> list[list[in
 
 
 class RealServer:
-    """A running ``vllm serve``."""
+    """A running ``vllm serve``, with all its processes in a group of their own."""
 
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
+        self.url, self.process = f"http://127.0.0.1:{port}", process
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
         """Return the status and the text of a reply."""
@@ -125,8 +135,35 @@ class RealServer:
 
 
 @contextmanager
-def serving(folders: dict[str, Path], options: dict[str, Any], log: Path) -> Iterator[RealServer]:
-    """Run ``vllm serve`` with the plug-in."""
+def registry(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Serve a folder over HTTP; yield its URL, and the paths that are asked for."""
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(folder))
+
+        def log_request(self, *args: Any) -> None:
+            asked.append(self.path)
+
+        def log_error(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def serving(
+    folders: dict[str, Path], options: dict[str, Any], log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[RealServer]:
+    """Run ``vllm serve`` with the plug-in, with further variables in its environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -136,9 +173,10 @@ def serving(folders: dict[str, Path], options: dict[str, Any], log: Path) -> Ite
     command += ["--kv-transfer-config", json.dumps(transfer_config(options)), "--lora-modules"]
     command += [f"{name}={path}" for name, path in folders.items()]
     with log.open("w") as output:
-        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output, start_new_session=True)
+        given = {**ENVIRONMENT, **(environment or {})}
+        process = subprocess.Popen(command, env=given, stdout=output, stderr=output, start_new_session=True)
         try:
-            server, until = RealServer(port), time.monotonic() + START_S
+            server, until = RealServer(port, process), time.monotonic() + START_S
             while True:
                 assert process.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
                 try:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from vllm_real import NUM_ADAPTERS, RealServer, answer_offline, serving, write_adapter
+from vllm_real import NUM_ADAPTERS, RealServer, answer_offline, registry, serving, write_adapter
 
 pytest.importorskip("vllm.entrypoints", reason="run by `make vllm`, in an environment that has vLLM")
 
@@ -39,7 +39,9 @@ def server(adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield server
 
 
-@pytest.mark.parametrize("options", [{}, {"policy": "sjf", "eviction": "lru", "blocking_loads": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "sjf", "eviction": "lru", "blocking_loads": True}, {"beside": True, "look_ahead": 3}]
+)
 def test_tokens_are_those_of_vllm(options: dict[str, object], adapters: Path, stock: list[list[int]]) -> None:
     """Greedy and drawn by seed, 64 adapters through 8 slots."""
     assert len({tuple(tokens) for tokens in stock}) > NUM_ADAPTERS, "the adapters differ"
@@ -125,6 +127,35 @@ def test_adapters_come_go_and_change_under_load(server: RealServer, adapters: Pa
     metrics = server.metrics()
     assert metrics["adapter_blocking_loads"] == 0
     assert sum(name.endswith(" device") for name in metrics) == 8, "no slot was lost"
+
+
+def test_it_serves_beside_another_connector_from_registries(adapters: Path, tmp_path: Path) -> None:
+    """Its metrics and its orders find their way through a multi connector; adapters that no one loaded are fetched."""
+    (adapters / "team").mkdir(exist_ok=True)
+    for number in range(3):
+        write_adapter(adapters / "team" / f"far{number}", 40 + number)
+    broken = write_adapter(adapters / "team" / "torn", 43) / "adapter_model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:100])
+    folders = {f"a{number}": adapters / f"a{number}" for number in range(40, 52)}
+    with registry(adapters / "team") as (url, asked):
+        environment = {"MANYLORA_LORA_REGISTRY": url, "MANYLORA_LORA_CACHE": str(tmp_path / "cache")}
+        with serving(folders, {"beside": True}, tmp_path / "serve.log", environment) as server:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(server.complete, [*folders, *(f"far{number}" for number in range(3))] * 3))
+            for number in range(3):
+                assert server.complete(f"far{number}") == server.complete(f"a{40 + number}"), "the same weights"
+            assert sum("far0/adapter_model" in path for path in asked) <= 2, "the head and the file, once"
+            body = {"prompt": "x", "max_tokens": 2}
+            assert server.call("/v1/completions", {"model": "nowhere", **body})[0] == 404
+            assert server.call("/v1/completions", {"model": "../a1", **body})[0] == 404
+            status, text = server.call("/v1/completions", {"model": "torn", **body})
+            assert status >= 400 or json.loads(text)["choices"][0]["finish_reason"] == "error", text
+            for name in folders:  # the slot that was to be the torn one's is another's
+                assert server.complete(name)
+            metrics = server.metrics()
+            assert metrics["adapter_copies"] >= 15 and metrics["adapter_blocking_loads"] == 0
+            assert sum(name.endswith(" device") for name in metrics) == 8
+    assert len(list((tmp_path / "cache").iterdir())) == 4, "a folder for each, and nothing half made"
 
 
 def test_the_command_says_what_is_active(server: RealServer) -> None:
