@@ -51,12 +51,13 @@ BY_HAND = (
     "scaling.py",
     "scaling_live.py",
     "versions.py",
+    "vllm_churn.py",
     "vllm_plugin.py",
 )
 """Not run here: `bases.py` needs llama.cpp built for the processor, `bases_accuracy.py` trains a model, `clients.py`
 installs packages (`make clients`), `gpu.py` needs a GPU, `peers.py` is for a model of one's own, `scaling.py` and
-`scaling_live.py` read one trace by its name, `versions.py` needs another checkout, `vllm_plugin.py` needs the
-environment of `make vllm`."""
+`scaling_live.py` read one trace by its name, `versions.py` needs another checkout, `vllm_churn.py` and `vllm_plugin.py`
+need the environment of `make vllm`."""
 
 
 @dataclass(frozen=True, slots=True)

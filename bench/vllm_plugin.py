@@ -6,6 +6,10 @@
 A random Llama with 64 adapters of some 10 MB, 8 slots, requests that come at random (popularity: Zipf 0.92). Reads of
 adapters are slowed down to a disk of 200 MB/s, or not. Each arm has an engine of its own that lives for all rounds. The
 arm ``no loads`` is vLLM with requests for adapters that are in slots: its time between tokens is the others' target.
+
+The simulator predicts each arm (``vllm_twin.py``). Its costs are fitted to steps and loads of this run: for vLLM's
+rules to steps of ``no loads`` and loads of ``vllm``, else to steps and loads of ``no loads`` and ``no stall alone``,
+which has loads beside steps. The orders, the evictions and the plug-in itself are predicted without having been seen.
 """
 
 from __future__ import annotations
@@ -20,15 +24,48 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from vllm_twin import (
+    NUM_ADAPTERS,
+    NUM_HOST,
+    NUM_SEATS,
+    NUM_SLOTS,
+    RANK,
+    Load,
+    Served,
+    draw_requests,
+    make_adapters,
+    plugin_rules,
+    serve_simulated,
+    vllm_rules,
+)
+
+from manylora.core.costs.features import StepFeatures, step_features
+from manylora.core.costs.step_log import LoadRecord, LogHeader, StepRecord
+from manylora.core.types import AdapterKey, Tier
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.costs.calibrate import fit_profile
+from manylora.lab.costs.fitted import FittedCost
+from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.sim.setup import read_dims
+from manylora.lab.workloads import RequestSpec
+
 RESULTS = Path(__file__).parent / "results"
-NUM_ADAPTERS, NUM_SLOTS, NUM_HOST = 64, 8, 16
-HIDDEN, INNER, LAYERS, RANK, VOCABULARY = 256, 704, 8, 64, 1024
-ZIPF, PACE = 0.92, 200e6
-PROMPT_TOKENS, MOST_TOKENS = (8, 32), (8, 32)
+HIDDEN, INNER, LAYERS, VOCABULARY = 256, 704, 8, 1024
+PACE = 200e6
+LATE_S = 2.0
+"""Time at which requests begin in the arm without loads, whose adapters are loaded before."""
+APART_S = 60.0
+"""Between the rounds in virtual time."""
+WARM_UP_S = 2.0
+SAME_TURN_S = 0.01
+"""Longest time from the end of a step to the next one that follows it at once."""
 ONE = {"policy": "strict-fifo", "eviction": "lru", "look_ahead": 0, "blocking_loads": True}
 ARMS: dict[str, dict[str, Any] | None] = {
     "vllm": None,
@@ -39,6 +76,19 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "prefetching alone": {**ONE, "look_ahead": 10},
     "no stall alone": {**ONE, "policy": "fifo", "blocking_loads": False},
 }
+
+
+BESIDE = ["no loads", "no stall alone"]
+"""Arms whose steps and loads tell what loads beside steps cost."""
+SHOWN = (
+    "gap_p99_s",
+    "gap_while_loading_p99_s",
+    "cold_ttft_p50_s",
+    "ttft_p50_s",
+    "read_mb",
+    "num_copies",
+    "tokens_per_s",
+)
 
 
 class PacedWorker:
@@ -140,7 +190,7 @@ class Arm:
             max_loras=NUM_SLOTS,
             max_cpu_loras=NUM_HOST,
             max_lora_rank=RANK,
-            max_num_seqs=16,
+            max_num_seqs=NUM_SEATS,
             max_model_len=512,
             dtype="float32",
             enforce_eager=True,
@@ -150,39 +200,60 @@ class Arm:
         )
         self._engine = llm.llm_engine
         self._num_requests = 0
+        self._steps: list[tuple[float, float, float, StepFeatures]] = []
+        self._log_steps(self._engine.engine_core.engine_core.scheduler)
 
-    def run(self, *, seconds: float, rate: float, pace: float, seed: int) -> dict[str, float]:
-        """Serve a round of requests; return its figures."""
+    def _log_steps(self, scheduler: Any) -> None:
+        """Note begin and end of each step, and its content, from now on."""
+        schedule, update, begun, ended = scheduler.schedule, scheduler.update_from_output, {}, [0.0]
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            at, output = time.monotonic(), schedule(*args, **kwargs)
+            parts = []
+            for key, num_tokens in output.num_scheduled_tokens.items():
+                request = scheduler.requests[key]
+                name = AdapterKey(request.lora_request.lora_name)
+                parts.append(SyntheticSequence(request.num_computed_tokens - num_tokens, num_tokens, name, RANK))
+            if parts:
+                begun[id(output)] = at, step_features(synthetic_plan(parts))
+            return output
+
+        def end(output: Any, *args: Any, **kwargs: Any) -> Any:
+            if (noted := begun.pop(id(output), None)) is not None:
+                at, now = time.monotonic(), noted[0]
+                turn = ended[0] if now - ended[0] < SAME_TURN_S else now
+                self._steps.append((turn, at, at - max(now, ended[0]), noted[1]))
+                ended[0] = at
+            return update(output, *args, **kwargs)
+
+        scheduler.schedule, scheduler.update_from_output = begin, end
+
+    def run(self, *, seconds: float, rate: float, pace: float, seed: int) -> dict[str, Any]:
+        """Serve a round of requests; return its figures, and what a model of costs is fitted to."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
         self._engine.collective_rpc("pace", args=(pace,))
-        rng, weights = random.Random(seed), [rank**-ZIPF for rank in range(1, NUM_ADAPTERS + 1)]
-        arrivals: list[tuple[float, int, int, int]] = []
-        at = rng.expovariate(rate)
-        while at < seconds:
-            adapter = rng.choices(range(NUM_ADAPTERS), weights)[0]
-            adapter %= NUM_SLOTS if self._name == "no loads" else NUM_ADAPTERS
-            arrivals.append((at, adapter, rng.randint(*PROMPT_TOKENS), rng.randint(*MOST_TOKENS)))
-            at += rng.expovariate(rate)
-        if self._name == "no loads":  # they are loaded first
-            arrivals = [(at + 2.0, *rest) for at, *rest in arrivals]  # type: ignore[misc]
-            arrivals = [(0.0, number, 16, 8) for number in range(NUM_SLOTS)] + arrivals
+        rng = random.Random(seed)
+        arrivals = [
+            (one.arrival_s, str(one.adapter), one.num_prompt_tokens, one.num_output_tokens)
+            for one in requests_of(self._name, seconds=seconds, rate=rate, seed=seed)
+        ]
         began = time.monotonic()
         times: dict[str, list[float]] = {}
         asked: dict[str, tuple[str, float]] = {}
         waiting = list(reversed(arrivals))
         while waiting or self._engine.has_unfinished_requests():
             while waiting and began + waiting[-1][0] <= time.monotonic():
-                at, adapter, num_prompt, num_answer = waiting.pop()
+                at, name, num_prompt, num_answer = waiting.pop()
                 self._num_requests += 1
-                name, key = f"a{adapter}", str(self._num_requests)
+                key = str(self._num_requests)
                 asked[key], times[key] = (name, began + at), []
                 self._engine.add_request(
                     key,
                     {"prompt_token_ids": [rng.randrange(10, VOCABULARY) for _ in range(num_prompt)]},
                     SamplingParams(max_tokens=num_answer, temperature=0, ignore_eos=True, detokenize=False),
-                    lora_request=LoRARequest(name, adapter + 1, str(self._folder / name)),
+                    lora_request=LoRARequest(name, int(name[1:]) + 1, str(self._folder / name)),
                 )
             if not self._engine.has_unfinished_requests():
                 time.sleep(0.001)
@@ -191,17 +262,26 @@ class Arm:
                 now, seen = time.monotonic(), times[output.request_id]
                 seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
         loads = self._engine.collective_rpc("take_loads")[0]
-        return figures(asked, times, loads, time.monotonic() - began)
+        steps, self._steps[:] = list(self._steps), []
+        served = figures(Served(asked, times, loads, time.monotonic() - began))
+        return {"figures": served, "steps": msgspec.to_builtins(steps), "loads": loads}
 
 
-def figures(
-    asked: dict[str, tuple[str, float]],
-    times: dict[str, list[float]],
-    loads: Iterable[tuple[str, str, int, float, float]],
-    took_s: float,
-) -> dict[str, float]:
-    """Return the figures of a round, from times of tokens and of loads on one clock."""
-    loads = list(loads)
+def requests_of(arm: str, *, seconds: float, rate: float, seed: int) -> list[RequestSpec]:
+    """Return the requests of a round for an arm."""
+    if arm != "no loads":
+        return draw_requests(seconds=seconds, rate=rate, seed=seed)
+    first = [
+        RequestSpec(arrival_s=0.0, num_prompt_tokens=16, num_output_tokens=8, adapter=f"a{number}")
+        for number in range(NUM_SLOTS)
+    ]
+    drawn = draw_requests(seconds=seconds, rate=rate, seed=seed, num_asked=NUM_SLOTS)
+    return first + [replace(one, arrival_s=one.arrival_s + LATE_S) for one in drawn]
+
+
+def figures(served: Served) -> dict[str, float]:
+    """Return the figures of a round."""
+    asked, times, loads, took_s = served
     gaps = [pair for seen in times.values() for pair in itertools.pairwise(seen)]
     held = [end - begin for begin, end in gaps if any(a < end and begin < b for *_, a, b in loads)]
     cold, load_s = [], []
@@ -261,6 +341,89 @@ def start_arm(name: str, folder: Path) -> tuple[subprocess.Popen[str], Any]:
     return process, answers
 
 
+class Twin:
+    """Predicts arms from the steps and loads of others.
+
+    Args:
+        folder: Has the base.
+        logs: Steps and loads of each round, by disk and arm.
+    """
+
+    def __init__(self, folder: Path, logs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+        self._base = base_shape(read_dims(str(folder / "base")), block_size=16)
+        self._logs = logs
+        self._sizes = next(iter(adapter_versions(make_adapters(), self._base).values()))
+
+    def predict(self, arm: str, disk: str, rounds: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, float]]:
+        """Return the figures of an arm's rounds on a disk.
+
+        Args:
+            arm: The arm.
+            disk: One of the disks.
+            rounds: The disk, the duration, the rate and the seed of each round, in order.
+        """
+        options = ARMS[arm]
+        waits = options is None or bool(options.get("blocking_loads"))
+        cost = self._cost(disk, ["no loads"], "vllm") if waits else self._cost(disk, BESIDE, BESIDE[-1])
+        requests, begins = [], []
+        for number, (_, order) in enumerate(rounds):  # an engine goes on with the adapters that it has
+            begins.append(number * APART_S)
+            made = requests_of(arm, seconds=order["seconds"], rate=order["rate"], seed=order["seed"])
+            requests += [replace(one, arrival_s=one.arrival_s + begins[-1]) for one in made]
+        rules = vllm_rules() if options is None else plugin_rules(options)
+        served = serve_simulated(requests, rules, self._base, cost, interference=cost.interference)
+        return [
+            figures(within(served, begin, begin + APART_S))
+            for begin, (one, _) in zip(begins, rounds, strict=True)
+            if one == disk
+        ]
+
+    def _cost(self, disk: str, stepping: Sequence[str], loading: str) -> FittedCost:
+        lines: list[LogHeader | StepRecord | LoadRecord] = [LogHeader(base=self._base, num_pages=2)]
+        for arm in stepping:
+            for one in self._logs[disk][arm]:
+                for number, (began, ended, device_s, features) in enumerate(one["steps"]):
+                    content = msgspec.convert(features, StepFeatures)
+                    step = {"step_id": number, "launched_at": began, "ended_at": ended, "device_s": device_s}
+                    lines.append(StepRecord(**step, features=content))
+        for one in self._logs[disk][loading]:
+            for kind, name, _, began, ended in one["loads"]:
+                tier = Tier.HOST if kind == "read" else Tier.DEVICE
+                size = self._sizes.disk_bytes if kind == "read" else self._sizes.host_bytes
+                load = {"launched_at": began, "ended_at": ended, "device_s": ended - began, "num_bytes": size}
+                lines.append(LoadRecord(adapter=AdapterKey(name), tier=tier, **load))
+        return FittedCost(fit_profile(lines), random.Random(0))
+
+
+def within(served: Served, begin: float, end: float) -> Served:
+    """Return what was served of the requests that came, and the loads that began, in an interval; from its begin."""
+    asked = {key: (name, at - begin) for key, (name, at) in served.asked.items() if begin <= at < end}
+    times = {key: [at - begin for at in served.times[key]] for key in asked}
+    loads: list[Load] = [(*what, a - begin, b - begin) for *what, a, b in served.loads if begin <= a < end]  # type: ignore[misc]
+    return Served(asked, times, loads, max(seen[-1] for seen in times.values()))
+
+
+def changes(measured: dict[str, dict[str, list[dict[str, float]]]], predicted: dict[str, Any]) -> str:
+    """Return each arm's figures as shares of vLLM's, measured and predicted, as Markdown."""
+    lines = []
+    for disk, arms in measured.items():
+        lines += ["", f"## Of vLLM's, measured and predicted: {disk}", "", f"| arm | {' | '.join(SHOWN)} |"]
+        lines += ["|---" * (len(SHOWN) + 1) + "|"]
+        for arm, rounds in arms.items():
+            if arm != "vllm":
+                cells = []
+                for name in SHOWN:
+                    live, told = (
+                        statistics.median(one[name] for one in of[disk][arm])
+                        / (statistics.median(one[name] for one in of[disk]["vllm"]) or 1.0)
+                        for of in (measured, predicted)
+                    )
+                    cells.append(f"{live:.2f}, {told:.2f}")
+                lines.append(f"| {arm} | {' | '.join(cells)} |")
+            assert len(rounds) == len(predicted[disk][arm])
+    return "\n".join(lines) + "\n"
+
+
 def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
     """Return the medians over rounds as Markdown."""
     lines = []
@@ -289,27 +452,48 @@ def main() -> None:
         return
     disks = {"disk of 200 MB/s": PACE, "files in memory": 0.0}
     names = given.arms.split(",")
-    results: dict[str, dict[str, list[dict[str, float]]]] = {disk: {arm: [] for arm in names} for disk in disks}
+    logs: dict[str, dict[str, list[dict[str, Any]]]] = {disk: {arm: [] for arm in names} for disk in disks}
+    orders: list[tuple[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder))
         arms = {name: start_arm(name, Path(folder)) for name in names}
+
+        def ask(name: str, order: dict[str, Any]) -> dict[str, Any]:
+            process, answers = arms[name]
+            assert process.stdin is not None
+            print(json.dumps(order), file=process.stdin, flush=True)
+            if not (line := answers.readline()):
+                sys.exit((Path(folder) / f"{name}.log").read_text()[-4000:])
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+
+        orders.append(("warm-up", {"seconds": WARM_UP_S, "rate": given.rate, "pace": 0.0, "seed": 1_000_000}))
+        for name in names:
+            ask(name, orders[0][1])
         for number in range(given.rounds):
             for turn, (disk, pace) in enumerate(disks.items()):
-                for name, (process, answers) in arms.items():
-                    order = {"seconds": given.seconds, "rate": given.rate, "pace": pace, "seed": 2 * number + turn}
-                    assert process.stdin is not None
-                    print(json.dumps(order), file=process.stdin, flush=True)
-                    if not (line := answers.readline()):
-                        sys.exit((Path(folder) / f"{name}.log").read_text()[-4000:])
-                    results[disk][name].append(json.loads(line))
-                    print(number, disk, name, line.strip(), flush=True)
+                order = {"seconds": given.seconds, "rate": given.rate, "pace": pace, "seed": 2 * number + turn}
+                orders.append((disk, order))
+                for name in names:
+                    logs[disk][name].append(ask(name, order))
+                    print(number, disk, name, logs[disk][name][-1]["figures"], flush=True)
         for process, _ in arms.values():
             assert process.stdin is not None
             process.stdin.close()
             process.wait(60)
-    given.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-    given.output.with_suffix(".md").write_text(f"# vLLM with and without the plug-in\n{table(results)}")
-    print(table(results))
+        results = {
+            disk: {arm: [one["figures"] for one in of] for arm, of in made.items()} for disk, made in logs.items()
+        }
+        text = f"# vLLM with and without the plug-in\n{table(results)}"
+        given.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+        given.output.with_suffix(".md").write_text(text)
+        print(text)
+        if {"vllm", *BESIDE} <= set(names):
+            twin = Twin(Path(folder), logs)
+            predicted = {disk: {arm: twin.predict(arm, disk, orders) for arm in names} for disk in disks}
+            compared = changes(results, predicted)
+            given.output.with_suffix(".md").write_text(text + compared)
+            print(compared)
 
 
 if __name__ == "__main__":
