@@ -191,6 +191,7 @@ class Arm:
             max_cpu_loras=NUM_HOST,
             max_lora_rank=RANK,
             max_num_seqs=NUM_SEATS,
+            num_gpu_blocks_override=128,  # room for all requests, and for seven engines in memory
             max_model_len=512,
             dtype="float32",
             enforce_eager=True,
