@@ -62,7 +62,7 @@ def draw_requests(*, seconds: float, rate: float, seed: int, num_asked: int = NU
     """Draw requests that come at random, for adapters of popularity ``place ** -ZIPF``.
 
     Args:
-        seconds: How long they come.
+        seconds: Duration of the arrivals.
         rate: Requests per second.
         seed: Of all draws.
         num_asked: Adapters that are asked for; others are replaced by these.

@@ -21,6 +21,7 @@ __all__ = [
     "KNOWN_RELEASES",
     "PluginOptions",
     "check_engine",
+    "check_failures",
     "check_release",
     "chosen_options",
     "register",
