@@ -58,7 +58,8 @@ def recite(part: PlannedSequence) -> SampledToken:
         token = EOS
     if part.sampling.logprobs is None:
         return SampledToken(token_id=token)
-    top = tuple((ord("a") + (shift + position + rank) % 26, -0.5 - rank) for rank in range(part.sampling.logprobs))
+    likely = [ord("a") + (shift + position + rank) % 26 for rank in range(part.sampling.logprobs)]
+    top = tuple((token_id, -0.5 - rank) for rank, token_id in enumerate(part.sampling.logprob_token_ids or likely))
     return SampledToken(token_id=token, logprob=-0.5, top=top)
 
 

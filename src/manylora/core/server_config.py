@@ -10,7 +10,7 @@ from typing import Any
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
-from manylora.core.types import MAX_LOGPROBS
+from manylora.core.types import MAX_LOGPROBS, USUAL_LOGPROBS
 
 __all__ = ["FleetConfig", "PublishConfig", "WebConfig"]
 
@@ -201,7 +201,10 @@ class WebConfig:
         None, metavar="FILE", help="Chat template in place of the model's own: a file, or the template itself."
     )
     max_logprobs: int = _http(
-        MAX_LOGPROBS, at_least=0, at_most=MAX_LOGPROBS, help="Most log-probabilities of a token that a request gets."
+        USUAL_LOGPROBS,
+        at_least=-1,
+        at_most=MAX_LOGPROBS,
+        help="Most log-probabilities of a token that a request gets; -1 is as many as the server can report.",
     )
     request_id_headers: bool = _http(
         False,

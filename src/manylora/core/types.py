@@ -18,6 +18,8 @@ from manylora.core.errors import RequestError
 
 __all__ = [
     "MAX_LOGPROBS",
+    "MAX_LOGPROB_TOKEN_IDS",
+    "USUAL_LOGPROBS",
     "AdapterKey",
     "AdapterVersion",
     "ColdStart",
@@ -33,8 +35,11 @@ __all__ = [
     "Tier",
 ]
 
-MAX_LOGPROBS = 20
-"""Most log-probabilities of a token, as in OpenAI's API."""
+USUAL_LOGPROBS = 20
+"""Most log-probabilities of a token in OpenAI's API, and from a server that is not told to give more."""
+MAX_LOGPROBS = 1024
+"""Most log-probabilities of a token: so many take a millisecond to become JSON."""
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
@@ -129,7 +134,9 @@ class SamplingParams:
         include_stop_str_in_output: Whether the matched stop string stays in the text.
         ignore_eos: Continue after end-of-sequence tokens, for load generators.
         logprobs: Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
-        prompt_logprobs: The same for the positions of the prompt. All its tokens are then computed: none is served
+        logprob_token_ids: Tokens to report at each position in place of the most likely ones, in this order; needs
+            ``logprobs``, whose number is then without effect.
+        prompt_logprobs: As ``logprobs``, for the positions of the prompt. All its tokens are then computed: none is served
             from the prefix cache.
         skip_special_tokens: Leave special tokens out of the text.
         constraint: The form that the answer must have.
@@ -154,6 +161,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     constraint: Constraint | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -180,6 +188,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             most = getattr(self, name)
             check(most is None or 0 <= most <= MAX_LOGPROBS, name, f"a number from 0 to {MAX_LOGPROBS}")
+        check(
+            len(self.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS and all(t >= 0 for t in self.logprob_token_ids),
+            "logprob_token_ids",
+            f"at most {MAX_LOGPROB_TOKEN_IDS} token ids",
+        )
+        check(not self.logprob_token_ids or self.logprobs is not None, "logprob_token_ids", "logprobs beside it")
         check(len(self.stop) <= MAX_STOPS and all(self.stop), "stop", f"at most {MAX_STOPS} strings, none empty")
         for stop in self.stop:
             check(len(stop) <= MAX_STOP_CHARS, "stop", f"strings of at most {MAX_STOP_CHARS} characters")

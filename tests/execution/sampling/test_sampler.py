@@ -356,6 +356,23 @@ def test_logprobs_are_of_the_raw_logits_in_a_stable_order() -> None:
     assert third.logprob is None and third.top == ()
 
 
+def test_many_and_given_logprobs_are_reported_beside_few() -> None:
+    logits = torch.randn(4, 500)
+    samplings = [
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(temperature=0.0, logprobs=300),
+        SamplingParams(temperature=0.0, logprobs=5, logprob_token_ids=(499, 0, 7)),
+        SamplingParams(temperature=0.0, logprobs=21),
+    ]
+    expected = logits.log_softmax(-1)
+    for row, token in enumerate(Sampler(500, ()).sample(logits, [sequence(one) for one in samplings])):
+        assert token is not None
+        chosen = [499, 0, 7] if row == 2 else expected[row].topk(samplings[row].logprobs or 0).indices.tolist()
+        assert [token_id for token_id, _ in token.top] == chosen
+        assert [value for _, value in token.top] == pytest.approx(expected[row, chosen].tolist(), abs=1e-5)
+        assert token.logprob == pytest.approx(float(expected[row].max()), abs=1e-5)
+
+
 def test_more_logprobs_than_tokens_reports_all() -> None:
     (token,) = Sampler(3, ()).sample(torch.randn(1, 3), [sequence(SamplingParams(logprobs=20))])
     assert len(token.top) == 3

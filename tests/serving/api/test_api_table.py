@@ -84,6 +84,7 @@ VALUES: dict[str, Any] = {
     "instructions": "Be kind.",
     "is_3d_lora_weight": True,
     "logit_bias": {"104": 1.0},
+    "logprob_token_ids": [104],
     "logprobs": {"completions": 1, "chat": True},
     "lora_int_id": 1,
     "max_completion_tokens": 2,
@@ -135,6 +136,7 @@ VALUES: dict[str, Any] = {
 """A value that changes the answer, by field; by route where it differs. Other fields get a text."""
 
 NEEDS: Mapping[str, dict[str, Any]] = {
+    "logprob_token_ids": {"completions": {"logprobs": 1}, "chat": {"logprobs": True}},  # by route
     "stream_options": {"stream": True},
     "top_logprobs": {"logprobs": True},
     "tool_choice": {},
@@ -222,7 +224,8 @@ def test_fields_of_the_routes_that_answer(http: httpx.Client, route: str) -> Non
     for field, verdict in rows.items():
         if verdict == "-":
             continue
-        asked = {**base, **NEEDS.get(field, {}), field: value_of(field, route)}
+        needed_too = NEEDS.get(field, {})
+        asked = {**base, **needed_too.get(route, needed_too), field: value_of(field, route)}
         problems.append(problem(http, path, asked, field, verdict))
         if verdict == "works":  # it is read: a value of another type is an error
             problems.append(problem(http, path, {**asked, field: WRONG}, field, "refused"))

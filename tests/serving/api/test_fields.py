@@ -19,7 +19,7 @@ from manylora.serving.api.json_body import parse
 from manylora.serving.api.model_settings import Settings
 from manylora.serving.api.request import AnswerCall
 from manylora.serving.api.responses import ResponsesBody
-from manylora.serving.api.sampling import sampling_params
+from manylora.serving.api.sampling import count_logprobs, sampling_params
 from manylora.serving.api.schemas import REFUSED, ChatBody, CompletionBody, SamplingFields
 from manylora.serving.text import Tokenizer
 
@@ -46,7 +46,8 @@ def words(tokenizer: Path) -> Tokenizer:
 def asked(body: SamplingFields, words: Tokenizer, vocab_size: int) -> AnswerCall[Any]:
     """Return a call with what the parameters depend on."""
     engines = SimpleNamespace(info=SimpleNamespace(vocab_size=vocab_size))
-    context = SimpleNamespace(tokenizer=words, fleet=SimpleNamespace(engines=engines))
+    config = SimpleNamespace(web=SimpleNamespace(max_logprobs=-1))
+    context = SimpleNamespace(tokenizer=words, fleet=SimpleNamespace(engines=engines), config=config)
     return AnswerCall(cast(Any, None), cast(Any, context), "", body, Settings(defaults=NO_DEFAULTS))
 
 
@@ -61,7 +62,9 @@ def test_any_body_is_understood_or_refused(
     given_values = {"model": "m", "prompt": "p", "messages": HELLO, "input": "x", **values}
     try:
         body = asyncio.run(parse(json.dumps(given_values).encode(), kind))
-        params = sampling_params(asked(body, words, 1000), max_tokens=body.max_tokens, logprobs=None)
+        call = asked(body, words, 1000)
+        count_logprobs(call)
+        params = sampling_params(call, max_tokens=body.max_tokens, logprobs=None)
     except RequestError as error:
         assert str(error)
     else:

@@ -15,7 +15,7 @@ from serving import Gate
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from manylora.core.config import ServerConfig
+from manylora.core.config import ServerConfig, WebConfig
 from manylora.serving.api import prompt_part
 from manylora.serving.server import BackgroundServer
 
@@ -134,6 +134,37 @@ def test_tokens_may_be_named_by_their_ids(client: openai.OpenAI) -> None:
     assert [other.token for other in entry.top_logprobs] == ["token_id:97", "token_id:98"]
 
 
+def test_given_tokens_are_reported_in_place_of_the_most_likely(http: httpx.Client) -> None:
+    given: dict[str, Any] = {"logprob_token_ids": [122, 65, 122], "return_tokens_as_token_ids": True, "max_tokens": 1}
+    lists = ask(http, logprobs=1, **given)["choices"][0]["logprobs"]
+    assert lists["top_logprobs"] == [{"token_id:97": -0.5, "token_id:122": -0.5, "token_id:65": -1.5}]
+    (entry,) = ask(http, "chat/completions", logprobs=True, **given)["choices"][0]["logprobs"]["content"]
+    assert [other["token"] for other in entry["top_logprobs"]] == ["token_id:122", "token_id:65"]
+    for wrong, words in (
+        ({"logprob_token_ids": [257]}, "0 to 256"),
+        ({"logprob_token_ids": [-1]}, "0 to 256"),
+        ({"logprob_token_ids": [1] * 129}, "length 129, which is greater than max allowed: 128"),
+        ({"logprob_token_ids": [1], "echo": True, "max_tokens": 0}, "no output tokens"),
+    ):
+        error = ask(http, status=400, logprobs=1, **wrong)["error"]
+        assert words in error["message"] and error["param"] == "logprob_token_ids"
+
+
+def test_more_logprobs_where_the_server_gives_them(tokenizer: Path) -> None:
+    config = ServerConfig(port=0, in_process=True, web=WebConfig(max_logprobs=-1))
+    with (
+        BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as running,
+        httpx.Client(base_url=running.url, timeout=30) as http,
+    ):
+        (choice,) = ask(http, logprobs=25, prompt_logprobs=-1, max_tokens=1)["choices"]
+        assert len(choice["logprobs"]["top_logprobs"][0]) == 25
+        assert [len(row) for row in choice["prompt_logprobs"][1:]] == [257] * 2
+        chat = ask(http, "chat/completions", logprobs=True, top_logprobs=30, max_tokens=1)
+        assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 30
+        error = ask(http, status=400, logprobs=1025)["error"]
+        assert "sample logprobs of 1025, which is greater than max allowed: 1024" in error["message"]
+
+
 def test_keys_that_vllm_sends_as_null_are_null(http: httpx.Client) -> None:
     completion, chat = ask(http), ask(http, "chat/completions")
     for body in (completion, chat):
@@ -189,8 +220,10 @@ def test_special_tokens_of_texts(tokenizer: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words", "param"),
     [
-        ({"prompt_logprobs": -1}, "0 to 20", "prompt_logprobs"),
-        ({"prompt_logprobs": 21}, "0 to 20", "prompt_logprobs"),
+        ({"prompt_logprobs": -2}, "a positive value or -1", "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt logprobs of 257, which is greater than max allowed: 20", "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt logprobs of 21, which is greater than max allowed: 20", "prompt_logprobs"),
+        ({"logprob_token_ids": [5]}, "`logprobs` must be set", "logprob_token_ids"),
         ({"prompt_logprobs": 0, "stream": True}, "not available with stream", "prompt_logprobs"),
         ({"truncate_prompt_tokens": 0}, "-1 (all that fit)", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": MAX_MODEL_LEN}, f"1 to {MAX_MODEL_LEN - 1}", "truncate_prompt_tokens"),

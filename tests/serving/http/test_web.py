@@ -233,7 +233,7 @@ def test_a_unix_socket(tokenizer: Path, lora_dir: Path, tmp_path: Path, options:
         ({"root_path": "llm"}, "something like /llm"),
         ({"aliases": ("",)}, "not empty"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, "origins by name"),
-        ({"max_logprobs": 21}, "0 to 20"),
+        ({"max_logprobs": 1025}, "-1 to 1024"),
     ],
 )
 def test_options_that_contradict(fields: dict[str, Any], words: str) -> None:

@@ -134,6 +134,7 @@ class Acceptance:
         for param, token_ids in (
             ("stop_token_ids", request.sampling.stop_token_ids),
             ("allowed_token_ids", request.sampling.allowed_token_ids),
+            ("logprob_token_ids", request.sampling.logprob_token_ids),
             ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
         ):
             if max(token_ids, default=0) >= vocab_size:

@@ -23,7 +23,7 @@ from torch import Tensor
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.config import ModelConfig
 from manylora.core.plan import PlannedSequence
-from manylora.core.types import Constraint, SampledToken
+from manylora.core.types import USUAL_LOGPROBS, Constraint, SampledToken
 from manylora.execution.device import find_device, make_device_ops
 from manylora.execution.sampling.draw import cut_weights, draw_at, philox_uniform
 from manylora.execution.sampling.grammar import Grammars
@@ -236,18 +236,42 @@ class Sampler:
     def _logprobs(
         self, raw: Tensor, rows: list[int], sequences: Sequence[PlannedSequence], chosen: list[int]
     ) -> dict[int, SampledToken]:
-        """Report the chosen token and the most likely ones; equal ones in the order of their ids."""
+        """Report the chosen token, and the most likely ones (equal ones in the order of their ids) or given ones."""
         wanted = raw[self._upload(rows, np.int64)]
         totals = wanted.logsumexp(dim=-1)
         mine = wanted.gather(1, self._upload([chosen[i] for i in rows], np.int64)[:, None]).squeeze(1) - totals
-        counts = [sequences[i].sampling.logprobs or 0 for i in rows]
-        top_ids, top = (found.tolist() for found in most_likely(wanted, totals, max(counts)))
+        given = [sequences[i].sampling.logprob_token_ids for i in rows]
+        counts = [
+            0 if token_ids else sequences[i].sampling.logprobs or 0 for i, token_ids in zip(rows, given, strict=True)
+        ]
+        top = self._most_likely(wanted, totals, counts)
+        if any(given):
+            at = [(row, token) for row, token_ids in enumerate(given) for token in token_ids]
+            in_rows, tokens = (self._upload(column, np.int64) for column in zip(*at, strict=True))
+            values = iter(reportable((wanted[in_rows, tokens] - totals[in_rows]).cpu().numpy()).tolist())
+            for row, token_ids in enumerate(given):
+                if token_ids:
+                    top[row] = tuple([(token, next(values)) for token in token_ids])
         return {
-            i: SampledToken(token_id=chosen[i], logprob=own, top=tuple(zip(ids[:count], values[:count], strict=True)))
-            for i, own, ids, values, count in zip(
-                rows, reportable(mine.cpu().numpy()).tolist(), top_ids, top, counts, strict=True
-            )
+            i: SampledToken(token_id=chosen[i], logprob=own, top=pairs)
+            for i, own, pairs in zip(rows, reportable(mine.cpu().numpy()).tolist(), top, strict=True)
         }
+
+    def _most_likely(self, logits: Tensor, totals: Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:
+        """Return the most likely tokens of each row, as many as it asks for; rows that ask for many are on their own.
+
+        All rows of one search pay for the largest number among them.
+        """
+        top: list[tuple[tuple[int, float], ...]] = [()] * len(counts)
+        few = [row for row, count in enumerate(counts) if count <= USUAL_LOGPROBS]
+        many = [[row] for row, count in enumerate(counts) if count > USUAL_LOGPROBS]
+        for rows in (few, *many) if few else many:
+            at = slice(None) if len(rows) == len(counts) else self._upload(rows, np.int64)
+            ids, values = most_likely(logits[at], totals[at], max(counts[row] for row in rows))
+            for row, row_ids, row_values in zip(rows, ids, values, strict=True):
+                count = counts[row]
+                top[row] = tuple(zip(row_ids[:count].tolist(), row_values[:count].tolist(), strict=True))
+        return top
 
 
 def make_sampler(config: ModelConfig, base: BaseShape) -> Sampler:

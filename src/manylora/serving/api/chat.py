@@ -20,7 +20,7 @@ from manylora.serving.api.model_settings import Settings
 from manylora.serving.api.prompt_part import Details, PromptPart
 from manylora.serving.api.request import Context, read_call
 from manylora.serving.api.respond import respond
-from manylora.serving.api.sampling import sampling_params
+from manylora.serving.api.sampling import count_logprobs, sampling_params
 from manylora.serving.api.schemas import INLINE_CHARS, MAX_MESSAGES, ChatBody, ContentPart, Message, TokenizeBody
 from manylora.serving.api.submit import Truncation
 from manylora.serving.api.tools import NO_TOOLS, arguments_bytes, called, read_tool_use
@@ -222,6 +222,7 @@ async def create_chat_completion(request: Request) -> Response:
     context, body = call.context, call.body
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
+    count_logprobs(call)
     details = Details.of(body)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     sampling = sampling_params(
@@ -246,9 +247,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 def _num_logprobs(body: ChatBody) -> int | None:
     if body.top_logprobs is not None and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs = true", param="top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= 20:
-        raise RequestError(f"Got top_logprobs = {body.top_logprobs}, expected 0 to 20", param="top_logprobs")
+        raise RequestError("when using `top_logprobs`, `logprobs` must be set to true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
 

@@ -16,7 +16,7 @@ from manylora.serving.api.json_body import SLICE_BYTES, decode, decode_integers,
 from manylora.serving.api.prompt_part import Details, PromptPart
 from manylora.serving.api.request import Context, read_call
 from manylora.serving.api.respond import respond
-from manylora.serving.api.sampling import check_token_ids, sampling_params
+from manylora.serving.api.sampling import check_token_ids, count_logprobs, sampling_params
 from manylora.serving.api.schemas import INLINE_CHARS, CompletionBody
 from manylora.serving.api.submit import Truncation, check_lengths, check_num_answers
 from manylora.serving.http.turns import next_turn
@@ -133,10 +133,17 @@ async def create_completion(request: Request) -> Response:
     """``POST /v1/completions``."""
     call = await read_call(request, CompletionBody)
     context, body = call.context, call.body
+    count_logprobs(call)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     details = Details.of(
         body, num_echo_top=body.logprobs if body.echo else None, is_prompt_only=bool(body.echo) and max_tokens == 0
     )
+    if details.is_prompt_only and body.logprob_token_ids:
+        raise RequestError(
+            "`logprob_token_ids` is not supported when `echo=True` and `max_tokens=0` because no output tokens are "
+            "generated",
+            param="logprob_token_ids",
+        )
     sampling = sampling_params(
         call,
         max_tokens=1 if details.is_prompt_only else max_tokens,

@@ -122,6 +122,7 @@ _REFUSED = {
     "truncation": ("input is never cut", (None, "disabled")),
     "max_tool_calls": ("it limits OpenAI's own tools, which are not here", (None,)),
     "top_logprobs": ("log-probabilities are on /v1/chat/completions", (None, 0)),
+    "logprob_token_ids": ("given tokens are scored on /v1/chat/completions", (None, [])),
     "prompt_logprobs": ("log-probabilities are on /v1/chat/completions", (None,)),
     "return_token_ids": ("tokens are on /v1/chat/completions", (None, False)),
     "return_tokens_as_token_ids": ("log-probabilities are on /v1/chat/completions", (None, False)),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from manylora.core.errors import RequestError
-from manylora.core.types import Constraint, SamplingParams
+from manylora.core.types import MAX_LOGPROB_TOKEN_IDS, MAX_LOGPROBS, Constraint, SamplingParams
 from manylora.serving.api.json_body import NULL, free_form, is_null
 from manylora.serving.api.request import AnswerCall
 from manylora.serving.api.schemas import (
@@ -21,7 +21,7 @@ from manylora.serving.api.schemas import (
 )
 from manylora.serving.text import Tokenizer
 
-__all__ = ["check_token_ids", "constraint_field", "sampling_params"]
+__all__ = ["check_token_ids", "constraint_field", "count_logprobs", "sampling_params"]
 
 MAX_BAD_WORDS = 128  # entries of ``bad_words``; together at most ``INLINE_CHARS`` characters
 MAX_STOP_TOKEN_IDS = 1024  # entries of ``stop_token_ids``
@@ -32,6 +32,28 @@ MAX_BIAS_BYTES = 64 * 1024
 JSON_OBJECT = '{"type":"object"}'
 
 Value = TypeVar("Value")
+
+
+def count_logprobs(call: AnswerCall[Any]) -> None:
+    """Replace -1, all tokens, in a body's numbers of log-probabilities; ``RequestError`` if one is above its bound."""
+    body: SamplingFields = call.body
+    most = call.context.config.web.max_logprobs
+    most = MAX_LOGPROBS if most == -1 else most
+    for param in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        num_top = getattr(body, param, None)
+        if num_top is None or isinstance(num_top, bool):
+            continue
+        if num_top < -1:
+            raise RequestError(f"Got {num_top}: `{param}` must be a positive value or -1", param=param)
+        if num_top == -1:
+            num_top = call.context.fleet.engines.info.vocab_size
+            setattr(body, param, num_top)
+        if num_top > most:
+            kind = "prompt" if param == "prompt_logprobs" else "sample"
+            raise RequestError(
+                f"Requested {kind} logprobs of {num_top}, which is greater than max allowed: {most} (--max-logprobs)",
+                param=param,
+            )
 
 
 def sampling_params(
@@ -45,6 +67,9 @@ def sampling_params(
     body: SamplingFields = call.body
     defaults, vocab_size = call.settings.defaults, call.context.fleet.engines.info.vocab_size
     _check_fields(body, vocab_size)
+    if body.logprob_token_ids:
+        _check_logprob_token_ids(body.logprob_token_ids, logprobs, vocab_size)
+        logprobs = 0
     return SamplingParams(
         max_tokens=defaults.cap(max_tokens),
         min_tokens=_or(body.min_tokens, 0),
@@ -62,6 +87,7 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
         skip_special_tokens=_or(body.skip_special_tokens, True),
         constraint=_constraint_of(body),
         logit_bias=() if body.logit_bias is NULL else _logit_bias(body.logit_bias, vocab_size),
@@ -90,6 +116,19 @@ def _check_fields(body: SamplingFields, vocab_size: int) -> None:
     if len(body.allowed_token_ids or ()) > vocab_size:
         raise RequestError("Got more allowed_token_ids than the vocabulary has", param="allowed_token_ids")
     check_token_ids(body.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+
+
+def _check_logprob_token_ids(token_ids: Sequence[int], logprobs: int | None, vocab_size: int) -> None:
+    param = "logprob_token_ids"
+    if logprobs is None:
+        raise RequestError("when using `logprob_token_ids`, `logprobs` must be set", param=param)
+    if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        raise RequestError(
+            f"Requested logprob_token_ids of length {len(token_ids)}, which is greater than max allowed: "
+            f"{MAX_LOGPROB_TOKEN_IDS}",
+            param=param,
+        )
+    check_token_ids(token_ids, vocab_size, param)
 
 
 def _or(value: Value | None, default: Value) -> Value:

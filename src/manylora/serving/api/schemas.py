@@ -56,7 +56,7 @@ HARMLESS = frozenset(_HARMLESS.split())  # fields that change nothing in the ans
 
 _REFUSED = """
     access_programs audio background_options context_management documents ec_transfer_params enable_response_messages
-    functions image kv_transfer_params logits_processors logprob_token_ids lora_path lora_request media_io_kwargs
+    functions image kv_transfer_params logits_processors lora_path lora_request media_io_kwargs
     mm_processor_kwargs moderation previous_input_messages prompt_embeds repetition_detection
     return_prompt_text return_weight_versions suffix thinking_token_budget typical_p use_beam_search verbosity
     vllm_xargs watermarking web_search_options
@@ -196,6 +196,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None

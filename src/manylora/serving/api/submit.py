@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from manylora.core.errors import ContextExceeded, ModelNotFound, RequestError
-from manylora.core.types import MAX_LOGPROBS, Request, SamplingParams
+from manylora.core.types import USUAL_LOGPROBS, Request, SamplingParams
 from manylora.serving.api.answers import RequestAnswers
 from manylora.serving.api.prompt_part import NO_DETAILS, Details
 from manylora.serving.api.request import AnswerCall, Context
@@ -171,20 +171,17 @@ def check_lengths(context: Context, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def _check_logprobs(call: AnswerCall[Any], sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise ``RequestError`` for more log-probabilities of a token than are allowed, or more in all than are kept."""
-    most = call.context.config.web.max_logprobs
-    for param, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
-        if (num_top or 0) > most:
-            raise RequestError(f"Got {num_top} log-probabilities, expected at most {most}", param=param)
+    """Raise ``RequestError`` for more log-probabilities of all answers than are kept."""
     if sampling.logprobs is None:
         return
     limit = call.context.max_model_len
     longest = sampling.max_tokens or call.settings.defaults.max_new_tokens or limit
     num_tokens = sum(min(longest, limit - len(prompt)) for prompt in prompts) * (call.body.n or 1)
-    most = max(MAX_ANSWER_LOGPROBS, limit * (1 + MAX_LOGPROBS))  # one answer may always be as long as the context
-    if num_tokens * (1 + sampling.logprobs) > most:
+    most = max(MAX_ANSWER_LOGPROBS, limit * (1 + USUAL_LOGPROBS))  # one answer may always be as long as the context
+    num_of_each = 1 + (len(sampling.logprob_token_ids) or sampling.logprobs)
+    if num_tokens * num_of_each > most:
         raise RequestError(
-            f"The answers may have {num_tokens} tokens with {1 + sampling.logprobs} log-probabilities each, expected "
+            f"The answers may have {num_tokens} tokens with {num_of_each} log-probabilities each, expected "
             f"at most {most} log-probabilities in one request: set max_tokens, or ask for fewer answers at a time",
             param="logprobs",
         )

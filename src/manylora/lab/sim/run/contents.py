@@ -70,7 +70,9 @@ def synthetic_token(part: PlannedSequence, vocab_size: int, avoid: tuple[int, ..
         token_id = (token_id + 1) % vocab_size
     if part.sampling.logprobs is None:
         return SampledToken(token_id=token_id)
-    others = [(token_id + step) % vocab_size for step in range(part.sampling.logprobs)]
+    others = part.sampling.logprob_token_ids or [
+        (token_id + step) % vocab_size for step in range(part.sampling.logprobs)
+    ]
     top = tuple((other, -0.1 - rank) for rank, other in enumerate(others))
     return SampledToken(token_id=token_id, logprob=-0.1, top=top)
 
