@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from reciter import engine_config, write_reciter
+from reciter import MAX_MODEL_LEN, engine_config, write_reciter
+from serving import Gate
 
 from manylora.core.config import ServerConfig
+from manylora.serving.metrics.prometheus import ADMITTED
 from manylora.serving.server import BackgroundServer, LoraModule
+from manylora.serving.server.http_server import ROOM_PATHS
 
 HISTOGRAMS = (
     "e2e_request_latency_seconds",
@@ -21,6 +26,7 @@ HISTOGRAMS = (
     "request_generation_tokens",
     "request_inference_time_seconds",
     "request_max_num_generation_tokens",
+    "request_num_preemptions",
     "request_params_max_tokens",
     "request_params_n",
     "request_prefill_kv_computed_tokens",
@@ -34,6 +40,7 @@ HISTOGRAMS = (
 VLLM_NAMES = (
     *(f"vllm:{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")),
     "http_requests_total",
+    "vllm:admission_rejections_total",
     "vllm:cache_config_info",
     "vllm:generation_tokens_total",
     "vllm:gpu_cache_usage_perc",
@@ -127,9 +134,12 @@ def test_the_numbers_are_those_of_the_requests(tokenizer: Path, lora_dir: Path) 
         assert value("vllm:request_params_max_tokens_sum") == 15
         assert value("vllm:request_prefill_kv_computed_tokens_sum") == 12
         assert value("vllm:prompt_tokens_by_source_total", source="local_compute") == 12
-        assert (
-            value("vllm:iteration_tokens_total_sum") == 12 + 15 - 3
-        )  # a prompt's last token yields the first answer's
+        assert value("vllm:iteration_tokens_total_sum") == 12 + 15
+        assert value("vllm:iteration_tokens_total_count") == 15
+        assert (value("vllm:request_num_preemptions_count"), value("vllm:request_num_preemptions_sum")) == (3, 0)
+        (cache,) = samples["vllm:cache_config_info"]
+        assert cache.labels["kv_cache_size_tokens"] == str(512 * 16)
+        assert cache.labels["kv_cache_max_concurrency"] == str(512 * 16 / MAX_MODEL_LEN)
         assert value("vllm:lora_adapter_load_seconds_count", level="gpu") == 1
         assert value("vllm:lora_adapter_load_seconds_count", level="cpu") == 2
         assert value("manylora_lora_requests_total") == 2
@@ -154,3 +164,23 @@ def test_labels_of_adapters_that_are_gone_vanish(http: httpx.Client, lora_dir: P
         assert name in http.get("/metrics").text
         http.delete(f"/adapters/{name}")
     assert "passing-" not in http.get("/metrics").text
+
+
+def test_refused_answers_are_counted(tokenizer: Path, gate: Gate) -> None:
+    assert ADMITTED == ROOM_PATHS
+    engine = engine_config(tokenizer)
+    engine = replace(engine, scheduler=replace(engine.scheduler, max_num_seqs=1, max_waiting=1))
+    with (
+        BackgroundServer(engine, ServerConfig(port=0), builder="reciter:held_parts") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+        ThreadPoolExecutor() as pool,
+    ):
+        asked = {"model": "base", "prompt": "x", "max_tokens": 2}
+        under_way = [pool.submit(http.post, "/v1/completions", json=asked) for _ in range(4)]
+        done, _ = wait(under_way, return_when=FIRST_COMPLETED, timeout=60)
+        assert {one.result().status_code for one in done} == {429}
+        gate.open()
+        statuses = [one.result().status_code for one in under_way]
+        (rejected,) = scrape(http)["vllm:admission_rejections_total"]
+        assert rejected.value == statuses.count(429) > 0
+        assert rejected.labels["reason"] == "max_num_queued_reqs"

@@ -170,6 +170,7 @@ class MessageCheck:
             _check_range("seconds of a request", (one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0), MAX_SECONDS)
             counts = (one.num_prompt_tokens, one.num_output_tokens, one.num_cached_tokens, one.max_tokens)
             _check_range("tokens of a request", counts, MAX_COUNT)
+            _check_range("num_preemptions", (one.num_preemptions,), MAX_COUNT)
 
     def _check_names(self, names: Collection[str]) -> None:
         if not self.names.issuperset(names):

@@ -210,6 +210,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     max_tokens: int = 0
     prefill_s: float | None = None
     decode_s: float | None = None
+    num_preemptions: int = 0
 
 
 class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):

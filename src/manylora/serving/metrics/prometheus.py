@@ -32,7 +32,7 @@ from manylora.serving.metrics.scrape import (
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 
-__all__ = ["BatchHistogram", "Metrics"]
+__all__ = ["ADMITTED", "BatchHistogram", "Metrics"]
 
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -54,14 +54,19 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_prefill_kv_computed_tokens": ("Prompt tokens that the prefix cache did not hold.", TOKENS),
     "request_generation_tokens": ("Generated tokens of ended requests.", TOKENS),
     "request_params_max_tokens": ("Limits of tokens of ended requests.", TOKENS),
+    "request_num_preemptions": ("Pre-emptions of a request.", (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)),
     "request_params_n": ("Answers of a request.", (1.0, 2.0, 5.0, 10.0, 20.0)),
     "request_max_num_generation_tokens": ("Tokens of the longest of a request's answers.", TOKENS),
-    "iteration_tokens_total": ("Tokens of a step.", TOKENS),
+    "iteration_tokens_total": ("Prompt tokens that a step computed, and tokens that it yielded.", TOKENS),
 }
 """Histograms under vLLM's names: their descriptions, and the upper edges of their buckets.
 
 Older dashboards ask for names that vLLM has renamed since; those with the same meaning are shown under both names.
 """
+
+
+ADMITTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"})
+"""Routes whose requests wait in a queue, which is full when they are refused with a 429."""
 
 
 class BatchHistogram(Collector):
@@ -130,6 +135,9 @@ class Metrics:
 
         self._finished = counter("vllm:request_success", "Ended requests.", "model_name", "finished_reason")
         self._responses = counter("http_requests", "HTTP responses.", "method", "status", "handler")
+        self._rejections = counter(
+            "vllm:admission_rejections", "Requests refused because too many wait.", "model_name", "reason"
+        ).labels(served_name, "max_num_queued_reqs")
         self._failed_loads = counter("manylora_adapter_load_failures", "Adapter loads that failed.")
         loads = Histogram(
             "vllm:lora_adapter_load_seconds",
@@ -177,6 +185,8 @@ class Metrics:
         ``route`` is its path with names in place of values, so that their number is bounded.
         """
         self._responses.labels(method, f"{status // 100}xx", route).inc()
+        if status == 429 and route in ADMITTED:
+            self._rejections.inc()
 
     async def render(
         self, fleet: FleetPort, snapshots: Mapping[int, Snapshot], functions: Sequence[FunctionState] = ()
@@ -189,7 +199,14 @@ class Metrics:
         if snapshots:
             self._by_adapter.keep_only(fleet.adapters.loaded)
         families = {
-            index: snapshot_metrics(stats, statuses, self._config, served_name=self._served_name, now_s=self._epoch_s())
+            index: snapshot_metrics(
+                stats,
+                statuses,
+                self._config,
+                max_model_len=fleet.engines.info.max_model_len,
+                served_name=self._served_name,
+                now_s=self._epoch_s(),
+            )
             for index, (stats, statuses) in snapshots.items()
         }
         scraped = (
@@ -213,6 +230,7 @@ class Metrics:
             "request_prompt_tokens": request.num_prompt_tokens,
             "request_generation_tokens": request.num_output_tokens,
             "request_params_max_tokens": request.max_tokens,
+            "request_num_preemptions": request.num_preemptions,
         }
         if request.prefill_s is not None and request.decode_s is not None:
             values |= {

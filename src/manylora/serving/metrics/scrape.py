@@ -139,12 +139,18 @@ def by_replica(families: Mapping[int, Iterable[Metric]]) -> Iterator[Metric]:
 
 
 def snapshot_metrics(
-    stats: EngineStats, statuses: Sequence[AdapterStatus], config: EngineConfig, *, served_name: str, now_s: float
+    stats: EngineStats,
+    statuses: Sequence[AdapterStatus],
+    config: EngineConfig,
+    *,
+    max_model_len: int,
+    served_name: str,
+    now_s: float,
 ) -> Iterator[Metric]:
     """Yield the metrics of a snapshot."""
     yield from _rows(VLLM, [([served_name], stats)], "model_name")
     yield from _computed_vllm_metrics(stats, statuses, config, served_name)
-    yield _cache_config(stats, config)
+    yield _cache_config(stats, config, max_model_len)
     on_device = ",".join(sorted(status.name for status in statuses if status.tier is Tier.DEVICE))
     yield _family(
         GAUGE,
@@ -192,12 +198,15 @@ def _computed_vllm_metrics(
     )
 
 
-def _cache_config(stats: EngineStats, config: EngineConfig) -> Metric:
+def _cache_config(stats: EngineStats, config: EngineConfig, max_model_len: int) -> Metric:
+    num_tokens = stats.num_pages * config.memory.block_size
     labels = {
         "block_size": config.memory.block_size,
         "num_gpu_blocks": stats.num_pages,
         "enable_prefix_caching": config.memory.prefix_caching,
         "gpu_memory_utilization": config.memory.gpu_memory_utilization,
+        "kv_cache_size_tokens": num_tokens,
+        "kv_cache_max_concurrency": num_tokens / max_model_len,
     }
     values = list(map(str, labels.values()))
     return _family(GAUGE, "vllm:cache_config_info", "Configuration of the page cache.", list(labels), [(values, 1.0)])

@@ -40,6 +40,7 @@ class Observer:
     def __init__(self) -> None:
         self._gathered = Observations()
         self._in_flight: dict[str, _InFlight] = {}
+        self._num_first = 0  # first tokens of answers that the step in hand yields
 
     def __call__(self, event: Event) -> None:
         """Add one event."""
@@ -49,6 +50,8 @@ class Observer:
                 in_flight = self._in_flight
                 for request_id in request_ids:
                     request = in_flight[request_id]
+                    if not request.has_token:
+                        self._num_first += 1
                     into = gathered.inter_token_s if request.has_token else gathered.ttft_s
                     values = into.get(request.adapter)
                     if values is None:
@@ -56,7 +59,9 @@ class Observer:
                     values.append(at - request.last_at)
                     request.last_at, request.has_token = at, True
             case StepFinished(num_tokens=num_tokens):
-                gathered.step_tokens.append(num_tokens)
+                # As in vLLM: a token that decodes counts once, and the last of a prompt beside the one that it yields.
+                gathered.step_tokens.append(num_tokens + self._num_first)
+                self._num_first = 0
             case RequestArrived(at=at, request_id=request_id, name=name, limit=limit, num_answered=num_answered):
                 self._in_flight[request_id] = _InFlight(at, name, limit, has_token=num_answered > 0)
             case RequestAdmitted(waited_s=waited_s):
@@ -99,5 +104,6 @@ class Observer:
                 request.max_tokens,
                 None if first_at is None or admitted_at is None else first_at - admitted_at,
                 None if first_at is None else event.at - first_at,
+                event.num_preemptions,
             )
         )
