@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -83,6 +84,50 @@ def _without_ids(item: Any) -> dict[str, Any]:
     return {key: value for key, value in item.to_dict().items() if key in kept} | {"texts": texts}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_come_with_the_text_of_their_tokens(client: openai.OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"input": f"say:{THOUGHT}", "include": ["message.output_text.logprobs"]}
+    if stream:
+        events = list(client.responses.create(model="base", stream=True, tools=TOOLS, **asked))
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert all([one.token for one in event.logprobs] == list(event.delta) for event in deltas[1:])
+        response: Any = events[-1].response  # type: ignore[union-attr]
+    else:
+        response = client.responses.create(model="base", tools=TOOLS, **asked)
+    _, message, _ = response.output
+    (part,) = message.content
+    assert "".join(one.token for one in part.logprobs).endswith(part.text)
+    assert {one.logprob for one in part.logprobs} == {-0.5}
+
+
+def test_tokens_of_the_reasoning_are_counted(client: openai.OpenAI) -> None:
+    for told, num_tokens in (("<think>hm</think>So.", len("<think>hm</think>")), ("So.", 0)):
+        usage = client.responses.create(model="base", input=f"say:{told}").usage
+        assert usage is not None and usage.output_tokens_details.reasoning_tokens == num_tokens
+
+
+def test_without_a_model_the_base_answers_and_an_effort_goes_to_the_template(tmp_path: Path) -> None:
+    template = "{{ enable_thinking }} {{ reasoning_effort }} say:{{ messages[0].content }}</"
+    config = ServerConfig(port=0, in_process=True)
+    with (
+        BackgroundServer(
+            engine_config(write_tokenizer(tmp_path, template)), config, [], builder="reciter:reciter_parts"
+        ) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as opened,
+    ):
+        for effort, shown in (("none", "False none"), ("low", "True low")):
+            answer = opened.responses.create(
+                input="x",
+                reasoning={"effort": effort},  # type: ignore[typeddict-item]
+                top_logprobs=3,
+                max_output_tokens=2,
+            )
+            assert answer.model == "base" and answer.reasoning is not None and answer.reasoning.effort == effort
+            assert answer.usage is not None and answer.usage.input_tokens == len(f"{shown} say:x</")
+            part: Any = answer.output[0].content[0]  # type: ignore[union-attr, index]
+            assert [len(one.top_logprobs) for one in part.logprobs] == [3, 3]
+
+
 def test_the_output_is_input_again(client: openai.OpenAI) -> None:
     first = client.responses.create(model="base", input=f"say:{THOUGHT}", tools=TOOLS)
     call: Any = first.output[2]
@@ -121,7 +166,9 @@ def test_a_parsed_answer_and_a_forced_call(client: openai.OpenAI) -> None:
         ("background", {"background": True}),
         ("truncation", {"truncation": "auto"}),
         ("include", {"include": ["file_search_call.results"]}),
-        ("reasoning", {"reasoning": {"effort": "low"}}),
+        ("reasoning.effort", {"reasoning": {"effort": "some"}}),
+        ("reasoning", {"reasoning": {"no_such": 1}}),
+        ("top_logprobs", {"top_logprobs": 21}),
         ("tools", {"tools": [{"type": "web_search"}]}),
         ("tools", {"tools": [{"type": "function"}]}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "file_search"}}),

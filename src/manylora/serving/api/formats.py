@@ -15,7 +15,7 @@ from manylora.serving.api.tools import ToolUse
 from manylora.serving.text import MessageReader, ReasoningSplitter, TokenLogprob
 from manylora.serving.text.tools import EventKind, ToolEvent
 
-__all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "message_readers"]
+__all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "logprob_entry", "message_readers"]
 
 NULL_MESSAGE_FIELDS = dict.fromkeys(("refusal", "annotations", "audio", "function_call"))
 """Fields of whole messages that OpenAI and vLLM have and that are always null here."""
@@ -271,14 +271,15 @@ class ChatFormat(AnswerFormat[bytes]):
         }
 
     def _items(self, piece: TextPiece) -> bytes:
-        return encode([_logprob(token) for token in piece.logprobs])[1:-1]
+        return encode([logprob_entry(token) for token in piece.logprobs])[1:-1]
 
 
 def _entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(token.raw)}
 
 
-def _logprob(token: TokenLogprob) -> dict[str, Any]:
+def logprob_entry(token: TokenLogprob) -> dict[str, Any]:
+    """Return a token with its log-probability and the most likely tokens, as chats have them."""
     return {**_entry(token), "top_logprobs": [_entry(other) for other in token.top]}
 
 

@@ -7,7 +7,7 @@ The server keeps no response: a request that builds on a stored one is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,16 +16,25 @@ from starlette.routing import Route
 
 from manylora.core.errors import RequestError
 from manylora.core.types import SamplingParams
-from manylora.serving.api.chat import ChatTemplate, chat_tokens, joined_text, template_kwargs, tool_parser
+from manylora.serving.api.chat import (
+    ChatTemplate,
+    chat_tokens,
+    effort_variables,
+    joined_text,
+    template_kwargs,
+    tool_parser,
+)
 from manylora.serving.api.formats import message_readers
-from manylora.serving.api.json_body import free_form, is_null, raw_field
+from manylora.serving.api.json_body import is_null, raw_field
+from manylora.serving.api.prompt_part import Details
 from manylora.serving.api.request import read_call
 from manylora.serving.api.responses_output import BuiltResponse, OutputItems, ResponseStream, WholeResponse
-from manylora.serving.api.sampling import sampling_params
+from manylora.serving.api.sampling import count_logprobs, sampling_params
 from manylora.serving.api.schemas import (
     MAX_MESSAGES,
     CalledFunction,
     ContentPart,
+    Effort,
     FunctionName,
     JsonSchema,
     Message,
@@ -42,7 +51,7 @@ from manylora.serving.text import MessageReader
 
 __all__ = ["ResponsesBody", "response_routes"]
 
-MAX_OPTIONS_BYTES = 4096  # JSON of ``reasoning``
+LOGPROBS = "message.output_text.logprobs"  # in ``include``
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -88,9 +97,19 @@ class FlatToolChoice(msgspec.Struct, kw_only=True):
     name: str | None = None
 
 
+class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``reasoning``; a summary is always empty."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
 class ResponsesBody(SamplingFields, kw_only=True):
     """``POST /v1/responses``."""
 
+    needs_model: ClassVar[bool] = False
+    model: str = ""
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -107,7 +126,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     prompt: msgspec.Raw = raw_field()
     truncation: str | None = None
     include: list[str] | None = None
-    reasoning: msgspec.Raw = raw_field()
+    reasoning: Reasoning | None = None
     max_tool_calls: int | None = None
     top_logprobs: int | None = None
 
@@ -121,13 +140,13 @@ _REFUSED = {
     "prompt": ("prompts stored with OpenAI are not here; send instructions and input", (None,)),
     "truncation": ("input is never cut", (None, "disabled")),
     "max_tool_calls": ("it limits OpenAI's own tools, which are not here", (None,)),
-    "top_logprobs": ("log-probabilities are on /v1/chat/completions", (None, 0)),
     "logprob_token_ids": ("given tokens are scored on /v1/chat/completions", (None, [])),
     "prompt_logprobs": ("log-probabilities are on /v1/chat/completions", (None,)),
     "return_token_ids": ("tokens are on /v1/chat/completions", (None, False)),
     "return_tokens_as_token_ids": ("log-probabilities are on /v1/chat/completions", (None, False)),
     "add_special_tokens": ("the chat template writes them", (None, False)),
     "truncate_prompt_tokens": ("input is never cut", (None,)),
+    "truncation_side": ("input is never cut", (None, "left")),
     "max_tokens": ("this route calls it max_output_tokens", (None,)),
     "response_format": ("this route calls it text.format", (None,)),
     "n": ("a response is one answer", (None, 1)),
@@ -139,14 +158,8 @@ def _check(body: ResponsesBody) -> None:
         value = getattr(body, name)
         if (None if isinstance(value, msgspec.Raw) and is_null(value) else value) not in neutral:
             raise RequestError(f"{name} is not supported: {why}", param=name)
-    if wanted := [one for one in body.include or () if one != "reasoning.encrypted_content"]:
+    if wanted := [one for one in body.include or () if one not in ("reasoning.encrypted_content", LOGPROBS)]:
         raise RequestError(f"include has {wanted[0][:100]!r}, which this server cannot give", param="include")
-    kind: Any = dict[str, Any] | None
-    for name, value in (free_form(body.reasoning, kind, MAX_OPTIONS_BYTES, "reasoning") or {}).items():
-        if value is not None and name not in ("summary", "generate_summary"):
-            raise RequestError(
-                f"reasoning.{name[:50]} is not supported: a model reasons as its template says", param="reasoning"
-            )
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
@@ -245,20 +258,31 @@ async def create_response(request: Request) -> Response:
     context, body = call.context, call.body
     _check(body)
     body.response_format = _response_format(body.text)
-    sampling = sampling_params(call, max_tokens=body.max_output_tokens, logprobs=None)
-    parser = tool_parser(context, call.settings.chat_template)
+    count_logprobs(call)
+    has_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    num_top = (body.top_logprobs or 0) if has_logprobs else None
+    sampling = sampling_params(call, max_tokens=body.max_output_tokens, logprobs=num_top)
+    text = call.settings.chat_template
+    parser = tool_parser(context, text)
     tools, choice = _tools(body.tools), _tool_choice(body.tool_choice)
     use = await read_tool_use(request, context, tools, choice, body.parallel_tool_calls, parser)
     sampling = use.constrain(sampling)
-    variables = {**template_kwargs(body.chat_template_kwargs), **use.template_variables}
-    template = ChatTemplate(text=call.settings.chat_template, variables=variables)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    thinking = effort_variables(effort, text or context.tokenizer.chat_template or "")
+    variables = {**thinking, **template_kwargs(body.chat_template_kwargs), **use.template_variables}
+    template = ChatTemplate(text=text, variables=variables)
     try:
         prompt = await chat_tokens(request, context, _messages(body), template, limit=context.max_model_len)
     except RequestError as error:
         raise RequestError(str(error), param="input") from None
     make_reader = message_readers(context, use, prompt, is_constrained=sampling.constraint is not None)
     answers, head = await submit(
-        call, [prompt], sampling, id_prefix="resp_", form_field="text" if use.json_schema is None else "tools"
+        call,
+        [prompt],
+        sampling,
+        id_prefix="resp_",
+        form_field="text" if use.json_schema is None else "tools",
+        details=Details(has_token_ids=True),  # tokens of the reasoning are counted
     )
     reader = MessageReader(None, None) if make_reader is None else make_reader()
     built = BuiltResponse(answers, reader, _fields(body, sampling, head), OutputItems(use.new_call_id))
@@ -276,11 +300,13 @@ def _fields(body: ResponsesBody, sampling: SamplingParams, head: dict[str, Any])
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
+        "reasoning": body.reasoning or {},
         "store": False,
         "temperature": sampling.temperature,
         "text": body.text or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",
     }

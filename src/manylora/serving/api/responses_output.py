@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.core.errors import ManyloraError
 from manylora.serving.api.answers import RequestAnswers, TextPiece
+from manylora.serving.api.formats import logprob_entry
 from manylora.serving.api.respond import EventStream, version_headers
 from manylora.serving.http.errors import error_response
 from manylora.serving.http.turns import ClientGone
@@ -31,11 +32,15 @@ class OutputItems:
         self._new_call_id = new_call_id
         self._kind: EventKind | None = None
         self._parts: list[str] = []
+        self._logprobs: list[msgspec.Raw] = []  # of the open item
         self.done: list[dict[str, Any]] = []
         self._item: dict[str, Any] = {}
 
-    def add(self, events: Sequence[ToolEvent]) -> list[dict[str, Any]]:
-        """Add text; return the events of the stream that report it."""
+    def add(self, events: Sequence[ToolEvent], logprobs: Sequence[msgspec.Raw] = ()) -> list[dict[str, Any]]:
+        """Add text; return the events of the stream that report it.
+
+        ``logprobs`` are those of the tokens that complete the text, as JSON: only content shows them.
+        """
         reports: list[dict[str, Any]] = []
         for kind, text in events:
             if kind is EventKind.CALL or (kind is not EventKind.ARGUMENTS and kind is not self._kind):
@@ -43,24 +48,29 @@ class OutputItems:
                 reports += self._open(kind, text)
             if kind is not EventKind.CALL:
                 self._parts.append(text)
-                reports.append(self._report(f"{_NAMES[self._item['type']]}.delta", delta=text))
+                shown = {}
+                if kind is EventKind.CONTENT and logprobs:
+                    shown["logprobs"], logprobs = list(logprobs), ()
+                    self._logprobs += shown["logprobs"]
+                reports.append(self._report(f"{_NAMES[self._item['type']]}.delta", delta=text, **shown))
         return reports
 
     def close(self, status: str) -> list[dict[str, Any]]:
         """End the open item, if any; return the events that report it."""
         if self._kind is None:
             return []
-        text, item = "".join(self._parts), self._item
+        text, item, logprobs = "".join(self._parts), self._item, self._logprobs
         item["status"] = status
-        self._kind, self._parts = None, []
+        self._kind, self._parts, self._logprobs = None, [], []
         name = _NAMES[item["type"]]
         if item["type"] == "function_call":
             item["arguments"] = text
             reports = [self._report(f"{name}.done", arguments=text, name=item["name"])]
         else:
-            part = _part(item["type"], text)
+            part = _part(item["type"], text, logprobs)
             item["content"] = [part]
-            reports = [self._report(f"{name}.done", text=text), self._report("content_part.done", part=part)]
+            shown = {"logprobs": logprobs} if item["type"] == "message" else {}
+            reports = [self._report(f"{name}.done", text=text, **shown), self._report("content_part.done", part=part)]
         reports.append({"type": "response.output_item.done", "output_index": len(self.done), "item": item})
         self.done.append(item)
         return reports
@@ -93,10 +103,10 @@ class OutputItems:
 _NAMES = {"function_call": "function_call_arguments", "message": "output_text", "reasoning": "reasoning_text"}
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[msgspec.Raw] = ()) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _new_id(prefix: str) -> str:
@@ -112,16 +122,35 @@ class BuiltResponse:
     fields: dict[str, Any]  # the fields of the response that are known before its output
     items: OutputItems
     _status: str = "completed"
+    _num_chars: int = 0  # of the text that was read
+    _num_thought: int = 0  # tokens up to the end of the reasoning
+    _unread: list[msgspec.Raw] = field(default_factory=list)  # log-probabilities of tokens whose text is held
 
     def read(self, pieces: list[TextPiece]) -> list[dict[str, Any]]:
         """Add pieces to the items; return the events of the stream that report them."""
         reports: list[dict[str, Any]] = []
+        thinks = self.reader.reasoning
         for piece in pieces:
-            reports += self.items.add(self.reader.feed(piece.text))
+            if thinks is not None and not thinks.is_over:
+                self._num_thought += len(piece.token_ids)
+            reports += self._add(piece) if piece.logprobs else self.items.add(self.reader.feed(piece.text))
             if piece.finish_reason is not None:
-                reports += self.items.add(self.reader.finish())
+                reports += self.items.add(self.reader.finish(), self._unread)
                 self._status = "incomplete" if piece.finish_reason == "length" else "completed"
                 reports += self.items.close(self._status)
+        return reports
+
+    def _add(self, piece: TextPiece) -> list[dict[str, Any]]:
+        """Add a piece token by token, so that its log-probabilities come with their own text."""
+        reports: list[dict[str, Any]] = []
+        ends = [token.text_offset - self._num_chars for token in piece.logprobs[1:]]
+        begin = 0
+        for token, end in zip(piece.logprobs, [*ends, len(piece.text)], strict=True):
+            self._unread.append(msgspec.Raw(encode(logprob_entry(token))))
+            if events := self.reader.feed(piece.text[begin : (begin := max(begin, end))]):
+                reports += self.items.add(events, self._unread)
+                self._unread = []
+        self._num_chars += len(piece.text)
         return reports
 
     def begun(self) -> dict[str, Any]:
@@ -131,6 +160,7 @@ class BuiltResponse:
     def ended(self) -> dict[str, Any]:
         """Return the whole response."""
         usage = self.answers.usage()
+        has_thought = any(item["type"] == "reasoning" for item in self.items.done)
         return {
             **self.begun(),
             "status": self._status,
@@ -140,7 +170,7 @@ class BuiltResponse:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_thought if has_thought else 0},
                 "total_tokens": usage["total_tokens"],
             },
         }

@@ -33,6 +33,11 @@ class ReasoningSplitter:
         self._is_default = REASONING_PARSERS[name]
         self._held = ""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether only content follows."""
+        return not (self._is_before or self._is_inside)
+
     def feed(self, text: str) -> tuple[str, str]:
         """Add a piece; return the reasoning and the content that it adds."""
         if self._is_before:
