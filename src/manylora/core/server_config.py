@@ -214,6 +214,11 @@ class WebConfig:
     log_requests: bool = _http(
         False, flag="--enable-log-requests", help="Log a line per request: route, status, duration, id; no text."
     )
+    tokenizer_info: bool = _http(
+        False,
+        flag="--enable-tokenizer-info-endpoint",
+        help="Answer GET /tokenizer_info: settings of the tokenizer, and the chat template.",
+    )
     disable_docs: bool = _http(False, flag="--disable-fastapi-docs", help="Leave out /openapi.json and /docs.")
 
     def __post_init__(self) -> None:

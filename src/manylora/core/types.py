@@ -136,8 +136,8 @@ class SamplingParams:
         logprobs: Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
         logprob_token_ids: Tokens to report at each position in place of the most likely ones, in this order; needs
             ``logprobs``, whose number is then without effect.
-        prompt_logprobs: As ``logprobs``, for the positions of the prompt. All its tokens are then computed: none is served
-            from the prefix cache.
+        prompt_logprobs: As ``logprobs``, for the positions of the prompt. All its tokens are then computed: none is
+            served from the prefix cache.
         skip_special_tokens: Leave special tokens out of the text.
         constraint: The form that the answer must have.
         logit_bias: Pairs of token id and additive bias in [-100, 100].

@@ -18,7 +18,7 @@ from reciter import engine_config, write_reciter
 from serving import TEMPLATE, write_tokenizer
 from test_tools import TOOLS
 
-from manylora.core.config import ServerConfig
+from manylora.core.config import ServerConfig, WebConfig
 from manylora.serving.api.adapters import LoadBody, SageMakerBody, UnloadBody
 from manylora.serving.api.responses import ResponsesBody
 from manylora.serving.api.schemas import (
@@ -130,6 +130,7 @@ VALUES: dict[str, Any] = {
     "top_logprobs": 1,
     "top_p": 0.5,
     "truncate_prompt_tokens": 2,
+    "truncation_side": "right",
     "truncation": "auto",
     "user": "u",
 }
@@ -138,7 +139,7 @@ VALUES: dict[str, Any] = {
 NEEDS: Mapping[str, dict[str, Any]] = {
     "logprob_token_ids": {"completions": {"logprobs": 1}, "chat": {"logprobs": True}},  # by route
     "stream_options": {"stream": True},
-    "top_logprobs": {"logprobs": True},
+    "top_logprobs": {"responses": {}, "chat": {"logprobs": True}},
     "tool_choice": {},
     "return_tokens_as_token_ids": {},
 }
@@ -186,6 +187,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
         lora_dirs=(str(folder),),
         tool_call_parser="hermes",
         trust_request_chat_template=True,
+        web=WebConfig(tokenizer_info=True),
     )
     with (
         BackgroundServer(engine_config(tokenizer), config, [], builder="reciter:reciter_parts") as running,

@@ -196,7 +196,7 @@ def test_tokens_and_back(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"prompt": "héy", "return_token_strs": True}).json()
     assert answer["tokens"] == list("héy".encode())
     assert (answer["count"], answer["max_model_len"]) == (4, MAX_MODEL_LEN)
-    assert answer["token_strs"][0] == "h"
+    assert answer["token_strs"] == ["h", "\u00c3", "\u00a9", "y"]  # as the vocabulary writes the two bytes
     assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "héy"}
     chat = http.post("/tokenize", json={"messages": HELLO}).json()
     assert bytes(chat["tokens"]) == b"<user>hello</user><assistant>"
@@ -221,6 +221,24 @@ def test_health_and_version(http: httpx.Client) -> None:
     assert http.get("/health").json() == {"status": "serving"}
     assert http.get("/ping").status_code == 200
     assert http.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sagemakers_route_is_a_chat_or_a_completion_by_its_fields(http: httpx.Client, stream: bool) -> None:
+    def invoke(adapter: str | None = None, **body: Any) -> httpx.Response:
+        headers = {} if adapter is None else {"X-Amzn-SageMaker-Adapter-Identifier": adapter}
+        return http.post("/invocations", json={"max_tokens": 2, "stream": stream, **body}, headers=headers)
+
+    for adapter, model, text in ((None, None, "ab"), ("m", None, "mn"), ("m", "n", "mn"), (None, "n", "no")):
+        named = {} if model is None else {"model": model}
+        assert text in invoke(adapter, prompt="x", **named).text.replace('"},"', "").replace('"}', "") or stream
+        answer = invoke(adapter, messages=HELLO, **named)
+        assert f'"model":"{adapter or model or "base"}"' in answer.text
+        assert "chat.completion" in answer.text
+    assert invoke("nobody", prompt="x").status_code == invoke("x" * 700, prompt="x").status_code == 404
+    refused = invoke(input="x")
+    assert (refused.status_code, "Cannot find suitable handler" in refused.text) == (400, True)
+    assert http.post("/v1/completions", json={"prompt": "x"}).json()["error"]["param"] == "model"
 
 
 def test_the_last_message_is_continued_when_asked(http: httpx.Client, client: openai.OpenAI) -> None:

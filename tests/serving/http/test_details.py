@@ -185,11 +185,16 @@ def test_prompts_are_cut_to_their_ends(http: httpx.Client) -> None:
     assert seen(prompt="a long story", truncate_prompt_tokens=5) == "story"
     assert seen(prompt=list(b"a long story"), truncate_prompt_tokens=5) == "story"
     assert seen(prompt="ab", truncate_prompt_tokens=5) == "ab"
+    for prompt in ("a long story", list(b"a long story")):
+        assert seen(prompt=prompt, truncate_prompt_tokens=5, truncation_side="right") == "a lon"
+        assert seen(prompt=prompt, truncate_prompt_tokens=5, truncation_side="left") == "story"
     assert len(seen(prompt="x" * 2 * MAX_MODEL_LEN, truncate_prompt_tokens=-1, max_tokens=9)) == MAX_MODEL_LEN - 9
     echoed = ask(http, prompt="a long story", truncate_prompt_tokens=5, echo=True)["choices"][0]["text"]
     assert echoed == "storyabc"
     chat = ask(http, "chat/completions", truncate_prompt_tokens=11, return_token_ids=True)
     assert bytes(chat["prompt_token_ids"]) == b"<assistant>"
+    error = ask(http, status=400, truncate_prompt_tokens=5, truncation_side="middle")["error"]
+    assert error["param"] == "truncation_side"
 
 
 def test_special_tokens_of_texts(tokenizer: Path, tmp_path: Path) -> None:

@@ -159,6 +159,17 @@ def test_the_page_is_static(http: httpx.Client) -> None:
     assert page.content == http.get("/docs").content
 
 
+def test_the_tokenizers_settings_are_shown_if_asked_for(tokenizer: Path, lora_dir: Path) -> None:
+    with serving(tokenizer, lora_dir, tokenizer_info=True) as server, client(server) as http:
+        shown = http.get("/tokenizer_info")
+        assert (shown.json()["tokenizer_class"], shown.json()["eos_token"]) == ("TokenizersBackend", "</s>")
+        assert shown.json()["added_tokens_decoder"] == {"256": "</s>"}
+        assert "raise_exception" in shown.json()["chat_template"] and str(tokenizer) not in shown.text
+        assert httpx.get(f"{server.url}/tokenizer_info").status_code == 401
+    with serving(tokenizer, lora_dir) as server, client(server) as http:
+        assert http.get("/tokenizer_info").status_code == 404
+
+
 def test_a_path_before_all_routes(tokenizer: Path, lora_dir: Path) -> None:
     with serving(tokenizer, lora_dir, root_path="/llm", disable_docs=True) as server, client(server) as http:
         assert http.get("/health").status_code == 200  # the proxy cuts the path off

@@ -164,7 +164,7 @@ _REFUSED: Mapping[str, str] = {
     "--log-level and the log on standard error are the settings": "--log-config-file --log-error-stack"
     " --logging-config",
     "restart the server with new certificates": "--enable-ssl-refresh",
-    "there is no such route": "--enable-tokenizer-info-endpoint --enable-per-request-metrics --grpc --grpc-port"
+    "there is no such route": "--enable-per-request-metrics --grpc --grpc-port"
     " --enable-scale-out --anthropic-disabled-thinking-effort --cohere-format --cohere-is-reasoning-model",
     "answers have no such field": "--return-sampling-mask --enable-return-routed-experts --aux-output-config"
     " --enable-trace-replay --watermark --watermark-config",

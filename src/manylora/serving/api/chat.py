@@ -18,7 +18,7 @@ from manylora.serving.api.formats import ChatFormat, message_readers
 from manylora.serving.api.json_body import free_form, is_null
 from manylora.serving.api.model_settings import Settings
 from manylora.serving.api.prompt_part import Details, PromptPart
-from manylora.serving.api.request import Context, read_call
+from manylora.serving.api.request import AnswerCall, Context, read_call
 from manylora.serving.api.respond import respond
 from manylora.serving.api.sampling import count_logprobs, sampling_params
 from manylora.serving.api.schemas import INLINE_CHARS, MAX_MESSAGES, ChatBody, ContentPart, Message, TokenizeBody
@@ -26,7 +26,17 @@ from manylora.serving.api.submit import Truncation
 from manylora.serving.api.tools import NO_TOOLS, arguments_bytes, called, read_tool_use
 from manylora.serving.text.tools import TOOL_PARSERS, ToolParser, parser_of_template
 
-__all__ = ["ChatTemplate", "chat_routes", "chat_tokens", "joined_text", "template_kwargs", "template_of", "tool_parser"]
+__all__ = [
+    "ChatTemplate",
+    "answer_chat",
+    "chat_routes",
+    "chat_tokens",
+    "effort_variables",
+    "joined_text",
+    "template_kwargs",
+    "template_of",
+    "tool_parser",
+]
 
 MAX_TEMPLATE_BYTES = 16 * 1024  # JSON of ``chat_template_kwargs``
 MAX_TEMPLATE_CHARS = 64 * 1024  # characters of a request's ``chat_template``
@@ -218,7 +228,11 @@ def joined_text(parts: Sequence[ContentPart], types: Sequence[str], at: str, par
 
 async def create_chat_completion(request: Request) -> Response:
     """``POST /v1/chat/completions``."""
-    call = await read_call(request, ChatBody)
+    return await answer_chat(await read_call(request, ChatBody))
+
+
+async def answer_chat(call: AnswerCall[ChatBody]) -> Response:
+    """Return the response to a chat; errors as of ``respond``."""
     context, body = call.context, call.body
     if body.echo:
         raise RequestError("echo is not supported for chats", param="echo")
@@ -234,10 +248,10 @@ async def create_chat_completion(request: Request) -> Response:
         parser = tool_parser(context, template.text)
         use = await read_tool_use(call.http, context, body.tools, body.tool_choice, body.parallel_tool_calls, parser)
         sampling = use.constrain(sampling)
-    effort = _effort(body.reasoning_effort, template.text or context.tokenizer.chat_template or "")
+    effort = effort_variables(body.reasoning_effort, template.text or context.tokenizer.chat_template or "")
     template = replace(template, variables={**effort, **template.variables, **use.template_variables})
     truncation = Truncation(context, body, sampling.max_tokens)
-    prompt = truncation.cut(await chat_tokens(request, context, body.messages, template, limit=truncation.limit))
+    prompt = truncation.cut(await chat_tokens(call.http, context, body.messages, template, limit=truncation.limit))
     make_reader = message_readers(context, use, prompt, is_constrained=sampling.constraint is not None)
     part = PromptPart(context.tokenizer, [prompt], body.n or 1, details)
     form = ChatFormat(part, use, make_reader, has_logprobs=sampling.logprobs is not None)
@@ -251,14 +265,15 @@ def _num_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-def _effort(effort: str | None, template: str) -> Mapping[str, str]:
-    """Return the template's variable of ``reasoning_effort``, if it was given and the template reads it."""
+def effort_variables(effort: str | None, template: str) -> Mapping[str, Any]:
+    """Return the variables of an effort that the template reads: itself, and whether there is to be any reasoning."""
     if effort is None:
         return {}
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort}
-    _log_once("reasoning_effort_ignored: the chat template does not read it")
-    return {}
+    given = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    read = {name: value for name, value in given.items() if name in template}
+    if not read:
+        _log_once("reasoning_effort_ignored: the chat template does not read it")
+    return read
 
 
 chat_routes = [Route("/v1/chat/completions", create_chat_completion, methods=["POST"])]

@@ -14,14 +14,14 @@ from manylora.core.errors import ContextExceeded, RequestError
 from manylora.serving.api.formats import CompletionFormat
 from manylora.serving.api.json_body import SLICE_BYTES, decode, decode_integers, decode_items, split
 from manylora.serving.api.prompt_part import Details, PromptPart
-from manylora.serving.api.request import Context, read_call
+from manylora.serving.api.request import AnswerCall, Context, read_call
 from manylora.serving.api.respond import respond
 from manylora.serving.api.sampling import check_token_ids, count_logprobs, sampling_params
 from manylora.serving.api.schemas import INLINE_CHARS, CompletionBody
 from manylora.serving.api.submit import Truncation, check_lengths, check_num_answers
 from manylora.serving.http.turns import next_turn
 
-__all__ = ["completion_routes", "decode_prompts"]
+__all__ = ["answer_completion", "completion_routes", "decode_prompts"]
 
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -131,7 +131,11 @@ async def _echoes(
 
 async def create_completion(request: Request) -> Response:
     """``POST /v1/completions``."""
-    call = await read_call(request, CompletionBody)
+    return await answer_completion(await read_call(request, CompletionBody))
+
+
+async def answer_completion(call: AnswerCall[CompletionBody]) -> Response:
+    """Return the response to a request for completions; errors as of ``respond``."""
     context, body = call.context, call.body
     count_logprobs(call)
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -153,8 +157,8 @@ async def create_completion(request: Request) -> Response:
     truncation = Truncation(context, body, sampling.max_tokens)
     given = await decode_prompts(body.prompt, context.engine_config.scheduler.max_waiting, truncation.limit)
     check_num_answers(context, len(given), body.n or 1)
-    prompts = await _tokens(request, context, given, truncation, is_framed=body.add_special_tokens is not False)
-    echoes = await _echoes(request, context, body, given, prompts)
+    prompts = await _tokens(call.http, context, given, truncation, is_framed=body.add_special_tokens is not False)
+    echoes = await _echoes(call.http, context, body, given, prompts)
     part = PromptPart(context.tokenizer, prompts, body.n or 1, details)
     form = CompletionFormat(echoes, part, has_logprobs=body.logprobs is not None)
     return await respond(call, prompts, sampling, form, id_prefix="cmpl-")

@@ -37,7 +37,7 @@ BODIES: Mapping[tuple[str, str], type[msgspec.Struct]] = {
 }
 """The struct of a route's body."""
 
-_STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_STREAMED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations")
 _REF = "#/components/schemas/"
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _MARKUP = re.compile(r"``([^`]*)``")

@@ -24,7 +24,7 @@ from manylora.serving.api.tools import read_tool_use
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
 from manylora.serving.http.turns import next_turn
 
-__all__ = ["json_response", "model_routes"]
+__all__ = ["json_response", "model_routes", "tokenizer_routes"]
 
 CARDS_AT_ONCE = 512  # adapters in the list of models that become JSON at once, in a millisecond or two
 
@@ -119,7 +119,7 @@ async def tokenize(request: Request) -> Response:
         tokens = await chat_tokens(request, context, body.messages or [], template, limit=limit)
 
     def describe() -> Response:
-        strings = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+        strings = [tokenizer.token_name(token) for token in tokens] if body.return_token_strs else None
         return json_response(
             {"count": len(tokens), "max_model_len": context.max_model_len, "tokens": tokens, "token_strs": strings}
         )
@@ -140,6 +140,13 @@ async def detokenize(request: Request) -> Response:
         return json_response({"prompt": tokenizer.decode(body.tokens)})
     text = await context.text_work.run(request, lambda: tokenizer.decode(body.tokens))
     return json_response({"prompt": text})
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """``GET /tokenizer_info``: the settings of the tokenizer and its chat template."""
+    context = context_of(request)
+    context.gate.check_inference(request)
+    return Response(context.tokenizer.settings_json, media_type="application/json")
 
 
 async def health(request: Request) -> Response:
@@ -178,3 +185,4 @@ model_routes = [
     Route("/version", version, methods=["GET"]),
     Route("/metrics", metrics, methods=["GET"]),
 ]
+tokenizer_routes = [Route("/tokenizer_info", tokenizer_info, methods=["GET"])]

@@ -158,8 +158,10 @@ class AnswerCall(Generic[Fields]):
     settings: Settings
 
 
-async def read_call(request: Request, body: type[Fields]) -> AnswerCall[Fields]:
-    """Check the key of a request for answers and the room for it, then read its body.
+async def read_call(
+    request: Request, body: type[Fields] | Callable[[bytes], type[Fields]], *, model: str = ""
+) -> AnswerCall[Fields]:
+    """Check the key of a request for answers and the room for it, then read its body; arguments as of ``read_body``.
 
     Raises:
         HttpError: 401 for a missing or wrong key; otherwise as ``read_body``.
@@ -169,12 +171,14 @@ async def read_call(request: Request, body: type[Fields]) -> AnswerCall[Fields]:
     context = context_of(request)
     tenant = context.gate.check_inference(request)
     context.check_room(tenant)
-    made = await read_body(request, body)
+    made = await read_body(request, body, model=model)
     return AnswerCall(request, context, tenant, made, await context.settings.of(made.model))
 
 
-async def read_body(request: Request, body: type[Body]) -> Body:
+async def read_body(request: Request, body: type[Body] | Callable[[bytes], type[Body]], *, model: str = "") -> Body:
     """Read and check the body of a request; an alias of the base is replaced by its name.
+
+    ``body`` is its type, or finds that in its bytes. ``model``, if any, takes the place of its own.
 
     Raises:
         HttpError: 415 for another media type; 413 above ``max_body_bytes``; 429 if other bodies leave no room; 400 if
@@ -205,18 +209,27 @@ async def read_body(request: Request, body: type[Body]) -> Body:
         if num_bytes > max_bytes:
             raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
         await next_turn()
-        made = await parse(b"".join(parts), body)
+        data = b"".join(parts)
+        made = await parse(data, body if isinstance(body, type) else body(data))
     except ClientDisconnect:
         raise HttpError(400, "The body ended early") from None
     finally:
         arriving.close()
-    if isinstance(model := getattr(made, "model", None), str):
-        if len(model) > MAX_MODEL_CHARS:
-            raise ModelNotFound(
-                f"The model `{model[:200]}...` of {len(model)} characters does not exist.", param="model"
-            )
-        if aliases := context.config.web.aliases:
-            name, colon, adapter = model.partition(":")
-            if name in aliases and model not in context.fleet.adapters.loaded:
-                made.model = context.fleet.served_name + colon + adapter  # type: ignore[attr-defined]
+    asked = model or getattr(made, "model", None)
+    if isinstance(asked, str):
+        made.model = _model_of(context, asked, made)  # type: ignore[attr-defined]
     return made
+
+
+def _model_of(context: Context, model: str, body: msgspec.Struct) -> str:
+    """Return the name under which the engines know a model."""
+    served_name = context.fleet.served_name
+    if not model and not getattr(body, "needs_model", True):
+        return served_name
+    if len(model) > MAX_MODEL_CHARS:
+        raise ModelNotFound(f"The model `{model[:200]}...` of {len(model)} characters does not exist.", param="model")
+    if aliases := context.config.web.aliases:
+        name, colon, adapter = model.partition(":")
+        if name in aliases and model not in context.fleet.adapters.loaded:
+            return served_name + colon + adapter
+    return model

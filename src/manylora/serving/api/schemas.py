@@ -22,6 +22,7 @@ __all__ = [
     "ConstraintFields",
     "ContentPart",
     "DetokenizeBody",
+    "Effort",
     "FunctionName",
     "JsonSchema",
     "Message",
@@ -66,7 +67,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, 
     "include_reasoning": (None, True),
     "length_penalty": (None, 1.0),
     "modalities": (None, ["text"]),
-    "truncation_side": (None, "left"),
 }
 """Fields that would change the answer, with the values under which they would not."""
 
@@ -74,6 +74,7 @@ REASONS = {"use_beam_search": "ask for n sampled answers with logprobs, and keep
 """The way to get the same by other means, for fields that have one."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -174,6 +175,8 @@ class SamplingFields(ConstraintFields, kw_only=True):
     """Fields of completions, chat completions and responses."""
 
     field_rules: ClassVar[FieldRules] = FieldRules(HARMLESS, REFUSED, REASONS)
+    needs_model: ClassVar[bool] = True
+    """Whether a body without a model is an error; else it asks for the base."""
 
     model: str
     add_special_tokens: bool | None = None
@@ -200,6 +203,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     stream: bool | None = None
@@ -251,7 +255,7 @@ class ChatBody(SamplingFields, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

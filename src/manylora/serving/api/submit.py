@@ -30,9 +30,10 @@ REQUESTS_AT_ONCE = 256  # requests of the engine that are made at once, in a mil
 
 
 class Truncation:
-    """The cut of a request's prompts by ``truncate_prompt_tokens``: their last tokens alone.
+    """The cut of a request's prompts by ``truncate_prompt_tokens``: their last tokens alone, or their first.
 
-    With -1 there is room for an answer of ``max_tokens``; a number out of range raises ``RequestError``.
+    With ``truncation_side`` right the first ones are kept. With -1 there is room for an answer of ``max_tokens``; a
+    number out of range raises ``RequestError``.
     """
 
     def __init__(self, context: Context, body: SamplingFields, max_tokens: int | None) -> None:
@@ -43,15 +44,18 @@ class Truncation:
                 f"Got truncate_prompt_tokens = {asked}, expected -1 (all that fit) or 1 to {longest - 1}",
                 param="truncate_prompt_tokens",
             )
+        self._keeps_first = body.truncation_side == "right"
         self._most = max(1, longest - max(1, max_tokens or 1)) if asked == -1 else asked
         self.limit = longest if asked is None else TOKENIZE_CONTEXTS * longest
         """A prompt has fewer tokens before the cut."""
 
     def cut(self, tokens: Sequence[int], tokenizer: Tokenizer | None = None) -> tuple[int, ...]:
-        """Return the last tokens of a prompt; with a tokenizer, special tokens at its begin are kept before them."""
+        """Return the tokens that are kept; with a tokenizer, special tokens at the begin come before the last ones."""
         most = self._most
         if most is None or len(tokens) <= most:
             return tuple(tokens)
+        if self._keeps_first:
+            return tuple(tokens[:most])
         special = tokenizer.encode("") if tokenizer is not None else []
         if not 0 < len(special) < most or list(tokens[: len(special)]) != special:
             special = []

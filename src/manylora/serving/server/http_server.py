@@ -28,8 +28,9 @@ from manylora.serving.api.adapters import admin_routes
 from manylora.serving.api.chat import chat_routes
 from manylora.serving.api.completions import completion_routes
 from manylora.serving.api.docs import docs_routes
+from manylora.serving.api.invocations import invocation_routes
 from manylora.serving.api.model_settings import ModelSettings
-from manylora.serving.api.models import model_routes
+from manylora.serving.api.models import model_routes, tokenizer_routes
 from manylora.serving.api.publishing import publish_routes
 from manylora.serving.api.request import Context, context_of, make_context
 from manylora.serving.api.respond import DIGEST_HEADER, VERSION_HEADER
@@ -49,7 +50,8 @@ from manylora.serving.text.model_files import load_generation_defaults
 
 __all__ = ["connection_bounds", "make_app", "make_http_server"]
 
-ROOM_PATHS = frozenset(route.path for route in (*completion_routes, *chat_routes, *response_routes))
+ANSWER_ROUTES = (*completion_routes, *chat_routes, *response_routes, *invocation_routes)
+ROOM_PATHS = frozenset(route.path for route in ANSWER_ROUTES)
 """Routes whose requests go to an engine."""
 
 LAST_WRITES_S = 2.0  # time that clients have to read the last bytes of failed answers, in seconds
@@ -185,8 +187,9 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 def make_app(context: Context) -> ASGIApp:
     """Return the application that serves ``context``."""
     web = context.config.web
-    routes = [*completion_routes, *chat_routes, *response_routes, *publish_routes, *admin_routes]
-    routes += [*model_routes, *status_routes]
+    routes = [*ANSWER_ROUTES, *publish_routes, *admin_routes, *model_routes, *status_routes]
+    if web.tokenizer_info:
+        routes += tokenizer_routes
     if not web.disable_docs:
         routes += docs_routes(routes, root_path=web.root_path)
     app = Starlette(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +36,9 @@ MAX_REASON_CHARS = 300  # most characters of a template's own error in a message
 
 _TEMPLATE_ARGUMENTS = frozenset({"tools", "documents"})
 """Arguments of ``apply_chat_template`` that callers may set; the others change the kind of its result."""
+
+_PLACES = frozenset({"vocab_file", "merges_file", "tokenizer_file", "name_or_path", "is_local", "local_files_only"})
+"""Settings that say where a tokenizer was found."""
 
 _TEMPLATE_NAMES = frozenset({"self", "messages", "conversations", "kwargs", "compiled_template"})
 """Names that the renderer gives to a template by itself."""
@@ -240,6 +244,18 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may end within a character."""
         return self._token_bytes(token_id)
+
+    def token_name(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary writes it, its bytes in the vocabulary's own letters."""
+        name: str | None = self._fast.id_to_token(token_id)
+        return name
+
+    @functools.cached_property
+    def settings_json(self) -> bytes:
+        """The settings of ``tokenizer_config.json`` as JSON, without paths of this machine."""
+        given = {name: value for name, value in self._hf.init_kwargs.items() if name not in _PLACES}
+        settings = {**given, "tokenizer_class": type(self._hf).__name__, "chat_template": self.chat_template}
+        return json.dumps(settings, default=lambda token: getattr(token, "content", None)).encode()
 
     def token_text(self, token_id: int) -> str:
         """Return a token as text on its own, its leading space kept, U+FFFD for half a character."""
