@@ -226,6 +226,8 @@ def test_configuration_file(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("port = 1", "'port' in .*expected one of lists, max_num_seqs"),
+        ("max-num-seq = 1", "'max-num-seq' in .*did you mean 'max-num-seqs'"),
+        ("max_nums_seq = 1", "'max_nums_seq' in .*did you mean 'max_num_seqs'"),
         ("max-num-seqs = 1\nmax_num_seqs = 2", "twice"),
         ("max-num-seqs = [1]", "expected a string, a number or a boolean"),
         ("lists = [1]", "list of strings"),

@@ -11,16 +11,23 @@ The field gives the flag and help of the command line (``cli/options/fields.py``
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from manylora.core.errors import ConfigError
 
-__all__ = ["CheckedOptions", "Option", "check_options", "option", "option_of", "require"]
+__all__ = ["CheckedOptions", "Option", "check_options", "nearest", "option", "option_of", "require"]
 
 _KEY = "manylora.option"
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """Return the nearest known word, as the end of an error message."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

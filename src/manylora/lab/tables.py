@@ -8,25 +8,19 @@ value stand with its field (`core/options.py`).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manylora.core.errors import ConfigError
+from manylora.core.options import nearest
 
-__all__ = ["TableReader", "nearest", "read_table"]
+__all__ = ["TableReader", "read_table"]
 
 T = typing.TypeVar("T")
-
-
-def nearest(word: str, known: Collection[str]) -> str:
-    """Return the nearest known word, as the end of an error message."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(known))}"
 
 
 def read_table(file: Path) -> dict[str, typing.Any]:

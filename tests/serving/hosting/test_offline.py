@@ -348,8 +348,10 @@ def test_an_engine_can_be_simulated(tokenizer_path: Path) -> None:
 
 def test_options_are_fields_of_the_configuration(make: Callable[..., Engine]) -> None:
     assert make(served_model_name="llama", seed=3, eviction="lru").generate("hello", adapter="llama")[0].error is None
-    with pytest.raises(ConfigError, match="unknown option 'max_num_sequences'"):
+    with pytest.raises(ConfigError, match=r"unknown option 'max_num_sequences', did you mean 'max_num_seqs'\?"):
         Engine("x", max_num_sequences=3)
+    with pytest.raises(ConfigError, match=r"unknown option 'adapter', did you mean 'adapters'\?"):
+        Engine("x", adapter={})
     with pytest.raises(ConfigError, match="max_num_seqs = 0"):
         Engine("x", max_num_seqs=0)
 

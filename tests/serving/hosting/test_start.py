@@ -10,7 +10,8 @@ import pytest
 from bad_adapters import tiny_base, write_good_adapter
 from reciter import engine_config
 
-from manylora.core.config import ServerConfig
+from manylora import Engine
+from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
 from manylora.core.errors import AdapterError, ConfigError
 from manylora.serving.hosting.engine import startup
 from manylora.serving.hosting.engine.process import EXIT_ORPHANED
@@ -59,6 +60,19 @@ def test_a_broken_adapter_that_was_named_is_an_error(tokenizer: Path, good: str,
         BackgroundServer(engine_config(tokenizer), CONFIG, modules, builder=BUILDER),
     ):
         pytest.fail("it started")
+
+
+def test_named_adapters_are_checked_before_the_model_is_loaded(tmp_path: Path, broken: str) -> None:
+    model = str(tmp_path / "no model")
+    engine = EngineConfig(model=ModelConfig(model=model))
+    for path, words in ((broken, r"'named': .*safetensors"), (str(tmp_path / "nowhere"), "'named'")):
+        with (
+            pytest.raises(AdapterError, match=words),
+            BackgroundServer(engine, CONFIG, [LoraModule("named", path)]),
+        ):
+            pytest.fail("it started")
+        with pytest.raises(AdapterError, match=words):
+            Engine(model, adapters={"named": path})
 
 
 def test_an_engine_process_can_wait_for_its_set_up(tokenizer: Path) -> None:

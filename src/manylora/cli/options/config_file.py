@@ -24,6 +24,7 @@ import typer
 
 from manylora.cli.options.fields import Flag
 from manylora.core.errors import ConfigError
+from manylora.core.options import nearest
 
 __all__ = ["config_option", "read_config_file"]
 
@@ -79,7 +80,8 @@ def read_config_file(
             flag = by_field[name]
             name, value = flag.name, not value if flag.turns_off and isinstance(value, bool) else value
         if name not in options:
-            raise ConfigError(f"Got {key!r} in {path}, expected one of {', '.join(sorted(options))}")
+            known = [one.replace("_", "-") for one in options] if "-" in key else options
+            raise ConfigError(f"Got {key!r} in {path}, {nearest(key, known)}")
         if name in values:
             raise ConfigError(f"Got {key!r} twice in {path}")
         values[name] = _read_value(key, value, path=path, is_list=name in lists)

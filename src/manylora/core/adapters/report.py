@@ -1,23 +1,24 @@
-"""Report on an adapter directory, for ``manylora adapters inspect``."""
+"""Report on an adapter directory, for ``manylora adapters inspect``, and check directories before a model is loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from manylora.core.adapters.folder import read_config
-from manylora.core.adapters.method import parse_settings
+from manylora.core.adapters.folder import Folder, read_config
+from manylora.core.adapters.method import AdapterSettings, parse_settings
 from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.adapters.remote import Registry
 from manylora.core.adapters.request_files import AdapterRequestFiles, read_request_files
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.sources import open_folder
+from manylora.core.adapters.sources import is_url, open_folder
 from manylora.core.adapters.tensors import StoredModule
 from manylora.core.adapters.weight_file import WeightFile
 from manylora.core.errors import AdapterError
 from manylora.core.types import AdapterVersion
 
-__all__ = ["AdapterReport", "inspect_adapter"]
+__all__ = ["AdapterReport", "check_folders", "inspect_adapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,26 @@ class AdapterReport:
         return tuple(sorted({m.name.rpartition(".")[2] for m in self.modules}))
 
 
+def check_folders(paths: Mapping[str, str], *, max_bytes: int) -> None:
+    """Check adapters' folders, given by name, as far as that needs no base: configuration and header of the weights.
+
+    URLs are left to the engine's readers.
+
+    Raises:
+        AdapterError: A folder is missing, or no base can serve what is in it.
+    """
+    for name, path in paths.items():
+        if not is_url(path):
+            _stored(name, open_folder(name, path), max_bytes)
+
+
+def _stored(name: str, folder: Folder, max_bytes: int) -> tuple[AdapterSettings, tuple[StoredModule, ...], int]:
+    """Return the settings, the modules and the bytes of the weight file of a folder."""
+    settings = parse_settings(name, read_config(folder))
+    with WeightFile(folder, max_bytes) as file:
+        return settings, settings.stored_modules(file.tensors), file.num_bytes
+
+
 def inspect_adapter(
     path: str | Path, base: BaseShape | None = None, *, max_bytes: int, registry: Registry | None = None
 ) -> AdapterReport:
@@ -52,9 +73,7 @@ def inspect_adapter(
     """
     name = str(path)
     folder = open_folder(name, path, registry=registry)
-    settings = parse_settings(name, read_config(folder))
-    with WeightFile(folder, max_bytes) as file:
-        modules = settings.stored_modules(file.tensors)
+    settings, modules, disk_bytes = _stored(name, folder, max_bytes)
     version, problem = None, None
     if base is not None:
         try:
@@ -68,7 +87,7 @@ def inspect_adapter(
         rank=max(m.rank for m in modules),
         use_rslora=settings.use_rslora,
         modules=modules,
-        disk_bytes=file.num_bytes,
+        disk_bytes=disk_bytes,
         fits=None if base is None else problem is None,
         problem=problem,
         version=version,

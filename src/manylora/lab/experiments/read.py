@@ -8,9 +8,10 @@ from itertools import product
 from pathlib import Path
 
 from manylora.core.errors import ConfigError
+from manylora.core.options import nearest
 from manylora.core.plugins import with_files_found
 from manylora.lab.experiments.spec import Experiment, Point, Table, merge, setup_table
-from manylora.lab.tables import TableReader, nearest, read_table
+from manylora.lab.tables import TableReader, read_table
 
 __all__ = ["CATALOG", "find_experiments", "read_experiment"]
 

@@ -32,8 +32,8 @@ from pathlib import Path
 import numpy as np
 
 from manylora.core.errors import ConfigError
-from manylora.core.options import CheckedOptions, check_options, option
-from manylora.lab.tables import TableReader, nearest, read_table
+from manylora.core.options import CheckedOptions, check_options, nearest, option
+from manylora.lab.tables import TableReader, read_table
 from manylora.lab.workloads.arrivals import ARRIVALS, ArrivalProcess, Extent
 from manylora.lab.workloads.callers import CALLERS
 from manylora.lab.workloads.lengths import DISTRIBUTIONS, LENGTHS, Distribution, Lengths

@@ -19,10 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar
 
+from manylora.core.adapters.report import check_folders
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.errors import AdapterNotFound, ConfigError, EngineDead, ManyloraError
 from manylora.core.generation import GenerationDefaults
+from manylora.core.options import nearest
 from manylora.core.types import Request, SamplingParams
 from manylora.serving.hosting.engine.service import Builder, builder_for
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
@@ -91,6 +93,9 @@ class Engine:
             options.setdefault("served_model_name", "demo")
         config = _engine_config(str(model), options)
         config = dataclasses.replace(config, step_log=_text(step_log), request_log=_text(request_log))
+        paths = {name: str(path) for name, path in (adapters or {}).items()}
+        if build is None and config.simulate is None:  # before the model is loaded, which may take minutes
+            check_folders(paths, max_bytes=config.adapters.max_adapter_bytes)
         self._tokenizer = Tokenizer.load(config.model.tokenizer or config.model.model, revision=config.model.revision)
         self._defaults = load_generation_defaults(config.model) or GenerationDefaults()
         self._window = min(2 * config.scheduler.max_num_seqs, config.scheduler.max_waiting)
@@ -109,7 +114,7 @@ class Engine:
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
         try:
-            modules = [LoraModule(name, str(path)) for name, path in (adapters or {}).items()]
+            modules = [LoraModule(name, path) for name, path in paths.items()]
             self._call(self._fleet.start(modules))
         except BaseException:
             self.close()
@@ -302,9 +307,12 @@ def _text(path: str | Path | None) -> str | None:
 def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration of flat options; field names are unique over its parts."""
     left = dict(options)
+    known = ["adapters", "step_log", "request_log", "build", "seed", "simulate", "cache_dir"]
 
     def pick(part: type[Any]) -> dict[str, Any]:
-        return {f.name: left.pop(f.name) for f in dataclasses.fields(part) if f.name in left}
+        names = [field.name for field in dataclasses.fields(part)]
+        known.extend(names)
+        return {name: left.pop(name) for name in names if name in left}
 
     made = EngineConfig(
         model=ModelConfig(model=model, **pick(ModelConfig)),
@@ -316,7 +324,7 @@ def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         cache_dir=left.pop("cache_dir", None),
     )
     if left:
-        raise ConfigError(f"Got unknown option {next(iter(left))!r}, expected a field of EngineConfig or its parts")
+        raise ConfigError(f"Got unknown option {(name := next(iter(left)))!r}, {nearest(name, known)}")
     return made
 
 

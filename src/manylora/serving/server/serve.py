@@ -21,6 +21,7 @@ from dataclasses import replace
 from random import Random
 
 from manylora.core.adapters.folder import real_roots
+from manylora.core.adapters.report import check_folders
 from manylora.core.adapters.sources import is_url
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.routing import Router, RouterContext, make_router
@@ -64,7 +65,10 @@ class Server:
         if engine.model.model == "demo":
             named = engine.model.served_model_name or "demo"
             engine = replace(engine, model=replace(engine.model, model=str(demo_model_path()), served_model_name=named))
-        self._named_paths = [one.path for one in modules if one.is_required and not is_url(one.path)]
+        named = {one.name: one.path for one in modules if one.is_required and not is_url(one.path)}
+        if builder is None and engine.simulate is None:  # before the model is loaded, which may take minutes
+            check_folders(named, max_bytes=engine.adapters.max_adapter_bytes)
+        self._named_paths = list(named.values())
         if engine.adapters.real_roots is None:
             roots = real_roots([*server.lora_dirs, *server.allowed_lora_paths], self._named_paths)
             engine = replace(engine, adapters=replace(engine.adapters, real_roots=roots))
