@@ -86,6 +86,7 @@ VALUES: dict[str, Any] = {
     "logit_bias": {"104": 1.0},
     "logprob_token_ids": [104],
     "logprobs": {"completions": 1, "chat": True},
+    "length_penalty": 2.0,
     "lora_int_id": 1,
     "max_completion_tokens": 2,
     "max_output_tokens": 2,
@@ -132,11 +133,13 @@ VALUES: dict[str, Any] = {
     "truncate_prompt_tokens": 2,
     "truncation_side": "right",
     "truncation": "auto",
+    "use_beam_search": True,
     "user": "u",
 }
 """A value that changes the answer, by field; by route where it differs. Other fields get a text."""
 
 NEEDS: Mapping[str, dict[str, Any]] = {
+    "length_penalty": {"use_beam_search": True},
     "logprob_token_ids": {"completions": {"logprobs": 1}, "chat": {"logprobs": True}},  # by route
     "stream_options": {"stream": True},
     "top_logprobs": {"responses": {}, "chat": {"logprobs": True}},

@@ -146,7 +146,9 @@ completion("priority", 400, "priority", "priority", priority="high")
 
 # What would change the answer and cannot be done.
 completion("suffix", 400, "suffix is not supported", "suffix", suffix="end")
-completion("beam", 400, "use_beam_search is not supported", "use_beam_search", use_beam_search=True)
+completion(
+    "beams in a stream", 400, "not currently supported with beam search", "stream", use_beam_search=True, stream=True
+)
 completion("lora-path", 400, "lora_path is not supported", "lora_path", lora_path="/x")
 completion("guided", 400, "regex cannot be followed", "guided_regex", guided_regex="(")
 completion("format", 400, "xml", "response_format", response_format={"type": "xml"})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from harness import engine_info
 
 from manylora.core.errors import CapacityError
-from manylora.core.types import Request, SamplingParams
+from manylora.core.types import AdapterKey, Continuation, Request, SamplingParams
 from manylora.serving.hosting.links.client import EngineClient
 from manylora.serving.hosting.links.in_flight import InFlightRequest, OutputStream
 from manylora.serving.hosting.protocol import (
@@ -101,3 +102,12 @@ def test_as_many_requests_pass_as_the_engine_has_room_for() -> None:
         await asyncio.gather(*submitted, return_exceptions=True)
 
     asyncio.run(main())
+
+
+def test_a_request_that_was_begun_goes_on_after_all_of_its_answer() -> None:
+    begun = Continuation(tokens=(5, 6), adapter=AdapterKey("k"))
+    one = flight("a")
+    one.request = replace(one.request, continuation=begun)
+    assert one.next_request().continuation == begun
+    one.answered.append(7)
+    assert one.next_request().continuation == Continuation(tokens=(5, 6, 7), adapter=AdapterKey("k"))

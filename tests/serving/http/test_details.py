@@ -235,7 +235,6 @@ def test_special_tokens_of_texts(tokenizer: Path, tmp_path: Path) -> None:
         ({"bad_words": [" "]}, "empty word", "bad_words"),
         ({"bad_words": ["x"] * 129}, "at most 128", "bad_words"),
         ({"bad_words": ["x" * 4001]}, "4001 characters", "bad_words"),
-        ({"use_beam_search": True}, "n sampled answers", "use_beam_search"),
     ],
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from starlette.types import Receive
@@ -27,7 +27,20 @@ from manylora.serving.http.room import Places
 from manylora.serving.http.turns import ClientGone
 from manylora.serving.text import Detokenizer, TextDelta, TokenLogprob
 
-__all__ = ["RequestAnswers", "TextPiece"]
+__all__ = ["BeginAnswers", "RequestAnswers", "TextPiece", "raise_failure"]
+
+
+BeginAnswers: TypeAlias = Callable[[Sequence[Request]], Awaitable[OutputStream]]
+"""Begins the answers to requests; returns the stream of their outputs."""
+
+
+def raise_failure(output: Output, form_field: str | None) -> None:
+    """Raise the error of an output that ends its request by one; ``form_field`` gave the form of the answer."""
+    if output.finish is FinishReason.ERROR:
+        reason = hide_paths(output.error or "The engine aborted this request without a reason.")
+        raise RequestError(reason, param=form_field) if output.is_refused else ManyloraError(reason)
+    if output.finish is FinishReason.CANCELLED:
+        raise EngineDead("The engine cancelled this request.")
 
 
 class TextPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,16 +77,18 @@ class RequestAnswers:
     places: Places | None  # the places of its caller; each is given back when its answer ends
     # The version of the adapter that answers, held until all answers have ended; ``None`` for the base.
     version: NumberedVersion | None = None
+    begin: BeginAnswers | None = None  # begins the answers; ``None`` to submit the requests as they are
     adapter: AdapterKey | None = None  # the adapter's version, once an output has named it
     requests: Sequence[Request] = ()  # prompts in order, ``num_answers`` requests for each; from ``start`` on
     _stream: OutputStream | None = None
     # Totals for ``usage``, which some clients ask for with every chunk.
     _num_generated_tokens: int = 0
-    _num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # tokens of the prompts that the prefix cache held
     _is_given: bool = False  # whether the version was given back
 
     def __post_init__(self) -> None:
         self._details = None if self.details == NO_DETAILS else self.details
+        self._shows_cached = self.context.config.web.prompt_tokens_details
         self._answers: dict[str, _Answer] = {}
         self._num_unfinished = self._num_prompt_tokens = 0
 
@@ -87,7 +102,7 @@ class RequestAnswers:
             self._answers = {request.request_id: _Answer(index) for index, request in enumerate(self.requests)}
             self._num_unfinished = len(self.requests)
             self._num_prompt_tokens = sum(len(request.prompt) for request in self.requests[:: self.num_answers])
-            self._stream = await self.context.fleet.requests.submit(self.requests)
+            self._stream = await (self.begin or self.context.fleet.requests.submit)(self.requests)
         except BaseException:
             self._give_back()
             raise
@@ -142,14 +157,17 @@ class RequestAnswers:
                         self.context.metrics.count_answers(num_tokens[first : first + self.num_answers])
 
     def usage(self) -> dict[str, Any]:
-        """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once."""
+        """Return OpenAI's usage object for the tokens so far; a prompt with several answers counts once.
+
+        Its details are null unless the server is to show them.
+        """
         is_prompt_only = self._details is not None and self._details.is_prompt_only
         num_generated = 0 if is_prompt_only else self._num_generated_tokens
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "total_tokens": self._num_prompt_tokens + num_generated,
             "completion_tokens": num_generated,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens} if self._shows_cached else None,
         }
 
     def _cancel_unfinished(self) -> None:
@@ -183,15 +201,11 @@ class RequestAnswers:
         answer = self._answers[output.request_id]
         if answer.is_finished:
             return None
-        if output.finish is FinishReason.ERROR:
-            reason = hide_paths(output.error or "The engine aborted this request without a reason.")
-            raise RequestError(reason, param=self.form_field) if output.is_refused else ManyloraError(reason)
-        if output.finish is FinishReason.CANCELLED:
-            raise EngineDead("The engine cancelled this request.")
+        raise_failure(output, self.form_field)
         self.adapter = output.adapter
         if output.num_cached_tokens > answer.num_cached_tokens:
             if answer.index % self.num_answers == 0:
-                self._num_cached_tokens += output.num_cached_tokens - answer.num_cached_tokens
+                self.num_cached_tokens += output.num_cached_tokens - answer.num_cached_tokens
             answer.num_cached_tokens = output.num_cached_tokens
         detokenizer = answer.detokenizer
         if detokenizer is None:

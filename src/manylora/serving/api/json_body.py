@@ -71,7 +71,6 @@ class FieldRules:
     # Fields that would change the answer and are not supported, with the values under which they would not change it.
     # They are refused by name, because a wrong answer is worse than none.
     refused: Mapping[str, tuple[Any, ...]]
-    reasons: Mapping[str, str]  # the way to get the same by other means, for refused fields that have one
 
 
 async def parse(data: bytes, body: type[Body]) -> Body:
@@ -118,8 +117,7 @@ def _check_fields(values: Mapping[str, msgspec.Raw], body: type[msgspec.Struct],
             continue
         if name in rules.refused:
             if num_bytes(raw) > MAX_NEUTRAL_BYTES or decode(raw, object, name) not in rules.refused[name]:
-                reason = f": {rules.reasons[name]}" if name in rules.reasons else ""
-                raise RequestError(f"{name} is not supported by this server{reason}", param=name)
+                raise RequestError(f"{name} is not supported by this server", param=name)
         elif (short := name[:MAX_NAME_CHARS]) not in _reported and len(_reported) < MAX_REPORTED:
             _reported.add(short)
             logger.warning("unknown_field_ignored name=%r", short)

@@ -25,13 +25,15 @@ from manylora.serving.api.chat import (
     tool_parser,
 )
 from manylora.serving.api.formats import message_readers
-from manylora.serving.api.json_body import is_null, raw_field
+from manylora.serving.api.json_body import FieldRules, is_null, raw_field
 from manylora.serving.api.prompt_part import Details
 from manylora.serving.api.request import read_call
 from manylora.serving.api.responses_output import BuiltResponse, OutputItems, ResponseStream, WholeResponse
 from manylora.serving.api.sampling import count_logprobs, sampling_params
 from manylora.serving.api.schemas import (
+    HARMLESS,
     MAX_MESSAGES,
+    REFUSED,
     CalledFunction,
     ContentPart,
     Effort,
@@ -108,6 +110,9 @@ class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_d
 class ResponsesBody(SamplingFields, kw_only=True):
     """``POST /v1/responses``."""
 
+    field_rules: ClassVar[FieldRules] = FieldRules(
+        HARMLESS, {**REFUSED, "use_beam_search": (None, False), "length_penalty": (None, 1.0)}
+    )
     needs_model: ClassVar[bool] = False
     model: str = ""
     input: str | list[InputItem]

@@ -59,20 +59,15 @@ _REFUSED = """
     access_programs audio background_options context_management documents ec_transfer_params enable_response_messages
     functions image kv_transfer_params logits_processors lora_path lora_request media_io_kwargs
     mm_processor_kwargs moderation previous_input_messages prompt_embeds repetition_detection
-    return_prompt_text return_weight_versions suffix thinking_token_budget typical_p use_beam_search verbosity
+    return_prompt_text return_weight_versions suffix thinking_token_budget typical_p verbosity
     vllm_xargs watermarking web_search_options
 """
 REFUSED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(_REFUSED.split(), (None, False, 0, "", [], {})) | {
     "function_call": (None, "none", "auto"),
     "include_reasoning": (None, True),
-    "length_penalty": (None, 1.0),
     "modalities": (None, ["text"]),
 }
 """Fields that would change the answer, with the values under which they would not."""
-
-REASONS = {"use_beam_search": "ask for n sampled answers with logprobs, and keep the most likely one"}
-"""The way to get the same by other means, for fields that have one."""
-
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -174,7 +169,7 @@ class ConstraintFields(msgspec.Struct, kw_only=True):
 class SamplingFields(ConstraintFields, kw_only=True):
     """Fields of completions, chat completions and responses."""
 
-    field_rules: ClassVar[FieldRules] = FieldRules(HARMLESS, REFUSED, REASONS)
+    field_rules: ClassVar[FieldRules] = FieldRules(HARMLESS, REFUSED)
     needs_model: ClassVar[bool] = True
     """Whether a body without a model is an error; else it asks for the base."""
 
@@ -213,7 +208,14 @@ class SamplingFields(ConstraintFields, kw_only=True):
     priority: int | None = None
 
 
-class CompletionBody(SamplingFields, kw_only=True):
+class ChoicesFields(SamplingFields, kw_only=True):
+    """Fields of completions and chat completions, which may have several answers."""
+
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+
+
+class CompletionBody(ChoicesFields, kw_only=True):
     """``POST /v1/completions``."""
 
     prompt: msgspec.Raw
@@ -240,7 +242,7 @@ class Message(msgspec.Struct, kw_only=True, gc=False):
     reasoning_content: str | None = None
 
 
-class ChatBody(SamplingFields, kw_only=True):
+class ChatBody(ChoicesFields, kw_only=True):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]

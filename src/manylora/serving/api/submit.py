@@ -10,6 +10,7 @@ from typing import Any
 from manylora.core.errors import ContextExceeded, ModelNotFound, RequestError
 from manylora.core.types import USUAL_LOGPROBS, Request, SamplingParams
 from manylora.serving.api.answers import RequestAnswers
+from manylora.serving.api.beam_search import begin_search
 from manylora.serving.api.prompt_part import NO_DETAILS, Details
 from manylora.serving.api.request import AnswerCall, Context
 from manylora.serving.api.sampling import constraint_field
@@ -89,6 +90,7 @@ async def submit(
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
     _check_logprobs(call, sampling, prompts)
+    begin = begin_search(call, sampling)
     if sampling.constraint is None:
         form_field = None
     else:
@@ -109,6 +111,7 @@ async def submit(
         details=details,
         places=places,
         version=version,
+        begin=begin,
     )
     await answers.start(_requests(call, prompts, sampling, answer_id, version))
     head = {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}

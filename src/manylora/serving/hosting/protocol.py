@@ -85,6 +85,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     block_size: int
     page_bytes: int
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end an answer
 
 
 class Ending(NamedTuple):

@@ -137,6 +137,7 @@ class EngineService:
                 vocab_size=base.vocab_size,
                 block_size=page.block_size,
                 page_bytes=page.num_bytes,
+                eos_token_ids=base.eos_token_ids,
             )
             self.send(Ready(info, parts.shared))
             loop.run()

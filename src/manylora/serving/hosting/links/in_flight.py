@@ -24,8 +24,8 @@ from manylora.core.types import Continuation, Output, Request
 
 __all__ = ["Consume", "EngineLoss", "Flush", "InFlightRequest", "OutputStream"]
 
-MANY_LOGPROBS = 16
-"""Outputs with log-probabilities that are consumed at once: with twenty for each token, in a millisecond or two."""
+MANY_LOGPROBS = 336
+"""Log-probabilities in the outputs that are consumed at once, in a millisecond or two: sixteen tokens with twenty."""
 
 Flush: TypeAlias = Callable[[], Awaitable[None]]
 """The part of a consumer's work that must be awaited: a slow socket, room in a queue."""
@@ -97,8 +97,9 @@ class OutputStream:
         """Return the outputs to consume at once: all, or some if they have log-probabilities, which become JSON."""
         outputs, self._waiting = self._waiting, []
         tokens = outputs[0].tokens
-        if len(outputs) > MANY_LOGPROBS and tokens and tokens[0].logprob is not None:
-            outputs, self._waiting = outputs[:MANY_LOGPROBS], outputs[MANY_LOGPROBS:]
+        if len(outputs) > 1 and tokens and tokens[0].logprob is not None:
+            most = max(1, MANY_LOGPROBS // (1 + len(tokens[0].top)))
+            outputs, self._waiting = outputs[:most], outputs[most:]
         return outputs
 
     def close(self) -> None:
@@ -178,8 +179,9 @@ class InFlightRequest:
             self._is_sent = True
             return self.request
         self._num_sent = len(self.answered)
-        adapter = None if self.last is None else self.last.adapter
-        return replace(self.request, continuation=Continuation(tokens=tuple(self.answered), adapter=adapter))
+        begun = self.request.continuation or Continuation()
+        adapter = begun.adapter if self.last is None else self.last.adapter
+        return replace(self.request, continuation=Continuation(tokens=(*begun.tokens, *self.answered), adapter=adapter))
 
     def accepted(self) -> None:
         """Tell a submission that waits that an engine has accepted the request."""
