@@ -37,11 +37,12 @@ and `seed` as keywords.
 
 _SAME = """
     --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --block-size --chat-template
-    --config --device --disable-fastapi-docs --download-dir --dtype --enable-log-requests --enable-request-id-headers
-    --enable-tokenizer-info-endpoint --generation-config --gpu-memory-utilization --host --log-level --lora-modules
-    --max-cpu-loras --max-logprobs --max-loras --max-model-len --max-num-batched-tokens --max-num-seqs --port
-    --reasoning-parser --revision --root-path --seed --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile
-    --ssl-ciphers --ssl-keyfile --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
+    --config --device --disable-fastapi-docs --download-dir --dtype --enable-log-requests
+    --enable-prompt-tokens-details --enable-request-id-headers --enable-tokenizer-info-endpoint --generation-config
+    --gpu-memory-utilization --host --log-level --lora-modules --max-cpu-loras --max-logprobs --max-loras
+    --max-model-len --max-num-batched-tokens --max-num-seqs --port --reasoning-parser --revision --root-path --seed
+    --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --tokenizer
+    --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
 """
 SAME_NAMES = tuple(_SAME.split())
 """Flags that mean the same here (``--config`` reads TOML)."""

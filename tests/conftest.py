@@ -28,7 +28,7 @@ from reciter import HOLD, engine_config, write_reciter
 from rich.console import Console, ConsoleDimensions
 from serving import Gate, write_tokenizer
 
-from manylora.core.config import ServerConfig
+from manylora.core.config import ServerConfig, WebConfig
 from manylora.serving.server import BackgroundServer, LoraModule
 
 if not torch.cuda.is_available():
@@ -92,7 +92,13 @@ def lora_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tokenizer: Path, lora_dir: Path) -> Iterator[BackgroundServer]:
     """A server whose base recites from ``a`` and whose adapters ``m`` and ``n`` from their own letter."""
-    config = ServerConfig(port=0, in_process=True, lora_dirs=(str(lora_dir),), max_body_bytes=100_000)
+    config = ServerConfig(
+        port=0,
+        in_process=True,
+        lora_dirs=(str(lora_dir),),
+        max_body_bytes=100_000,
+        web=WebConfig(prompt_tokens_details=True),
+    )
     modules = [LoraModule(letter, str(lora_dir / letter)) for letter in "mn"]
     with BackgroundServer(engine_config(tokenizer), config, modules, builder="reciter:reciter_parts") as running:
         yield running

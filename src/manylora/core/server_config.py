@@ -214,6 +214,11 @@ class WebConfig:
     log_requests: bool = _http(
         False, flag="--enable-log-requests", help="Log a line per request: route, status, duration, id; no text."
     )
+    prompt_tokens_details: bool = _http(
+        False,
+        flag="--enable-prompt-tokens-details",
+        help="Show in usage how many tokens of the prompt the prefix cache held.",
+    )
     tokenizer_info: bool = _http(
         False,
         flag="--enable-tokenizer-info-endpoint",

@@ -12,8 +12,7 @@ import openai
 import pytest
 from reciter import engine_config
 
-from manylora.core.config import ServerConfig
-from manylora.core.server_config import WebConfig
+from manylora.core.config import ServerConfig, WebConfig
 from manylora.serving.hosting.fleet.fleet import Fleet
 from manylora.serving.http.auth import exposure
 from manylora.serving.server import BackgroundServer
@@ -38,7 +37,9 @@ def bearer(key: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def keyed(tokenizer: Path) -> Iterator[httpx.Client]:
-    with serving(tokenizer, api_keys=("tenant-1", "tenant-2"), admin_key="root") as http:
+    with serving(
+        tokenizer, api_keys=("tenant-1", "tenant-2"), admin_key="root", web=WebConfig(prompt_tokens_details=True)
+    ) as http:
         yield http
 
 

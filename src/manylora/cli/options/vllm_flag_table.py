@@ -41,7 +41,6 @@ _NO_VALUE: Mapping[str, str] = {
     "responses are logged only with --enable-log-requests": "--disable-uvicorn-access-log",
     "figures are at /metrics, not in the log": "--disable-log-stats --aggregate-engine-logging"
     " --enable-logging-iteration-details",
-    "usage always has them": "--enable-prompt-tokens-details",
     "/load always answers": "--enable-server-load-tracking",
     "engines have processes of their own; --in-process is for debuggers": "--disable-frontend-multiprocessing",
     "/docs is a page without assets of others": "--enable-offline-docs",

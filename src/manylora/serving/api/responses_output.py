@@ -168,7 +168,7 @@ class BuiltResponse:
             "output": self.items.done,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": {"cached_tokens": self.answers.num_cached_tokens},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": self._num_thought if has_thought else 0},
                 "total_tokens": usage["total_tokens"],
