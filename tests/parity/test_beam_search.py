@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def expected(model: Any, prompt: list[int], *, width: int, ends: list[int], **se
     answers = []
     for row, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
         end = next((at for at, token in enumerate(row, 1) if token in ends), len(row))
-        answers.append((row[:end], pytest.approx(score, abs=1e-4)))
+        answers.append((row[:end], pytest.approx(score, rel=1e-5, abs=1e-4)))
     return answers
 
 
@@ -107,7 +108,9 @@ def http(root: Path) -> Iterator[httpx.Client]:
 def test_answers_equal_transformers_and_peft(http: httpx.Client, model: Any, root: Path, name: str) -> None:
     asked = {"model": name, "use_beam_search": True, "n": 4, "max_tokens": 24, "logprobs": 1, "return_token_ids": True}
     body = http.post("/v1/completions", json={**asked, "prompt": [PROMPT, PROMPT[3:]]}).json()
-    reference = model if name == "base" else PeftModel.from_pretrained(model, root / "lora").eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
+        reference = model if name == "base" else PeftModel.from_pretrained(model, root / "lora").eval()
     try:
         for at, prompt in enumerate((PROMPT, PROMPT[3:])):
             choices = body["choices"][4 * at : 4 * at + 4]

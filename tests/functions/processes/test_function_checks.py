@@ -94,7 +94,7 @@ def test_an_answer_is_no_longer_than_was_asked_for() -> None:
     check = MessageCheck({"", "mine"})
     prompt = PromptLogprobs(num_top=0, token_ids=b"", logprobs=b"", ranks=b"")
     sampling = SamplingParams(max_tokens=5, prompt_logprobs=0)
-    many = SampledToken(token_id=1, logprob=0.0, top=((1, 0.0),) * 21)
+    one_top = SampledToken(token_id=1, logprob=0.0, top=((1, 0.0),))
     asked = [Request(request_id=one, prompt=(1,), sampling=sampling) for one in ("r", "s", "t")]
     check.expect(1, asked)
     check.checked(Reply(1, refused={"s": Fault(kind="RequestError", message="no")}))
@@ -104,7 +104,7 @@ def test_an_answer_is_no_longer_than_was_asked_for() -> None:
         answer(0, error="e" * 5000),
         answer(0, adapter="a" * 5000),
         answer(6 + NUM_EMPTY),
-        structs.replace(answer(0), outputs=[Output(request_id="r", tokens=(many,))]),
+        structs.replace(answer(0), outputs=[Output(request_id="r", tokens=(one_top,))]),  # it asked for none
     ):
         with pytest.raises(FrameError):
             check.checked(wrong)
@@ -115,7 +115,7 @@ def test_an_answer_is_no_longer_than_was_asked_for() -> None:
         check.checked(answer(0))
     check.forget(["r", "t"])
     check.checked(answer(100))  # which is dropped
-    assert not (check._left or check._prompts or check._calls)
+    assert not (check._left or check._tops or check._prompts or check._calls)
 
 
 def test_a_function_starts_once_with_short_notes() -> None:

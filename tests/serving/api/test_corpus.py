@@ -188,8 +188,8 @@ chat(
     "messages[0].tool_calls[0].function",
     messages=[{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}],
 )
-chat("top-without", 400, "logprobs = true", "top_logprobs", top_logprobs=2)
-chat("top-many", 400, "0 to 20", "top_logprobs", logprobs=True, top_logprobs=21)
+chat("top-without", 400, "`logprobs` must be set to true", "top_logprobs", top_logprobs=2)
+chat("top-many", 400, "greater than max allowed: 20", "top_logprobs", logprobs=True, top_logprobs=21)
 chat("numeric-logprobs", 400, "logprobs", "logprobs", logprobs=2)
 chat("template-kwargs", 400, "chat_template", "chat_template_kwargs", chat_template_kwargs={"chat_template": "x"})
 chat("too-long", 400, "tokens", "prompt", messages=[{"role": "user", "content": "x" * 500}])

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from manylora.core.isolation import MEASURES, Measure
-from manylora.core.types import MAX_LOGPROBS, FinishReason, Output, Request
+from manylora.core.types import FinishReason, Output, Request
 from manylora.functions.processes.frames import FrameError
 from manylora.serving.hosting.fleet.snapshot import STATES
 from manylora.serving.hosting.protocol import (
@@ -69,6 +69,7 @@ class MessageCheck:
         self.names = set(names)
         self._has_started = False
         self._left: dict[str, int] = {}  # tokens that each request may still get
+        self._tops: dict[str, int] = {}  # log-probabilities of a token that each may get, if any
         self._prompts: set[str] = set()  # requests that may get the log-probabilities of their prompts
         self._calls: dict[int, tuple[str, ...]] = {}  # requests by call, before its reply
 
@@ -81,6 +82,8 @@ class MessageCheck:
         """Expect the answers of requests, each as long as it asked for."""
         for one in requests:
             self._left[one.request_id] = NUM_EMPTY + (one.sampling.max_tokens or one.default_max_tokens or MAX_ANSWER)
+            if num_top := len(one.sampling.logprob_token_ids) or one.sampling.logprobs:
+                self._tops[one.request_id] = num_top
             if one.sampling.prompt_logprobs is not None:
                 self._prompts.add(one.request_id)
         self._calls[call] = tuple(one.request_id for one in requests)
@@ -89,6 +92,7 @@ class MessageCheck:
         """Expect nothing more of requests that were refused, or cancelled."""
         for request_id in request_ids:
             self._left.pop(request_id, None)
+            self._tops.pop(request_id, None)
             self._prompts.discard(request_id)
 
     def checked(self, message: Message) -> Message:
@@ -140,9 +144,10 @@ class MessageCheck:
             left -= len(tokens) or 1
             if left < 0:
                 raise FrameError("an answer has more tokens than its request asked for")
+            most = self._tops.get(output.request_id, 0)
             for token in tokens:
-                if len(token.top) > MAX_LOGPROBS:
-                    raise FrameError(f"a token has {len(token.top)} log-probabilities, at most {MAX_LOGPROBS}")
+                if len(token.top) > most:
+                    raise FrameError(f"a token has {len(token.top)} log-probabilities, at most {most}")
             if output.prompt_logprobs is not None:
                 if output.request_id not in self._prompts:
                     raise FrameError("a prompt has log-probabilities that were not asked for")

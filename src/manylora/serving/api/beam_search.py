@@ -34,8 +34,8 @@ from manylora.core.types import (
 )
 from manylora.serving.api.answers import BeginAnswers, raise_failure
 from manylora.serving.api.request import AnswerCall
-from manylora.serving.hosting.fleet.requests import FleetRequests
 from manylora.serving.hosting.links.in_flight import Consume, OutputStream
+from manylora.serving.ports import RequestsPort
 
 __all__ = ["Beam", "BeamSearch", "BeamStream", "begin_search"]
 
@@ -171,7 +171,7 @@ class _Prompt:
 class BeamStream(OutputStream):
     """The answers of beam searches, which all come at their end."""
 
-    def __init__(self, fleet: FleetRequests, prompts: Sequence[_Prompt], num_top: int | None) -> None:
+    def __init__(self, fleet: RequestsPort, prompts: Sequence[_Prompt], num_top: int | None) -> None:
         super().__init__()
         self._fleet = fleet
         self._prompts = prompts

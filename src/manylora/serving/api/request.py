@@ -210,7 +210,8 @@ async def read_body(request: Request, body: type[Body] | Callable[[bytes], type[
             raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
         await next_turn()
         data = b"".join(parts)
-        made = await parse(data, body if isinstance(body, type) else body(data))
+        kind: type[Body] = body if isinstance(body, type) else body(data)
+        made = await parse(data, kind)
     except ClientDisconnect:
         raise HttpError(400, "The body ended early") from None
     finally:

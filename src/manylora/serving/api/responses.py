@@ -6,7 +6,7 @@ The server keeps no response: a request that builds on a stored one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -137,7 +137,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
 
 _STATELESS = "this server keeps no responses; send the whole conversation as input"
-_REFUSED = {
+_REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "store": (_STATELESS, (None, False)),
     "previous_response_id": (_STATELESS, (None,)),
     "conversation": (_STATELESS, (None,)),

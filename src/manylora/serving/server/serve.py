@@ -63,8 +63,10 @@ class Server:
         restarts: RestartPolicy | None = None,
     ) -> None:
         if engine.model.model == "demo":
-            named = engine.model.served_model_name or "demo"
-            engine = replace(engine, model=replace(engine.model, model=str(demo_model_path()), served_model_name=named))
+            served = engine.model.served_model_name or "demo"
+            engine = replace(
+                engine, model=replace(engine.model, model=str(demo_model_path()), served_model_name=served)
+            )
         named = {one.name: one.path for one in modules if one.is_required and not is_url(one.path)}
         if builder is None and engine.simulate is None:  # before the model is loaded, which may take minutes
             check_folders(named, max_bytes=engine.adapters.max_adapter_bytes)
