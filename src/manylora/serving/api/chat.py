@@ -266,7 +266,7 @@ def _num_logprobs(body: ChatBody) -> int | None:
 
 
 def effort_variables(effort: str | None, template: str) -> Mapping[str, Any]:
-    """Return the variables of an effort that the template reads: itself, and whether there is to be any reasoning."""
+    """Return the variables of a ``reasoning_effort`` that the template reads: itself, and whether to reason at all."""
     if effort is None:
         return {}
     given = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
