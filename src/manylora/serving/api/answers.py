@@ -88,7 +88,6 @@ class RequestAnswers:
 
     def __post_init__(self) -> None:
         self._details = None if self.details == NO_DETAILS else self.details
-        self._shows_cached = self.context.config.web.prompt_tokens_details
         self._answers: dict[str, _Answer] = {}
         self._num_unfinished = self._num_prompt_tokens = 0
 
@@ -161,13 +160,14 @@ class RequestAnswers:
 
         Its details are null unless the server is to show them.
         """
+        shows_cached = self.context.config.web.prompt_tokens_details
         is_prompt_only = self._details is not None and self._details.is_prompt_only
         num_generated = 0 if is_prompt_only else self._num_generated_tokens
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "total_tokens": self._num_prompt_tokens + num_generated,
             "completion_tokens": num_generated,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens} if self._shows_cached else None,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens} if shows_cached else None,
         }
 
     def _cancel_unfinished(self) -> None:

@@ -109,7 +109,7 @@ class BeamSearch:
 
 
 @dataclass(eq=False)
-class _Prompt:
+class _Search:
     """A prompt, the requests of its answers, and the search for them."""
 
     requests: Sequence[Request]
@@ -171,7 +171,7 @@ class _Prompt:
 class BeamStream(OutputStream):
     """The answers of beam searches, which all come at their end."""
 
-    def __init__(self, fleet: RequestsPort, prompts: Sequence[_Prompt], num_top: int | None) -> None:
+    def __init__(self, fleet: RequestsPort, prompts: Sequence[_Search], num_top: int | None) -> None:
         super().__init__()
         self._fleet = fleet
         self._prompts = prompts
@@ -224,18 +224,14 @@ class BeamStream(OutputStream):
         super().fail(error)
 
 
-def begin_search(call: AnswerCall[Any], sampling: SamplingParams) -> BeginAnswers | None:
-    """Return the start of the beam searches that a body asks for, ``None`` if it asks for none.
+def begin_search(call: AnswerCall[Any], sampling: SamplingParams) -> BeginAnswers:
+    """Return the start of the beam searches that a body asks for.
 
     Raises:
         RequestError: It asks for beams with something that cannot be had with them, or for too many.
     """
     body = call.body
-    penalty = 1.0 if (given := getattr(body, "length_penalty", None)) is None else given
-    if not getattr(body, "use_beam_search", None):
-        if penalty != 1.0:
-            raise RequestError("length_penalty belongs to beam search: set use_beam_search", param="length_penalty")
-        return None
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
     info, width, num_top = call.context.fleet.engines.info, body.n or 1, sampling.logprobs
     end_tokens = info.eos_token_ids or call.context.tokenizer.eos_token_ids
     ends = frozenset(() if sampling.ignore_eos else end_tokens)
@@ -257,7 +253,7 @@ def begin_search(call: AnswerCall[Any], sampling: SamplingParams) -> BeginAnswer
                     f"together more than this model's context of {info.max_model_len}",
                     param="max_tokens",
                 )
-            prompts.append(_Prompt(answers, BeamSearch(width, min(longest, num_free), penalty, ends)))
+            prompts.append(_Search(answers, BeamSearch(width, min(longest, num_free), penalty, ends)))
         stream = BeamStream(call.context.fleet.requests, prompts, num_top)
         await stream.advance()  # a refusal comes before the response begins
         return stream

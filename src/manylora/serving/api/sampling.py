@@ -106,6 +106,8 @@ def _check_fields(body: SamplingFields, vocab_size: int) -> None:
         )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream = true", param="stream_options")
+    if getattr(body, "length_penalty", None) not in (None, 1.0) and not getattr(body, "use_beam_search", False):
+        raise RequestError("length_penalty belongs to beam search: set use_beam_search", param="length_penalty")
     if (num_stops := len(body.stop_token_ids or ())) > MAX_STOP_TOKEN_IDS:
         raise RequestError(
             f"Got {num_stops} stop_token_ids, expected at most {MAX_STOP_TOKEN_IDS}", param="stop_token_ids"

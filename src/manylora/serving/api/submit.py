@@ -90,7 +90,7 @@ async def submit(
     if not body.model:  # to the engine, an empty name is the base
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
     _check_logprobs(call, sampling, prompts)
-    begin = begin_search(call, sampling)
+    begin = begin_search(call, sampling) if getattr(body, "use_beam_search", False) else None
     if sampling.constraint is None:
         form_field = None
     else:
