@@ -63,7 +63,7 @@ def searched(model: Any, prompt: list[int], search: BeamSearch) -> list[Any]:
     while not search.is_over:
         found = []
         for beam in search.running:
-            tokens = torch.tensor([[*prompt, *(token.token_id for token in beam.tokens)]])
+            tokens = torch.tensor([[*prompt, *beam.tokens]])
             with torch.inference_mode():
                 logprobs = model(tokens).logits[0, -1].log_softmax(-1)
             top = logprobs.topk(search.num_candidates)
@@ -71,7 +71,7 @@ def searched(model: Any, prompt: list[int], search: BeamSearch) -> list[Any]:
                 SampledToken(token_id=0, top=tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
             )
         search.advance(found)
-    return [([token.token_id for token in beam.tokens], beam.score) for beam in search.ended]
+    return [(list(beam.tokens), beam.score) for beam in search.ended]
 
 
 @pytest.mark.parametrize("penalty", [1.0, 0.0, -1.0, 2.0])
@@ -133,6 +133,7 @@ def test_answers_equal_transformers_and_peft(http: httpx.Client, model: Any, roo
     [
         ({"stream": True}, "stream"),
         ({"n": 33}, "n"),
+        ({"n": 17, "prompt": ["x", "y"]}, "n"),
         ({"length_penalty": 11.0}, "length_penalty"),
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty"),
         ({"stop": "x"}, "stop"),

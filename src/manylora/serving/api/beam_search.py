@@ -40,7 +40,7 @@ from manylora.serving.ports import RequestsPort
 __all__ = ["Beam", "BeamSearch", "BeamStream", "begin_search"]
 
 MAX_BEAMS = 32
-"""Beams of a prompt: so many, of 2,000 tokens each, take a millisecond or two of every round."""
+"""Beams of all prompts of a request: so many, of 2,000 tokens each, take a millisecond or two of every round."""
 
 MAX_PENALTY = 10.0  # most of ``length_penalty``, and least, below zero
 
@@ -55,7 +55,8 @@ REFUSED = (*_CHANGED, *_ALSO_CHANGED, "prompt_logprobs")
 class Beam(NamedTuple):
     """An answer, or the begin of one."""
 
-    tokens: tuple[SampledToken, ...] = ()
+    tokens: tuple[int, ...] = ()
+    reports: tuple[SampledToken, ...] = ()  # the tokens with their log-probabilities, if those are reported
     score: float = 0.0  # the sum of its log-probabilities; of one that ended, over its length to a power
     end: int | None = None  # the end token that it ends with, if it does
 
@@ -68,9 +69,17 @@ class BeamSearch:
         max_tokens: Tokens of the longest answer.
         length_penalty: Power of the length by which a sum of log-probabilities is divided.
         end_tokens: Tokens that end an answer.
+        num_top: Most likely tokens to report beside each token; ``None`` for no report.
     """
 
-    def __init__(self, width: int, max_tokens: int, length_penalty: float, end_tokens: frozenset[int]) -> None:
+    def __init__(
+        self,
+        width: int,
+        max_tokens: int,
+        length_penalty: float,
+        end_tokens: frozenset[int],
+        num_top: int | None = None,
+    ) -> None:
         self.num_candidates = max(2, 1 + len(end_tokens)) * width
         self.running = [Beam()]
         self.ended: list[Beam] = []  # the best ones, best first
@@ -79,6 +88,7 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._penalty = length_penalty
         self._end_tokens = end_tokens
+        self._num_top = num_top
 
     def advance(self, found: Sequence[SampledToken]) -> None:
         """Add a token to the beams: ``top`` of the token found for each has its ``num_candidates`` most likely ones."""
@@ -98,11 +108,15 @@ class BeamSearch:
             is_end = token in self._end_tokens
             if not (is_end or is_last) and len(self.running) == self._width:
                 continue
-            tokens = (*before[index].tokens, SampledToken(token_id=token, logprob=logprob, top=found[index].top))
+            tokens = (*before[index].tokens, token)
+            reports: tuple[SampledToken, ...] = ()
+            if self._num_top is not None:
+                report = SampledToken(token_id=token, logprob=logprob, top=found[index].top[: self._num_top])
+                reports = (*before[index].reports, report)
             if not (is_end or is_last):
-                self.running.append(Beam(tokens, score))
+                self.running.append(Beam(tokens, reports, score))
             elif rank < self._width:
-                self.ended.append(Beam(tokens, score / scale, token if is_end else None))
+                self.ended.append(Beam(tokens, reports, score / scale, token if is_end else None))
         self.ended = sorted(self.ended, key=lambda beam: -beam.score)[: self._width]
         is_full = len(self.ended) == self._width
         self.is_over = not self.running or (is_full and self.running[0].score / scale <= self.ended[-1].score)
@@ -128,9 +142,7 @@ class _Search:
                 first,
                 request_id=f"{first.request_id}-{length}-{index}",
                 sampling=sampling,
-                continuation=Continuation(tokens=tuple([token.token_id for token in beam.tokens]), adapter=self.adapter)
-                if length
-                else None,
+                continuation=Continuation(tokens=beam.tokens, adapter=self.adapter) if length else None,
             )
             for index, beam in enumerate(beams)
         ]
@@ -141,24 +153,19 @@ class _Search:
             self.adapter, self.num_cached_tokens = outputs[0].adapter, outputs[0].num_cached_tokens
         self.search.advance([output.tokens[0] for output in outputs])
 
-    def outputs(self, num_top: int | None) -> list[Output]:
+    def outputs(self) -> list[Output]:
         """Return the answers; with log-probabilities token by token, since each takes time to become JSON."""
         made: list[Output] = []
         for request, beam in zip(self.requests, self.search.ended, strict=True):
-            if num_top is None:
-                shares = [tuple([SampledToken(token_id=token.token_id) for token in beam.tokens])]
-            else:
-                shares = [
-                    (SampledToken(token_id=token.token_id, logprob=token.logprob, top=token.top[:num_top]),)
-                    for token in beam.tokens
-                ]
-            for index, tokens in enumerate(shares, 1):
+            tokens = tuple([SampledToken(token_id=token) for token in beam.tokens])
+            shares = [(report,) for report in beam.reports] or [tokens]
+            for index, share in enumerate(shares, 1):
                 ends = index == len(shares)
                 reason = FinishReason.LENGTH if beam.end is None else FinishReason.STOP
                 made.append(
                     Output(
                         request_id=request.request_id,
-                        tokens=tokens,
+                        tokens=share,
                         finish=reason if ends else None,
                         stop_token=beam.end if ends else None,
                         num_cached_tokens=self.num_cached_tokens,
@@ -213,7 +220,7 @@ class BeamStream(OutputStream):
                 raise self._error
             await self.advance()
         for prompt in self._prompts:
-            for output in prompt.outputs(self._num_top):
+            for output in prompt.outputs():
                 self.push(output)
         await super().deliver(consume)
 
@@ -243,6 +250,8 @@ def begin_search(call: AnswerCall[Any], sampling: SamplingParams) -> BeginAnswer
     longest = sampling.max_tokens or call.settings.defaults.max_new_tokens or info.max_model_len
 
     async def begin(requests: Sequence[Request]) -> OutputStream:
+        if len(requests) > MAX_BEAMS:
+            raise RequestError(f"Got {len(requests)} beams of all prompts, expected at most {MAX_BEAMS}", param="n")
         prompts = []
         for first in range(0, len(requests), width):
             answers = requests[first : first + width]
@@ -253,7 +262,7 @@ def begin_search(call: AnswerCall[Any], sampling: SamplingParams) -> BeginAnswer
                     f"together more than this model's context of {info.max_model_len}",
                     param="max_tokens",
                 )
-            prompts.append(_Search(answers, BeamSearch(width, min(longest, num_free), penalty, ends)))
+            prompts.append(_Search(answers, BeamSearch(width, min(longest, num_free), penalty, ends, num_top)))
         stream = BeamStream(call.context.fleet.requests, prompts, num_top)
         await stream.advance()  # a refusal comes before the response begins
         return stream
