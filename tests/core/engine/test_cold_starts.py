@@ -519,7 +519,7 @@ def test_cold_starts_of_several_engines_are_merged_and_scraped():
     config = EngineConfig(model=ModelConfig(model="m"))
     samples = {
         (sample.name, sample.labels.get("mode")): sample.value
-        for metric in snapshot_metrics(merged, (), config, served_name="m", now_s=0.0)
+        for metric in snapshot_metrics(merged, (), config, max_model_len=256, served_name="m", now_s=0.0)
         for sample in metric.samples
     }
     assert samples["manylora_cold_starts_total", "wait"] == 6

@@ -158,7 +158,8 @@ class _Search:
         made: list[Output] = []
         for request, beam in zip(self.requests, self.search.ended, strict=True):
             tokens = tuple([SampledToken(token_id=token) for token in beam.tokens])
-            shares = [(report,) for report in beam.reports] or [tokens]
+            shares: list[tuple[SampledToken, ...]] = [(report,) for report in beam.reports]
+            shares = shares or [tokens]
             for index, share in enumerate(shares, 1):
                 ends = index == len(shares)
                 reason = FinishReason.LENGTH if beam.end is None else FinishReason.STOP
