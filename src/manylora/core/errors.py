@@ -11,7 +11,8 @@ ManyloraError
 │   ├── AdapterExists    400 the name is taken
 │   ├── AdapterForbidden 403 the path lies outside the allowed roots
 │   ├── AdapterReplaced  409 an answer began on a version that its next engine lacks
-│   └── AdapterUnavailable 503 its registry does not answer now
+│   ├── AdapterUnavailable 503 its registry does not answer now
+│   └── WeightsMissing   400 its file lacks weights of a module that it targets
 ├── CapacityError    429/503 no room now; says when to try again
 │   └── NoPlace        503   no node of the cluster has room for an engine
 ├── SnapshotFailed   500     a read of an engine's state failed; the engine goes on
@@ -21,6 +22,8 @@ ManyloraError
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 __all__ = [
     "AdapterError",
@@ -41,6 +44,7 @@ __all__ = [
     "RequestError",
     "SnapshotFailed",
     "Stalled",
+    "WeightsMissing",
 ]
 
 
@@ -71,7 +75,27 @@ class RequestError(ManyloraError):
 
 
 class ContextExceeded(RequestError):
-    """The prompt does not fit into the model's context."""
+    """The prompt does not fit into the model's context; in vLLM's words, by which clients know it."""
+
+    @classmethod
+    def of_prompt(cls, num_tokens: int, limit: int, *, qualifier: str = "") -> Self:
+        """Return the error of a prompt that leaves no token to answer."""
+        return cls(
+            f"This model's maximum context length is {limit} tokens. However, your prompt contains "
+            f"{qualifier}{num_tokens} input tokens, and one at least must be left to answer. Please reduce the length "
+            "of the input prompt.",
+            param="prompt",
+        )
+
+    @classmethod
+    def of_answer(cls, num_tokens: int, max_tokens: int, limit: int) -> Self:
+        """Return the error of a prompt that leaves fewer tokens to answer than were asked for."""
+        return cls(
+            f"This model's maximum context length is {limit} tokens. However, you requested {max_tokens} output tokens "
+            f"and your prompt contains {num_tokens} input tokens. Please reduce the length of the input prompt or the "
+            "number of requested output tokens.",
+            param="max_tokens",
+        )
 
 
 class ModelNotFound(RequestError):
@@ -104,6 +128,10 @@ class AdapterNotFound(AdapterError):
 
 class AdapterExists(AdapterError):
     """The name is already taken by an adapter or by the base model."""
+
+
+class WeightsMissing(AdapterError):
+    """The weight file lacks the weights of a module that the settings target; those that it has are fine."""
 
 
 class AdapterForbidden(AdapterError):

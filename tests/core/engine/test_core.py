@@ -304,8 +304,8 @@ def test_cancelling_works_while_waiting_running_and_in_flight():
     ("change", "message"),
     [
         ({"num_prompt": 0}, "no tokens"),
-        ({"num_prompt": 256}, "context is 256"),
-        ({"num_prompt": 200, "max_tokens": 57}, "together more"),
+        ({"num_prompt": 256}, "context length is 256"),
+        ({"num_prompt": 200, "max_tokens": 57}, "you requested 57 output tokens"),
         ({"stop_token_ids": (1000,)}, "stop_token_ids has token ids outside"),
         ({"logit_bias": ((5, 1.0), (1000, 1.0))}, "logit_bias has token ids outside"),
     ],

@@ -95,20 +95,21 @@ completion("adapter-of-another-base", 404, "does not exist", "model", model="oth
 completion("base-by-a-colon", 404, "does not exist", "model", model="base:")
 chat("unknown-model", 404, "does not exist", "model", model="nobody")
 
-# Prompts.
+# Prompts; clients of vLLM know the errors by these words.
+LONGEST = f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, "
 completion("no-prompt", 400, "prompt", "prompt", prompt=...)
-completion("null-prompt", 400, "prompt", "prompt", prompt=None)
+completion("null-prompt", 400, "Either prompt or prompt_embeds must be provided", "prompt", prompt=None)
 completion("object-prompt", 400, "prompt", "prompt", prompt={})
 completion("empty-prompt", 400, "no tokens", "prompt", prompt="")
 completion("empty-prompts", 400, "empty list", "prompt", prompt=[])
 completion("one-empty-of-two", 400, "no tokens", "prompt", prompt=["say", ""])
 completion("mixed-prompts", 400, "different kinds", "prompt", prompt=["say", 5])
-completion("negative-token", 400, "token id -1", "prompt", prompt=[1, -1])
-completion("unknown-token", 400, "token id 257", "prompt", prompt=[1, 257])
+completion("negative-token", 400, "Token id -1 is out of vocabulary", "prompt", prompt=[1, -1])
+completion("unknown-token", 400, "Token id 257 is out of vocabulary", "prompt", prompt=[1, 257])
 completion("fractional-token", 400, "prompt", "prompt[1]", prompt=[1, 1.5])
-completion("long-prompt", 400, f"{MAX_MODEL_LEN + 50} tokens", "prompt", prompt="x" * (MAX_MODEL_LEN + 50))
-completion("too-many-tokens", 400, f"context of {MAX_MODEL_LEN}", "max_tokens", max_tokens=MAX_MODEL_LEN)
-completion("one-too-many", 400, f"context of {MAX_MODEL_LEN}", "max_tokens", max_tokens=MAX_MODEL_LEN - 2)
+completion("long-prompt", 400, LONGEST + "your prompt contains 306", "prompt", prompt="x" * (MAX_MODEL_LEN + 50))
+completion("too-many-tokens", 400, LONGEST + "you requested", "max_tokens", max_tokens=MAX_MODEL_LEN)
+completion("one-too-many", 400, LONGEST + "you requested", "max_tokens", max_tokens=MAX_MODEL_LEN - 2)
 
 # Sampling.
 completion("zero-tokens", 400, "at least 1", "max_tokens", max_tokens=0)
@@ -202,7 +203,7 @@ for path, body, words in (
     ("/tokenize", {"messages": [{"role": "wizard", "content": "x"}]}, "unknown role"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": [-1]}, "-1"),
-    ("/detokenize", {"tokens": [10**12]}, "expected 0 to"),
+    ("/detokenize", {"tokens": [10**12]}, "is out of vocabulary"),
     ("/detokenize", {"tokens": "abc"}, "tokens"),
 ):
     raw(f"{path[1:]}-{json.dumps(body)}", json.dumps(body).encode(), 400, words, path=path)

@@ -212,7 +212,7 @@ def test_errors_of_one_request_do_not_lose_the_others(engine: Engine) -> None:
     )
     assert good.error is None and good.text
     for answer, part in [
-        (long, "297 tokens"),
+        (long, "297 input tokens"),
         (foreign, "token ids outside"),
         (bad_schema, "cannot be followed"),
     ]:

@@ -229,7 +229,7 @@ def test_special_tokens_of_texts(tokenizer: Path, tmp_path: Path) -> None:
         ({"prompt_logprobs": -1}, "prompt logprobs of 257, which is greater than max allowed: 20", "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt logprobs of 21, which is greater than max allowed: 20", "prompt_logprobs"),
         ({"logprob_token_ids": [5]}, "`logprobs` must be set", "logprob_token_ids"),
-        ({"prompt_logprobs": 0, "stream": True}, "not available with stream", "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "not available when", "prompt_logprobs"),
         ({"truncate_prompt_tokens": 0}, "-1 (all that fit)", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": MAX_MODEL_LEN}, f"1 to {MAX_MODEL_LEN - 1}", "truncate_prompt_tokens"),
         ({"bad_words": [" "]}, "empty word", "bad_words"),

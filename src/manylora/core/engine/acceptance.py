@@ -95,16 +95,9 @@ class Acceptance:
         num_prompt, asked = len(request.prompt), request.sampling.max_tokens
         limit = self._base.max_model_len
         if num_prompt >= limit:
-            raise ContextExceeded(
-                f"The prompt has {num_prompt} tokens; this model's context is {limit}, one of them at least to answer",
-                param="prompt",
-            )
+            raise ContextExceeded.of_prompt(num_prompt, limit)
         if asked is not None and num_prompt + asked > limit:
-            raise ContextExceeded(
-                f"The prompt has {num_prompt} tokens and max_tokens is {asked}, "
-                f"together more than this model's context of {limit}",
-                param="max_tokens",
-            )
+            raise ContextExceeded.of_answer(num_prompt, asked, limit)
         # It must fit beside the pinned adapters, without other requests, else it could wait for ever. The last token
         # needs no KV.
         num_free = self._num_pages - self._adapters.num_pinned_pages(version)

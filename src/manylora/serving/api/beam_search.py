@@ -258,11 +258,7 @@ def begin_search(call: AnswerCall[Any], sampling: SamplingParams) -> BeginAnswer
             answers = requests[first : first + width]
             num_free = info.max_model_len - len(answers[0].prompt)
             if (sampling.max_tokens or 1) > num_free:
-                raise ContextExceeded(
-                    f"The prompt has {len(answers[0].prompt)} tokens and max_tokens is {sampling.max_tokens}, "
-                    f"together more than this model's context of {info.max_model_len}",
-                    param="max_tokens",
-                )
+                raise ContextExceeded.of_answer(len(answers[0].prompt), sampling.max_tokens or 1, info.max_model_len)
             prompts.append(_Search(answers, BeamSearch(width, min(longest, num_free), penalty, ends, num_top)))
         stream = BeamStream(call.context.fleet.requests, prompts, num_top)
         await stream.advance()  # a refusal comes before the response begins

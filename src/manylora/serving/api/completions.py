@@ -44,6 +44,8 @@ async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] |
         RequestError: The prompt has none of these types, is empty, of different kinds, or has too many items.
     """
     data = bytes(memoryview(raw))
+    if data == b"null":
+        raise RequestError("Either prompt or prompt_embeds must be provided and non-empty.", param="prompt")
     if not data.startswith(b"["):
         return [decode(data, str, "prompt")]
     item = _FIRST_ITEM.match(data)
@@ -70,10 +72,7 @@ async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] |
 async def _decode_ids(data: bytes, limit: int, at: str) -> list[int]:
     num_tokens = data.count(b",") + 1
     if num_tokens > limit:
-        raise ContextExceeded(
-            f"The prompt has {num_tokens} tokens; this model's context is {limit}, one of them at least to answer",
-            param="prompt",
-        )
+        raise ContextExceeded.of_prompt(num_tokens, limit)
     return await decode_integers(data, at)
 
 

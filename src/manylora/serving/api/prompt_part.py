@@ -94,7 +94,7 @@ class Details:
     def of(cls, body: SamplingFields, *, num_echo_top: int | None = None, is_prompt_only: bool = False) -> Details:
         """Return the details that a request asks for; ``RequestError`` for a stream that cannot have them."""
         if body.stream and body.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs are not available with stream = true", param="prompt_logprobs")
+            raise RequestError("`prompt_logprobs` are not available when `stream=True`.", param="prompt_logprobs")
         return cls(
             has_token_ids=bool(body.return_token_ids),
             names_by_id=bool(body.return_tokens_as_token_ids),

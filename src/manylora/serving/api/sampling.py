@@ -105,7 +105,7 @@ def _check_fields(body: SamplingFields, vocab_size: int) -> None:
             param="best_of",
         )
     if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options needs stream = true", param="stream_options")
+        raise RequestError("Stream options can only be defined when `stream=True`.", param="stream_options")
     if getattr(body, "length_penalty", None) not in (None, 1.0) and not getattr(body, "use_beam_search", False):
         raise RequestError("length_penalty belongs to beam search: set use_beam_search", param="length_penalty")
     if (num_stops := len(body.stop_token_ids or ())) > MAX_STOP_TOKEN_IDS:
@@ -141,7 +141,9 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
     """Raise ``RequestError``, which names the field, for a token id outside the vocabulary."""
     for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
-            raise RequestError(f"Got the token id {token_id} in {param}, expected 0 to {vocab_size - 1}", param=param)
+            raise RequestError(
+                f"Token id {token_id} is out of vocabulary: {param} takes ids from 0 to {vocab_size - 1}", param=param
+            )
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -171,10 +171,7 @@ def check_lengths(context: Context, prompts: Sequence[Sequence[int]]) -> None:
     limit = context.max_model_len
     longest = max(map(len, prompts))
     if longest >= limit:
-        raise ContextExceeded(
-            f"The prompt has {longest} tokens; this model's context is {limit}, one of them at least to answer",
-            param="prompt",
-        )
+        raise ContextExceeded.of_prompt(longest, limit)
 
 
 def _check_logprobs(call: AnswerCall[Any], sampling: SamplingParams, prompts: Sequence[Sequence[int]]) -> None:

@@ -91,7 +91,7 @@ def _tool_use(
 ) -> ToolUse:
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice needs tools", param="tool_choice")
+            raise RequestError("When using `tool_choice`, `tools` must be set.", param="tool_choice")
         return NO_TOOLS
     given = _parameters(tools)
     schemas = {name: {"type": "object", **(parameters or {})} for name, parameters in given.items()}

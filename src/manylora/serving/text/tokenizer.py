@@ -133,18 +133,10 @@ class Tokenizer:
             for start in range(0, len(text), stride):
                 num_tokens += len(self._encoding(text[start : start + stride], False)) - CUT_TOKENS
                 if num_tokens >= limit:
-                    raise ContextExceeded(
-                        f"The prompt has more than {num_tokens} tokens; this model's context is {limit}, "
-                        "one of them at least to answer",
-                        param="prompt",
-                    )
+                    raise ContextExceeded.of_prompt(num_tokens, limit, qualifier="more than ")
         encoding = self._encoding(text, add_special_tokens)
         if len(encoding) >= limit:
-            raise ContextExceeded(
-                f"The prompt has {len(encoding)} tokens; this model's context is {limit}, "
-                "one of them at least to answer",
-                param="prompt",
-            )
+            raise ContextExceeded.of_prompt(len(encoding), limit)
         return list(encoding.ids)
 
     def check_chars(self, num_chars: int, limit: int, param: str = "prompt") -> None:
@@ -152,7 +144,8 @@ class Tokenizer:
         most = limit * self._longest_token
         if num_chars > most:
             raise ContextExceeded(
-                f"The {param} has {num_chars} characters; this model's context of {limit} tokens holds {most} at most",
+                f"This model's maximum context length is {limit} tokens. However, your {param} has {num_chars} "
+                f"characters, more than the {most} that it can hold. Please reduce the length of the input prompt.",
                 param=param,
             )
 
