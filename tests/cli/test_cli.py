@@ -413,7 +413,7 @@ def test_generate_without_a_prompt(engine: type[FakeEngine], tmp_path: Path) -> 
 
 def test_inspect_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     base = tiny_base()
-    monkeypatch.setattr("manylora.cli.commands.adapters._describe", lambda model: base)
+    monkeypatch.setattr("manylora.cli.commands.adapters.describe_base", lambda model: base)
     good = write_good_adapter(tmp_path / "good", base, rank=4, targets=("q_proj", "v_proj"))
     result = CliRunner().invoke(app, ["adapters", "inspect", str(good)])
     assert result.exit_code == 0, result.output
@@ -431,7 +431,7 @@ def test_inspect_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytes
     assert ("not the name of this model" in result.stdout) == (base.name != "tiny-llama")
 
     other = tiny_base(hidden=64, fingerprint="other")
-    monkeypatch.setattr("manylora.cli.commands.adapters._describe", lambda model: other)
+    monkeypatch.setattr("manylora.cli.commands.adapters.describe_base", lambda model: other)
     result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "other"])
     assert result.exit_code == 1
     assert "no: " in result.stdout

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
-from manylora.core.errors import AdapterError, AdapterNotFound
+from manylora.core.errors import AdapterError, AdapterNotFound, WeightsMissing
 
 __all__ = ["BAD_ADAPTERS", "BadAdapter", "adapter_config", "adapter_tensors", "tiny_base", "write_good_adapter"]
 
@@ -210,7 +210,9 @@ def _bad_config_text(slug: str, text: str | bytes, *words: str) -> None:
     BAD_ADAPTERS.append(BadAdapter(slug, build, words))
 
 
-def _bad_tensors(slug: str, change: Callable[[_Tensors], object], *words: str) -> None:
+def _bad_tensors(
+    slug: str, change: Callable[[_Tensors], object], *words: str, error: type[AdapterError] = AdapterError
+) -> None:
     """A good adapter but for its tensors, which ``change`` alters in place."""
 
     def build(directory: Path, base: BaseShape) -> None:
@@ -220,7 +222,7 @@ def _bad_tensors(slug: str, change: Callable[[_Tensors], object], *words: str) -
         plain = {key: np.ascontiguousarray(value) for key, value in tensors.items()}
         save_file(plain, directory / "adapter_model.safetensors")
 
-    BAD_ADAPTERS.append(BadAdapter(slug, build, words))
+    BAD_ADAPTERS.append(BadAdapter(slug, build, words, error))
 
 
 def _bad_weight_file(slug: str, change: Callable[[bytes], bytes], *words: str) -> None:
@@ -447,7 +449,12 @@ _bad_tensors("one-layer-too-many", _rename("layers.1.", "layers.7."), "layers.7.
 _bad_tensors("no-prefix", _rename("base_model.model.", ""), "not understood")
 _bad_tensors("a-without-b", lambda t: t.pop(_B), "lora_A but no lora_B")
 _bad_tensors("b-without-a", lambda t: t.pop(_A), "lora_B but no lora_A")
-_bad_tensors("half-the-layers", lambda t: [t.pop(k) for k in list(t) if "layers.1." in k], "no weights for it")
+_bad_tensors(
+    "half-the-layers",
+    lambda t: [t.pop(k) for k in list(t) if "layers.1." in k],
+    "no weights for it",
+    error=WeightsMissing,
+)
 _bad_tensors("twice", lambda t: t.update({f"{_Q0}.lora_A.default.weight": t[_A]}), "stored twice")
 _bad_tensors("untargeted", _rename("layers.0.self_attn.v_proj", "layers.0.self_attn.o_proj"), "is no target")
 _bad_tensors("embedding-keys-on-linear", _rename(f"{_Q0}.lora_A.weight", f"{_Q0}.lora_embedding_A"), "stored twice")

@@ -64,6 +64,7 @@ OF_COMMANDS = {
     "route": "config log_level",
     "demo": "once host port",
     "version": "",
+    "check": "adapter base against name prompt max_tokens tolerance api_key as_json",
     "check-vllm": "url",
 }
 """Options of commands that are no fields of the configuration: inputs, outputs and the workload of a measurement."""

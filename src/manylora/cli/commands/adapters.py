@@ -17,6 +17,7 @@ from rich.text import Text
 
 from manylora.cli.options.values import resolve_model
 from manylora.cli.views.terminal import note, out
+from manylora.core.adapters.remote import Registry
 from manylora.core.adapters.report import AdapterReport, inspect_adapter
 from manylora.core.adapters.request_files import is_same_base, names_of_base
 from manylora.core.adapters.shape import BaseShape
@@ -24,7 +25,7 @@ from manylora.core.adapters.sources import is_url
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 
-__all__ = ["adapters_app"]
+__all__ = ["adapters_app", "describe_base", "registry_of", "show_report"]
 
 NUM_PAGES = 8
 """A small page allocator, which loading a model requires."""
@@ -49,23 +50,27 @@ def inspect_folder(
 
     [bold]manylora adapters inspect /adapters/sql --model /models/llama[/bold]
     """
-    base = None if model is None else _describe(model)
-    max_bytes = AdapterConfig().max_adapter_bytes
-    if is_url(path):
-        from manylora.execution.storage.http_registry import HttpRegistry
-
-        report = inspect_adapter(path, base, max_bytes=max_bytes, registry=HttpRegistry([path]))
-    else:
-        report = inspect_adapter(Path(path).expanduser(), base, max_bytes=max_bytes)
+    base = None if model is None else describe_base(model)
+    place = path if is_url(path) else Path(path).expanduser()
+    report = inspect_adapter(place, base, max_bytes=AdapterConfig().max_adapter_bytes, registry=registry_of(path))
     if as_json:
         sys.stdout.write(json.dumps(asdict(report), indent=2, default=bytes.hex) + "\n")
     else:
-        _show(report, base)
+        show_report(report, base)
     if report.fits is False:
         raise typer.Exit(1)
 
 
-def _describe(model: str) -> BaseShape:
+def registry_of(path: str) -> Registry | None:
+    """Return the reader of an adapter's URL; ``None`` for a folder."""
+    if not is_url(path):
+        return None
+    from manylora.execution.storage.http_registry import HttpRegistry
+
+    return HttpRegistry([path])
+
+
+def describe_base(model: str) -> BaseShape:
     """Load a model and return its shape."""
     note(f"loading {model}")
     from manylora.execution.build import build_parts  # imports torch
@@ -78,7 +83,8 @@ def _describe(model: str) -> BaseShape:
     return parts.base
 
 
-def _show(report: AdapterReport, base: BaseShape | None) -> None:
+def show_report(report: AdapterReport, base: BaseShape | None) -> None:
+    """Print the report of a folder; with a base, whether it fits and its size there."""
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="cyan")
     facts.add_column(overflow="fold")

@@ -15,7 +15,7 @@ from manylora.cli.options.values import parse_address
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.serving.metrics.status_report import StatusReport
 
-__all__ = ["Away", "Rates", "StatusSource", "rates_between"]
+__all__ = ["Away", "NoRedirects", "Rates", "StatusSource", "rates_between"]
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 64 * 2**20
@@ -28,10 +28,11 @@ class Away(ManyloraError):
     status = 503
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
+class NoRedirects(urllib.request.HTTPRedirectHandler):
     """Follows no redirect, which would send the key to another server."""
 
     def redirect_request(self, *_args: object) -> None:
+        """Return no request in place of the redirected one."""
         return None
 
 
@@ -49,7 +50,7 @@ class StatusSource:
     def __init__(self, url: str, key: str | None) -> None:
         self.url = parse_address(url)
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._opener = urllib.request.build_opener(_NoRedirects())
+        self._opener = urllib.request.build_opener(NoRedirects())
         self._has_answered = False
 
     def fetch(self, num_adapters: int) -> StatusReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,19 @@ from manylora.core.adapters.remote import Registry
 from manylora.core.adapters.request_files import AdapterRequestFiles, read_request_files
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.adapters.sources import is_url, open_folder
-from manylora.core.adapters.tensors import StoredModule
+from manylora.core.adapters.tensors import StoredModule, StoredTensor
 from manylora.core.adapters.weight_file import WeightFile
-from manylora.core.errors import AdapterError
+from manylora.core.errors import AdapterError, WeightsMissing
 from manylora.core.types import AdapterVersion
 
-__all__ = ["AdapterReport", "check_folders", "inspect_adapter"]
+__all__ = ["AdapterReport", "ModuleVerdict", "check_folders", "explain_adapter", "inspect_adapter"]
+
+MAX_EXPLAINED = 4096
+"""Modules of a file that are explained one by one: the largest models have fewer."""
+
+_PARTS = "lora_|vera_|hada_|lokr_|token_adapter|modules_to_save|original_module|base_layer|weight$|bias$"
+_SHARED = re.compile(r"base_model\.(?:model\.)?vera_[AB](?:\..*)?")  # matrices of VeRA, of all modules
+_MODULE = re.compile(rf"\.(?:{_PARTS}).*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,74 @@ def _stored(name: str, folder: Folder, max_bytes: int) -> tuple[AdapterSettings,
     settings = parse_settings(name, read_config(folder))
     with WeightFile(folder, max_bytes) as file:
         return settings, settings.stored_modules(file.tensors), file.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleVerdict:
+    """The tensors of one module in a weight file, and whether they would be applied.
+
+    Args:
+        module: The module's name in the file; of a tensor whose module is not known, its own.
+        tensors: Their names, types and shapes.
+        problem: The reason why they would not be applied, ``None`` if they would.
+    """
+
+    module: str
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    problem: str | None
+
+
+def explain_adapter(
+    path: str | Path, base: BaseShape | None = None, *, max_bytes: int, registry: Registry | None = None
+) -> tuple[ModuleVerdict, ...]:
+    """Say of every tensor of an adapter whether it would be applied, and why not: on ``base``, or on any.
+
+    The reader refuses an adapter for its first fault. If it does, it is asked about the tensors of each module by
+    themselves, beside those that all modules share. Of more than ``MAX_EXPLAINED`` modules those beyond are judged
+    together.
+
+    Raises:
+        AdapterError: The folder or its weight file cannot be read.
+    """
+    name = str(path)
+    folder = open_folder(name, path, registry=registry)
+    with WeightFile(folder, max_bytes) as file:
+        tensors = dict(file.tensors)
+    shared = {key: tensor for key, tensor in tensors.items() if _SHARED.fullmatch(key)}
+    groups: dict[str, dict[str, StoredTensor]] = {}
+    for key in sorted(tensors.keys() - shared.keys()):
+        module = _MODULE.sub("", key).removeprefix("base_model.model.")
+        if module not in groups and len(groups) >= MAX_EXPLAINED:
+            module = "all others"
+        groups.setdefault(module, {})[key] = tensors[key]
+    try:
+        settings = parse_settings(name, read_config(folder))
+    except AdapterError as error:
+        return tuple(_verdict(module, group, error.reason) for module, group in groups.items())
+    is_fine = _fault(settings, tensors, base) is None
+    return tuple(
+        _verdict(module, group, None if is_fine else _fault(settings, {**group, **shared}, base))
+        for module, group in groups.items()
+    )
+
+
+def _fault(settings: AdapterSettings, tensors: Mapping[str, StoredTensor], base: BaseShape | None) -> str | None:
+    """Return the reason why tensors would not be applied, if they were all that there is."""
+    try:
+        if base is None:
+            settings.stored_modules(tensors)
+        else:
+            settings.match(tensors, base)
+    except WeightsMissing:
+        return None  # of other modules
+    except AdapterError as error:
+        return error.reason
+    return None
+
+
+def _verdict(module: str, tensors: Mapping[str, StoredTensor], problem: str | None) -> ModuleVerdict:
+    described = tuple((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
+    return ModuleVerdict(module=module, tensors=described, problem=problem)
 
 
 def inspect_adapter(

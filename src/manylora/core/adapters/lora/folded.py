@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.core.adapters.folder import CONFIG_FILE, shown
-from manylora.core.adapters.lora.plain import locate_modules
+from manylora.core.adapters.lora.plain import check_missing, locate_modules
 from manylora.core.adapters.lora.settings import MAX_RANK, LoraSettings, parse_lora
 from manylora.core.adapters.lora.targeting import Targeting
 from manylora.core.adapters.shape import BaseShape, ModuleKind
@@ -160,7 +160,7 @@ class FoldedSettings:
             AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
         """
         modules, shared = self._gather(tensors)
-        targeting, located = locate_modules(self.name, self.settings, modules, base)
+        targeting, located, missing = locate_modules(self.name, self.settings, modules, base)
         weights = []
         for one in located:
             case = _Case(self.name, one, shared, targeting, self.config)
@@ -172,6 +172,7 @@ class FoldedSettings:
             if pair.rank > MAX_RANK:
                 case.fail(f"has rank {pair.rank} as LoRA, expected at most {MAX_RANK}")
             weights.append(ModuleWeights(one.module, pair.rank, pair.scale, pair.a, pair.b))
+        check_missing(self.name, missing)
         if not weights:
             raise AdapterError(self.name, "none of its modules has a rank above 0")
         return tuple(weights)

@@ -37,9 +37,9 @@ from manylora.core.adapters.tensors import (
     check_tensor,
     gather_parts,
 )
-from manylora.core.errors import AdapterError
+from manylora.core.errors import AdapterError, WeightsMissing
 
-__all__ = ["PlainSettings", "locate_modules", "parse_plain"]
+__all__ = ["PlainSettings", "check_missing", "locate_modules", "parse_plain"]
 
 # Some trainers leave the adapter's name in: ``lora_A.default.weight``.
 _NAMED = r"(?:\.[^.]+)?"
@@ -101,13 +101,14 @@ class PlainSettings:
         Raises:
             AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
         """
-        targeting, located = locate_modules(self.name, self.settings, self._gather(tensors), base, _ALONE)
+        targeting, located, missing = locate_modules(self.name, self.settings, self._gather(tensors), base, _ALONE)
         weights = []
         for one in located:
             weights.append(self._weights(one, targeting))
             copy = tensors.get(f"{PREFIX}{one.stored_name}.base_layer.weight")
             if copy is not None:
                 _check_copy(self.name, one, copy)
+        check_missing(self.name, missing)
         if self.settings.tokens or self.settings.saved:
             weights = check_replaced(self.name, self.settings, located, weights, base)
         return tuple(weights)
@@ -247,8 +248,10 @@ def locate_modules(
     modules: Mapping[str, Parts],
     base: BaseShape,
     extra: Sequence[str] = (),
-) -> tuple[Targeting, list[Located]]:
-    """Return the ranks and scales of modules, and the modules of the base that the file has tensors of, in its order.
+) -> tuple[Targeting, list[Located], list[str]]:
+    """Return ranks and scales, the base's modules that the file has tensors of, and the targets that it has none of.
+
+    Modules are in the base's order.
 
     Args:
         name: The adapter, for messages.
@@ -258,7 +261,7 @@ def locate_modules(
         extra: Parts that a module which is no target may have alone.
 
     Raises:
-        AdapterError: A module does not exist in the base, a target has no tensors, or tensors belong to no target.
+        AdapterError: A module does not exist in the base, or tensors belong to no target.
     """
     wrapper = _find_wrapper(modules, base)
     found = _find_modules(name, modules, wrapper, base)
@@ -278,13 +281,17 @@ def locate_modules(
             missing.append(stored_name)
         if parts:
             located.append(Located(module, stored_name, parts, is_target))
+    return targeting, located, missing
+
+
+def check_missing(name: str, missing: Sequence[str]) -> None:
+    """Raise ``WeightsMissing`` if targets have no tensors: last, when all that is there was checked."""
     if missing:
-        raise AdapterError(
+        raise WeightsMissing(
             name,
             f"target_modules include {missing[0]!r}, but its weight file holds no weights for it"
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
         )
-    return targeting, located
 
 
 def _find_wrapper(modules: Mapping[str, Parts], base: BaseShape) -> tuple[str, str]:

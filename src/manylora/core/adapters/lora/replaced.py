@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from manylora.core.adapters.lora.settings import LoraSettings
 from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
 from manylora.core.adapters.tensors import FoldedTensor, Located, ModuleWeights, Replaced, StoredTensor, check_tensor
-from manylora.core.errors import AdapterError
+from manylora.core.errors import AdapterError, WeightsMissing
 
 __all__ = ["check_replaced", "trained_tokens", "trained_weight"]
 
@@ -72,15 +72,16 @@ def check_replaced(
     """Return the weights, in the base's order, with the tokens of a tied embedding in the head too.
 
     Raises:
-        AdapterError: The settings name what the file does not hold, or the head has other weights.
+        WeightsMissing: The settings name what the file does not hold.
+        AdapterError: The head has other weights.
     """
     for saved in settings.saved:
         if not any(_is_named(saved, one) and "saved" in one.parts for one in located):
-            raise AdapterError(name, f"modules_to_save names {saved!r}, of which its weight file holds no weight")
+            raise WeightsMissing(name, f"modules_to_save names {saved!r}, of which its weight file holds no weight")
     trained = [w for w in weights if w.replaces is Replaced.ROWS]
     if len(trained) != len(settings.tokens):
         reason = "trainable_token_indices names a module whose tokens are not in its weight file"
-        raise AdapterError(name, reason)
+        raise WeightsMissing(name, reason)
     head = next((module for module in base.modules if module.name == base.tied_head), None)
     if not trained or head is None:
         return list(weights)

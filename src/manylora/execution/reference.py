@@ -1,0 +1,177 @@
+"""Answers of transformers and PEFT, one sequence at a time: the reference that a server's answers are compared with.
+
+A server's tokens are given to the reference, so that each is judged after the same tokens before it: one difference
+does not make all that follow it look wrong.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["Comparison", "Difference", "GivenAnswer", "Reference", "compare"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenAnswer:
+    """A server's greedy answer.
+
+    Args:
+        prompt: Token ids of its prompt.
+        tokens: Its own token ids.
+        logprobs: Their log-probabilities, ``None`` if the server gave none.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A token on which server and reference differ.
+
+    Args:
+        position: Its place in the answer, from 0.
+        token: The server's token.
+        expected: The reference's most likely one.
+        logprob: Log-probability of ``token`` by the server, ``None`` if it gave none.
+        reference: The same by the reference.
+        best: Log-probability of ``expected`` by the reference.
+    """
+
+    position: int
+    token: int
+    expected: int
+    logprob: float | None
+    reference: float
+    best: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """An answer beside the reference.
+
+    Args:
+        num_tokens: Tokens of the answer.
+        num_equal: Those that are the reference's most likely one.
+        largest_error: Largest difference of a token's log-probabilities, ``None`` without the server's.
+        first: The first difference beyond the tolerance, if there is one.
+    """
+
+    num_tokens: int
+    num_equal: int
+    largest_error: float | None
+    first: Difference | None
+
+
+def compare(answer: GivenAnswer, reference: NDArray[np.float32], tolerance: float) -> Comparison:
+    """Compare an answer with the reference's log-probabilities after the same tokens, ``[tokens, vocabulary]``.
+
+    A token differs if its log-probabilities do by more than ``tolerance``, or if it is by more than that less likely
+    than the reference's best: of two tokens that are nearly as likely, rounding decides.
+    """
+    rows = np.arange(len(answer.tokens))
+    best = reference.argmax(axis=-1)
+    own, most = reference[rows, list(answer.tokens)], reference[rows, best]
+    errors = np.zeros_like(own) if answer.logprobs is None else np.abs(np.asarray(answer.logprobs) - own)
+    wrong = np.flatnonzero((most - own > tolerance) | (errors > tolerance))
+    first = None
+    if len(wrong):
+        at = int(wrong[0])
+        first = Difference(
+            position=at,
+            token=answer.tokens[at],
+            expected=int(best[at]),
+            logprob=None if answer.logprobs is None else answer.logprobs[at],
+            reference=float(own[at]),
+            best=float(most[at]),
+        )
+    return Comparison(
+        num_tokens=len(rows),
+        num_equal=int((best == np.asarray(answer.tokens, dtype=best.dtype)).sum()),
+        largest_error=None if answer.logprobs is None else float(errors.max(initial=0.0)),
+        first=first,
+    )
+
+
+class Reference:
+    """A base with one adapter, by transformers and PEFT, in float32 on the CPU.
+
+    Args:
+        base: Folder or hub name of the base.
+        adapter: Folder of the adapter.
+
+    Raises:
+        ModuleNotFoundError: PEFT is not installed.
+    """
+
+    def __init__(self, base: str, adapter: str) -> None:
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by older names
+            self._model: Any = PeftModel.from_pretrained(loaded, adapter).eval()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that it has logits for."""
+        return int(self._model.get_output_embeddings().weight.shape[0])
+
+    @torch.inference_mode()
+    def logprobs(self, answer: GivenAnswer) -> NDArray[np.float32]:
+        """Return the log-probabilities of all tokens at each position of an answer, ``[tokens, vocabulary]``."""
+        tokens = torch.tensor([[*answer.prompt, *answer.tokens]])
+        logits = self._model(tokens).logits[0, len(answer.prompt) - 1 : -1]
+        found: NDArray[np.float32] = logits.float().log_softmax(-1).numpy()
+        return found
+
+    def mistakes(self) -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+        """Return mistakes that servers make, and for each a context in which the reference makes it too."""
+        found: dict[str, Callable[[], AbstractContextManager[None]]] = {
+            "the base without the adapter": self._model.disable_adapter
+        }
+        layers = [one for one in self._model.modules() if isinstance(getattr(one, "scaling", None), dict)]
+        if layers:
+            changes: dict[str, Callable[[float, int], float]] = {
+                "the adapter with its scale applied twice": lambda scale, rank: scale * scale,
+                "the adapter with its scale over the root of its rank, as rsLoRA without that": (
+                    lambda scale, rank: scale / math.sqrt(rank)
+                ),
+                "the adapter with its scale times the root of its rank, as plain LoRA with rsLoRA's": (
+                    lambda scale, rank: scale * math.sqrt(rank)
+                ),
+            }
+            found |= {name: partial(_scaled, layers, change) for name, change in changes.items()}
+        return found
+
+    def explain(self, answers: Sequence[GivenAnswer], tolerance: float) -> str | None:
+        """Return the mistake with which all answers are as the server gave them, if there is one."""
+        for name, made in self.mistakes().items():
+            with made():
+                if all(compare(one, self.logprobs(one), tolerance).first is None for one in answers):
+                    return name
+        return None
+
+
+@contextmanager
+def _scaled(layers: Sequence[Any], change: Callable[[float, int], float]) -> Iterator[None]:
+    kept = [dict(layer.scaling) for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling.update({name: change(scale, layer.r[name]) for name, scale in layer.scaling.items()})
+        yield
+    finally:
+        for layer, scaling in zip(layers, kept, strict=True):
+            layer.scaling.update(scaling)
