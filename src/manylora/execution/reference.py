@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Comparison", "Difference", "GivenAnswer", "Reference", "compare"]
+__all__ = ["ComparedAnswer", "Difference", "GivenAnswer", "Reference", "compare"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparedAnswer:
     """An answer beside the reference.
 
     Args:
@@ -74,7 +74,7 @@ class Comparison:
     first: Difference | None
 
 
-def compare(answer: GivenAnswer, reference: NDArray[np.float32], tolerance: float) -> Comparison:
+def compare(answer: GivenAnswer, reference: NDArray[np.float32], tolerance: float) -> ComparedAnswer:
     """Compare an answer with the reference's log-probabilities after the same tokens, ``[tokens, vocabulary]``.
 
     A token differs if its log-probabilities do by more than ``tolerance``, or if it is by more than that less likely
@@ -96,7 +96,7 @@ def compare(answer: GivenAnswer, reference: NDArray[np.float32], tolerance: floa
             reference=float(own[at]),
             best=float(most[at]),
         )
-    return Comparison(
+    return ComparedAnswer(
         num_tokens=len(rows),
         num_equal=int((best == np.asarray(answer.tokens, dtype=best.dtype)).sum()),
         largest_error=None if answer.logprobs is None else float(errors.max(initial=0.0)),

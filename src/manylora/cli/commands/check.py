@@ -24,7 +24,7 @@ from manylora.core.config import AdapterConfig
 from manylora.core.errors import AdapterError, ConfigError
 
 if TYPE_CHECKING:
-    from manylora.execution.reference import Comparison, GivenAnswer
+    from manylora.execution.reference import ComparedAnswer, GivenAnswer
     from manylora.serving.text import Tokenizer
 
 __all__ = ["check"]
@@ -77,7 +77,7 @@ class AnswerCheck:
 
     model: str
     prompts: tuple[str, ...]
-    answers: tuple[Comparison, ...]
+    answers: tuple[ComparedAnswer, ...]
     texts: tuple[tuple[str, str, str] | None, ...]
     explanation: str | None
     has_ids: bool
@@ -209,7 +209,7 @@ def _ask(source: AnswerSource, tokenizer: Tokenizer, asked: Question, text: str)
     return GivenAnswer(prompt=prompt, tokens=tuple(ids), logprobs=logprobs), tokens is not None
 
 
-def _texts(tokenizer: Tokenizer, given: GivenAnswer, seen: Comparison) -> tuple[str, str, str] | None:
+def _texts(tokenizer: Tokenizer, given: GivenAnswer, seen: ComparedAnswer) -> tuple[str, str, str] | None:
     if (first := seen.first) is None:
         return None
     before = tokenizer.decode(given.tokens[: first.position], skip_special_tokens=False)
