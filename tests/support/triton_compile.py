@@ -18,8 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from manylora.execution.kernels.triton import attention as triton_attention
+from manylora.execution.kernels.triton import coded as triton_coded
 from manylora.execution.kernels.triton import fused as triton_fused
 from manylora.execution.kernels.triton import lora as triton_lora
+from manylora.execution.kernels.triton.widening import widening_ptx
 
 CAPABILITIES = (80, 90)
 WIDE_LOAD = re.compile(r"(?:ld\.global\S*\.v4\.b32|cp\.async\.cg\.shared\.global [^;]*0x10)")
@@ -34,6 +36,10 @@ SIGNATURE = {
     "tables": "*i32",
     **dict.fromkeys(("scaling", "softcap", "eps", "inner_eps"), "fp32"),
     **dict.fromkeys(("weight", "inner_weight", "residual", "total", "gate", "up", "cos", "sin"), "*bf16"),
+    **dict.fromkeys(("scales", "shifts"), "*fp16"),
+    "codes": "*u8",
+    "table": "*fp32",
+    "chosen": "*i64",
 }
 
 # (kernel, its constants, warps, whether it reads enough to need wide loads)
@@ -62,6 +68,17 @@ for width, is_gemma, is_sum in ((4096, False, False), (4096, False, True), (3584
     CASES.append((triton_fused.rms_norm, norm, 4, True))
 for is_gelu in (False, True):
     CASES.append((triton_fused.activate, {"WIDTH": 14336, "BLOCK": 1024, "IS_GELU": is_gelu}, 4, True))
+# (kind, group, bytes of a block, whether it has shifts)
+CODES = (("int8", 128, 64, False), ("int4", 32, 32, False), ("int4", 128, 64, True), ("float8_e4m3fn", 128, 64, False))
+for numbers, group, span, has_shift in (*CODES, ("table4", 64, 64, False)):
+    halves = 2 if numbers in ("int4", "table4") else 1
+    kind = {"NUMBERS": numbers, "GROUP": group, "SPAN": span, "HALVES": halves, "HAS_SHIFT": has_shift}
+    low, high = (widening_ptx(numbers, half, "bfloat16") for half in range(2))
+    for rows, width, warps in ((16, 64, 2), (64, 128, 8)):
+        shape = {"LOW": low, "HIGH": high, "SPLITS": 4, "BLOCK_M": rows, "BLOCK_N": width}
+        CASES.append((triton_coded.multiply, {**kind, **shape}, warps, True))
+    CASES.append((triton_coded.dequantise, {**kind, "IS_CHOSEN": False, "BLOCK_N": 64}, 4, True))
+CASES.append((triton_coded.add_splits, {"SPLITS": 4, "BLOCK": 1024}, 4, True))
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -76,7 +93,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 def compile_case(kernel: Any, constants: dict[str, Any], warps: int, capability: int) -> dict[str, Any]:
     names = kernel.arg_names
-    is_split = constants.get("SPLITS", 1) > 1 and kernel is triton_attention.attend
+    is_split = constants.get("SPLITS", 1) > 1 and kernel in (triton_attention.attend, triton_coded.multiply)
     signature = {name: "constexpr" if name in constants else SIGNATURE.get(name, "i32") for name in names}
     if is_split:
         signature["out"] = "*fp32"
@@ -85,10 +102,14 @@ def compile_case(kernel: Any, constants: dict[str, Any], warps: int, capability:
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if signature[name].startswith("*") or (name.endswith("stride") and name not in free)
+        if signature[name].startswith("*")
+        or (name.endswith(("stride", "num_in", "num_out", "num_sums")) and name not in free)
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    options = {"num_warps": warps}
+    if kernel is triton_coded.multiply:
+        options["num_stages"] = 1 if not constants["LOW"] else 4 if constants["BLOCK_M"] == 16 else 3
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return {
         "kernel": kernel.__name__,
         "constants": constants,

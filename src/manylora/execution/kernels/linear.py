@@ -6,11 +6,12 @@
     map_weight(buffer, entry)    -> weight           in every process that maps those bytes
     BaseLinear(weight, bias).product(x)              in every step
 
-A weight has one of three formats, and only this module tells them apart:
+A weight has one of four formats, and only this module tells them apart:
 
 * *plain*: a strided tensor of any type, on any device.
 * *packed*: float32 on a CPU, in an order of oneDNN's own.
 * *narrow*: 16, 8 or 4 bits on a CPU, in the order of our kernels (``narrow``).
+* *by row*: 8 or 4 bits on a GPU (``row_weight``).
 
 On the CPU torch sends float32 products to MKL, which leaves AVX-512 unused on AMD processors; oneDNN, which torch
 includes too, does not (measured on a Zen 4 core: 240 against 110 GFLOP/s). Its call costs ten microseconds more, so
@@ -44,6 +45,7 @@ from torch.nn import functional
 
 from manylora.execution.kernels.cpu.forms import NarrowForm
 from manylora.execution.kernels.narrow import NarrowWeight
+from manylora.execution.kernels.row_weight import RowForm, RowWeight
 
 __all__ = [
     "BaseLinear",
@@ -91,10 +93,10 @@ class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
     offset: int  # first byte in the buffer
     num_bytes: int
     packing: bytes = b""  # the layout of a packed weight; empty for others
-    form: NarrowForm | None = None  # the form of a narrow weight
+    form: NarrowForm | RowForm | None = None  # the form of a weight that is narrow, or kept by row
 
 
-Weight: TypeAlias = torch.Tensor | NarrowWeight
+Weight: TypeAlias = torch.Tensor | NarrowWeight | RowWeight
 """A weight in any format."""
 
 
@@ -123,9 +125,12 @@ def write_weight(
 
 
 def write_narrow_weight(
-    names: tuple[str, ...], form: NarrowForm, content: NDArray[np.uint8], append: Callable[[NDArray[np.uint8]], int]
+    names: tuple[str, ...],
+    form: NarrowForm | RowForm,
+    content: NDArray[np.uint8],
+    append: Callable[[NDArray[np.uint8]], int],
 ) -> WeightEntry:
-    """Write a narrow weight, from ``write_narrow``; ``append`` takes bytes and returns their offset."""
+    """Write a weight from ``write_narrow`` or ``write_rows``; ``append`` takes bytes and returns their offset."""
     return WeightEntry(
         names=names,
         dtype="uint8",
@@ -144,6 +149,8 @@ def weight_kind(entry: WeightEntry) -> str:
     if (form := entry.form) is None:
         return entry.dtype
     scales = f", a scale for {form.group} inputs" if form.group else ""
+    if isinstance(form, RowForm):
+        return f"{form.numbers}{scales}, activations in {form.dtype}"
     activations = "int8, summed as integers" if form.is_rounded else "float32"
     return f"{form.numbers}{scales}, activations in {activations}"
 
@@ -173,6 +180,8 @@ def map_weight(buffer: torch.Tensor, entry: WeightEntry) -> Weight:
     if entry.packing:
         return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)
     data = buffer[entry.offset : entry.offset + entry.num_bytes]
+    if isinstance(entry.form, RowForm):
+        return RowWeight(data, entry.form)
     if entry.form is not None:
         return NarrowWeight(data, entry.form)
     return data.view(getattr(torch, entry.dtype)).as_strided(entry.shape, entry.strides)
@@ -186,7 +195,7 @@ class BaseLinear(nn.Module):
 
     def __init__(self, weights: Weight | Sequence[Weight], bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.weights = (weights,) if isinstance(weights, torch.Tensor | NarrowWeight) else tuple(weights)
+        self.weights = tuple(weights) if isinstance(weights, Sequence) else (weights,)
         self.bias = bias if bias is None else nn.Parameter(bias, requires_grad=False)
         self.is_exact = False  # whether activations stay as they are beside weights whose products round them
 
@@ -201,12 +210,14 @@ class BaseLinear(nn.Module):
         weight = self.weights[0]
         if len(self.weights) == 1 and isinstance(weight, torch.Tensor):
             return linear(x, weight, bias)
-        products = [
-            weight.product(x, is_exact=self.is_exact) if isinstance(weight, NarrowWeight) else linear(x, weight)
-            for weight in self.weights
-        ]
+        products = [self._product(x, weight) for weight in self.weights]
         out = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
         return out if bias is None else out.add_(bias)
+
+    def _product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            return linear(x, weight)
+        return weight.product(x) if isinstance(weight, RowWeight) else weight.product(x, is_exact=self.is_exact)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ NUM_SIZES = 8
 """Numbers of ``NarrowForm.sizes``."""
 
 
-class NarrowForm(msgspec.Struct, frozen=True, kw_only=True):
+class NarrowForm(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):
     """How the bytes of a weight are to be read.
 
     They are tiles of codes (``cpu.packing``), then scales ``[tiles, groups, TILE]``, shifts as many, a table and an
