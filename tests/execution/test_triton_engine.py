@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_executor import BLOCK, executor_of, folders, load, run, sequence
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -19,6 +20,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.decode_graphs import batch_buckets
 from manylora.execution.device import DeviceOps
 from manylora.execution.lora.kernels import choose_kernel
+from manylora.execution.model.precision import Precision, round_to_codes
 
 pytest.importorskip("triton")
 
@@ -35,7 +37,7 @@ KERNELS = {
 def build(folders: dict[str, Path], kernels: str) -> EngineParts:
     config = EngineConfig(
         model=ModelConfig(model=str(folders["base"]), device="cpu", **KERNELS[kernels]),
-        memory=MemoryConfig(block_size=BLOCK, num_pages=64),
+        memory=MemoryConfig(block_size=BLOCK, num_pages=64, kv_cache_dtype="float32"),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
     return build_parts(config, WallClock())
@@ -90,6 +92,41 @@ def test_logits_equal_those_of_torch(
         parts.close()
     for rows, of_torch in zip(found, expected, strict=True):
         torch.testing.assert_close(rows, of_torch, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("base", ["int8", "int4"])
+def test_a_base_in_codes_is_its_numbers(
+    base: str, is_tied: bool, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole step over codes, as on a GPU, gives the logits of the step over the weights that they stand for."""
+    pytest.importorskip("numba")
+    config = LlamaConfig.from_pretrained(folders["base"])
+    config.tie_word_embeddings = is_tied
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            numbers = "int8" if name == "lm_head" else base
+            module.weight.data = round_to_codes(module.weight.data, numbers).dequantise()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+    model.save_pretrained(tmp_path / "rounded")
+    parts = build({"base": tmp_path / "rounded"}, "torch")
+    try:
+        expected = serve(parts, folders)
+    finally:
+        parts.close()
+    precision = Precision(torch.float32, base, is_rounded=False, is_by_row=True)
+    monkeypatch.setattr(Precision, "choose", lambda *_: precision)
+    parts = build({"base": tmp_path / "base"}, "graphs")
+    try:
+        assert any(line.startswith(f"{base}, a scale for ") for line in parts.base_weights)
+        found = serve(parts, folders)
+    finally:
+        parts.close()
+    for rows, of_numbers in zip(found, expected, strict=True):
+        torch.testing.assert_close(rows, of_numbers, atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_that_cannot_be_captured_runs_eagerly(

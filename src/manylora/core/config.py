@@ -54,8 +54,8 @@ class ModelConfig:
     base_dtype: str = _model(
         "auto",
         choices=("auto", "float32", "bfloat16", "float16", "int8", "int4"),
-        help="Numbers that the base's weights are kept in on a CPU: auto is what the checkpoint stores, quantised or "
-        "not; others are rounded from it while it is read.",
+        help="Numbers that the base's weights are kept in: auto is what the checkpoint stores, quantised or not; "
+        "others are rounded from it while it is read. On a GPU they have 8 or 4 bits, or the type of activations.",
     )
     activation_dtype: str = _model(
         "auto",

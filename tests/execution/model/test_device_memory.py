@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import mmap
 import os
 import signal
@@ -32,8 +33,9 @@ from manylora.core.ports import SharedBase
 from manylora.execution.model import base_weights, device_memory
 from manylora.execution.model.base_weights import BaseWeights, map_weights, share_weights
 from manylora.execution.model.device_memory import DeviceMemory, find_gpu
-from manylora.execution.model.freeze import freeze, gather
+from manylora.execution.model.freeze import freeze, gather, load_weights
 from manylora.execution.model.load import load_model
+from manylora.execution.model.precision import Precision
 from manylora.execution.page_budget import bytes_for_pages
 from manylora.serving.hosting.links.base_share import BaseShare
 
@@ -186,6 +188,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileDriver]:
     found = FileDriver()
     install(monkeypatch.setattr, found)
     yield found
+    gc.collect()  # Triton's interpreter leaves cycles
     assert found.is_clean
 
 
@@ -310,6 +313,24 @@ def test_a_model_over_mapped_memory_gives_the_same_logits(tmp_path: Path, driver
     expected = logits(model)
     torch.testing.assert_close(logits(model, mapped), expected)
     torch.testing.assert_close(logits(model, weights), expected)
+
+
+@pytest.mark.parametrize("base", ["auto", "int4"])
+def test_codes_in_mapped_memory_give_the_same_logits(base: str, tmp_path: Path, driver: FileDriver) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("numba")
+    model = replace(save(FAMILIES["tied"], tmp_path), base_dtype=base)
+    _, weights = load_weights(model, lambda config: replace(load_model(config), device=GPU))
+    assert isinstance(weights.memory, DeviceMemory) and weights.is_narrow == (base == "int4")
+    shared = share_weights(weights)
+    assert shared is not None
+    frequencies = [entry.dtype for entry in weights.manifest.entries if entry.names[0].endswith("inv_freq")]
+    assert set(frequencies) == {"float32"}
+    kept = "stored" if base == "auto" else base
+    expected = logits(
+        model, freeze(load_model(model), Precision(torch.float32, kept, is_rounded=False, is_by_row=True))
+    )
+    torch.testing.assert_close(logits(model, map_weights(replace(shared, file=os.dup(shared.file)))), expected)
 
 
 def test_weights_that_cannot_be_mapped_are_a_named_error(tmp_path: Path, driver: FileDriver) -> None:

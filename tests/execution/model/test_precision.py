@@ -11,7 +11,9 @@ from torch import Tensor
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.execution.checkpoint.codes import Codes, make_codes
+from manylora.execution.kernels.cpu.forms import NarrowForm
 from manylora.execution.kernels.narrow import NarrowWeight
+from manylora.execution.kernels.row_weight import RowForm, RowWeight
 from manylora.execution.model.precision import Kept, Precision, round_to_codes
 
 pytest.importorskip("numba")
@@ -23,6 +25,8 @@ def numbers_of(kept: Kept) -> Tensor:
     if isinstance(kept, Tensor):
         return kept.float()
     form, data = kept
+    if isinstance(form, RowForm):
+        return RowWeight(torch.from_numpy(data), form).rows(torch.arange(form.num_out)).float()
     return NarrowWeight(torch.from_numpy(data), form).rows(torch.arange(form.num_out))
 
 
@@ -56,7 +60,7 @@ def test_what_is_stored_is_kept(dtype: torch.dtype) -> None:
 def test_codes_of_one_kind_become_one_weight() -> None:
     parts = [codes(num_out=40), codes(num_out=24)]
     (kept,) = keep("stored", *parts)
-    assert isinstance(kept, tuple) and kept[0].is_rounded
+    assert isinstance(kept, tuple) and isinstance(kept[0], NarrowForm) and kept[0].is_rounded
     torch.testing.assert_close(numbers_of(kept), torch.cat([part.dequantise() for part in parts]))
 
 
@@ -154,7 +158,6 @@ def test_a_table_of_tokens_keeps_sixteen_bits(base: str, stored: torch.dtype, ke
     ("options", "dtype", "device"),
     [
         ({"base_dtype": "int8"}, torch.bfloat16, CPU),
-        ({"base_dtype": "int4"}, torch.bfloat16, torch.device("cuda")),
         ({"activation_dtype": "int8"}, torch.bfloat16, torch.device("cuda")),
     ],
 )
@@ -163,6 +166,59 @@ def test_numbers_without_a_kernel_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="which need a CPU, float32 activations and numba"):
         Precision.choose(ModelConfig(model="x", **options), dtype, device)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "base", "is_by_row"),
+    [
+        ("auto", "stored", True),
+        ("int8", "int8", True),
+        ("int4", "int4", True),
+        ("bfloat16", "float32", False),
+    ],
+)
+def test_a_gpu_keeps_codes_or_numbers_of_its_own_type(wanted: str, base: str, is_by_row: bool) -> None:
+    pytest.importorskip("triton")
+    found = Precision.choose(ModelConfig(model="x", base_dtype=wanted), torch.bfloat16, torch.device("cuda"))
+    assert found == Precision(torch.bfloat16, base, is_rounded=False, is_by_row=is_by_row)
+
+
+@pytest.mark.parametrize("wanted", ["float32", "float16"])
+def test_numbers_of_another_type_are_refused_on_a_gpu(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"base_dtype = '{wanted}', but on a GPU .* which is bfloat16"):
+        Precision.choose(ModelConfig(model="x", base_dtype=wanted), torch.bfloat16, torch.device("cuda"))
+
+
+def test_a_gpu_without_kernels_keeps_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, module = torch.device("cuda"), "manylora.execution.model.precision"
+    monkeypatch.setattr(f"{module}.find_triton", lambda device: "Triton is not installed")
+    assert not Precision.choose(ModelConfig(model="x"), torch.bfloat16, gpu).is_by_row
+    with pytest.raises(ConfigError, match="base_dtype = 'int4', which cannot be served here: Triton is not installed"):
+        Precision.choose(ModelConfig(model="x", base_dtype="int4"), torch.bfloat16, gpu)
+    monkeypatch.setattr(f"{module}.find_triton", lambda device: None)
+    monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="rounded by numba, which is not installed"):
+        Precision.choose(ModelConfig(model="x", base_dtype="int8"), torch.bfloat16, gpu)
+
+
+def test_codes_by_row_beside_numbers() -> None:
+    pytest.importorskip("triton")
+    precision = Precision(torch.float16, "stored", is_rounded=False, is_by_row=True)
+    parts: list[Tensor | Codes] = [
+        codes(num_out=40),
+        codes(num_out=24),
+        codes(group=24),
+        weight(8, dtype=torch.bfloat16),
+    ]
+    joined = precision.keep_linear(parts[:2])
+    assert len(joined) == 1 and isinstance(joined[0], tuple) and isinstance(joined[0][0], RowForm)
+    expected = torch.cat([part.dequantise() for part in parts[:2] if isinstance(part, Codes)])
+    torch.testing.assert_close(numbers_of(joined[0]), expected, rtol=1e-3, atol=1e-3)
+    apart = precision.keep_linear(parts)
+    assert [getattr(one, "dtype", None) for one in apart[2:]] == [torch.float16, torch.float16]
+    assert precision.keep_linear([weight()], is_head=True)[0].dtype is torch.float16  # type: ignore[union-attr]
+    table = precision.keep_table(weight(dtype=torch.bfloat16))
+    assert isinstance(table, Tensor) and table.dtype is torch.float16
 
 
 def test_activations_stay_if_asked() -> None:

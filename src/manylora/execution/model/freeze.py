@@ -5,8 +5,9 @@
     checkpoint --> Stored --> Precision --> Kept --> buffer         on the CPU, several weights at a time
     (codes or numbers of one weight)
 
-On the CPU the process holds the model once, and a few weights twice. On a GPU the weights move into the buffer first,
-siblings side by side; a fused weight is then a view over its parts, without a second copy.
+On the CPU the process holds the model once, and a few weights twice. Codes for a GPU take the same way, and the buffer
+then moves there whole. Numbers for a GPU move into the buffer first, siblings side by side; a fused weight is then a
+view over its parts, without a second copy.
 """
 
 from __future__ import annotations
@@ -64,13 +65,15 @@ def load_weights(
             return load_skeleton(config), weights
     loaded = load(config)
     precision = Precision.choose(config, loaded.dtype, loaded.device)
+    is_quantised = loaded.checkpoint is not None and loaded.checkpoint.is_quantised
+    is_coded = precision.is_by_row and (is_quantised or precision.base != "stored")
     try:
-        if loaded.device.type == "cpu":
-            weights = freeze(loaded, precision)
-            if packed is not None:
-                packed.store_later(weights)
-            return loaded, weights
-        return loaded, freeze(loaded, precision, *gather(loaded, precision, loaded.device))
+        if loaded.device.type != "cpu" and not is_coded:
+            return loaded, freeze(loaded, precision, *gather(loaded, precision, loaded.device))
+        weights = freeze(loaded, precision)
+        if packed is not None:
+            packed.store_later(weights)
+        return loaded, weights if loaded.device.type == "cpu" else move(weights, loaded.device)
     finally:
         if loaded.checkpoint is not None:
             loaded.checkpoint.close()
@@ -100,14 +103,27 @@ def gather(loaded: LoadedModel, precision: Precision, device: torch.device) -> t
     stretches += [[tensor] for key, tensor in tensors.items() if key not in placed]
     sizes = [sum(tensor.nbytes for tensor in stretch) for stretch in stretches]
     offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    memory = DeviceMemory.make(device, offsets[-1])
-    buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device) if memory is None else memory.buffer
+    buffer, memory = _allocate(device, offsets[-1])
     for stretch, offset in zip(stretches, offsets[:-1], strict=True):
         for tensor in stretch:
             place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensor.data = place.copy_(tensor)
             offset += tensor.nbytes
     return buffer, memory
+
+
+def move(weights: BaseWeights, device: torch.device) -> BaseWeights:
+    """Return weights of the CPU in the memory of ``device``, which other processes can map if its driver has such."""
+    buffer, memory = _allocate(device, weights.manifest.num_bytes)
+    buffer.copy_(weights.buffer)
+    if memory is not None:
+        memory.seal()
+    return BaseWeights(weights.manifest, buffer, memory)
+
+
+def _allocate(device: torch.device, num_bytes: int) -> tuple[torch.Tensor, DeviceMemory | None]:
+    memory = DeviceMemory.make(device, num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory.buffer, memory
 
 
 def freeze(
@@ -137,7 +153,7 @@ def freeze(
     memory: SealedMemory | DeviceMemory | None = device_memory
     if buffer is None:
         writer = MemoryWriter()
-        entries = _write_all(pieces, partial(_keep, precision, source), writer, source)
+        entries = _write_all(pieces, precision, writer, source)
         memory = writer.seal()
         buffer = memory.map()
     else:
@@ -224,6 +240,10 @@ class _Source:
         self._check_finite(name, weight)
         return weight
 
+    def dtype(self, names: Sequence[str]) -> torch.dtype:
+        """Return the type of a weight in the model."""
+        return self._tensors[names[0]].dtype
+
     def drop(self) -> None:
         """Give back the memory of files, if much was read."""
         if self._files is not None and self._num_read >= DROP_BYTES:
@@ -251,9 +271,11 @@ class _Source:
 
 def _keep(precision: Precision, source: _Source, piece: _Piece) -> list[Kept]:
     """Return a piece's weights as they are kept, and release those in the model."""
-    stored = [source.read(names) for names in piece.parts]
+    read = (source.read(names) for names in piece.parts)
+    stored = [part.cpu() if isinstance(part, torch.Tensor) else part for part in read]
     if piece.role is _Role.OTHER:
-        numbers = [precision.keep_numbers(part) for part in stored]
+        dtypes = map(source.dtype, piece.parts)  # the model's own: beside 16 bits, frequencies of rotations have 32
+        numbers = [precision.keep_numbers(part).to(dtype) for part, dtype in zip(stored, dtypes, strict=True)]
         kept: list[Kept] = [torch.cat(numbers) if len(numbers) > 1 else numbers[0]]
     elif piece.role is _Role.TABLE:
         kept = [precision.keep_table(stored[0])]
@@ -265,7 +287,7 @@ def _keep(precision: Precision, source: _Source, piece: _Piece) -> list[Kept]:
 
 
 def _write_all(
-    pieces: Sequence[_Piece], keep: Callable[[_Piece], list[Kept]], writer: MemoryWriter, source: _Source
+    pieces: Sequence[_Piece], precision: Precision, writer: MemoryWriter, source: _Source
 ) -> list[WeightEntry]:
     """Write all pieces in order, on every processor."""
     entries: list[WeightEntry] = []
@@ -273,23 +295,27 @@ def _write_all(
     try:
         # Each thread works on a weight of its own. The number holds for threads that are started later as well.
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for piece, kept in zip(pieces, _ahead(pool, keep, pieces), strict=True):
-                entries += _write(piece, kept, writer)
+            under_way = _ahead(pool, partial(_keep, precision, source), pieces)
+            for piece, kept in zip(pieces, under_way, strict=True):
+                entries += _write(piece, kept, writer, is_packed=not precision.is_by_row)
                 source.drop()
     finally:
         torch.set_num_threads(threads)
     return entries
 
 
-def _write(piece: _Piece, kept: Sequence[Kept], writer: MemoryWriter) -> list[WeightEntry]:
-    """Write a piece's weights; several that could not become one are numbered."""
+def _write(piece: _Piece, kept: Sequence[Kept], writer: MemoryWriter, *, is_packed: bool) -> list[WeightEntry]:
+    """Write a piece's weights, numbers packed if they can be; several that could not become one are numbered."""
     entries = []
     for number, weight in enumerate(kept):
         names = piece.names if len(kept) == 1 else tuple(f"{name}.{number}" for name in piece.names)
         if isinstance(weight, tuple):
             entries.append(write_narrow_weight(names, *weight, writer.append))
         else:
-            is_linear = piece.role in (_Role.LINEAR, _Role.HEAD)  # of a tied weight, the embedding reads rows
+            is_linear = is_packed and piece.role in (
+                _Role.LINEAR,
+                _Role.HEAD,
+            )  # of a tied weight, the embedding reads rows
             entries.append(write_weight(names, weight, writer.append, is_linear=is_linear))
     return entries
 

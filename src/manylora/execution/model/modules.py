@@ -27,7 +27,6 @@ from torch import nn
 from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
 from manylora.core.errors import ConfigError
 from manylora.execution.kernels.linear import BaseLinear, Weight
-from manylora.execution.kernels.narrow import NarrowWeight
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import add_embedding
 from manylora.execution.lora.parts import AssistedReply, GroupParts, Part
@@ -83,8 +82,8 @@ class AdaptedLinear(nn.Module):
 class AdaptedEmbedding(nn.Module):
     """An embedding with LoRA beside it; the original is called, since subclasses scale their output.
 
-    A ``table`` of fewer than 32 bits on a CPU is read row by row: the original gets the rows of a step's tokens, as
-    float32, for its table.
+    A ``table`` of fewer bits than activations is read row by row: the original gets the rows of a step's tokens, in the
+    type of activations, for its table.
     """
 
     def __init__(self, embedding: nn.Embedding, table: Weight | None, group: str, step: StepContext) -> None:
@@ -96,7 +95,8 @@ class AdaptedEmbedding(nn.Module):
         self._table = table
         if table is not None:
             embedding.padding_idx = None  # a token's place, which concerns training alone
-            embedding.weight = nn.Parameter(torch.zeros(0, embedding.embedding_dim), requires_grad=False)
+            nothing = torch.zeros(0, embedding.embedding_dim, device=table.device)
+            embedding.weight = nn.Parameter(nothing, requires_grad=False)
 
     @property
     def weight(self) -> Weight:
@@ -126,8 +126,8 @@ class AdaptedEmbedding(nn.Module):
             return cast(torch.Tensor, self.base(token_ids))
         tokens = token_ids.flatten()
         table = self._table
-        rows = table.rows(tokens) if isinstance(table, NarrowWeight) else table.index_select(0, tokens).float()
-        places = torch.arange(len(tokens)).view(token_ids.shape)
+        rows = table.index_select(0, tokens).float() if isinstance(table, torch.Tensor) else table.rows(tokens)
+        places = torch.arange(len(tokens), device=tokens.device).view(token_ids.shape)
         found: torch.Tensor = torch.func.functional_call(self.base, {"weight": rows}, (places,))
         return found
 
@@ -195,7 +195,7 @@ def adapt_modules(
         if members[0].kind is ModuleKind.EMBEDDING:
             embedding = cast(nn.Embedding, model.get_submodule(name))
             table = weights[f"{name}.weight"]
-            is_narrow = isinstance(table, NarrowWeight) or table.dtype != dtype
+            is_narrow = not isinstance(table, torch.Tensor) or table.dtype != dtype
             model.set_submodule(name, AdaptedEmbedding(embedding, table if is_narrow else None, group, step))
             own[group] = BaseGroup((table,), None)
             continue

@@ -2,7 +2,7 @@
 
 A weight comes as it is stored: as numbers, or as codes of a quantised checkpoint. It is kept
 
-* on a GPU, as numbers in the type of the model;
+* on a GPU, as codes if it is stored so or ``base_dtype`` is ``int8`` or ``int4``, else as numbers of the model's type;
 * on a CPU with compiled kernels, as ``base_dtype`` says: ``auto`` keeps what is stored, in 32, 16, 8 or 4 bits;
 * on a CPU without them, as float32.
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from importlib.util import find_spec
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from manylora.execution.checkpoint.codes import Codes
 from manylora.execution.kernels.cpu.forms import HALF_BLOCK, NarrowForm
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.kernels.narrow import write_narrow
+from manylora.execution.kernels.row_weight import RowForm, write_rows
+from manylora.execution.kernels.triton.support import find_triton
 
 __all__ = ["Kept", "Precision", "Stored"]
 
@@ -38,8 +41,8 @@ GROUP_4 = 32
 Stored: TypeAlias = torch.Tensor | Codes
 """A weight as a checkpoint holds it."""
 
-Kept: TypeAlias = torch.Tensor | tuple[NarrowForm, NDArray[np.uint8]]
-"""A weight as it is kept: numbers, or the form and the bytes of a narrow weight."""
+Kept: TypeAlias = torch.Tensor | tuple[NarrowForm | RowForm, NDArray[np.uint8]]
+"""A weight as it is kept: numbers, or a form and bytes."""
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
@@ -54,6 +57,7 @@ class Precision:
     dtype: torch.dtype  # type of the model's numbers: float32 on a CPU
     base: str  # ``stored``, ``float32``, ``bfloat16``, ``float16``, ``int8`` or ``int4``
     is_rounded: bool  # whether activations are rounded to 8 bits beside integers
+    is_by_row: bool = False  # whether codes are kept for kernels of a GPU, and all else as numbers of ``dtype``
 
     @classmethod
     def choose(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Precision:
@@ -65,18 +69,21 @@ class Precision:
         wanted, activations = config.base_dtype, config.activation_dtype
         kernels = find_compiled() if device.type == "cpu" and dtype is torch.float32 else None
         if kernels is None:
-            if wanted not in ("auto", "float32") or activations == "int8":
+            is_refused = device.type == "cpu" and wanted not in ("auto", "float32")
+            if is_refused or activations == "int8":
                 raise ConfigError(
                     f"Got base_dtype = {wanted!r} and activation_dtype = {activations!r}, which need a CPU, float32 "
                     "activations and numba (pip install 'manylora[cpu]')"
                 )
-            return cls(dtype, "float32", is_rounded=False)
+            is_coded = device.type != "cpu" and _has_codes_on_gpu(wanted, dtype, device)
+            base = "float32" if not is_coded else "stored" if wanted == "auto" else wanted
+            return cls(dtype, base, is_rounded=False, is_by_row=is_coded)
         is_rounded = activations == "int8" or (activations == "auto" and kernels.has_integer_dots)
         return cls(dtype, "stored" if wanted == "auto" else wanted, is_rounded)
 
     def keep_table(self, stored: Stored) -> Kept:
         """Return an embedding as it is kept: in 16 bits where it is stored in fewer than 32, or others are kept so."""
-        if self.base == "float32" or (self.base == "stored" and is_float32(stored)):
+        if self.is_by_row or self.base == "float32" or (self.base == "stored" and is_float32(stored)):
             return self._numbers(stored)
         weight = self._numbers(stored) if isinstance(stored, Codes) else stored
         if self.base in ("bfloat16", "float16"):
@@ -113,19 +120,37 @@ class Precision:
 
     def _written(self, weight: Stored) -> Kept:
         if isinstance(weight, torch.Tensor):
-            if weight.dtype in _SIXTEEN:
+            if weight.dtype in _SIXTEEN and not self.is_by_row:
                 return write_narrow(str(weight.dtype).removeprefix("torch."), weight.contiguous())
             return weight.to(self.dtype)
-        return write_narrow(
-            weight.numbers,
-            weight.codes.contiguous(),
-            group=weight.group,
-            scales=weight.scales,
-            shifts=weight.shifts,
-            table=weight.table,
-            order=weight.order,
-            is_rounded=self.is_rounded and weight.numbers in ("int8", "int4"),
-        )
+        parts: dict[str, Any] = {name: getattr(weight, name) for name in ("scales", "shifts", "table", "order")}
+        if self.is_by_row:
+            return write_rows(weight.numbers, weight.codes, group=weight.group, **parts, dtype=self.dtype)
+        is_rounded = self.is_rounded and weight.numbers in ("int8", "int4")
+        codes = weight.codes.contiguous()
+        return write_narrow(weight.numbers, codes, group=weight.group, **parts, is_rounded=is_rounded)
+
+
+def _has_codes_on_gpu(wanted: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether weights may be kept as codes on a GPU.
+
+    Raises:
+        ConfigError: ``wanted`` names codes that no kernel here multiplies, or numbers of another type than activations.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if wanted not in ("auto", "int8", "int4"):
+        if wanted != name:
+            raise ConfigError(
+                f"Got base_dtype = {wanted!r}, but on a GPU weights are kept in 8 or 4 bits, or in the type of "
+                f"activations, which is {name} (dtype)"
+            )
+        return False
+    reason = find_triton(device)
+    if reason is None and wanted != "auto" and find_spec("numba") is None:
+        reason = "weights are rounded by numba, which is not installed"
+    if reason is not None and wanted != "auto":
+        raise ConfigError(f"Got base_dtype = {wanted!r}, which cannot be served here: {reason}")
+    return reason is None
 
 
 def round_to_codes(weight: torch.Tensor, numbers: str) -> Codes:
