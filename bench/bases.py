@@ -463,6 +463,8 @@ def read_rate() -> float:
 
 def answer(asked: dict[str, Any]) -> None:
     """Answer loads in this process; print the times as JSON."""
+    import torch
+
     from manylora.core.clock import WallClock
     from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
     from manylora.core.engine.core import EngineCore
@@ -471,7 +473,6 @@ def answer(asked: dict[str, Any]) -> None:
     from manylora.execution.build import build_parts
     from manylora.execution.executor import TorchExecutor
     from manylora.execution.kernels.linear import BaseLinear
-    from manylora.execution.kernels.narrow import NarrowWeight
     from manylora.serving.hosting.engine.startup import keep_freed_memory, use_one_heap
 
     loads, clock = asked["loads"], WallClock()
@@ -528,7 +529,7 @@ def answer(asked: dict[str, Any]) -> None:
     assert isinstance(parts.executor, TorchExecutor)
     linears = [module for module in parts.executor.runner.model.modules() if isinstance(module, BaseLinear)]
     weights = [weight for linear in linears for weight in linear.weights]
-    base_bytes = sum(one.data.nbytes if isinstance(one, NarrowWeight) else one.numel() * 4 for one in weights)
+    base_bytes = sum(one.numel() * 4 if isinstance(one, torch.Tensor) else one.data.nbytes for one in weights)
     print(
         json.dumps(
             {

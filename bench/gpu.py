@@ -2,11 +2,12 @@
 
     python bench/gpu.py [--out DIR] [--minutes 7] [--sections machine,kernels,...] [--cpu-smoke]
 
-Sections, in order: `machine` (copy bandwidth, host link), `kernels` (LoRA and attention: bytes per second and share of
-the copy's), `steps` (decoding with adapters against the base alone, and against the floor), `families` (naive, grouped,
-one launch), `loads` (adapter copies, and what decoding feels of them), `assist` (prompts whose adapter is computed by
-the CPU: handoff, and against synchronous calls), `live` (Chameleon against FIFO without a cache,
-and the simulator's prediction). Each writes its rows at once; one that fails leaves its error in its place.
+Sections, in order: `machine` (copy bandwidth, host link), `kernels` (LoRA, attention, and the base's products in 16, 8
+and 4 bits: bytes per second and share of the copy's), `steps` (decoding with adapters against the base alone, and
+against the floor), `families` (naive, grouped, one launch), `loads` (adapter copies, and what decoding feels of them),
+`assist` (prompts whose adapter is computed by the CPU: handoff, and against synchronous calls), `live` (Chameleon
+against FIFO without a cache, and the simulator's prediction). Each writes its rows at once; one that fails leaves its
+error in its place.
 `--cpu-smoke` walks the same code on a toy model in Triton's interpreter: its figures mean nothing.
 """
 
@@ -37,6 +38,8 @@ from manylora.execution.attention.kv import KvPages
 from manylora.execution.attention.triton import PageTables, TritonAttention, attend_step
 from manylora.execution.device import make_device_ops
 from manylora.execution.fusion.layers import FusedNorm, activate
+from manylora.execution.kernels.linear import BaseLinear
+from manylora.execution.kernels.row_weight import RowWeight, write_rows
 from manylora.execution.lora.tables import BatchTables, StepTables
 from manylora.execution.storage.tile_tables import GroupSpan
 from manylora.lab.catalog.models import base_shape
@@ -49,6 +52,9 @@ from manylora.lab.workloads.lengths import ParametricLengths, UniformTokens
 from manylora.lab.workloads.popularity import ZipfShares
 
 QV = ("q_proj", "v_proj")
+
+CODES = (("int8", 128, False), ("int4", 32, False), ("int4", 128, True), ("float8_e4m3fn", 128, False))
+"""Kinds of codes, inputs that share a scale, and whether they have shifts."""
 
 
 class Bench:
@@ -100,7 +106,53 @@ class Bench:
         ]
 
     def kernels(self) -> list[dict[str, Any]]:
-        return [*self._lora_kernels(), *self._attention_kernels(), *self._row_kernels()]
+        return [*self._base_kernels(), *self._lora_kernels(), *self._attention_kernels(), *self._row_kernels()]
+
+    def _base_kernels(self) -> list[dict[str, Any]]:
+        """Return products of the base's linears by precision, and the error of those with codes.
+
+        ``over 16 bits`` is the time beside that of the same linear in 16 bits, by cuBLAS.
+        """
+        rows = []
+        dtype = DTYPES[self.sizes.dtype]
+        width, inner = self.sizes.model["hidden_size"], self.sizes.model["intermediate_size"]
+        for name, (num_out, num_in) in {
+            "o": (width, width),
+            "gate, up": (2 * inner, width),
+            "down": (width, inner),
+        }.items():
+            num = max(1, min(32, self.sizes.copy_bytes // (2 * num_out * num_in)))  # more than the cache holds
+            inputs = {batch: torch.randn(batch, num_in, device=self.device).to(dtype) for batch in self._product_rows()}
+            plain = [torch.randn(num_out, num_in, device=self.device).to(dtype) for _ in range(num)]
+            of_plain = {}
+            for batch, x in inputs.items():
+                took = self._product_s([BaseLinear(weight, None) for weight in plain], x)
+                of_plain[batch] = took
+                what = {"kernel": f"{self.sizes.dtype} {name}", "rows": batch}
+                rows.append(what | self._speed(took, num * plain[0].nbytes, num))
+            del plain
+            for numbers, group, has_shift in CODES:
+                weights = [_random_codes(numbers, group, has_shift, num_out, num_in, dtype, self.device)]
+                weights += [RowWeight(weights[0].data.clone(), weights[0].form) for _ in range(num - 1)]
+                chosen = torch.arange(0, num_out, max(1, num_out // 64), device=self.device)
+                for batch, x in inputs.items():
+                    took = self._product_s([BaseLinear(weight, None) for weight in weights], x)
+                    exact = x.float() @ weights[0].rows(chosen).float().T
+                    error = (weights[0].product(x)[:, chosen].float() - exact).norm() / exact.norm()
+                    own = {"over 16 bits": took / of_plain[batch], "error": float(error)}
+                    what = {"kernel": f"{numbers}/{group}{' shifted' * has_shift} {name}", "rows": batch}
+                    rows.append(what | self._speed(took, num * weights[0].nbytes, num) | own)
+        return rows
+
+    def _product_rows(self) -> tuple[int, ...]:
+        return (*self.sizes.batches, 4 * max(self.sizes.batches), 256)
+
+    def _product_s(self, linears: list[BaseLinear], x: torch.Tensor) -> float:
+        def work() -> None:
+            for one in linears:
+                one.product(x)
+
+        return seconds(captured(work, self.device), self.device, self.sizes.rounds)
 
     def _lora_kernels(self) -> list[dict[str, Any]]:
         rows = []
@@ -389,6 +441,20 @@ def _latencies(records: list[Any]) -> dict[str, float]:
         "tokens/s": summary.output_tokens_per_s,
         "hit rate": summary.hit_rate if summary.hit_rate is not None else "",  # type: ignore[dict-item]
     }
+
+
+def _random_codes(
+    numbers: str, group: int, has_shift: bool, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device
+) -> RowWeight:
+    codes = torch.randint(0, 16 if numbers == "int4" else 256, (num_out, num_in), dtype=torch.uint8)
+    if numbers == "float8_e4m3fn":
+        codes &= 0xF7  # no code of no number
+    scales = torch.full((num_out, -(-num_in // group)), 0.01, dtype=torch.float16)
+    shifts = scales if has_shift else None
+    form, data = write_rows(
+        numbers, codes, group=group, scales=scales, shifts=shifts, table=None, order=None, dtype=dtype
+    )
+    return RowWeight(torch.from_numpy(data).to(device), form)
 
 
 def _table_elements(template: Any, group: int) -> int:

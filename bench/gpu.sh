@@ -37,7 +37,7 @@ if "$python" -c "import pytest" 2>/dev/null; then
     # shellcheck disable=SC2086
     timeout 150 "$python" -m pytest -q $parallel -p no:cacheprovider -o addopts= -o filterwarnings=default -o timeout=0 \
         tests/execution/lora/test_triton_lora.py tests/execution/attention/test_triton_attention.py \
-        tests/execution/fusion/test_triton_norm.py tests/execution/fusion/test_triton_gate.py tests/execution/fusion/test_triton_fused.py \
+        tests/execution/kernels/test_row_weight.py tests/execution/fusion/test_triton_norm.py tests/execution/fusion/test_triton_gate.py tests/execution/fusion/test_triton_fused.py \
         tests/execution/assist/test_assist_cuda.py tests/execution/model/test_device_memory.py >"$out/kernel_tests.txt" 2>&1
     tail -n 15 "$out/kernel_tests.txt"
 else

@@ -13,7 +13,15 @@ from triton_cases import DEVICE, DTYPES, HALVES, poison, relative_error
 
 from manylora.execution.checkpoint.codes import Codes, make_codes
 from manylora.execution.kernels import row_weight
-from manylora.execution.kernels.linear import BaseLinear, WeightEntry, map_weight, weight_kind, write_narrow_weight
+from manylora.execution.kernels.linear import (
+    BaseLinear,
+    WeightEntry,
+    map_weight,
+    rows_at,
+    rows_of,
+    weight_kind,
+    write_narrow_weight,
+)
 from manylora.execution.kernels.row_weight import RowForm, RowWeight, write_rows
 
 pytest.importorskip("triton")
@@ -65,7 +73,8 @@ def make_codes_of(kind: Kind, num_out: int, num_in: int) -> Codes:
     scales = (torch.rand(shape, generator=generator) + 0.5).to(kind.scale_dtype)
     own = make_codes(kind.numbers, codes, scales, group)
     if kind.numbers == "table4":
-        own = replace(own, table=torch.randn(16, generator=generator).bfloat16().float())  # of numbers that 16 bits hold
+        table = torch.randn(16, generator=generator).bfloat16().float()  # numbers that 16 bits hold
+        own = replace(own, table=table)
     if kind.has_shift:
         own = replace(own, shifts=torch.randn(shape, generator=generator).to(kind.scale_dtype).float())
     return replace(own, order=torch.randperm(num_in, generator=generator) if kind.has_order else None)
@@ -186,4 +195,6 @@ def test_a_linear_over_mapped_bytes() -> None:
     expected = x @ torch.cat([codes.dequantise()] * 2).T
     linear = BaseLinear([weight, codes.dequantise().to(DEVICE)], bias.to(DEVICE))
     torch.testing.assert_close(linear.product(x.to(DEVICE)).cpu(), expected + bias, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(rows_of(weight, 7, 70).cpu(), codes.dequantise()[7:])
+    torch.testing.assert_close(rows_at(weight, torch.tensor([69, 0])).cpu(), codes.dequantise()[[69, 0]])
     torch.testing.assert_close(linear.product(x.to(DEVICE), has_bias=False).cpu(), expected, rtol=1e-4, atol=1e-3)

@@ -28,7 +28,6 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from manylora.core.adapters.tensors import FLOAT_DTYPES
 from manylora.core.adapters.weight_file import parse_header
 from manylora.core.errors import AdapterError, ConfigError
 
@@ -45,6 +44,12 @@ _SMALL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 MAX_HEADER_BYTES = 100_000_000  # largest header, as in the safetensors library
+
+NUMBERS = ("F64", "F32", "F16", "BF16")
+"""Types of a base's weights that are numbers by themselves, by safetensors' names; smaller ones have scales."""
+
+NUMBERS = ("F64", "F32", "F16", "BF16")
+"""Types of weights that are no codes, by safetensors' names."""
 
 _OBSOLETE = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that old checkpoints of many architectures hold; transformers computes them."""
@@ -205,10 +210,10 @@ class CheckpointFiles:
         ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_OBSOLETE)
         for name, dtype in self.dtypes.items():
             is_number = name not in own or own[name].is_floating_point()
-            if is_number and dtype not in FLOAT_DTYPES and not any(re.search(pattern, name) for pattern in ignored):
+            if is_number and dtype not in NUMBERS and not any(re.search(pattern, name) for pattern in ignored):
                 raise ConfigError(
                     f"{got}: {self.place(name)} has tensor {name!r} of type {dtype}, "
-                    f"expected one of {', '.join(FLOAT_DTYPES)}"
+                    f"expected one of {', '.join(NUMBERS)}"
                 )
 
 

@@ -252,6 +252,8 @@ def rows_of(weight: Weight, first: int, last: int) -> torch.Tensor:
     """Return rows ``[first, last)`` of a weight ``[out, in]`` in any format, as float32: what its products multiply."""
     if isinstance(weight, NarrowWeight):
         return weight.rows(torch.arange(first, last))
+    if isinstance(weight, RowWeight):
+        return weight.rows(torch.arange(first, last, device=weight.device), torch.float32)
     return (weight.to_dense() if weight.is_mkldnn else weight)[first:last].float()
 
 
@@ -259,6 +261,8 @@ def rows_at(weight: Weight, places: torch.Tensor) -> torch.Tensor:
     """Return the rows of a weight ``[out, in]`` at some places ``[n]``, as float32."""
     if isinstance(weight, NarrowWeight):
         return weight.rows(places)
+    if isinstance(weight, RowWeight):
+        return weight.rows(places.to(weight.device), torch.float32)
     weight = weight.to_dense() if weight.is_mkldnn else weight
     return weight.index_select(0, places.to(weight.device)).float()
 

@@ -151,9 +151,9 @@ class RowWeight:
         out = self._few(rows) if len(rows) <= MOST_FEW else self._many(rows)
         return out.view(*x.shape[:-1], self.form.num_out)
 
-    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Return the weights of some outputs ``[n]``, int64, as ``[n, in]`` in the type of activations."""
-        weights = self._written_out(len(outputs), self.dtype, chosen=outputs)
+    def rows(self, outputs: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the weights of some outputs ``[n]``, int64, as ``[n, in]``; by default in the type of activations."""
+        weights = self._written_out(len(outputs), dtype or self.dtype, chosen=outputs)
         return weights if self._order is None else torch.empty_like(weights).index_copy_(1, self._order.long(), weights)
 
     def _few(self, rows: torch.Tensor) -> torch.Tensor:
