@@ -189,7 +189,9 @@ def _bad(slug: str, *words: str, error: type[AdapterError] = AdapterError) -> Ca
     return register
 
 
-def _bad_config(slug: str, *words: str, remove: str | None = None, **changes: Any) -> None:
+def _bad_config(
+    slug: str, *words: str, remove: str | None = None, error: type[AdapterError] = AdapterError, **changes: Any
+) -> None:
     """A good adapter but for a few settings."""
 
     def build(directory: Path, base: BaseShape) -> None:
@@ -199,7 +201,7 @@ def _bad_config(slug: str, *words: str, remove: str | None = None, **changes: An
             del config[remove]
             (directory / "adapter_config.json").write_text(json.dumps(config))
 
-    BAD_ADAPTERS.append(BadAdapter(slug, build, words))
+    BAD_ADAPTERS.append(BadAdapter(slug, build, words, error))
 
 
 def _bad_config_text(slug: str, text: str | bytes, *words: str) -> None:
@@ -343,8 +345,8 @@ _bad_config("dora-without-magnitudes", "no lora_magnitude_vector", use_dora=True
 _bad_config("bias-unknown", "bias is 'some'", bias="some")
 _bad_config("dora-text", "use_dora is 'yes'", use_dora="yes")
 _bad_config("dora-and-lora-bias", "use_dora and lora_bias", use_dora=True, lora_bias=True)
-_bad_config("modules-to-save", "modules_to_save names 'lm_head'", modules_to_save=["lm_head"])
-_bad_config("tokens-absent", "tokens are not in its weight file", trainable_token_indices=[1, 2])
+_bad_config("modules-to-save", "modules_to_save names 'lm_head'", modules_to_save=["lm_head"], error=WeightsMissing)
+_bad_config("tokens-absent", "tokens are not in its weight file", trainable_token_indices=[1, 2], error=WeightsMissing)
 _bad_config("tokens-twice", "expected a list of different token ids", trainable_token_indices=[1, 1])
 _bad_config("tokens-text", "expected a list of different token ids", trainable_token_indices={"embed_tokens": "1"})
 _bad_config("target-parameters", "target_parameters", target_parameters=["experts.down_proj"])
