@@ -143,7 +143,7 @@ def test_what_cannot_be_served_is_recorded_with_its_reason():
     fits = RequestSpec(arrival_s=0.0, num_prompt_tokens=5, num_output_tokens=2, adapter="a")
     run = alone(fits, replace(fits, num_prompt_tokens=600), fits)
     assert [record.error is None for record in run.records] == [True, False, True]
-    assert "600 tokens" in (run.records[1].error or "")
+    assert "600 input tokens" in (run.records[1].error or "")
     assert run.records[1].adapter == "a"
     summary = run.summary()
     assert (summary.num_requests, summary.num_errors) == (3, 1)

@@ -295,7 +295,8 @@ def _shallow(kind: type[msgspec.Struct], extra: tuple[str, ...]) -> type[msgspec
     """Return a struct with the JSON of another's fields."""
     names = [one.encode_name for one in msgspec.structs.fields(kind)]
     names += [name for name in extra if name not in names]
-    return msgspec.defstruct(f"Shallow{kind.__name__}", [(name, msgspec.Raw, NULL) for name in names])
+    fields, is_closed = [(name, msgspec.Raw, NULL) for name in names], kind.__struct_config__.forbid_unknown_fields
+    return msgspec.defstruct(f"Shallow{kind.__name__}", fields, forbid_unknown_fields=is_closed)
 
 
 @functools.cache

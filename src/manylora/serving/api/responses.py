@@ -7,7 +7,7 @@ The server keeps no response: a request that builds on a stored one is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -99,12 +99,15 @@ class FlatToolChoice(msgspec.Struct, kw_only=True):
     name: str | None = None
 
 
+Summary: TypeAlias = Literal["auto", "concise", "detailed"]
+
+
 class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """``reasoning``; a summary is always empty."""
 
     effort: Effort | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class ResponsesBody(SamplingFields, kw_only=True):
