@@ -92,10 +92,12 @@ class Target:
         return opened
 
     def engines(self) -> list[psutil.Process]:
-        found = []
+        found: list[psutil.Process] = []
         for one in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # it has just ended
-                if "manylora.serving.hosting.engine.process" in one.cmdline():
+                # A process that an engine has just started has its memory and command line until it executes its own.
+                is_new = one.ppid() in {engine.pid for engine in found}
+                if not is_new and "manylora.serving.hosting.engine.process" in one.cmdline():
                     found.append(one)
         return found
 
