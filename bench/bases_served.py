@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import statistics
@@ -32,9 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from bases import SHAPES, apart, make_adapters, make_checkpoint
-from functions_rig import Asked, ask, serving
+from functions_rig import Asked, ask, pss_bytes, serving
 from publishing import Others, arguments, publish, reason_if_busy, table
 
 from manylora.demo import demo_model_path
@@ -84,7 +82,7 @@ async def measure_server(model: Path, adapters: Sequence[Path], cache: Path) -> 
             if not is_second:
                 continue
             async with httpx.AsyncClient(timeout=START_S, limits=httpx.Limits(max_connections=64)) as client:
-                with watched(process) as peak:
+                with watched(process.pid) as peak:
                     for turn, streams in enumerate(STREAMS):
                         names = [adapters[(turn * 37 + index) % len(adapters)].name for index in range(streams)]
                         loads.append(await load(client, url, names))
@@ -106,7 +104,7 @@ async def server(model: Path, adapters: Sequence[Path], cache: Path) -> Any:
             while " at " not in (line := (await process.stdout.readline()).decode()):
                 if not line:
                     raise SystemExit("the server did not start")
-        yield psutil.Process(process.pid), line.split()[-1]
+        yield process, line.split()[-1]
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
@@ -117,26 +115,15 @@ async def load(client: httpx.AsyncClient, url: str, names: Sequence[str]) -> dic
     """Ask for one answer of each model at once."""
     random = iter(range(10**9))
 
-    async def one(name: str) -> tuple[float, int]:
+    async def one(name: str) -> Asked:
         prompt = [3 + (7919 * next(random) + 31 * place) % 8000 for place in range(PROMPT)]
-        body = {"model": name, "prompt": prompt, "max_tokens": ANSWER, "ignore_eos": True, "stream": True}
-        began, first, count = time.monotonic(), 0.0, 0
-        sampling = {"temperature": 0.0, "return_token_ids": True}
-        async with client.stream("POST", url + "/v1/completions", json=body | sampling) as answer:
-            if answer.status_code != 200:
-                raise SystemExit((await answer.aread()).decode())
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    (choice,) = json.loads(line[6:])["choices"]
-                    first = first or time.monotonic() - began
-                    count += len(choice.get("token_ids") or ())
-        return first, count
+        return await checked(ask(client, url, name, prompt=prompt, max_tokens=ANSWER))
 
     began = time.monotonic()
     answers = await asyncio.gather(*map(one, names))
     took_s = time.monotonic() - began
-    assert all(count == ANSWER for _, count in answers), answers
-    firsts = sorted(first for first, _ in answers)
+    assert all(len(answer.tokens) == ANSWER for answer in answers), answers
+    firsts = sorted(answer.ttft_s or 0.0 for answer in answers)
     return {
         "streams": len(names),
         "tokens_per_s": len(names) * ANSWER / took_s,
@@ -146,15 +133,13 @@ async def load(client: httpx.AsyncClient, url: str, names: Sequence[str]) -> dic
 
 
 @contextlib.contextmanager
-def watched(process: psutil.Process) -> Iterator[list[int]]:
+def watched(pid: int) -> Iterator[list[int]]:
     """Yield a list that gets the bytes of a process and its children twice a second."""
     found, ended = [0], threading.Event()
 
     def read() -> None:
         while not ended.wait(0.5):
-            with contextlib.suppress(psutil.Error, OSError):
-                processes = [process, *process.children(recursive=True)]
-                found.append(sum(one.memory_full_info().pss for one in processes))
+            found.append(pss_bytes(pid))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -183,7 +168,7 @@ async def measure_functions(model: Path, adapters: Sequence[Path]) -> dict[str, 
     names = [path.name for path in adapters]
     try:
         async with serving(folder) as service, httpx.AsyncClient(timeout=START_S) as client:
-            with watched(psutil.Process(service.process.pid)) as peak:
+            with watched(service.process.pid) as peak:
                 first = await checked(ask(client, service.url, names[0]))
                 print(f"the first answer after {first.took_s:.1f} s", flush=True)
                 woken = [await checked(ask(client, service.url, name)) for name in names[1:]]

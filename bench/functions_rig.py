@@ -129,13 +129,15 @@ class Asked:
     broken: str | None = None
 
 
-async def ask(client: httpx.AsyncClient, url: str, name: str) -> Asked:
-    """Stream an answer."""
+async def ask(client: httpx.AsyncClient, url: str, name: str, **fields: Any) -> Asked:
+    """Stream an answer; ``fields`` take the place of those of ``body``."""
     began = time.monotonic()
     asked = Asked(name, began)
     is_whole = False
     try:
-        async with client.stream("POST", url + "/v1/completions", json=body(name) | {"stream": True}) as answer:
+        async with client.stream(
+            "POST", url + "/v1/completions", json=body(name) | {"stream": True} | fields
+        ) as answer:
             if answer.status_code != 200:
                 text = (await answer.aread()).decode(errors="replace")
                 asked.error = f"{answer.status_code} {json.loads(text)['error']['message']}"
@@ -157,6 +159,23 @@ async def ask(client: httpx.AsyncClient, url: str, name: str) -> Asked:
         asked.broken = "the stream ended early"
     asked.took_s = time.monotonic() - began
     return asked
+
+
+def processes_below(pid: int) -> list[psutil.Process]:
+    """Return a process and its children of any generation; none if it has ended."""
+    try:
+        return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def pss_bytes(pid: int) -> int:
+    """Return the proportional set size of a process and its children."""
+    total = 0
+    for one in processes_below(pid):
+        with contextlib.suppress(psutil.Error, OSError):
+            total += one.memory_full_info().pss
+    return total
 
 
 class Service:
@@ -181,18 +200,11 @@ class Service:
 
     def processes(self) -> list[psutil.Process]:
         """Return all processes of the service: those with its folder or a zygote's name, and their children."""
-        try:
-            return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+        return processes_below(self.process.pid)
 
     def pss_bytes(self) -> int:
         """Return the proportional set size of all processes."""
-        total = 0
-        for one in self.processes():
-            with contextlib.suppress(psutil.Error, OSError):
-                total += one.memory_full_info().pss
-        return total
+        return pss_bytes(self.process.pid)
 
     def bill(self) -> Bill:
         """Return the whole bill, by function."""

@@ -327,7 +327,6 @@ def start_arm(name: str, folder: Path) -> tuple[subprocess.Popen[str], Any]:
         "PYTHONPATH": str(Path(__file__).parent),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",  # vLLM reserves another core where there is a connector
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }

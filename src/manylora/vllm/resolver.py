@@ -18,7 +18,7 @@ from pathlib import Path
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
-from manylora.core.adapters.folder import CONFIG_FILE
+from manylora.core.adapters.folder import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHT_FILES
 from manylora.core.adapters.sources import check_name, check_registry
 from manylora.core.errors import AdapterError, AdapterNotFound, AdapterUnavailable
 from manylora.core.logs import escape
@@ -28,8 +28,7 @@ __all__ = ["RegistryResolver", "register_resolver"]
 
 logger = logging.getLogger("vllm.manylora")
 
-WEIGHT_FILE = "adapter_model.safetensors"
-MAX_BYTES = {CONFIG_FILE: 1 << 20, WEIGHT_FILE: 16 << 30}
+MAX_BYTES = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHT_FILES[0]: 16 << 30}
 
 
 class RegistryResolver(LoRAResolver):  # type: ignore[misc]

@@ -13,14 +13,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from manylora.cli.options.values import parse_address
-from manylora.cli.views.status_source import NoRedirects
+from manylora.cli.views.status_source import MAX_BYTES, MAX_MESSAGE, NoRedirects, printable
 from manylora.core.errors import ConfigError, ManyloraError
 
 __all__ = ["AnswerSource", "ServedAnswer", "ServerFault"]
 
 TIMEOUT_S = 600.0
-MAX_BYTES = 64 * 2**20
-MAX_MESSAGE = 300
 ID = "token_id:"
 _ID = re.compile(rf"{ID}[0-9]{{1,9}}")
 
@@ -134,7 +132,7 @@ class AnswerSource:
             with self._opener.open(request, timeout=TIMEOUT_S) as reply:
                 return msgspec.json.decode(reply.read(MAX_BYTES), type=kind)
         except urllib.error.HTTPError as error:
-            text = error.read(MAX_BYTES)[:MAX_MESSAGE].decode(errors="replace")
+            text = printable(error.read(MAX_BYTES)[:MAX_MESSAGE].decode(errors="replace"))
             raise ServerFault(f"{self.url}{path} answered {error.code}: {text}") from None
         except (OSError, http.client.HTTPException) as error:
             raise ServerFault(f"{self.url} does not answer: {error}") from None

@@ -15,7 +15,7 @@ from manylora.cli.options.values import parse_address
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.serving.metrics.status_report import StatusReport
 
-__all__ = ["Away", "NoRedirects", "Rates", "StatusSource", "rates_between"]
+__all__ = ["MAX_BYTES", "MAX_MESSAGE", "Away", "NoRedirects", "Rates", "StatusSource", "printable", "rates_between"]
 
 TIMEOUT_S = 5.0
 MAX_BYTES = 64 * 2**20
@@ -98,7 +98,12 @@ def _message(body: bytes) -> str:
         message = str(msgspec.json.decode(body)["error"]["message"])
     except (msgspec.MsgspecError, LookupError, TypeError):
         return ""
-    return "".join(character if character.isprintable() else " " for character in message[:MAX_MESSAGE])
+    return printable(message)
+
+
+def printable(text: str) -> str:
+    """Return the begin of another server's text, with spaces in place of what could control a terminal."""
+    return "".join(character if character.isprintable() else " " for character in text[:MAX_MESSAGE])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

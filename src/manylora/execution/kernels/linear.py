@@ -250,11 +250,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 def rows_of(weight: Weight, first: int, last: int) -> torch.Tensor:
     """Return rows ``[first, last)`` of a weight ``[out, in]`` in any format, as float32: what its products multiply."""
-    if isinstance(weight, NarrowWeight):
-        return weight.rows(torch.arange(first, last))
-    if isinstance(weight, RowWeight):
-        return weight.rows(torch.arange(first, last, device=weight.device), torch.float32)
-    return (weight.to_dense() if weight.is_mkldnn else weight)[first:last].float()
+    if isinstance(weight, torch.Tensor):
+        return _dense(weight)[first:last].float()
+    return rows_at(weight, torch.arange(first, last))
 
 
 def rows_at(weight: Weight, places: torch.Tensor) -> torch.Tensor:
@@ -263,8 +261,11 @@ def rows_at(weight: Weight, places: torch.Tensor) -> torch.Tensor:
         return weight.rows(places)
     if isinstance(weight, RowWeight):
         return weight.rows(places.to(weight.device), torch.float32)
-    weight = weight.to_dense() if weight.is_mkldnn else weight
-    return weight.index_select(0, places.to(weight.device)).float()
+    return _dense(weight).index_select(0, places.to(weight.device)).float()
+
+
+def _dense(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

@@ -312,10 +312,8 @@ def _write(piece: _Piece, kept: Sequence[Kept], writer: MemoryWriter, *, is_pack
         if isinstance(weight, tuple):
             entries.append(write_narrow_weight(names, *weight, writer.append))
         else:
-            is_linear = is_packed and piece.role in (
-                _Role.LINEAR,
-                _Role.HEAD,
-            )  # of a tied weight, the embedding reads rows
+            # Of a tied weight, the embedding reads rows.
+            is_linear = is_packed and piece.role in (_Role.LINEAR, _Role.HEAD)
             entries.append(write_weight(names, weight, writer.append, is_linear=is_linear))
     return entries
 

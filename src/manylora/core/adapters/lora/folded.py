@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.core.adapters.folder import CONFIG_FILE, shown
-from manylora.core.adapters.lora.plain import check_missing, locate_modules
-from manylora.core.adapters.lora.settings import MAX_RANK, LoraSettings, parse_lora
+from manylora.core.adapters.lora.plain import NamedSettings, check_missing, locate_modules
+from manylora.core.adapters.lora.settings import MAX_RANK, parse_lora
 from manylora.core.adapters.lora.targeting import Targeting
 from manylora.core.adapters.shape import BaseShape, ModuleKind
 from manylora.core.adapters.tensors import (
@@ -115,23 +115,11 @@ class FoldedMethod:
 
 
 @dataclass(frozen=True, slots=True)
-class FoldedSettings:
+class FoldedSettings(NamedSettings):
     """The settings of an adapter that is folded; an ``AdapterSettings``."""
 
-    name: str
-    settings: LoraSettings
     method: FoldedMethod
     config: Mapping[str, Any]
-
-    @property
-    def base_model(self) -> str | None:
-        """The base that the adapter was trained on."""
-        return self.settings.base_model
-
-    @property
-    def task_type(self) -> str | None:
-        """PEFT's name of the task."""
-        return self.settings.task_type
 
     @property
     def use_rslora(self) -> bool:

@@ -39,7 +39,7 @@ from manylora.core.adapters.tensors import (
 )
 from manylora.core.errors import AdapterError, WeightsMissing
 
-__all__ = ["PlainSettings", "check_missing", "locate_modules", "parse_plain"]
+__all__ = ["NamedSettings", "PlainSettings", "check_missing", "locate_modules", "parse_plain"]
 
 # Some trainers leave the adapter's name in: ``lora_A.default.weight``.
 _NAMED = r"(?:\.[^.]+)?"
@@ -60,8 +60,8 @@ _WRAPPERS = (("model.language_model.", "model."), ("language_model.", ""))
 
 
 @dataclass(frozen=True, slots=True)
-class PlainSettings:
-    """The settings and the name of one adapter; an ``AdapterSettings``."""
+class NamedSettings:
+    """The settings and the name of one adapter, which every kind of LoRA has."""
 
     name: str
     settings: LoraSettings
@@ -80,6 +80,11 @@ class PlainSettings:
     def use_rslora(self) -> bool:
         """Whether scales divide by the root of the rank."""
         return self.settings.use_rslora
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSettings(NamedSettings):
+    """The settings of plain LoRA; an ``AdapterSettings``."""
 
     def stored_modules(self, tensors: Mapping[str, StoredTensor]) -> tuple[StoredModule, ...]:
         """Return the modules in a weight file."""

@@ -63,6 +63,7 @@ class StepPlanner:
         self._target_s = config.scheduler.step_target_s
         # A running sequence needs at least one token of every step's budget.
         self._num_seats = min(config.scheduler.max_num_seqs, self._most_tokens)
+        self._block_size = config.memory.block_size
 
     def plan(self, now: float, *, is_ahead: bool = False) -> list[_Planned]:
         """Return the sequences of the next step, each with its number of tokens, in the order of the batch.
@@ -102,17 +103,18 @@ class StepPlanner:
         decodes: list[_Planned] = []
         prompts: list[_Planned] = []
         unfinished = []
-        num_before = len(self._running.sequences)
+        block_size, num_before = self._block_size, len(self._running.sequences)
         for sequence in list(self._running.sequences):
             if sequence.num_in_flight and sequence.is_ending:
                 continue
             num_tokens = len(sequence.tokens) + sequence.num_pending
             if num_tokens - sequence.num_computed > 1:
                 unfinished.append(sequence)
-            elif sequence.status is not SequenceStatus.RUNNING:
-                continue  # pre-empted by an older one in this loop
-            elif not sequence.lacks_page or self._running.grow(sequence, now):
-                decodes.append((sequence, 1))
+            elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one in this loop
+                # ``lacks_page`` in place: a call for each sequence of each step would show.
+                has_room = num_tokens <= len(sequence.table.pages) * block_size or not sequence.has_kv
+                if has_room or self._running.grow(sequence, now):
+                    decodes.append((sequence, 1))
         budget = self._budget_after(decodes)
         for sequence in unfinished:
             if not budget.is_spent and sequence.status is SequenceStatus.RUNNING:

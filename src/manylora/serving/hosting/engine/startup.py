@@ -13,7 +13,7 @@ for cannot run. Isolated functions share their processors with many others, and 
 and often with clients. ``bench/functions_cold.py`` with ``GOMP_SPINCOUNT=300000``, libgomp's own choice, shows it.
 
 The heap keeps what a step frees. By default glibc maps large tensors one by one, and the system clears their pages at
-every step: prompts are read a third faster without (int4, 1.1B). Isolated functions, which are many, give it back.
+every step, which shows wherever prompts are read. Isolated functions, which are many, give memory back.
 """
 
 from __future__ import annotations
