@@ -11,7 +11,7 @@ Then `manylora functions serve` with one function for each of the first 16 adapt
 from nothing, one of each while all are awake, and all at once.
 
 Memory is the proportional set size of all processes at the most, read twice a second: pages that processes share, and
-mapped files, count once. Writes `results/bases_served.json` and `.md`.
+mapped files, count once. Writes `results/bases_served.json` and `.md`; with ``--only``, its name is added to theirs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def main() -> None:
         figures["isolated"] = asyncio.run(measure_functions(model, adapters[: options.functions]))
     figures["busy"] = others.share()
     refused = reason_if_busy(figures["busy"])
-    publish("bases_served", figures, "\n".join(report(figures)), is_kept=not options.quick, refused=refused)
+    name = "bases_served" if options.only is None else f"bases_served_{options.only}"
+    publish(name, figures, "\n".join(report(figures)), is_kept=not options.quick, refused=refused)
 
 
 async def measure_server(model: Path, adapters: Sequence[Path], cache: Path) -> dict[str, Any]:
@@ -156,7 +157,7 @@ async def measure_functions(model: Path, adapters: Sequence[Path]) -> dict[str, 
     tables = [f'[node]\n[backbones.base]\nmodel = "{model.resolve()}"\nbase-dtype = "int8"\n']
     for path in adapters:
         tables.append(
-            f'[functions.{path.name}]\nbackbone = "base"\nadapter = "{path.resolve()}"\nkv-bytes = {64 * MIB}\n'
+            f'[functions.{path.name}]\nbackbone = "base"\nadapter = "{path.resolve()}"\nkv-bytes = {160 * MIB}\n'
             f"adapter-bytes = {160 * MIB}\nthreads = {os.cpu_count()}\nkeep-alive-s = 3600.0\nslo-s = 60.0\n"
         )
         for one in (path, *path.iterdir()):
