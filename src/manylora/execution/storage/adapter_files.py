@@ -120,8 +120,8 @@ class InlineReader:
         with self._lock:
             return check_each(self._files.check, adapters)
 
-    def read(self, name: str, path: str) -> PackedAdapter:
-        """Return the adapter in ``path``; see ``AdapterFiles.read``."""
+    def read(self, name: str, path: str, folder: object = None) -> PackedAdapter:
+        """Return the adapter in ``path``, which no other engine packs for this one; see ``AdapterFiles.read``."""
         return self._files.read(name, path)
 
     def read_layers(

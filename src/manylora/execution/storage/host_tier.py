@@ -41,7 +41,7 @@ Settle: TypeAlias = Callable[[str, AdapterLayout, torch.Tensor], ImageSettling]
 """Begins to settle an image ``[num_pages, elements]`` of an adapter, by its name for messages, and its layout."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class HostAdapter:
     """An adapter's pages ``[num_pages, elements]`` and their layout, ready to be copied as far as they have arrived.
 

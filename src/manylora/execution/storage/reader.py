@@ -16,7 +16,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,6 +28,7 @@ from manylora.execution.storage.adapter_files import InlineReader
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
+from manylora.execution.storage.shared_images import SharedImages
 
 __all__ = [
     "NUM_PER_HOST",
@@ -111,6 +112,8 @@ class HostReader:
         num_remote = max(1, len(self._readers) - 1)
         self._places = RemotePlaces(num_remote, min(NUM_PER_HOST, num_remote))
         self._changed = threading.Condition()
+        root = settings.urgent_root
+        self._images = None if root is None else SharedImages(settings, root)
         for reader in self._readers:
             reader.configure(settings)
 
@@ -120,9 +123,13 @@ class HostReader:
         Raises:
             AdapterError: The adapter cannot be served on this base.
         """
-        with self._free_reader(host_of(path)) as reader:
-            packed = reader.read(name, path)
-        self.host.put(packed)
+        with nullcontext() if self._images is None else self._images.locked(path) as folder:
+            with self._free_reader(host_of(path)) as reader:
+                packed = reader.read(name, path, folder)
+            before = self.host.get(packed.version.key)
+            adapter = self.host.put(packed)
+            if self._images is not None and folder is not None and adapter is not before:
+                self._images.hold(folder, adapter)
         return packed.version
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:

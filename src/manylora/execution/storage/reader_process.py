@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -60,6 +61,8 @@ from manylora.execution.storage.registry_process import start_registry
 
 if TYPE_CHECKING:
     import subprocess
+
+    from manylora.execution.storage.shared_images import PublishedFolder
 
 __all__ = ["ReaderProcess"]
 
@@ -131,20 +134,23 @@ class ReaderProcess:
                     is_each = True  # before, the one at fault may be any of those without an answer
         return found
 
-    def read(self, name: str, path: str) -> PackedAdapter:
-        """Return the adapter in ``path``.
+    def read(self, name: str, path: str, folder: PublishedFolder | None = None) -> PackedAdapter:
+        """Return the adapter in ``path``; of a published one, the image that another engine has packed if there is one.
 
         Raises:
             AdapterError: The adapter cannot be served on this base, or the process died while it read it.
             CapacityError: No process could be started.
         """
         with self._lock:
+            if folder is not None and (found := folder.find()) is not None:
+                with suppress(OSError):  # of another size: it is read here
+                    return self._take_image(*found)
             pipe = self._running()
             try:
                 pipe.send((name, path))
                 answer = self._receive(pipe)
                 if isinstance(answer, Packed):
-                    return self._receive_image(pipe, answer)
+                    return self._receive_image(pipe, answer, folder)
             except OSError as error:
                 raise self._lost(name, path, error) from error
         raise _refusal(name, answer)
@@ -284,12 +290,22 @@ class ReaderProcess:
         self._process = self._registry = None
         self._is_configured = False
 
-    def _receive_image(self, pipe: Connection, packed: Packed) -> PackedAdapter:
-        assert self._settings is not None
+    def _receive_image(self, pipe: Connection, packed: Packed, folder: PublishedFolder | None = None) -> PackedAdapter:
         try:
             descriptor = recv_handle(pipe)
         except RuntimeError as error:  # this process has no descriptor left for it
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
+        try:
+            adapter = self._take_image(packed, os.dup(descriptor))
+            if folder is not None and not adapter.layout.needs_base:  # such a one is settled in place, by each engine
+                folder.offer(packed, os.dup(descriptor))
+            return adapter
+        finally:
+            os.close(descriptor)
+
+    def _take_image(self, packed: Packed, descriptor: int) -> PackedAdapter:
+        """Map an image; the descriptor is closed."""
+        assert self._settings is not None
         layout = self._lay_out(packed.ranks, packed.dtype, packed.vectors, packed.replaced)
         page = self._settings.base.page
         memory = _map(descriptor, layout.num_pages * page.num_bytes)

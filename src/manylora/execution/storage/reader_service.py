@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 NICENESS = 10
 MAX_CACHE_BYTES = 128 * 1024 * 1024  # largest file that a reader may write, beside the image of an adapter
-SCRATCH_BYTES = 16 * 1024 * 1024
+SCRATCH_BYTES = 64 * 1024 * 1024
 """Largest image that is packed in memory of the reader's own and written to its file from there: memory that is used
 again is at hand, whereas a mapping of a new file takes a fault for each page, a third of the time of a read."""
 TOLD_EVERY_S = 0.02  # time of checks between two answers, so that many quick ones share an answer
