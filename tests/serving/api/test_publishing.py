@@ -197,7 +197,11 @@ def test_shared_memory(http: httpx.Client, tmp_path: Path) -> None:
         file.write_bytes(framed({}))
         assert publish(adapter_config=config).json()["model"] == "x@2"
         assert [say(http, model) for model in ("x", "x@1")] == ["zab", "pqr"]
-        assert publish().status_code == 400  # no configuration
+        assert publish(move=True).status_code == 400  # no configuration
+        assert not file.exists()
+        file.write_bytes(letter_file("d"))
+        assert publish(move=True).json()["model"] == "x@3" and not file.exists()
+        assert [say(http, model) for model in ("x", "x@2")] == ["def", "zab"]
         assert publish(adapter_config={"letter": 1} | {"pad": "x" * MIB}).status_code in (400, 413)
         file.write_bytes(bytes(MIB + 1))
         assert publish().status_code == 400
@@ -210,8 +214,8 @@ def test_shared_memory(http: httpx.Client, tmp_path: Path) -> None:
     finally:
         file.unlink(missing_ok=True)
     for name in ("other", f"../{SHM}", f"{SHM}/../x", f"{SHM}a/b", "", f"{SHM}\0", SHM + "a" * 300):
-        assert http.put("/adapters/x", json={"shm": name}).status_code == 403, name
-    assert say(http, "x") == "zab"
+        assert http.put("/adapters/x", json={"shm": name, "move": True}).status_code == 403, name
+    assert say(http, "x") == "def"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class PublishBody(PublishTerms, kw_only=True, forbid_unknown_fields=True):
     """``PUT /adapters/{name}`` with JSON."""
 
     shm: str
+    move: bool = False
     adapter_config: msgspec.Raw = raw_field()
 
 
@@ -74,7 +75,7 @@ async def put_adapter(request: Request) -> Response:
         if media_type == "application/json":
             body = await read_body(request, PublishBody)
             terms, config = body, b"" if is_null(body.adapter_config) else bytes(memoryview(body.adapter_config))
-            await _copy_shared(context, arriving, body.shm)
+            await _take_shared(context, arriving, body.shm, moves=body.move)
         elif media_type in TENSORS:
             terms = _query(request)
             await _receive(request, context, arriving)
@@ -144,14 +145,17 @@ async def _receive(request: Request, context: Context, arriving: SpooledAdapter)
         raise HttpError(400, "The body ended early") from None
 
 
-async def _copy_shared(context: Context, arriving: SpooledAdapter, file: str) -> None:
-    """Copy a file of shared memory to an adapter's folder."""
+async def _take_shared(context: Context, arriving: SpooledAdapter, file: str, *, moves: bool) -> None:
+    """Copy or move a file of shared memory to an adapter's folder."""
     prefix = context.config.publish.publish_shm
     if prefix is None:
         raise AdapterForbidden(arriving.name, "reading shared memory is off; allow a prefix with --publish-shm PREFIX")
     descriptor, num_bytes = open_shared(arriving.name, file, prefix, context.engine_config.adapters.max_adapter_bytes)
     try:
-        await asyncio.to_thread(arriving.copy, descriptor, num_bytes)
+        if moves:
+            arriving.move(file, num_bytes)
+        else:
+            await asyncio.to_thread(arriving.copy, descriptor, num_bytes)
     finally:
         os.close(descriptor)
 

@@ -2,7 +2,7 @@
 
 ::
 
-    request or /dev/shm --one copy--> /dev/shm/manylora-published-x/7/adapter_model.safetensors, adapter_config.json
+    request or /dev/shm --copy or move--> /dev/shm/manylora-published-x/7/adapter_model.safetensors, adapter_config.json
 
 So a published adapter meets the same reader, checks and bounds as one on disk, serves every engine of the machine from
 one copy, and is there for an engine that starts again. A folder is never written again once it is complete, and is
@@ -69,6 +69,17 @@ class SpooledAdapter:
                 if not num_copied:
                     raise AdapterError(self.name, f"its file ends at byte {num_bytes - left}, and had {num_bytes}")
                 left -= num_copied
+
+    def move(self, file: str, num_bytes: int) -> None:
+        """Take a file of shared memory itself, in place of a copy; nothing may write to it any more.
+
+        Errors are those of ``write``, and ``AdapterError`` if the file cannot be moved.
+        """
+        with self._taking(num_bytes):
+            try:
+                os.rename(f"{SHARED_MEMORY}/{file}", self.folder / WEIGHT_FILES[0])
+            except OSError as error:
+                raise AdapterError(self.name, f"{file!r} cannot be moved: {error.strerror}; omit move") from error
 
     def complete(self, config: bytes) -> str:
         """Add the configuration, and return the folder's path."""
