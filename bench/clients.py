@@ -30,6 +30,7 @@ CLIENTS: Mapping[str, tuple[str, ...]] = {
     "instructor": ("instructor",),
     "pydantic-ai": ("pydantic-ai-slim[openai]",),
     "lm-eval": ("lm-eval[api]", "transformers"),
+    "trl": ("trl", "peft", "requests"),
 }
 """The packages of each client; the first one's version is shown."""
 

@@ -23,6 +23,7 @@ from manylora.core.types import Tier
 from manylora.serving.api.adapters import adapter_fields
 from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, context_of, hidden_from_caller
+from manylora.serving.api.training import training_routes, vllm_config
 from manylora.serving.hosting.fleet.engines import Replica
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
@@ -158,6 +159,7 @@ async def server_info(request: Request) -> Response:
             "versions": {package: _version(package) for package in packages},
             "engine": dataclasses.asdict(context.engine_config),
             "server": server,
+            "vllm_config": vllm_config(context),
         }
     )
 
@@ -183,4 +185,5 @@ status_routes = [
     Route("/load", load, methods=["GET"]),
     Route("/server_info", server_info, methods=["GET"]),
     Route("/replicas/{index:int}/drain", drain_replica, methods=["POST"]),
+    *training_routes,
 ]
