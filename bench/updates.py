@@ -148,6 +148,7 @@ class Rollout:
     labels: set[str] = field(default_factory=set)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    sent_at: float = field(default_factory=time.perf_counter)
     first_at: float = 0.0
 
     @property
@@ -165,6 +166,7 @@ class Run:
         sample: Answers that are computed again, drawn uniformly from all.
         samples: Resident bytes of the API and the engines, and bytes of versions' files, every second.
         reads_s, first_tokens_s: From the sending of a publication to its answer, and to the first token after it.
+        others_s: From the sending of each streams' request to its first token: what no publication can be quicker than.
     """
 
     target: Target
@@ -176,6 +178,7 @@ class Run:
     samples: list[tuple[int, int, int]] = field(default_factory=list)
     reads_s: list[float] = field(default_factory=list)
     first_tokens_s: list[float] = field(default_factory=list)
+    others_s: list[float] = field(default_factory=list)
     is_over: bool = False
 
     @property
@@ -235,7 +238,9 @@ async def ask(run: Run, session: aiohttp.ClientSession, model: str, num_tokens: 
 async def roll(run: Run, session: aiohttp.ClientSession) -> None:
     """Stream one answer after another."""
     while not run.is_over:
-        await ask(run, session, NAME, run.options.tokens)
+        answer = await ask(run, session, NAME, run.options.tokens)
+        if answer is not None:
+            run.others_s.append(answer.first_at - answer.sent_at)
 
 
 async def update(run: Run, session: aiohttp.ClientSession, trainer: Trainer, number: int) -> None:
@@ -244,14 +249,14 @@ async def update(run: Run, session: aiohttp.ClientSession, trainer: Trainer, num
     await asyncio.to_thread(trainer.write, number, path)
     try:
         began = time.perf_counter()
-        body = {"shm": path.name, "version": number, "preload": run.options.preload}
+        body = {"shm": path.name, "version": number, "preload": run.options.preload, "move": run.options.move}
         async with session.put(f"{run.url}/adapters/{NAME}", json=body) as response:
             if response.status != 200:
                 run.fault(f"publication: {response.status}: {(await response.text())[:200]}")
                 return
             answered = time.perf_counter()
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
     answer = await ask(run, session, NAME, 2)
     if answer is not None and answer.labels != {f"{NAME}@{number}"}:
         run.fault(f"a request after version {number} was answered by {answer.labels}")
@@ -324,7 +329,11 @@ def summary(run: Run, trainer: Trainer, differences: dict[int, float], busy_shar
     }
     times = [
         (name, *(f"{percentile_ms(seconds, share):.1f}" for share in (50, 90, 99, 100)))
-        for name, seconds in (("its answer", run.reads_s), ("the first token", run.first_tokens_s))
+        for name, seconds in (
+            ("publication to its answer", run.reads_s),
+            ("publication to the first token after it", run.first_tokens_s),
+            ("request of a stream to its first token", run.others_s),
+        )
     ]
     rows = [
         (name, f"{max(values) / MIB:,.0f}", f"{values[-1] / MIB:,.0f}", f"{growth(values):+.1%}")
@@ -339,7 +348,7 @@ def summary(run: Run, trainer: Trainer, differences: dict[int, float], busy_shar
         f"at most one every {options.every:g} s; {options.streams} streams of {options.tokens} tokens, "
         f"{options.replicas} engines; {run.outcomes['whole']} whole answers.",
         "",
-        *table(("ms from the sending of a publication to", "P50", "P90", "P99", "longest"), times),
+        *table(("ms from the sending of a", "P50", "P90", "P99", "longest"), times),
         "",
         *table(("MiB", "most", "at the end", "last quarter over the second"), rows),
         "",
@@ -356,6 +365,7 @@ def summary(run: Run, trainer: Trainer, differences: dict[int, float], busy_shar
         "outcomes": run.outcomes,
         "reads_s": run.reads_s,
         "first_tokens_s": run.first_tokens_s,
+        "others_s": run.others_s,
         "memory": columns,
         "largest_difference": worst,
         "busy_share": busy_share,
@@ -391,6 +401,7 @@ def parse(arguments_given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check", type=int, default=200, help="answers that are computed again")
     parser.add_argument("--memory", default="1GiB", help="of an engine, for KV and adapters")
     parser.add_argument("--preload", action="store_true", help="copy a version to all devices before its name moves")
+    parser.add_argument("--move", action="store_true", help="give each file to the server, which copies none")
     options = parser.parse_args(arguments_given)
     if options.quick:
         options.updates, options.streams, options.replicas, options.mib, options.check = 5, 8, 2, 1.0, 40
