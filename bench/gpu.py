@@ -382,7 +382,7 @@ class Bench:
             ("FIFO, no cache", "fifo", AdapterConfig(eviction="none", look_ahead=0, host_bytes=1 << 40)),
         ):
             scheduler = SchedulerConfig(policy=policy, max_num_seqs=batch)
-            measured = self._serve(workload, versions, scheduler, adapters, min(num_pages, sizes.num_pages))
+            measured = self._serve(workload, versions, scheduler, adapters, min(num_pages, engine.parts.num_pages))
             rows.append({"engine": name, "how": "live", "rate": rate, **measured})
             if self.device.type == "cuda":
                 run = simulate(

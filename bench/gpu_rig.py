@@ -49,7 +49,7 @@ class Sizes:
     ranks: tuple[int, ...]
     context: int
     rounds: int
-    num_pages: int
+    num_pages: int | None  # ``None``: as many as fit
     copy_bytes: int
     live_adapters: int
     live_s: float
@@ -72,7 +72,7 @@ LLAMA_3_8B = Sizes(
     ranks=(8, 16, 32, 64, 128),
     context=512,
     rounds=20,
-    num_pages=28_000,  # 56 GB: 64 adapters of rank 128 on all linears (43 GB), and KV of the largest batch
+    num_pages=None,  # 64 adapters of rank 128 on all linears are 43 GB, beside KV of the largest batch
     copy_bytes=1 << 30,
     live_adapters=500,
     live_s=20.0,
@@ -305,8 +305,9 @@ class Engine:
     def forget_groups(self) -> None:
         """Let graphs be captured for the groups that the next step's adapters change, not for all there ever were."""
         if (graphs := self.runner._graphs) is not None:
-            graphs._present[:] = False
+            graphs._present = np.zeros_like(graphs._present)
             graphs._written = None
+            graphs.narrow_after = 0
 
     def use_kernel(self, name: str | None) -> None:
         """Run adapters by another kernel, without graphs; ``None`` goes back to what serves."""

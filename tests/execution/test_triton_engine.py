@@ -177,3 +177,31 @@ def test_kernels_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kernel("ragged", cpu)
     with pytest.raises(ConfigError, match="attention_kernel = 'triton', which cannot run here"):
         choose_attention("triton", cpu)
+
+
+def test_a_bucket_in_use_gets_a_graph_of_its_own_groups(
+    folders: dict[str, Path], expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start's graph of all groups serves at once; one of fewer launches takes over, and is not kept too long."""
+    captured: list[None] = []
+
+    def capture(self: DeviceOps, work: Callable[[], None]) -> Callable[[], None]:
+        captured.append(None)
+        return work
+
+    monkeypatch.setattr(DeviceOps, "capture", capture)
+    parts = build(folders, "graphs")
+    try:
+        graphs = executor_of(parts).runner._graphs
+        assert graphs is not None and graphs._space is not None
+        graphs._space.compile(8)
+        graphs.narrow_after = 1
+        graphs.warm()
+        assert len(captured) == 2 * len(graphs._buckets)
+        found = serve(parts, folders)
+        own = {key for key in graphs._graphs if key[1] not in (b"", graphs._every)}
+        assert own and len({key[1] for key in own}) == 1, "graphs of fewer groups have gone"
+    finally:
+        parts.close()
+    for rows, of_torch in zip(found, expected, strict=True):
+        torch.testing.assert_close(rows, of_torch, atol=1e-5, rtol=1e-5)

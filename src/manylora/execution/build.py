@@ -128,9 +128,12 @@ def build_parts(
         stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
         if not is_checked:
             check_sequences_are_separate(runner, model.base, model.pages.num_pages)
-        if graphs is not None and loaded.device.type == "cuda":
-            stages.done("check", then="graphs of decode steps")
-            graphs.warm()
+        if loaded.device.type == "cuda":
+            stages.done("check", then="kernels of adapters, and graphs of decode steps")
+            if model.step.space is not None:
+                model.step.space.compile(config.scheduler.max_num_batched_tokens)
+            if graphs is not None:
+                graphs.warm()
         stages.done("graphs" if graphs is not None else "check", then="adapters")
         parts = _parts(config, clock, model, runner, assistant, readers, weights)
         undo.pop_all()
@@ -188,7 +191,8 @@ def _weights(
 
 def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _Model:
     """Put the weights into the model, replace its linears, and make as many pages as fit beside it."""
-    device, model = loaded.device, loaded.model
+    device, model, ops = loaded.device, loaded.model, make_device_ops(loaded.device)
+    ops.enter_thread()
     base = describe_model(
         loaded,
         weights.manifest.probe,
@@ -207,7 +211,6 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _
     pages = PageTensor(base.page, num_pages, device)
     if kernel in TABLE_KERNELS:
         step.space = LoraSpace(GroupDirectory.of(base), pages.flat, TABLE_KERNELS[kernel])
-    ops = make_device_ops(device)
     return _Model(module=model, base=base, kernel=kernel, step=step, pages=pages, dtype=loaded.dtype, ops=ops, own=own)
 
 

@@ -11,10 +11,13 @@ at fixed addresses:
     logits    [rows, vocab]                                     the result of a replay
 
 Batches are padded to a *bucket*. A row of padding has no slot and an empty query block: nothing is written or read for
-it, and its attention is zeros, or the output of an earlier step. A graph is captured when its bucket is first needed,
-after that step has run eagerly. A graph with adapters holds launches only for the groups that any adapter has changed
-so far, since an empty launch takes two microseconds in each of, say, 32 layers. For the same reason graphs with and
-without an epilogue are different graphs.
+it, and its attention is zeros, or the output of an earlier step.
+
+The start captures two graphs of each bucket: the base's, and one with adapters that launches for every group and so
+serves any of them. An empty launch takes two microseconds in each of, say, 32 layers. So a bucket that is in use gets a
+narrower graph, only of the groups that any adapter has changed so far, once it has been replayed ``NARROW_AFTER`` times:
+a capture takes as long as some steps. Graphs with and without an epilogue are different graphs for the same reason.
+When adapters change a group that none has changed before, the graphs of fewer groups go.
 
 On the CPU ``capture`` returns the work itself, so the tests run this file without a GPU.
 """
@@ -22,6 +25,7 @@ On the CPU ``capture`` returns the work itself, so the tests run this file witho
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +48,10 @@ logger = logging.getLogger(__name__)
 
 ROOM_RANK, ROOM_TILES = 384, 24
 """Initial room: three modules of rank 128. A larger adapter makes more room, and graphs are captured again."""
+
+
+NARROW_AFTER = 256
+"""Replays of the graph of all groups that pay for the capture of a narrower one."""
 
 
 def batch_buckets(largest: int) -> tuple[int, ...]:
@@ -111,9 +119,13 @@ class DecodeGraphs:
         self._lora_tables: StepTables | None = None
         self._written: list[TableRows] | None = None
         groups = len(step.space.directory.groups) if step.space is not None else 0
-        self._present = np.zeros(groups, dtype=np.bool_)
-        self._with_vectors = np.zeros(groups, dtype=np.bool_)
-        self._adapted = b""  # both, as part of a graph's key
+        self._present = np.zeros(groups, dtype=np.bool_)  # whether any adapter so far has changed the group
+        self._vectors_seen = np.zeros(groups, dtype=np.bool_)  # whether any so far has a factor or a shift in it
+        self._has_vectors = False  # whether this step has any
+        self._adapted = b""  # the groups of this step's graph, and those with vectors, as part of its key
+        self._every = np.repeat(np.array([True, False]), groups).tobytes()  # that of the graph of all groups
+        self._num_wide: Counter[int] = Counter()  # replays of the graph of all groups, by bucket
+        self.narrow_after = NARROW_AFTER
 
     def run(self, sequences: Sequence[PlannedSequence], segments: Sequence[LoraSegment]) -> torch.Tensor | None:
         """Run a step; return logits ``[n, vocab]``, valid until the next step, or ``None`` if no graph can run it."""
@@ -129,19 +141,31 @@ class DecodeGraphs:
         if rows:
             self._write_adapters(rows)
         self._write_inputs(sequences, bucket)
-        key = (bucket, self._adapted if rows else b"")
-        if key in self._graphs:
+        self._run(bucket, has_adapters=bool(rows))
+        return self._logits[:num_rows]
+
+    def _run(self, bucket: int, *, has_adapters: bool) -> None:
+        """Replay the narrowest graph there is, or capture it."""
+        key = (bucket, self._adapted if has_adapters else b"")
+        wide = self._graphs.get((bucket, self._every)) if has_adapters and not self._has_vectors else None
+        if key not in self._graphs and wide is not None and self._num_wide[bucket] < self.narrow_after:
+            self._num_wide[bucket] += 1
+            wide()
+        elif key in self._graphs:
             self._graphs[key]()
         else:
             self._record(key)
-        return self._logits[:num_rows]
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Capture every bucket's graph without adapters, so that no request waits for it later."""
+        """Capture every bucket's graph of the base and that of all groups, so that no request waits for them later."""
+        if self._space is not None and self._lora_tables is None:
+            self._make_room([])
         for bucket in reversed(self._buckets):  # the largest first: smaller ones fit in the memory it leaves
             self._write_inputs((), bucket)
             self._record((bucket, b""))
+            if self._space is not None and not self._is_broken:
+                self._record((bucket, self._every))
         self._ops.wait()
 
     def _table_rows(self, segments: Sequence[LoraSegment]) -> list[TableRows] | None:
@@ -161,30 +185,31 @@ class DecodeGraphs:
         if self._lora_tables is None or not self._lora_tables.write(rows):
             self._make_room(rows)
         self._written = rows
-        self._with_vectors[:] = False
-        for _, _, table in rows:
-            self._present |= table.template.present
-            self._with_vectors |= table.template.has_vectors
-        self._adapted = self._present.tobytes() + self._with_vectors.tobytes()
+        templates = [table.template for _, _, table in rows]
+        present = np.logical_or.reduce([self._present, *(template.present for template in templates)])
+        vectors = np.logical_or.reduce([self._vectors_seen, *(template.has_vectors for template in templates)])
+        plain, shifted = (present.tobytes() + each.tobytes() for each in (np.zeros_like(vectors), vectors))
+        self._has_vectors = any(template.has_vectors.any() for template in templates)
+        self._adapted = shifted if self._has_vectors else plain
+        if (present != self._present).any() or (vectors != self._vectors_seen).any():
+            kept = (b"", self._every, plain, shifted)
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] in kept}
+            self._num_wide.clear()
+            self._present, self._vectors_seen = present, vectors
 
     def _make_room(self, rows: list[TableRows]) -> None:
         assert self._space is not None
-        needed = measure(rows, self._space.blocks.decode)
         most = self._buckets[-1]
-        tiles = max(ROOM_TILES, *(table.template.max_tiles for _, _, table in rows))
-        room = TableSizes(
-            num_blocks=most,
-            num_items=most * tiles,
-            num_rows=most,
-            max_rank=max(ROOM_RANK, needed.max_rank),
-            max_planes=needed.max_planes,
-        )
+        tiles = max([ROOM_TILES, *(table.template.max_tiles for _, _, table in rows)])
+        room = TableSizes(num_blocks=most, num_items=most * tiles, num_rows=most, max_rank=ROOM_RANK, max_planes=1)
+        if rows:
+            room = room.union(measure(rows, self._space.blocks.decode))
         if self._lora_tables is not None:
             room = room.union(self._lora_tables.room)
             logger.info("graphs_dropped reason=larger_adapter max_rank=%d", room.max_rank)
         self._graphs = {key: graph for key, graph in self._graphs.items() if not key[1]}
         self._lora_tables = StepTables(self._space, room, self._space.blocks.decode)
-        is_written = self._lora_tables.write(rows)
+        is_written = not rows or self._lora_tables.write(rows)
         assert is_written, "the room was made for these rows"
 
     def _write_inputs(self, sequences: Sequence[PlannedSequence], bucket: int) -> None:
@@ -205,7 +230,8 @@ class DecodeGraphs:
         lora = None
         if adapted:
             assert self._lora_tables is not None and self._space is not None
-            lora = _StaticLora(self._lora_tables, self._space, self._present.copy(), self._with_vectors.copy())
+            present, with_vectors = np.frombuffer(adapted, dtype=np.bool_).reshape(2, -1)
+            lora = _StaticLora(self._lora_tables, self._space, present, with_vectors)
         tokens, positions, slots = (self._inputs[i, :bucket] for i in range(3))
         blocks = self._blocks[:bucket]
         attention = TritonAttention(

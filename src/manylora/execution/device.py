@@ -29,6 +29,9 @@ class DeviceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
+    def enter_thread(self) -> None:
+        """Let kernels that this thread launches run on the device; once on each thread that launches any."""
+
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return zeros on the host, which copies to the device may read while the host goes on."""
         return torch.zeros(shape, dtype=dtype)
@@ -61,9 +64,13 @@ class CudaOps(DeviceOps):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(device if device.index is not None else torch.device("cuda", torch.cuda.current_device()))
         # One pool for all graphs: only one replays at a time, so they may share their intermediate tensors.
         self._graph_pool = torch.cuda.graph_pool_handle()
+
+    def enter_thread(self) -> None:
+        """Make the GPU the thread's current device: Triton launches on that one, whatever its arguments lie on."""
+        torch.cuda.set_device(self.device)
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return page-locked zeros."""
@@ -86,10 +93,14 @@ class CudaOps(DeviceOps):
         that it makes itself or that outlive the graph. Errors are checked for this thread only: another thread copies
         adapters during the capture.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            work()
+        try:
+            with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
+                work()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that cannot be ended leaves the thread on its own stream
+            raise
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -109,9 +109,9 @@ class TorchExecutor:
         self._arriving: dict[AdapterKey, DeviceLoad] = {}  # loads that have not ended, or have failed
         self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # loads that wait for a read to begin their image
         self._lock = threading.Lock()  # of the followers
-        self._steps = ThreadPoolExecutor(1, thread_name_prefix="manylora-step")
+        self._steps = ThreadPoolExecutor(1, "manylora-step", runner.enter_thread)
         self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
-        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="manylora-copy")
+        self._copy_thread = ThreadPoolExecutor(1, "manylora-copy", runner.enter_thread)
         self._copies = CopyContext(link, self._copy_thread, prepare)
 
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:

@@ -99,6 +99,10 @@ class ModelRunner:
     def __post_init__(self) -> None:
         self._recorded = RecordedPass(self.model)
 
+    def enter_thread(self) -> None:
+        """Let this thread launch on the device; see ``DeviceOps.enter_thread``."""
+        self._ops.enter_thread()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan, adapters: OffDevice = NOTHING_OFF_DEVICE) -> StepResult:
         """Run the step and return its tokens."""

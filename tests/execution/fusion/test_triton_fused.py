@@ -181,6 +181,8 @@ def test_launches_of_a_layer(
     """What documents say of Llama's layer: what one more of them adds to a step that decodes."""
     if fuse is not None:
         monkeypatch.setattr("manylora.execution.build.fuse_launches", fuse)
+    # Contexts are not split: a GPU has more programs than these sequences have work for.
+    monkeypatch.setattr("manylora.execution.attention.triton.num_programs", lambda device: 1)
     added = launches(2, 2, 2) - launches(1, 2, 2)
     assert added.total() == num_launches, added
     if fuse is None:

@@ -64,6 +64,23 @@ class LoraSpace:
         self.blocks = blocks
         self._columns: dict[tuple[tuple[tuple[int, int], ...], int], torch.Tensor] = {}
 
+    def compile(self, num_tokens: int) -> None:
+        """Compile the kernels of steps of up to ``num_tokens`` rows by launches without work: none waits for it later.
+
+        Each group is launched once, in steps that decode and in steps with prompts; a step's list of work has a kernel
+        for each power of two of row blocks.
+        """
+        for block_rows in dict.fromkeys(self.blocks):
+            for power in range(power_of_two(num_tokens).bit_length()):
+                room = TableSizes(num_blocks=1 << power, num_items=1, num_rows=1, max_rank=16, max_planes=1)
+                tables = StepTables(self, room, block_rows)
+                tables.plan()
+            for span in self.directory.groups.values():
+                num_out = max(first + width for first, width in span.modules)
+                x, out = (self.pool.new_zeros(block_rows, columns) for columns in (span.in_features, num_out))
+                tables.apply(x, out, span)
+                tables.apply_vectors(out, span)
+
     def columns(self, span: GroupSpan, width: int) -> torch.Tensor:
         """Return the group's output in blocks of ``width`` columns, none across two modules: ``[blocks, 4]``, int64.
 
