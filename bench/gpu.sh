@@ -4,23 +4,35 @@
 #     bench/gpu.sh OUT               on a machine with an NVIDIA GPU, torch, triton and transformers
 #     bench/gpu.sh OUT --cpu-smoke   the same code on a toy model, interpreted on the CPU: does the script work?
 #
-# Nothing is downloaded. PYTHON names the interpreter (python3 by default).
+# Nothing is downloaded. PYTHON names the interpreter (python3 by default). What it lacks is installed into OUT from the
+# folder bench/wheels, where there is one; for a machine with torch, triton, numba and transformers for Python 3.12:
+#
+#     pip download --no-deps --only-binary :all: --python-version 3.12 -d bench/wheels msgspec blake3 pytest pluggy iniconfig pygments
 set -uo pipefail
 out=${1:?usage: bench/gpu.sh OUT [--cpu-smoke]}
 mode=${2:-}
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 mkdir -p "$out"
-export PYTHONPATH="$PWD/src:$PWD/bench${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
+out=$(cd "$out" && pwd)
+export PYTHONPATH="$PWD/src:$PWD/bench:$out/site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false
 
-missing=$("$python" - <<'PY'
+find_missing() {
+    "$python" - <<'PY'
 from importlib.util import find_spec
-needed = ("torch", "triton", "numba", "transformers", "safetensors", "tokenizers", "msgspec", "numpy", "jinja2")
-print(" ".join(name for name in needed if find_spec(name) is None))
+needed = ("torch", "triton", "numba", "transformers", "safetensors", "tokenizers", "msgspec", "blake3", "numpy", "scipy")
+print(" ".join(name for name in (*needed, "jinja2", "pytest", "pluggy", "iniconfig", "pygments") if find_spec(name) is None))
 PY
-)
+}
+
+for name in $(find_missing); do
+    if compgen -G "bench/wheels/$name-*.whl" >/dev/null; then
+        "$python" -m pip install -q --no-index --no-deps --find-links bench/wheels --target "$out/site" "$name" 2>/dev/null
+    fi
+done
+missing=$(find_missing | sed -E 's/ ?(pytest|pluggy|iniconfig|pygments)//g')
 if [ -n "$missing" ]; then
-    echo "missing: $missing; install them, or put unpacked wheels on PYTHONPATH" | tee "$out/missing.txt"
+    echo "missing: $missing; install them, or put their wheels into bench/wheels" | tee "$out/missing.txt"
     exit 1
 fi
 
