@@ -21,7 +21,7 @@ from manylora.execution.device import CudaOps, DeviceOps
 __all__ = ["folders"]
 
 
-def test_every_thread_that_launches_enters_the_device(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_launch_enter_the_device(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[str] = []
     monkeypatch.setattr(DeviceOps, "enter_thread", lambda self: entered.append(threading.current_thread().name))
     memory = MemoryConfig(block_size=4, num_pages=64)
