@@ -15,9 +15,9 @@ it, and its attention is zeros, or the output of an earlier step.
 
 The start captures two graphs of each bucket: the base's, and one with adapters that launches for every group and so
 serves any of them. An empty launch takes two microseconds in each of, say, 32 layers. So a bucket that is in use gets a
-narrower graph, only of the groups that any adapter has changed so far, once it has been replayed ``NARROW_AFTER`` times:
-a capture takes as long as some steps. Graphs with and without an epilogue are different graphs for the same reason.
-When adapters change a group that none has changed before, the graphs of fewer groups go.
+narrower graph, only of the groups that any adapter has changed so far, once it was replayed ``NARROW_AFTER`` times: a
+capture takes as long as some steps. Graphs with and without an epilogue are different graphs for the same reason. When
+adapters change a group that none has changed before, the graphs of fewer groups go.
 
 On the CPU ``capture`` returns the work itself, so the tests run this file without a GPU.
 """
