@@ -1,4 +1,4 @@
-"""What a GPU needs of the threads and captures around it, on stand-ins for its calls."""
+"""What a GPU needs of the threads and captures around it, with its calls replaced."""
 
 from __future__ import annotations
 
