@@ -81,7 +81,8 @@ def test_adapters_from_registries_are_urls_below_an_option(served: list[Served],
     for command in (["serve"], ["generate", "--adapter", "a"]):
         refused = CliRunner().invoke(app, [command[0], str(tmp_path), *command[1:], *line[2:4]], input="hello")
         assert "--lora-registry" in str(refused.exception)
-    assert "Got the URL 'x'" in str(CliRunner().invoke(app, ["serve", str(tmp_path), "--lora-registry", "x"]).exception)
+    for wrong, message in (("--lora-registry=x", "Got the URL 'x'"), ("--lora-on-demand", "without --lora-registry")):
+        assert message in str(CliRunner().invoke(app, ["serve", str(tmp_path), wrong]).exception)
 
 
 def test_serve_defaults_are_the_configuration_s(served: list[Served], tmp_path: Path) -> None:

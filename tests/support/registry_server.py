@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
 from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
-__all__ = ["Faults", "RegistryServer", "serving_folder"]
+__all__ = ["Faults", "FolderHandler", "RegistryServer", "serving_folder"]
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
@@ -40,12 +42,14 @@ class RegistryServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, root: Path, handler: type[FolderHandler] | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), handler or FolderHandler)
         self.root = root
         self.faults = Faults()
         self.asked: list[tuple[str, str | None]] = []
-        """Names of files and ranges of all requests."""
+        """Names of files and ranges of all requests for bytes."""
+        self.heads: list[str] = []
+        """Request lines and headers of all requests."""
 
     @property
     def url(self) -> str:
@@ -56,13 +60,15 @@ class RegistryServer(ThreadingHTTPServer):
         return [asked for file, asked in self.asked if file.startswith("adapter_model") and asked != "bytes=0-65535"]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class FolderHandler(BaseHTTPRequestHandler):
+    """Answers with the files of the server's folder."""
+
     protocol_version = "HTTP/1.1"
     server: RegistryServer
 
     def do_GET(self) -> None:
         faults, wanted = self.server.faults, self.headers.get("Range")
-        path = self.server.root / self.path.lstrip("/")
+        path = self.file()
         self.server.asked.append((path.name, wanted))
         if faults.statuses:
             return self._end(faults.statuses.pop(0))
@@ -86,6 +92,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.end_headers()
         self._send(path.name, content, first, last + 1)
+
+    def file(self) -> Path:
+        """Return the file that is asked for, which need not be there."""
+        return self.server.root / unquote(self.path.partition("?")[0]).lstrip("/")
+
+    def parse_request(self) -> bool:
+        parsed = super().parse_request()
+        self.server.heads.append(f"{self.requestline}\n{self.headers if parsed else ''}")
+        return parsed
 
     def _send(self, file: str, content: bytes, first: int, end: int) -> None:
         faults = self.server.faults
@@ -120,9 +135,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving_folder(root: Path) -> Iterator[RegistryServer]:
-    """Serve a folder while inside."""
-    server = RegistryServer(root)
+def serving_folder(
+    root: Path, make: Callable[[Path], RegistryServer] | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[RegistryServer]:
+    """Serve a folder while inside, with a server of another kind or over TLS."""
+    server = (make or RegistryServer)(root)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

@@ -233,8 +233,21 @@ class AdapterConfig(CheckedOptions):
         (),
         flag="--lora-registry",
         metavar="URL",
-        help="Allow adapters from below URL, on a static HTTP server or an object store, as paths of --lora-modules "
-        "and of loads through the API. Repeatable.",
+        help="Allow adapters from below URL, as paths of --lora-modules and of loads through the API: "
+        "https://host/path, hf://org, s3://bucket/path, gs://bucket/path or az://container/path. Repeatable.",
+    )
+    registry_cache_bytes: int = _adapters(
+        16 * GIB,
+        flag="--lora-cache",
+        unit="bytes",
+        at_least=0,
+        help="Disk for files from registries, in the folder of --cache-dir; the least recently read make room. 0 keeps "
+        "none.",
+    )
+    is_offline: bool = _adapters(
+        False,
+        flag="--lora-offline",
+        help="Ask no registry: adapters from there are read from the disk that --lora-cache gives.",
     )
     adapter_dtype: str = _adapters(
         "auto",
@@ -353,6 +366,11 @@ class ServerConfig:
         metavar="DIR",
         help="Load every adapter folder below DIR, at any depth down to four, under its path in DIR, such as org/name "
         "(invalid ones are skipped and logged), and allow the API to load adapters from there. Repeatable.",
+    )
+    lora_on_demand: bool = _adapters(
+        False,
+        help="Look for an adapter that a request names and that is not loaded below each --lora-registry, under its "
+        "name, and load it.",
     )
     allowed_lora_paths: tuple[str, ...] = _adapters(
         (),

@@ -59,6 +59,7 @@ from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.page_tensor import Link, PageTensor
 from manylora.execution.storage.reader import FileReader, HostReader, open_processes
 from manylora.execution.storage.reader_messages import ReaderSettings
+from manylora.execution.storage.registry_process import REGISTRY_FOLDER
 from manylora.execution.storage.resident import AdapterMemory
 from manylora.execution.storage.tile_tables import GroupDirectory
 
@@ -302,6 +303,9 @@ def _reader_settings(config: EngineConfig, model: _Model) -> ReaderSettings:
         roots=adapters.real_roots,
         urgent_root=adapters.published_root,
         registries=adapters.registries,
+        registry_cache=None if config.cache_dir is None else os.path.join(config.cache_dir, REGISTRY_FOLDER),
+        registry_cache_bytes=adapters.registry_cache_bytes,
+        is_offline=adapters.is_offline,
         dtype=_adapter_dtype(adapters.adapter_dtype, model.dtype, model.kernel),
         hashes=None if config.cache_dir is None else os.path.join(config.cache_dir, HASHES_FILE),
         limit_s=adapters.read_timeout_s,

@@ -37,7 +37,9 @@ class AdaptersPort(Protocol):
     def num_changes(self) -> int:
         """Changes of ``loaded`` so far."""
 
-    async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
+    async def load(
+        self, name: str, path: str, *, replace_existing: bool = False, by_header: bool = False
+    ) -> AdapterStatus:
         """Load an adapter."""
 
     async def publish(self, name: str, path: str, terms: PublicationTerms) -> tuple[NumberedVersion, AdapterStatus]:

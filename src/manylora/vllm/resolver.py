@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
 from manylora.core.adapters.folder import CONFIG_FILE, MAX_CONFIG_BYTES, WEIGHT_FILES
-from manylora.core.adapters.sources import check_name, check_registry
+from manylora.core.adapters.sources import check_name, check_registry, is_moving
 from manylora.core.errors import AdapterError, AdapterNotFound, AdapterUnavailable
 from manylora.core.logs import escape
 from manylora.execution.storage.http_registry import HttpRegistry
@@ -55,8 +55,10 @@ class RegistryResolver(LoRAResolver):  # type: ignore[misc]
     def _fetch(self, name: str) -> Path | None:
         with closing(HttpRegistry(self._registries)) as http:
             for registry in self._registries:
-                urls = {file: f"{registry}/{name}/{file}" for file in MAX_BYTES}
+                place = f"{registry}/{name}"
                 try:
+                    place = http.pin(name, place) if is_moving(place) else place
+                    urls = {file: f"{place}/{file}" for file in MAX_BYTES}
                     heads = {file: http.open(name, url, MAX_BYTES[file]) for file, url in urls.items()}
                 except AdapterNotFound:
                     continue

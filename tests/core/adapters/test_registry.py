@@ -24,7 +24,7 @@ from manylora.core.adapters.read import HeaderReader, ReadRules, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
 from manylora.core.adapters.remote import RemoteFile
 from manylora.core.adapters.report import inspect_adapter
-from manylora.core.adapters.sources import check_registry, open_folder, resolve_url
+from manylora.core.adapters.sources import check_registry, is_moving, open_folder, pinned, registry_of, resolve_url
 from manylora.core.adapters.weight_file import parse_header, read_header_bytes
 from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
 from manylora.core.types import AdapterVersion
@@ -97,6 +97,10 @@ def place_of(folder: Path, module: str) -> int:
         ("https://Host.org/a/b", "https://host.org"),
         ("https://host.org:443/a/b/", "https://host.org/a/"),
         ("http://[::1]:8080/a", "http://[::1]:8080/a"),
+        ("hf://Org/name@v1/sub", "hf://Org"),
+        ("hf://Org/name@v1", "hf://Org/name/"),
+        ("s3://my_bucket/a/b@1#sha256=" + "0" * 64, "s3://my_bucket/a"),
+        ("az://container/a", "az://container"),
     ],
 )
 def test_urls_below_a_prefix_are_allowed(url: str, prefix: str) -> None:
@@ -115,13 +119,15 @@ def test_urls_below_a_prefix_are_allowed(url: str, prefix: str) -> None:
             "https://host.org/a/b?x=1",
             "https://host.org/a#b",
         ),
+        *("hf://org/ab", "hf://org", "hf://evil/a", "hf://org/a@1/../b", "s3://org/a", "https://host.org/a@1"),
+        *("hf://org/a#sha256=0", "hf://org:1/a", "hf://u@org/a", "ftp://host.org/a/b"),
         *("http://host.org/a/b", "https://host.org:444/a/b", "https://host.org/a\\..\\b", "https://host.org/a//b"),
         *("https://host.org/a/b\n", "https://host.org/a/b c", "https:///a/b", "https://host.org/a/" + "b" * 2048),
     ],
 )
 def test_all_other_urls_are_refused(url: str) -> None:
     with pytest.raises(AdapterForbidden):
-        resolve_url("mine", url, ["https://host.org/a/"])
+        resolve_url("mine", url, ["https://host.org/a/", "hf://org/a"])
 
 
 def test_without_a_registry_the_option_is_named(tmp_path: Path) -> None:
@@ -131,8 +137,19 @@ def test_without_a_registry_the_option_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(AdapterForbidden, match="--lora-registry"):
             refused()
-    with pytest.raises(ConfigError, match="Got the URL 'ftp://host'"):
-        check_registry("ftp://host")
+    for url in ("ftp://host", "hf://org/name@main", "https://host/a#sha256=" + "0" * 64):
+        with pytest.raises(ConfigError, match=f"Got the URL '{url}'"):
+            check_registry(url)
+
+
+def test_a_url_of_a_hub_is_pinned_to_a_commit_of_its_own_place() -> None:
+    commit, digest = "0123456789abcdef" * 2 + "01234567", "#sha256=" + "0" * 64
+    asked = f"hf://org/name@main/sub{digest}"
+    assert is_moving(asked) and is_moving("hf://org/name") and not is_moving(f"hf://org/name@{commit}")
+    assert pinned(asked, f"hf://org/name@{commit}/sub{digest}") == f"hf://org/name@{commit}/sub{digest}"
+    for other in (f"hf://org/name@{commit}/sub", f"hf://org/other@{commit}/sub{digest}", asked, "/etc", ""):
+        assert pinned(asked, other) == asked
+    assert registry_of(asked) == "hf://org/name" and registry_of(f"https://host/a@1{digest}") == "https://host/a@1"
 
 
 def test_it_is_the_adapter_that_a_disk_would_have(

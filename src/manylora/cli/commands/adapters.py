@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -15,17 +16,17 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manylora.cli.options.values import resolve_model
+from manylora.cli.options.values import parse_cache_dir, resolve_model
 from manylora.cli.views.terminal import note, out
 from manylora.core.adapters.remote import Registry
 from manylora.core.adapters.report import AdapterReport, inspect_adapter
 from manylora.core.adapters.request_files import is_same_base, names_of_base
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.sources import is_url
+from manylora.core.adapters.sources import is_url, registry_of
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 
-__all__ = ["adapters_app", "describe_base", "registry_of", "show_report"]
+__all__ = ["adapters_app", "describe_base", "open_registry", "show_report"]
 
 NUM_PAGES = 8
 """A small page allocator, which loading a model requires."""
@@ -52,7 +53,7 @@ def inspect_folder(
     """
     base = None if model is None else describe_base(model)
     place = path if is_url(path) else Path(path).expanduser()
-    report = inspect_adapter(place, base, max_bytes=AdapterConfig().max_adapter_bytes, registry=registry_of(path))
+    report = inspect_adapter(place, base, max_bytes=AdapterConfig().max_adapter_bytes, registry=open_registry(path))
     if as_json:
         sys.stdout.write(json.dumps(asdict(report), indent=2, default=bytes.hex) + "\n")
     else:
@@ -61,13 +62,14 @@ def inspect_folder(
         raise typer.Exit(1)
 
 
-def registry_of(path: str) -> Registry | None:
+def open_registry(path: str) -> Registry | None:
     """Return the reader of an adapter's URL; ``None`` for a folder."""
     if not is_url(path):
         return None
-    from manylora.execution.storage.http_registry import HttpRegistry
+    from manylora.execution.storage.registry_process import REGISTRY_FOLDER, RegistryTerms
 
-    return HttpRegistry([path])
+    cache = os.path.join(parse_cache_dir(None) or "", REGISTRY_FOLDER)
+    return RegistryTerms((registry_of(path),), 120.0, cache, AdapterConfig().registry_cache_bytes).open()
 
 
 def describe_base(model: str) -> BaseShape:

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manylora.cli.commands.adapters import describe_base, registry_of, show_report
+from manylora.cli.commands.adapters import describe_base, open_registry, show_report
 from manylora.cli.options.values import resolve_model
 from manylora.cli.views.answer_source import AnswerSource
 from manylora.cli.views.terminal import fail, note, out
@@ -135,7 +135,7 @@ def check(
 
 
 def _check_folder(place: str, shape: BaseShape | None) -> FolderCheck:
-    registry, max_bytes = registry_of(place), AdapterConfig().max_adapter_bytes
+    registry, max_bytes = open_registry(place), AdapterConfig().max_adapter_bytes
     modules = explain_adapter(place, shape, max_bytes=max_bytes, registry=registry)
     try:
         report = inspect_adapter(place, shape, max_bytes=max_bytes, registry=registry)

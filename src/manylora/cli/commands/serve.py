@@ -146,6 +146,8 @@ def _check_early(engine: EngineConfig, server: ServerConfig, named: Mapping[str,
 
     ``named`` are paths by name of the adapters that must load.
     """
+    if server.lora_on_demand and not engine.adapters.registries:
+        raise ConfigError("Got --lora-on-demand without --lora-registry URL, expected where to look for adapters")
     for name, folder in named.items():
         if os.path.isdir(folder) and not os.path.lexists(os.path.join(folder, CONFIG_FILE)):
             raise AdapterNotFound(name, f"there is no {CONFIG_FILE} in {folder!r}")

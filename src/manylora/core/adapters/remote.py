@@ -1,4 +1,4 @@
-"""An adapter's folder in a *registry*: a static HTTP server or object store, read by ranges.
+"""An adapter's folder in a *registry*: a static HTTP server, a hub or an object store, read by ranges.
 
 The folder's URL takes the place of its path, and everything behind the opening of a file is the code for disks: the
 header, layers in order, digests, file keys. A file is identified by its size, its ETag and ``Last-Modified``. Every
@@ -41,6 +41,14 @@ class RemoteHead(msgspec.Struct, frozen=True, array_like=True):
 
 class Registry(Protocol):
     """Asks registries that are allowed; blocks, safe from any thread. Messages name the adapter ``name``."""
+
+    def pin(self, name: str, url: str) -> str:
+        """Return the URL of the same folder of a hub in the commit that its branch or tag names now.
+
+        Raises:
+            AdapterNotFound: There is no adapter.
+            AdapterError: As for ``open``.
+        """
 
     def open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
         """Return the head of a file.
@@ -96,7 +104,8 @@ class RemoteFolder:
 
     Args:
         name: The adapter, for messages.
-        place: URL of the folder, checked (``sources.resolve_url``) and without a slash at its end.
+        place: URL of the folder, checked (``sources.resolve_url``) and without a slash at its end. Its checksum, if it
+            has one, is that of the weight file.
         registry: Makes the requests.
     """
 
@@ -112,7 +121,8 @@ class RemoteFolder:
 
     def open(self, file: str, max_bytes: int) -> RemoteFile:
         """Open a file of at most ``max_bytes`` bytes; errors as for ``Registry.open``."""
-        url = f"{self.place}/{file}"
+        folder, mark, digest = self.place.partition("#")
+        url = f"{folder}/{file}{mark}{digest}" if file == WEIGHT_FILE else f"{folder}/{file}"
         return RemoteFile(self.name, url, self._registry.open(self.name, url, max_bytes), self._registry)
 
     def find_weights(self) -> str:

@@ -2,8 +2,13 @@
 
 A name reaches logs, metrics and URLs; a path reaches the disk. Both are checked for form before any lookup, and a path
 outside the allowed roots is refused without revealing whether it exists. A URL has a host, a path of plain characters,
-and nothing else: percent signs, ``..``, user names and queries are refused, so that the text that is compared with the
-prefixes of registries is the one that is requested.
+at its end perhaps a checksum, and nothing else: percent signs, ``..``, user names and queries are refused, so that the
+text that is compared with the prefixes of registries is the one that is requested.
+
+::
+
+    https://host/path    hf://org/name@revision/path    s3://bucket/path    gs://bucket/path    az://container/path
+    ...#sha256=DIGEST    of the weight file
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from manylora.core.adapters.folder import CONFIG_FILE, WEIGHT_FILES, AdapterFolder, Folder, leads_outside, lies_in
 from manylora.core.adapters.remote import Registry, RemoteFolder
@@ -20,11 +26,16 @@ from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound
 __all__ = [
     "MAX_NAME_CHARS",
     "MAX_PATH_CHARS",
+    "STORES",
+    "HubPlace",
     "check_name",
     "check_registry",
     "host_of",
+    "is_moving",
     "is_url",
     "open_folder",
+    "pinned",
+    "registry_of",
     "resolve_path",
     "resolve_url",
 ]
@@ -35,11 +46,41 @@ MAX_PATH_CHARS = 4096
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_ ./:@+=()\[\]-]*[A-Za-z0-9_)\]+])?")
 MAX_URL_CHARS = 2048
 NO_REGISTRY = "reading adapters from a registry is off; allow its URL with --lora-registry URL"
+STORES = ("s3", "gs", "az")
+"""Schemes of object stores."""
+
+_SCHEMES = tuple(f"{scheme}://" for scheme in ("http", "https", "hf", *STORES))
 _PORTS = {"http": "80", "https": "443"}
 _URL = re.compile(
-    r"(?P<scheme>https?)://(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
-    r"(?P<path>(?:/[A-Za-z0-9_.~@+=:,-]+)*)/?"
+    r"(?:(?P<scheme>https?)://(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?"
+    r"|(?P<store>(?:hf|s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]*))"
+    r"(?P<path>(?:/[A-Za-z0-9_.~@+=:,-]+)*)/?(?P<digest>#sha256=[0-9a-f]{64})?"
 )
+_HUB = re.compile(r"hf://(?P<repo>[^/]+/[^/@]+)(?:@(?P<revision>[^/@]+))?(?:/(?P<path>.+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class HubPlace(NamedTuple):
+    """A folder or file of a repository on a hub."""
+
+    repo: str  # ``org/name``
+    revision: str  # a commit, or a branch or tag, which may move
+    path: str  # below the repository, empty for its top
+
+    @classmethod
+    def of(cls, url: str) -> HubPlace | None:
+        """Return the place of a URL in its normal form, without a checksum; ``None`` if it is none."""
+        match = _HUB.fullmatch(url)
+        return None if match is None else cls(match["repo"], match["revision"] or "main", match["path"] or "")
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether the revision is a commit, of which no file ever changes."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    def at(self, commit: str) -> str:
+        """Return the URL of the place in a commit."""
+        return f"hf://{self.repo}@{commit}{self.path and '/'}{self.path}"
 
 
 def check_name(name: str) -> str:
@@ -107,19 +148,50 @@ def _is_below(candidate: Path, root: Path, real_root: str) -> bool:
 
 def is_url(path: str) -> bool:
     """Whether a path of an adapter is meant as a URL."""
-    return path.startswith(("http://", "https://"))
+    return path.startswith(_SCHEMES)
+
+
+def is_moving(path: str) -> bool:
+    """Whether a path is a URL of a hub without a commit: it names other files once its branch or tag has moved."""
+    place = HubPlace.of(path.partition("#")[0]) if path.startswith("hf://") else None
+    return place is not None and not place.is_commit
+
+
+def pinned(path: str, source: str) -> str:
+    """Return ``source`` if it is a URL of a hub, ``path``, in a commit; else ``path``."""
+    (asked, _, digest), (found, _, same) = path.partition("#"), source.partition("#")
+    place, there = HubPlace.of(asked), HubPlace.of(found)
+    if place is None or there is None or not there.is_commit or digest != same:
+        return path
+    return source if (place.repo, place.path) == (there.repo, there.path) else path
 
 
 def host_of(path: str) -> str | None:
-    """Return the host and port in the URL of an adapter, ``None`` for a path on disk."""
+    """Return the host and port, or the bucket, in the URL of an adapter; ``None`` for a path on disk."""
+    if path.startswith("hf://"):
+        return "hf"
     return path.split("/", 3)[2].lower() if is_url(path) else None
 
 
 def check_registry(prefix: str) -> str:
-    """Return the normal form of a value of ``--lora-registry``; ``ConfigError`` if it is no such URL."""
-    if (normal := _normal(prefix)) is None:
-        raise ConfigError(f"Got the URL {prefix[:256]!r} for adapters, expected one such as https://host/adapters/")
+    """Return the normal form of a value of ``--lora-registry``.
+
+    Raises:
+        ConfigError: It is no such URL; it has a checksum, or a revision: from that a commit could not be told.
+    """
+    normal = _normal(prefix)
+    if normal is None or "#" in normal or (normal.startswith("hf://") and "@" in normal):
+        raise ConfigError(
+            f"Got the URL {prefix[:256]!r} for adapters, expected one such as https://host/adapters/, hf://org or "
+            "s3://bucket/adapters, without a revision or a checksum"
+        )
     return normal
+
+
+def registry_of(url: str) -> str:
+    """Return the least registry that has an adapter's URL, for a user who names the URL alone."""
+    plain = url.partition("#")[0]
+    return plain.partition("@")[0] if plain.startswith("hf://") else plain
 
 
 def resolve_url(name: str, url: str, prefixes: Iterable[str]) -> str:
@@ -139,9 +211,13 @@ def resolve_url(name: str, url: str, prefixes: Iterable[str]) -> str:
     normal = _normal(url)
     if normal is None:
         raise AdapterForbidden(
-            name, "its URL may hold a host, a port and a path of letters, digits and _.~@+=:,- alone, without '..'"
+            name,
+            "its URL may hold a host, a port, a path of letters, digits and _.~@+=:,- without '..', and a checksum "
+            "#sha256=DIGEST alone",
         )
-    if not any(normal == prefix or normal.startswith(prefix + "/") for prefix in allowed):
+    below = normal.partition("#")[0]
+    marks = ("/", "@") if below.startswith("hf://") else ("/",)  # a repository is one at all revisions
+    if not any(below == prefix or below.startswith(tuple(prefix + mark for mark in marks)) for prefix in allowed):
         raise AdapterForbidden(name, "its URL lies in no registry that --lora-registry allows")
     return normal
 
@@ -150,8 +226,10 @@ def _normal(url: str) -> str | None:
     match = _URL.fullmatch(url) if len(url) <= MAX_URL_CHARS else None
     if match is None or any(part in (".", "..") for part in match["path"].split("/")):
         return None
+    if match["store"] is not None:
+        return f"{match['store']}{match['path']}{match['digest'] or ''}"
     port = "" if match["port"] in (None, _PORTS[match["scheme"]]) else f":{match['port']}"
-    return f"{match['scheme']}://{match['host'].lower()}{port}{match['path']}"
+    return f"{match['scheme']}://{match['host'].lower()}{port}{match['path']}{match['digest'] or ''}"
 
 
 def open_folder(

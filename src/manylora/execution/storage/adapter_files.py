@@ -18,6 +18,7 @@ from manylora.core.adapters.packed import Allocate, PackedAdapter, image_of, own
 from manylora.core.adapters.read import HeaderReader, MatchedShapes, ReadRules, read_adapter
 from manylora.core.adapters.read_layers import LayerReader
 from manylora.core.adapters.remote import Registry
+from manylora.core.adapters.sources import is_moving
 from manylora.core.errors import AdapterError
 from manylora.core.ports import check_each
 from manylora.core.types import AdapterVersion
@@ -49,7 +50,7 @@ class AdapterFiles:
         Raises:
             AdapterError: The adapter cannot be served on this base.
         """
-        return self._headers.read(name, path)
+        return self._headers.read(name, self._pin(name, path))
 
     def read(self, name: str, path: str, allocate: Allocate = own_memory) -> PackedAdapter:
         """Return the adapter in ``path``, packed in memory of ``allocate``.
@@ -57,6 +58,7 @@ class AdapterFiles:
         Raises:
             AdapterError: The adapter cannot be served on this base, or its files changed meanwhile.
         """
+        path = self._pin(name, path)
         file_key, changed_at = self._file_key(name, path)
         packed = read_adapter(name, path, self._rules, allocate)
         if self._file_key(name, path)[0] != file_key:
@@ -95,6 +97,14 @@ class AdapterFiles:
                     if provisional_key(file_key) == version.key:
                         self._keep(file_key, first, changed_at)
                 advance(num_full, b"" if first is None else first.layer_digests)
+
+    def _pin(self, name: str, path: str) -> str:
+        """Return a path, in a commit if it is a URL of a hub without one: all that is read is of one commit."""
+        registry = self._rules.registry
+        if registry is None or not is_moving(path):
+            return path
+        url, mark, digest = path.partition("#")
+        return f"{registry.pin(name, url)}{mark}{digest}"
 
     def _file_key(self, name: str, path: str) -> tuple[str, float]:
         """Return the identity of an adapter's files, and the time of their last change."""

@@ -9,7 +9,8 @@
 
 Messages name the file and not its URL, since clients of the adapter read them.
 
-Redirects are not followed, and no proxy of the environment is asked: a request goes to the host that was allowed.
+Redirects are not followed, and no proxy of the environment is asked: a request goes to the host that was allowed, or
+to the one where a hub or a store of objects has the file (``registry_addresses``).
 
 A question has its time, and every operation on its connection ends with it: connecting, TLS, the head of an answer, its
 body. So a server that sends a byte now and then gains nothing by it.
@@ -22,8 +23,9 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from typing import TypeVar
 
 import httpx
 
@@ -31,8 +33,9 @@ from manylora.core.adapters.remote import RemoteHead
 from manylora.core.adapters.sources import check_registry, resolve_url
 from manylora.core.errors import AdapterError, AdapterNotFound, AdapterUnavailable
 from manylora.execution.storage.http_deadline import DeadlineTransport
+from manylora.execution.storage.registry_addresses import Addresses, BrokenOff, FileAddress
 
-__all__ = ["HttpRegistry"]
+__all__ = ["FIRST_BYTES", "HttpRegistry"]
 
 FIRST_BYTES = 64 * 1024  # bytes that come with the opening: more than the header of most adapters
 CONNECT_S = 10.0
@@ -41,11 +44,9 @@ RETRIES_S = (0.1, 0.5, 2.0, 5.0)  # waits between attempts; from the first again
 PART_BYTES = 256 * 1024  # bytes that are read from the temporary file at once
 MAX_IDENTITY_CHARS = 256
 
+ResultT = TypeVar("ResultT")
+
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
-
-
-class _BrokenOff(Exception):
-    """An answer that ended early, or a server that is busy: the question may be asked again."""
 
 
 class HttpRegistry:
@@ -70,6 +71,7 @@ class HttpRegistry:
         self._limit_s = limit_s
         self._retries_s = retries_s
         self._lock = threading.Lock()
+        self._addresses = Addresses()
         self._transport = DeadlineTransport(ssl.create_default_context())
         self._body: _WholeBody | None = None  # of the last file whose server ignores ranges
         self._http = httpx.Client(
@@ -80,16 +82,29 @@ class HttpRegistry:
             trust_env=False,
         )
 
+    def allow(self, name: str, url: str) -> str:
+        """Return the normal form of a URL; ``AdapterForbidden`` if it lies in no registry."""
+        return resolve_url(name, url, self._prefixes)
+
+    def pin(self, name: str, url: str) -> str:
+        """Return a folder of a hub in its present commit; see ``Registry.pin``."""
+        url = self.allow(name, url)
+        return self._try(name, url, lambda: self._addresses.pin(name, url))
+
     def open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
         """Return the head of a file; see ``Registry.open``."""
-        url = resolve_url(name, url, self._prefixes)
+        url = self.allow(name, url)
+        return self._try(name, url, lambda: self._open(name, url, max_bytes))
+
+    def _try(self, name: str, url: str, ask: Callable[[], ResultT]) -> ResultT:
+        """Ask, as often as a server may break off."""
         with self._lock:
             self._transport.deadline = time.monotonic() + self._limit_s
             waits = iter(self._retries_s)
             while True:
                 try:
-                    return self._open(name, url, max_bytes)
-                except (httpx.TransportError, _BrokenOff) as error:
+                    return ask()
+                except (httpx.TransportError, BrokenOff) as error:
                     self._wait(name, _file(url), waits, error)
 
     def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
@@ -98,7 +113,7 @@ class HttpRegistry:
 
     def parts(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> Iterator[bytes]:
         """Yield a range of a file as it comes; raises the errors of ``Registry.read``."""
-        url = resolve_url(name, url, self._prefixes)
+        url = self.allow(name, url)
         end = offset + length
         with self._lock:
             self._transport.deadline = time.monotonic() + self._limit_s
@@ -109,7 +124,7 @@ class HttpRegistry:
                         offset += len(part)
                         waits = iter(self._retries_s)
                         yield part
-                except (httpx.TransportError, _BrokenOff) as error:
+                except (httpx.TransportError, BrokenOff) as error:
                     self._wait(name, f"{_file(url)} from byte {offset} on", waits, error)
 
     def close(self) -> None:
@@ -119,13 +134,14 @@ class HttpRegistry:
         self._http.close()
 
     def _open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
-        with closing(self._ask(name, url, f"bytes=0-{FIRST_BYTES - 1}")) as answer:
+        answer, address = self._ask(name, url, f"bytes=0-{FIRST_BYTES - 1}")
+        with closing(answer):
             size = _size(answer)
             if size is None:
                 raise AdapterError(name, f"the server does not say how many bytes {_file(url)} has")
             if size > max_bytes:
                 raise AdapterError(name, f"{_file(url)} has {size} bytes, at most {max_bytes} are accepted")
-            etag, modified = _identity(answer)
+            etag, modified = _identity(answer, address)
             if not (etag or modified):
                 raise AdapterError(name, f"the server sends neither ETag nor Last-Modified for {_file(url)}")
             length = min(size, FIRST_BYTES)
@@ -138,7 +154,7 @@ class HttpRegistry:
         """Yield bytes from ``begin`` to ``end`` at most: those of one answer, or of the whole body that is kept."""
         body = self._body
         if body is None or body.of != (url, head):
-            answer = self._ask(name, url, f"bytes={begin}-{end - 1}", head)
+            answer, _ = self._ask(name, url, f"bytes={begin}-{end - 1}", head)
             if answer.status_code == 206:
                 with closing(answer):
                     yield from self._taken(name, answer, _length(name, answer, begin, end))
@@ -149,7 +165,7 @@ class HttpRegistry:
             body.go_on(answer)
         while body.num_bytes < end:
             if not body.is_coming:
-                body.go_on(self._ask(name, url, None, head))
+                body.go_on(self._ask(name, url, None, head)[0])
             body.take()
             self._check_time(name)
         yield from body.parts(begin, end)
@@ -163,22 +179,32 @@ class HttpRegistry:
             if length <= 0:
                 return
         if length:
-            raise _BrokenOff(f"its answer ended {length} bytes early")
+            raise BrokenOff(f"its answer ended {length} bytes early")
 
-    def _ask(self, name: str, url: str, range_: str | None, head: RemoteHead | None = None) -> httpx.Response:
-        """Return an open answer with bytes of a file, of the one with ``head`` if that is given."""
-        headers = {} if range_ is None else {"Range": range_}
-        if head is not None and head.is_strong:
+    def _ask(
+        self, name: str, url: str, range_: str | None, head: RemoteHead | None = None
+    ) -> tuple[httpx.Response, FileAddress]:
+        """Return an open answer with bytes of a file, of the one with ``head`` if that is given; and its address."""
+        address = self._addresses.of(name, url)
+        headers = dict(address.headers) if range_ is None else {**address.headers, "Range": range_}
+        if head is not None and head.is_strong and not address.etag:
             headers["If-Match"] = head.etag
-        answer = self._http.send(self._http.build_request("GET", url, headers=headers), stream=True)
         try:
+            question = self._http.build_request("GET", address.url, headers=headers)
+        except httpx.InvalidURL:
+            raise AdapterError(name, f"the address of {_file(url)} is malformed") from None
+        answer = self._http.send(question, stream=True)
+        try:
+            if answer.status_code in (401, 403) and self._addresses.renew(url):
+                raise BrokenOff(f"the server answers {answer.status_code}")
             _check_status(name, url, answer)
-            if head is not None and (_size(answer), *_identity(answer)) != (head.size, head.etag, head.modified):
+            found = _size(answer), *_identity(answer, address)
+            if head is not None and found != (head.size, head.etag, head.modified):
                 raise _changed(name, url)
         except BaseException:
             answer.close()
             raise
-        return answer
+        return answer, address
 
     def _wait(self, name: str, what: str, waits: Iterator[float], error: Exception) -> None:
         """Wait before the next attempt, or raise ``AdapterError`` if there is none."""
@@ -219,7 +245,7 @@ class _WholeBody:
         try:
             part = next(self._coming, None)
             if part is None:
-                raise _BrokenOff(f"its answer ended at byte {self.num_bytes}")
+                raise BrokenOff(f"its answer ended at byte {self.num_bytes}")
         except BaseException:
             self._end()
             raise
@@ -263,7 +289,7 @@ def _check_status(name: str, url: str, answer: httpx.Response) -> None:
     if status == 412:
         raise _changed(name, url)
     if status == 429 or status >= 500:
-        raise _BrokenOff(f"the server answers {status}")
+        raise BrokenOff(f"the server answers {status}")
     if 300 <= status < 400:
         raise AdapterError(name, f"the server answers {status} to {_file(url)}, and redirects are not followed")
     if status not in (200, 206):
@@ -281,8 +307,10 @@ def _size(answer: httpx.Response) -> int | None:
     return int(length) if length.isdecimal() and len(length) <= 18 else None
 
 
-def _identity(answer: httpx.Response) -> tuple[str, str]:
-    """Return ETag and ``Last-Modified``, each empty if it is missing or overlong."""
+def _identity(answer: httpx.Response, address: FileAddress) -> tuple[str, str]:
+    """Return ETag and ``Last-Modified``, each empty if it is missing or overlong; of a hub its own ETag alone."""
+    if address.etag:
+        return address.etag[:MAX_IDENTITY_CHARS], ""
     etag, modified = answer.headers.get("etag", ""), answer.headers.get("last-modified", "")
     return etag if len(etag) <= MAX_IDENTITY_CHARS else "", modified if len(modified) <= MAX_IDENTITY_CHARS else ""
 

@@ -16,6 +16,7 @@ import msgspec
 from manylora.core import errors
 from manylora.core.adapters.layout import AdapterLayout, Replacements, Vectors, vectors_of
 from manylora.core.adapters.read import ReadRules
+from manylora.core.adapters.sources import is_url
 from manylora.core.errors import AdapterError
 from manylora.core.isolation import receive_answer
 from manylora.core.types import AdapterKey, AdapterVersion
@@ -44,6 +45,9 @@ class ReaderSettings(ReadRules):
     Args:
         urgent_root: Folder of adapters that are read at the priority of steps; ``None`` for none.
         registries: URLs below which adapters may be read from servers; empty for no such adapters.
+        registry_cache: Folder of files from there; ``None`` for none.
+        registry_cache_bytes: Most bytes in it.
+        is_offline: Whether files are read from there alone.
         dtype: Type of the packed weights; see ``read_adapter``.
         hashes: File of the hash cache; ``None`` for none.
         limit_s: Time in seconds for the next part of an adapter; an adapter that takes longer is refused.
@@ -52,6 +56,9 @@ class ReaderSettings(ReadRules):
 
     urgent_root: str | None = None
     registries: tuple[str, ...] = ()
+    registry_cache: str | None = None
+    registry_cache_bytes: int = 0
+    is_offline: bool = False
     hashes: str | None = None
     limit_s: float = 60.0
     memory_bytes: int = 4 * 1024**3
@@ -108,6 +115,7 @@ class Identity(NamedTuple):
     key: AdapterKey
     layer_digests: bytes
     file_key: str
+    url: str  # in the commit that it was read from, if its path is a URL of a hub; else empty
 
 
 class AdapterRefused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -150,7 +158,8 @@ class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
             else:
                 shape = replace(one, key=AdapterKey(""), source="", layer_digests=b"", file_key="")
                 checked.shape_of.append(numbers.setdefault(shape, len(numbers)))
-                checked.identities.append(Identity(one.key, one.layer_digests, one.file_key))
+                url = one.source if is_url(one.source) else ""
+                checked.identities.append(Identity(one.key, one.layer_digests, one.file_key, url))
         checked.shapes.extend(numbers)
         return checked
 

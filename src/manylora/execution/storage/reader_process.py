@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 
 from manylora.core.adapters.layout import AdapterLayout, Replacements, Vectors, lay_out
 from manylora.core.adapters.packed import PackedAdapter, image_of
-from manylora.core.adapters.sources import is_url
+from manylora.core.adapters.sources import is_url, pinned
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
 from manylora.core.isolation import ONE_THREAD, start_on_pipe
 from manylora.core.types import AdapterVersion
@@ -57,7 +57,7 @@ from manylora.execution.storage.reader_messages import (
     ReaderSettings,
     receive,
 )
-from manylora.execution.storage.registry_process import start_registry
+from manylora.execution.storage.registry_process import RegistryTerms, start_registry
 
 if TYPE_CHECKING:
     import subprocess
@@ -238,7 +238,7 @@ class ReaderProcess:
         assert self._settings is not None and self._process is not None
         pipe.send(self._settings)
         if self._settings.registries:
-            self._registry, end = start_registry(self._settings.registries, self._settings.limit_s)
+            self._registry, end = start_registry(RegistryTerms.of(self._settings))
             with end:
                 send_handle(pipe, end.fileno(), self._process.pid)
 
@@ -334,9 +334,9 @@ def _versions(checked: Checked, adapters: Sequence[tuple[str, str]]) -> Iterable
         if number < 0:
             yield next(refused).to_error()
         else:
-            key, layer_digests, file_key = next(identities)
+            key, layer_digests, file_key, url = next(identities)
             shape = checked.shapes[number]
-            yield replace(shape, key=key, source=path, layer_digests=layer_digests, file_key=file_key)
+            yield replace(shape, key=key, source=pinned(path, url), layer_digests=layer_digests, file_key=file_key)
 
 
 def _refusal(name: str, answer: Answer) -> AdapterError:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -25,14 +25,52 @@ from manylora.core.adapters.remote import RemoteHead
 from manylora.core.errors import AdapterError
 from manylora.core.isolation import start_on_pipe
 from manylora.core.logs import configure_logging
-from manylora.execution.storage.reader_messages import AdapterRefused
+from manylora.execution.storage.reader_messages import AdapterRefused, ReaderSettings
 
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["PipedRegistry", "main", "start_registry"]
+    from manylora.execution.storage.registry_cache import CachedRegistry
 
+__all__ = ["REGISTRY_FOLDER", "PipedRegistry", "RegistryTerms", "main", "start_registry"]
+
+REGISTRY_FOLDER = "registry-files-1"  # name of the cache's folder; another number for another format
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+
+
+class RegistryTerms(NamedTuple):
+    """How registries are asked."""
+
+    prefixes: tuple[str, ...]  # the URLs that are allowed
+    limit_s: float = 120.0  # time for one question
+    cache: str | None = None  # folder of files from registries; ``None`` for none
+    cache_bytes: int = 0
+    is_offline: bool = False  # whether files are read from there alone
+
+    @classmethod
+    def of(cls, settings: ReaderSettings) -> RegistryTerms:
+        """Return the terms in the settings of a reader."""
+        cache = settings.registry_cache, settings.registry_cache_bytes, settings.is_offline
+        return cls(settings.registries, settings.limit_s, *cache)
+
+    def open(self) -> CachedRegistry:
+        """Return a registry, in this process."""
+        from manylora.execution.storage.http_registry import HttpRegistry  # here, since a reader has no use for it
+        from manylora.execution.storage.registry_cache import CachedRegistry
+
+        http = HttpRegistry(self.prefixes, limit_s=self.limit_s)
+        return CachedRegistry(http, self.cache, self.cache_bytes, is_offline=self.is_offline)
+
+
+class _Pin(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The question for a folder of a hub in its present commit."""
+
+    name: str
+    url: str
+
+
+class _Pinned(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    url: str
 
 
 class _Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -61,8 +99,8 @@ class _RangePart(msgspec.Struct, frozen=True, tag=True, array_like=True):
     content: bytes
 
 
-_Question: TypeAlias = _Open | _RangeRead
-_Answer: TypeAlias = _Opened | _RangePart | AdapterRefused
+_Question: TypeAlias = _Pin | _Open | _RangeRead
+_Answer: TypeAlias = _Pinned | _Opened | _RangePart | AdapterRefused
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(_Question).decode
@@ -75,6 +113,13 @@ class PipedRegistry:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
+
+    def pin(self, name: str, url: str) -> str:
+        """Return a folder of a hub in its present commit; see ``Registry.pin``."""
+        with self._lock:
+            answer = self._ask(name, _Pin(name, url))
+        assert isinstance(answer, _Pinned)
+        return answer.url
 
     def open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
         """Return the head of a file; see ``Registry.open``."""
@@ -112,7 +157,7 @@ class PipedRegistry:
         return answer
 
 
-def start_registry(prefixes: tuple[str, ...], limit_s: float) -> tuple[subprocess.Popen[bytes], Connection]:
+def start_registry(terms: RegistryTerms) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that asks registries; return it, and the end of its pipe for a ``PipedRegistry``.
 
     Raises:
@@ -120,7 +165,7 @@ def start_registry(prefixes: tuple[str, ...], limit_s: float) -> tuple[subproces
     """
     process, pipe = start_on_pipe(__name__)
     try:
-        pipe.send((prefixes, limit_s))
+        pipe.send(terms)
     except OSError:
         pipe.close()
         raise
@@ -129,17 +174,17 @@ def start_registry(prefixes: tuple[str, ...], limit_s: float) -> tuple[subproces
 
 def main(descriptor: int) -> None:
     """Run the process at the other end of a pipe."""
-    from manylora.execution.storage.http_registry import HttpRegistry  # here, since a reader has no use for it
-
     configure_logging(logging.WARNING, "registry")
     pipe = Connection(descriptor)
     try:
-        prefixes, limit_s = pipe.recv()  # from the engine; all else is from the reader
-        registry = HttpRegistry(prefixes, limit_s=limit_s)
+        terms: RegistryTerms = pipe.recv()  # from the engine; all else is from the reader
+        registry = terms.open()
         while True:
             question: _Question = _decode_question(pipe.recv_bytes(MAX_MESSAGE_BYTES))
             try:
-                if isinstance(question, _Open):
+                if isinstance(question, _Pin):
+                    pipe.send_bytes(_encode(_Pinned(registry.pin(question.name, question.url))))
+                elif isinstance(question, _Open):
                     pipe.send_bytes(_encode(_Opened(registry.open(question.name, question.url, question.max_bytes))))
                 else:
                     asked = question.name, question.url, question.head, question.offset, question.length

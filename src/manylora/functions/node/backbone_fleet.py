@@ -108,7 +108,9 @@ class BackboneFleet:
         """Changes of the functions."""
         return self._node.num_changes
 
-    async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
+    async def load(
+        self, name: str, path: str, *, replace_existing: bool = False, by_header: bool = False
+    ) -> AdapterStatus:
         """Refuse."""
         raise AdapterForbidden(name, _WHERE)
 

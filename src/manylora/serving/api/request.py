@@ -24,6 +24,7 @@ from manylora.core.errors import ModelNotFound
 from manylora.serving.api.forms import FormChecks
 from manylora.serving.api.json_body import parse
 from manylora.serving.api.model_settings import ModelSettings, Settings
+from manylora.serving.api.on_demand import OnDemand
 from manylora.serving.api.schemas import SamplingFields
 from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.access import RetryTimes
@@ -67,6 +68,7 @@ class Context:
     text_work: FairWork  # takes long texts off the event loop, in turns
     forms: FormChecks  # checks forms of answers
     callers: CallerRoom  # bounds the answers under way of each caller, where keys tell callers apart
+    on_demand: OnDemand | None  # loads adapters that requests name; ``None`` if none may be
     fingerprint: str  # digest of all that answers depend on besides the adapter, for ``system_fingerprint``
     retries: RetryTimes = field(default_factory=RetryTimes)  # tells refused clients when to try again
     bodies: BodyRoom = field(default_factory=BodyRoom)  # the bytes of bodies that arrive
@@ -109,6 +111,7 @@ def make_context(
     gate = Gate(config.api_keys, config.admin_key)
     form_turns = FairWork("new forms", gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
     form_process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
+    on_demand = OnDemand(fleet, engine_config.adapters.registries, time.monotonic) if config.lora_on_demand else None
     answers_by = f"{metadata.version('manylora')}/{model.model}/{model.revision}/{model.dtype}"
     return Context(
         engine_config=engine_config,
@@ -125,6 +128,7 @@ def make_context(
         text_work=FairWork("long texts", gate.caller_of, max_waiting=MAX_TEXT_WAITING),
         forms=FormChecks(form_process, form_turns),
         callers=CallerRoom(room_of_engine(engine_config.scheduler), lambda: fleet.engines.num_serving),
+        on_demand=on_demand,
         fingerprint=f"fp_{hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()}",
     )
 
@@ -165,13 +169,17 @@ async def read_call(
 
     Raises:
         HttpError: 401 for a missing or wrong key; otherwise as ``read_body``.
-        CapacityError: No engine would take a request now, or none of this caller.
+        CapacityError: No engine would take a request now, or none of this caller; or the registry of its adapter does
+            not answer.
+        AdapterError: Its adapter is loaded on demand, and cannot be served.
         RequestError: The body is malformed.
     """
     context = context_of(request)
     tenant = context.gate.check_inference(request)
     context.check_room(tenant)
     made = await read_body(request, body, model=model)
+    if context.on_demand is not None and made.model:
+        await context.on_demand.find(made.model, tenant)
     return AnswerCall(request, context, tenant, made, await context.settings.of(made.model))
 
 

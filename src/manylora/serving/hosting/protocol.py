@@ -111,12 +111,13 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Read an adapter and register it."""
+    """Read an adapter and register it, by its header alone if so asked: then its weights are read later."""
 
     call: int
     name: str
     path: str
     replace: bool
+    by_header: bool = False
 
 
 class AdapterIdentity(msgspec.Struct, frozen=True, array_like=True):
@@ -128,6 +129,7 @@ class AdapterIdentity(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     key: AdapterKey
     file_key: str  # identity of its files; while it is the same, so is the version
+    source: str  # its directory, or its URL; that of a hub in the commit that was read
 
 
 class LoadAdapters(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -128,7 +128,7 @@ class AdapterReads:
         began_at = self.clock.now()
         command = commands[0]
         try:
-            version = self.reader.read(command.name, command.path)
+            version = self._checked(command) if command.by_header else self.reader.read(command.name, command.path)
         except ManyloraError as error:
             fault = Fault.of(error)
         except (OSError, ValueError, MemoryError) as error:
@@ -145,6 +145,12 @@ class AdapterReads:
             return
         for one in commands if take is None else take():
             self.post(partial(self._refuse, call=one.call, fault=_about(fault, one.name)))
+
+    def _checked(self, command: LoadAdapter) -> AdapterVersion:
+        (found,) = self.reader.check([(command.name, command.path)])
+        if isinstance(found, AdapterError):
+            raise found
+        return found
 
     def _refuse(self, core: EngineCore, now: float, call: int, fault: Fault) -> None:
         self.send(Reply(call, fault))
@@ -189,7 +195,7 @@ class AdapterReads:
                     # Under its first key a file that changed since is refused where it is read, as without a restart.
                     one = replace(one, key=known.key, layer_digests=b"", is_whole=True)
                 core.adapters.register(name, one, now, replace=may_replace, tier=Tier.DISK)
-                registered[name] = AdapterIdentity(one.rank, one.key, one.file_key)
+                registered[name] = AdapterIdentity(one.rank, one.key, one.file_key, one.source)
             except ManyloraError as error:
                 refused[name] = Fault.of(error)
         num_unread = sum(is_provisional(one.key) for one in gathered.found.values() if isinstance(one, AdapterVersion))
@@ -205,9 +211,11 @@ class AdapterReads:
     def _register(
         self, core: EngineCore, now: float, command: LoadAdapter, version: AdapterVersion, took_s: float
     ) -> None:
-        self.observe(AdapterLoaded(now, version.key, Tier.HOST, took_s))
+        tier = Tier.DISK if command.by_header else Tier.HOST
+        if tier is Tier.HOST:
+            self.observe(AdapterLoaded(now, version.key, tier, took_s))
         try:
-            status = core.adapters.register(command.name, version, now, replace=command.replace)
+            status = core.adapters.register(command.name, version, now, replace=command.replace, tier=tier)
         except ManyloraError as error:
             self.send(Reply(command.call, Fault.of(error)))
         else:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from weakref import WeakValueDictionary
 
-from manylora.core.adapters.sources import is_url
+from manylora.core.adapters.sources import is_url, pinned
 from manylora.core.engine.adapters.registry import is_label
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterExists, AdapterNotFound, CapacityError, ConfigError, ManyloraError
@@ -127,7 +127,7 @@ class AdapterBook:
         self.num_changes += 1
         version = status.version
         self.ranks[name] = version.rank
-        self._identities[name] = AdapterIdentity(version.rank, version.key, version.file_key)
+        self._identities[name] = AdapterIdentity(version.rank, version.key, version.file_key, version.source)
         if before is None:
             self.adapters[name] = LoadedAdapter(path=path, loaded_at=int(self._epoch_s()))
         else:
@@ -219,7 +219,7 @@ class AdapterBook:
             if name in self.adapters:
                 self.ranks[name] = identity.rank
             self._identities[name] = identity
-            before, entry = held.get(name), wanted[name]
+            before, entry = held.get(name), self._pin(name, wanted[name], identity.source)
             held[name] = entry
             if entry.is_pinned or (before is not None and before.is_pinned):
                 try:
@@ -227,6 +227,15 @@ class AdapterBook:
                 except (AdapterError, CapacityError) as error:
                     errors.append(_about(name, error))
         return errors
+
+    def _pin(self, name: str, entry: LoadedAdapter, source: str) -> LoadedAdapter:
+        """Keep to the commit of a hub that the first engine has read, whatever its branch or tag names later."""
+        if (path := pinned(entry.path, source)) != entry.path:
+            logger.info("adapter_pinned name=%s url=%s", name, path)
+            entry = replace(entry, path=path)
+            (self.adapters if name in self.adapters else self.labels)[name] = entry
+            self.num_changes += 1
+        return entry
 
     def _entry(self, name: str) -> LoadedAdapter | None:
         """Return what engines must hold under a name or label."""

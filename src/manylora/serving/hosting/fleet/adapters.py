@@ -15,7 +15,7 @@ from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
 from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoadedAdapter, LoraModule, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import FleetEngines
 from manylora.serving.hosting.fleet.everywhere import EveryEngine
-from manylora.serving.hosting.fleet.fleet_versions import FleetVersions, PublicationTerms
+from manylora.serving.hosting.fleet.fleet_versions import AS_LOADED, FleetVersions, PublicationTerms
 from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.hosting.links.client import EngineClient
 
@@ -72,11 +72,14 @@ class FleetAdapters:
             reason = f"adapter {name!r} is unavailable: {aside.reason}; next try in {wait_s:.0f} s"
             raise CapacityError(reason, retry_after_s=wait_s, status=503)
 
-    async def load(self, name: str, path: str, *, replace_existing: bool = False) -> AdapterStatus:
+    async def load(
+        self, name: str, path: str, *, replace_existing: bool = False, by_header: bool = False
+    ) -> AdapterStatus:
         """Load an adapter on every engine, and on those that start later.
 
         Requests that arrive afterwards use the new weights; earlier ones finish on the old. An adapter that one engine
-        cannot load is loaded on none, and a replacement takes over on all at once.
+        cannot load is loaded on none, and a replacement takes over on all at once. With ``by_header`` a single engine
+        reads its weights when a request needs them; several read them now, to know that they have the same.
 
         Raises:
             AdapterExists: The name is taken.
@@ -85,7 +88,8 @@ class FleetAdapters:
         """
         self.versions.check_name(name)
         async with self._book.free(name, may_replace=replace_existing):
-            _, status = await self.versions.put(name, path)
+            is_by_header = by_header and len(self._engines.serving()) == 1
+            _, status = await self.versions.put(name, path, replace(AS_LOADED, is_by_header=is_by_header))
             return status
 
     async def publish(self, name: str, path: str, terms: PublicationTerms) -> tuple[NumberedVersion, AdapterStatus]:

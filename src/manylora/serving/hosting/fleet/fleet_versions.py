@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from manylora.core.adapters.sources import pinned
 from manylora.core.engine.adapters.registry import LABEL_MARK, is_label
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterExists, CapacityError, EngineDead, ManyloraError
@@ -45,6 +46,7 @@ class PublicationTerms:
     is_preloaded: bool = False  # whether it is on the devices of all engines before the name moves
     is_pinned: bool = False  # whether its name is pinned from then on
     lease: VersionTerms | None = None  # of the versions that the name leaves; ``None`` for no change
+    is_by_header: bool = False  # whether its weights are read once a request needs them
     is_settled: bool = True  # whether the call returns once the engines' own names have moved, too
 
 
@@ -140,7 +142,7 @@ class FleetVersions:
 
         async def bring(client: EngineClient) -> AdapterStatus:
             try:
-                status = await client.load_adapter(held_as, path)
+                status = await client.load_adapter(held_as, path, by_header=terms.is_by_header)
             except AdapterError as error:
                 raise type(error)(name, error.reason) from None
             try:
@@ -170,6 +172,7 @@ class FleetVersions:
             await self._everywhere.do(undo)
             raise error
         status = statuses[0]
+        path = pinned(path, status.version.source)
         version = self._move(name, number, path, status, before, terms)
         if is_pinned:
             self._book.note_pin(name, True)

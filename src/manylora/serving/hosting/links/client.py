@@ -211,9 +211,11 @@ class EngineClient:
             self._forget(in_flight)
             self.link.send(Cancel(in_flight, stopped))
 
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> AdapterStatus:
+    async def load_adapter(
+        self, name: str, path: str, *, replace: bool = False, by_header: bool = False
+    ) -> AdapterStatus:
         """Read and register an adapter; errors are as for ``AdapterCatalog.register``."""
-        return (await self._call(lambda call: LoadAdapter(call, name, path, replace))).statuses[0]
+        return (await self._call(lambda call: LoadAdapter(call, name, path, replace, by_header))).statuses[0]
 
     async def load_adapters(
         self, adapters: Sequence[tuple[str, str, bool, AdapterIdentity | None]]
