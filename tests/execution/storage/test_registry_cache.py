@@ -31,6 +31,11 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 COMMIT = "c" * 40
 
 
+@pytest.fixture(autouse=True)
+def _no_more_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_cache, "LEAST_BYTES", 0)
+
+
 class FakeRegistry:
     """One file at every URL; counts the bytes that are asked for behind openings."""
 
@@ -68,7 +73,9 @@ def read(registry: CachedRegistry, begin: int = 0, end: int = len(CONTENT), url:
     return registry.read("mine", url, msgspec.structs.replace(head, first=b""), begin, end - begin)
 
 
-def test_ranges_come_once_and_a_later_process_takes_up_where_the_first_broke_off(tmp_path: Path) -> None:
+def test_ranges_come_once_and_a_later_process_takes_up_where_the_first_broke_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = FakeRegistry()
     first = cached(asked, tmp_path)
     assert read(first, 100_000, 120_000) == CONTENT[100_000:120_000]
@@ -79,6 +86,10 @@ def test_ranges_come_once_and_a_later_process_takes_up_where_the_first_broke_off
     assert read(cached(asked, tmp_path)) == CONTENT
     assert asked.asked == [(100_000, 120_000), (120_000, 200_000), (FIRST_BYTES, 100_000), (150_000, 300_000)]
     assert read(cached(asked, tmp_path)) == CONTENT and len(asked.asked) == 4
+    monkeypatch.setattr(registry_cache, "LEAST_BYTES", 70_000)
+    asked.asked.clear()
+    read(cached(asked, tmp_path / "ahead"), 100_000, 100_001)
+    assert asked.asked == [(100_000, 170_000)], "the next ranges come along"
     asked.content, asked.etag = CONTENT[::-1], '"2"'
     assert read(cached(asked, tmp_path)) == CONTENT[::-1], "another file has its place"
 
@@ -89,7 +100,7 @@ def test_a_killed_download_goes_on_at_the_byte_reached(tmp_path: Path) -> None:
     program = (
         "import sys; from manylora.execution.storage import registry_cache as cache;"
         "from manylora.execution.storage.http_registry import HttpRegistry;"
-        "cache.NOTED_BYTES = 1000; url = sys.argv[1] + '/a/adapter_model.safetensors';"
+        "cache.NOTED_BYTES, cache.LEAST_BYTES = 1000, 0; url = sys.argv[1] + '/a/adapter_model.safetensors';"
         "registry = cache.CachedRegistry(HttpRegistry([sys.argv[1]]), sys.argv[2], 1 << 20);"
         "head = registry.open('mine', url, 1 << 20); registry.read('mine', url, head, 100000, 200000)"
     )

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 8192
 MOST_RANGES = 200  # ranges that a header remembers; further ones are fetched again
+LEAST_BYTES = 2 * 1024 * 1024  # fetched at once: the ranges behind are asked for soon, and each is a round trip
 NOTED_BYTES = 8 * 1024 * 1024  # a download that is killed loses fewer
 PART_BYTES = 256 * 1024
 SPARED = 7 / 8
@@ -292,7 +293,8 @@ class CachedRegistry:
             if self._disk is not None:
                 with self._disk.locked(url, head) as file:
                     if file is not None:
-                        self._fill(name, url, file, *((0, head.size) if digest else (offset, end)))
+                        ahead = min(head.size, max(end, offset + LEAST_BYTES))
+                        self._fill(name, url, file, *((0, head.size) if digest else (offset, ahead)))
                         if file.is_whole:
                             self._compare_whole(name, url, file, digest)
                         for part in file.read(offset, end):
