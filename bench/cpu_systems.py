@@ -60,14 +60,15 @@ def make_adapters(
     ranks: Sequence[int],
     dtype: torch.dtype = torch.float32,
     targets: str | list[str] = "all-linear",
+    **settings: Any,
 ) -> list[Path]:
-    """Save an adapter on ``targets`` for each rank, with weights of ``dtype``."""
+    """Save an adapter on ``targets`` for each rank, with weights of ``dtype`` and further settings of PEFT."""
     folders = []
     with quiet():
         model = LlamaForCausalLM.from_pretrained(base)
     for index, rank in enumerate(ranks):
         torch.manual_seed(1 + index)
-        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False)
+        config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets, init_lora_weights=False, **settings)
         folder = path / f"adapter-{index}"
         with quiet():
             adapted = get_peft_model(model, config)

@@ -1,6 +1,7 @@
 """Tokens per second of a whole engine on a CPU: against bare torch, transformers `generate`, llama.cpp, and PEFT.
 
     python bench/throughput.py [--quick] [--traces DIR] [--llama-cpp DIR] [--processor-time]
+    python bench/throughput.py --kinds [--quick]
 
 An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in and 64 out, greedy.
 
@@ -20,14 +21,18 @@ scheduler, sampler, executor. Adapters are in host memory and loaded to device p
 that has other work too, `--processor-time` takes one thread for all systems and counts what it computed, not how long
 it waited: ratios of that hold still.
 
-Writes `bench/results/throughput.json` and `.md`.
+Writes `bench/results/throughput.json` and `.md`. With `--kinds` only DoRA and (IA)3 beside plain LoRA, on that model and
+on the demo's: 32 requests, 8 and 32 adapters of rank 16 on all linears, written to `kinds.json` and `.md`. The floor there
+is the time in which memory gives what DoRA has beside A and B: a number per output and adapter, in each step.
 """
 
 from __future__ import annotations
 
 import platform
+import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -41,8 +46,9 @@ from llama_cpp_base import LlamaCpp, described, reason_to_leave_out
 from peers import PeerRequest, Peft, Transformers
 from publishing import Others, arguments, clock_of, publish, reason_to_refuse, table
 
+from manylora.demo import demo_model_path
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Ratio, ratio_by_round
+from manylora.lab.bench.rounds import Ratio, ratio_by_round, time_in_turns
 from manylora.lab.workloads.lengths import GammaTokens, Lengths, ParametricLengths, TokenBounds, TraceLengths
 
 NUM_IN, NUM_OUT = 128, 64
@@ -76,8 +82,12 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="folder of public traces")
     parser.add_argument("--llama-cpp", type=Path, metavar="DIR", help="folder of a build of llama.cpp")
     parser.add_argument("--only", help="comma-separated systems; nothing written")
+    parser.add_argument("--kinds", action="store_true", help="kinds of adapters beside plain LoRA, and nothing else")
     options = parser.parse_args()
     clock = clock_of(options)
+    if options.kinds:
+        measure_kinds(options.rounds, is_quick=options.quick)
+        return
     left_out = reason_to_leave_out(options.llama_cpp)
     if left_out is not None:
         print(f"llama.cpp is left out: {left_out}")
@@ -147,6 +157,53 @@ def main() -> None:
         ours.close()
         if llama_cpp:
             llama_cpp.close()
+
+
+def measure_kinds(num_rounds: int, *, is_quick: bool) -> None:
+    """Time a batch of each kind of adapter beside the same batch of plain LoRA, and write it."""
+    others, rows = Others(), []
+    figures: dict[str, dict[str, list[float]]] = {}
+    memory = torch.ones(1 << 26)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, num_out in (("demo", 96), ("82M", 24)):
+            base = Path(folder) / name
+            if name == "82M":
+                make_model(base)
+            else:
+                shutil.copytree(demo_model_path(), base)
+            sets = {
+                kind: make_adapters(base, base / kind, [16] * 32, **settings)
+                for kind, settings in (("plain", {}), ("DoRA", {"use_dora": True}))
+            }
+            ours = Ours(base, sets)
+            asked = [PeerRequest(tuple(3 + (17 * i + 5 * j) % 100 for j in range(64)), num_out) for i in range(32)]
+            names = {f"{kind} {num}": [f"{kind}-{i % num}" for i in range(32)] for num in (8, 32) for kind in sets}
+            runs = {one: partial(ours.run, asked, adapters) for one, adapters in names.items()}
+            seconds = time_in_turns(runs, 1 if is_quick else num_rounds)
+            numbers = ours.weight_bytes["DoRA"] - ours.weight_bytes["plain"]
+            began = time.perf_counter()
+            memory.sum()
+            read_s = numbers / 32 * num_out * (time.perf_counter() - began) / memory.nbytes
+            figures[name] = seconds
+            for num in (8, 32):
+                plain, dora = (seconds[f"{kind} {num}"] for kind in ("plain", "DoRA"))
+                floor = 1 + num * read_s / statistics.median(plain)
+                rows.append((name, num, f"{statistics.median(plain):.2f}", ratio_by_round(dora, plain), f"{floor:.3f}"))
+            ours.close()
+    heads = ("base", "adapters", "plain LoRA, s", "time of DoRA over plain LoRA (95 %)", "floor")
+    text = "\n".join(
+        [
+            "# Kinds of adapters beside plain LoRA",
+            "",
+            f"`python bench/throughput.py --kinds` on {describe_machine(torch.device('cpu'))}: 32 requests of 64 tokens in, "
+            "rank 16 on all linears, fp32; medians of the rounds. The floor: the time of reading a number per output "
+            "and adapter in each step, beside plain LoRA.",
+            "",
+            *table(heads, rows),
+        ]
+    )
+    refused = reason_to_refuse(num_rounds, others.share())
+    publish("kinds", figures, text, is_kept=not is_quick, refused=refused)
 
 
 def is_against_base(name: str) -> bool:

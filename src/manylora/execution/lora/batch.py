@@ -74,7 +74,7 @@ class LoraBatch:
         if span is None or self._space is None:
             if not parts:
                 return None
-            step = None if is_sampled else self._step_rows()
+            step = StepRows.of(parts) if is_sampled else self._step_rows()
             return GroupParts(tuple(parts), step, has_vectors=any(part.weights.has_vectors for part in parts))
         if is_sampled not in self._tables:
             self._tables[is_sampled] = BatchTables(self._space, self._table_rows(is_sampled))

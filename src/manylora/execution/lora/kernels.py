@@ -17,16 +17,16 @@ For comparisons, with another order of additions::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from manylora.core.errors import ConfigError
-from manylora.execution.kernels.cpu.support import find_compiled
+from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import linear
 from manylora.execution.kernels.triton.support import find_triton
-from manylora.execution.lora.parts import GroupParts, StepRows
+from manylora.execution.lora.parts import GroupParts, Part, StepRows
 from manylora.execution.lora.tables import PADDED, RAGGED, RowBlocks
 from manylora.execution.storage.resident import ResidentGroup
 
@@ -40,6 +40,8 @@ __all__ = [
     "add_embedding",
     "apply_grouped",
     "apply_naive",
+    "apply_vectors",
+    "apply_vectors_of",
     "choose_kernel",
 ]
 
@@ -52,16 +54,47 @@ MIN_PRODUCT_ROWS = 64
 
 def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
     """Add LoRA by compiled kernels or plain products; see ``LoraKernel``."""
-    kernels = find_compiled() if x.dtype is torch.float32 and x.device.type == "cpu" else None
+    kernels = _compiled_for(x)
     if kernels is None:
         for part in parts.parts:
             _apply(x[part.start : part.stop], out[part.start : part.stop], part.weights)
         return
+    kernels.add_lora(x.contiguous(), out, _group_tables(kernels, parts))
+
+
+def apply_vectors(out: torch.Tensor, parts: GroupParts) -> None:
+    """Multiply rows of ``out`` ``[rows, out]`` by their adapters' factors and add their shifts, in place."""
+    if parts.tables is not None and parts.span is not None:
+        parts.tables().apply_vectors(out, parts.span)
+    elif (kernels := _compiled_for(out)) is not None and out.is_contiguous():
+        kernels.apply_vectors(out, _group_tables(kernels, parts))
+    else:
+        apply_vectors_of(out, parts.parts)
+
+
+def apply_vectors_of(out: torch.Tensor, parts: Iterable[Part]) -> None:
+    """Do the same piece by piece, for vectors that may be in page-locked memory."""
+    for part in parts:
+        rows = out[part.start : part.stop]
+        for module in part.weights.modules:
+            for pieces, act in ((module.factor, torch.Tensor.mul_), (module.shift, torch.Tensor.add_)):
+                for piece in pieces:
+                    start = module.offset + piece.col
+                    columns = rows[:, start : start + piece.weight.shape[1]]
+                    act(columns, piece.weight.to(out.device, non_blocking=True))
+
+
+def _compiled_for(x: torch.Tensor) -> CompiledKernels | None:
+    return find_compiled() if x.dtype is torch.float32 and x.device.type == "cpu" else None
+
+
+def _group_tables(kernels: CompiledKernels, parts: GroupParts) -> GroupTables:
+    """Return the tables of a group; the first group of a batch makes the tables of all."""
     step = parts.step or StepRows.of(parts.parts)
-    if "grouped" not in step.prepared:  # the first group of a batch makes the tables of all
+    if "grouped" not in step.prepared:
         step.prepared["grouped"] = kernels.lora_tables(step.rows, step.groups)
-    of_group = cast("dict[str, GroupTables]", step.prepared["grouped"])
-    kernels.add_lora(x.contiguous(), out, of_group[parts.parts[0].weights.layout.group])
+    tables = cast("dict[str, GroupTables]", step.prepared["grouped"])
+    return tables[parts.parts[0].weights.layout.group]
 
 
 def apply_padded(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:

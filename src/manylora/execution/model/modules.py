@@ -17,7 +17,7 @@ CPU before the base product is launched, and their LoRA is added behind it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count, takewhile
 from typing import cast
 
@@ -28,8 +28,8 @@ from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
 from manylora.core.errors import ConfigError
 from manylora.execution.kernels.linear import BaseLinear, Weight
 from manylora.execution.lora.batch import StepContext
-from manylora.execution.lora.kernels import add_embedding
-from manylora.execution.lora.parts import AssistedReply, GroupParts, Part
+from manylora.execution.lora.kernels import add_embedding, apply_vectors, apply_vectors_of
+from manylora.execution.lora.parts import AssistedReply, GroupParts
 from manylora.execution.model.settle import BaseGroup
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
@@ -232,23 +232,9 @@ def _apply_epilogue(
 
     ``out`` ``[rows, out]`` is the base product with LoRA, changed in place.
     """
-    if parts is not None and parts.tables is not None and parts.span is not None:
-        parts.tables().apply_vectors(out, parts.span)
-    elif parts is not None:
-        _apply_vectors(out, parts.parts)
+    if parts is not None and parts.has_vectors:
+        apply_vectors(out, parts)
     if reply is not None:
-        _apply_vectors(out, reply.parts)
+        apply_vectors_of(out, reply.parts)
     if bias is not None:
         out.add_(bias)
-
-
-def _apply_vectors(out: torch.Tensor, parts: Iterable[Part]) -> None:
-    """Multiply the rows of ``parts`` by factors and add shifts, piece by piece; those may be in page-locked memory."""
-    for part in parts:
-        rows = out[part.start : part.stop]
-        for module in part.weights.modules:
-            for pieces, act in ((module.factor, torch.Tensor.mul_), (module.shift, torch.Tensor.add_)):
-                for piece in pieces:
-                    start = module.offset + piece.col
-                    columns = rows[:, start : start + piece.weight.shape[1]]
-                    act(columns, piece.weight.to(out.device, non_blocking=True))

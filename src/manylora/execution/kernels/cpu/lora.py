@@ -14,6 +14,8 @@ Rows of a matrix are read one after another, never side by side: a processor pre
 four. The weights two rows further on, in this piece or the next, are prefetched (``loops``). Weights of 16 bits are
 widened in registers.
 
+Factors and shifts (``vectors``) follow in a call of their own, in which each thread has some columns of all rows.
+
 LoRA of an embedding (``gather``) is small and runs on one thread: A ``[rank, vocab]`` is gathered at the tokens, then
 multiplied by B^T.
 """
@@ -54,6 +56,7 @@ from manylora.execution.kernels.cpu.tables import (
     UNIT,
     MemorySpan,
     StepPieces,
+    StepVectors,
     Table,
     before,
     share,
@@ -61,7 +64,17 @@ from manylora.execution.kernels.cpu.tables import (
 from manylora.execution.kernels.cpu.vectors import as_float32, by_type, typed_views
 from manylora.execution.storage.resident import AdapterRows
 
-__all__ = ["LoraTables", "gather_kernel", "lora_arguments", "lora_kernel", "make_tables"]
+__all__ = [
+    "LoraTables",
+    "VectorTables",
+    "gather_kernel",
+    "lora_arguments",
+    "lora_kernel",
+    "make_tables",
+    "make_vectors",
+    "vector_arguments",
+    "vector_kernel",
+]
 
 # Distance of the prefetch, in rows of weights.
 AHEAD = 2
@@ -120,6 +133,28 @@ def lora_arguments(x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> Ar
     lengths = [len(tables.shrink), len(tables.expand), tables.shrink_cost, tables.expand_cost]
     sizes = np.array([*lengths, *x.shape, out.shape[1], tables.max_rank, tables.memory.num_bytes], dtype=np.int64)
     return sizes, x, out, tables.memory.address, tables.shrink, tables.expand, scratch
+
+
+@dataclass(frozen=True, slots=True)
+class VectorTables:
+    """A group's factors and shifts over a step ``[n, NUM_FIELDS]``; offsets count from ``memory`` as in ``LoraTables``."""
+
+    vectors: Table
+    memory: MemorySpan
+
+
+def make_vectors(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, VectorTables]:
+    """Return the vectors of each group in which any adapter of ``rows`` has one."""
+    step = StepVectors(rows, groups)
+    tables = {group: step.pieces.of_group(number) for number, group in enumerate(groups)}
+    return {group: VectorTables(table, step.memory) for group, table in tables.items() if len(table)}
+
+
+def vector_arguments(out: torch.Tensor, tables: VectorTables) -> Arguments:
+    """Return the arguments to multiply and shift rows of ``out`` ``[rows, out]``, float32 and contiguous."""
+    memory = tables.memory
+    sizes = np.array([len(tables.vectors), *out.shape, memory.num_bytes], dtype=np.int64)
+    return sizes, out, memory.address, tables.vectors
 
 
 def _rest(weights: Any, at: int, x: Any, x_at: int, number: int) -> Any:
@@ -259,6 +294,27 @@ def _gather(pointers: Any) -> None:
         expand_piece(entry[DTYPE], pages, entry, 0, last, ahead, out, sizes[6], scratch, sizes[7])
 
 
+def _vectors(pointers: Any) -> None:
+    thread, threads = thread_num(), num_threads()
+    sizes = carray(pointers[0], 4, np.int64)
+    width = sizes[2]
+    out = carray(pointers[1], sizes[1] * width, np.float32)
+    numbers = carray(pointers[2], sizes[3] // 4, np.float32)
+    table = carray(pointers[3], (sizes[0], NUM_FIELDS), np.int64)
+    low, high = width * thread // threads, width * (thread + 1) // threads
+    for n in range(sizes[0]):
+        entry = table[n]
+        first, last = max(entry[COLUMN], low), min(entry[COLUMN] + entry[PIECE_COLS], high)
+        at = (entry[OFFSET] if entry[DTYPE] == 0 else entry[OFFSET] // 2) + first - entry[COLUMN]
+        if first < last:
+            for i in range(entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]):
+                row = out[i * width + first : i * width + last]
+                if entry[RANK_ROW] == 0:
+                    row *= numbers[at : at + last - first]
+                else:
+                    row += numbers[at : at + last - first]
+
+
 rest = njit(cache=True, fastmath=FAST_MATH)(_rest)
 add_rest = njit(cache=True, fastmath=FAST_MATH)(_add_rest)
 rank_rows = njit(cache=True)(_rank_rows)
@@ -279,3 +335,9 @@ def lora_kernel() -> int:
 def gather_kernel() -> int:
     """Return the address of the kernel for an embedding, whose inputs are token ids ``[rows, 1]``, int64."""
     return compile_kernel(_gather)
+
+
+@cache
+def vector_kernel() -> int:
+    """Return the address of the kernel for factors and shifts."""
+    return compile_kernel(_vectors)

@@ -35,7 +35,14 @@ from manylora.execution.kernels.cpu.loops import (
     dot_row,
     dot_tile,
 )
-from manylora.execution.kernels.cpu.lora import LoraTables, lora_arguments, lora_kernel, make_tables
+from manylora.execution.kernels.cpu.lora import (
+    LoraTables,
+    VectorTables,
+    lora_arguments,
+    lora_kernel,
+    make_tables,
+    make_vectors,
+)
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Arguments, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import (
     COLUMN,
@@ -48,6 +55,7 @@ from manylora.execution.kernels.cpu.tables import (
     MemorySpan,
     StepPieces,
     Table,
+    adapter_tables,
     before,
     share,
 )
@@ -123,6 +131,7 @@ class GroupTables:
 
     many: ProductTables | None
     few: LoraTables | None
+    vectors: VectorTables | None = None  # the factors and shifts of all
 
     def calls(self, x: torch.Tensor, out: torch.Tensor, threads: int) -> list[tuple[int, Arguments]]:
         """Return the kernels that add the group's LoRA into ``out``, each with its arguments for ``threads`` threads.
@@ -140,7 +149,8 @@ def make_group_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dic
     few = [one for one in rows if one[1] - one[0] <= MAX_READ_ROWS]
     products = make_product_tables(many, groups) if many else {}
     loras = make_tables(few, groups) if few else {}
-    return {group: GroupTables(products.get(group), loras.get(group)) for group in groups}
+    vectors = make_vectors(rows, groups) if any(len(adapter_tables(one).vectors) for _, _, one in rows) else {}
+    return {group: GroupTables(products.get(group), loras.get(group), vectors.get(group)) for group in groups}
 
 
 def product_arguments(x: torch.Tensor, out: torch.Tensor, tables: ProductTables, threads: int) -> Arguments:

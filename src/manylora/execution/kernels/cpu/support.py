@@ -41,9 +41,11 @@ class CompiledKernels:
         self.decoded = partial(decoded.multiply_decoded, team)
         self.has_integer_dots = integer_dots.HAS_INTEGER_DOTS
         self._team = team
+        self._vectors = lora.vector_kernel, lora.vector_arguments
         # Compile (or read numba's cache) now, not in the first step.
         attention.attention_kernel()
         lora.lora_kernel()
+        lora.vector_kernel()
         products.product_kernel()
 
     def compile_narrow(self, *, is_rounded: bool) -> None:
@@ -58,6 +60,12 @@ class CompiledKernels:
         """Add a group's LoRA of ``x`` ``[rows, in]`` into ``out`` ``[rows, out]``, both float32 and contiguous."""
         for kernel, arguments in tables.calls(x, out, torch.get_num_threads()):
             self._team.run(kernel, *arguments)
+
+    def apply_vectors(self, out: torch.Tensor, tables: GroupTables) -> None:
+        """Multiply rows of ``out`` ``[rows, out]`` by their factors and add their shifts; float32 and contiguous."""
+        if tables.vectors is not None:
+            kernel, arguments = self._vectors
+            self._team.run(kernel(), *arguments(out, tables.vectors))
 
 
 @cache

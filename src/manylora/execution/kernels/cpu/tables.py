@@ -28,7 +28,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manylora.core.adapters.layout import AdapterLayout, Tile
+from manylora.core.adapters.layout import AdapterLayout, Tile, vector_elements
 from manylora.core.adapters.shape import ELEMENT_BYTES
 from manylora.execution.storage.resident import AdapterMemory, AdapterRows, merge_tiles
 
@@ -48,6 +48,7 @@ __all__ = [
     "UNIT",
     "MemorySpan",
     "StepPieces",
+    "StepVectors",
     "Table",
     "adapter_tables",
     "before",
@@ -105,6 +106,7 @@ class TableTemplate:
     numbers: dict[str, int]  # number of each group, by name
     shrink: TableLines  # pieces of the A stacks
     expand: TableLines  # pieces of B^T; a module's columns begin at BEGIN
+    vectors: TableLines  # pieces of factors (RANK_ROW is 0), then of shifts (1), in float32 numbers but for OFFSET
     ranks: Table  # rank of each group, and 0 for one more that has no weights ``[groups + 1]``
     expand_costs: Table  # work of each group's modules, and 0 for one more
     sizes: Table  # number of weights of each group, and 0 for one more
@@ -118,6 +120,7 @@ class AdapterTables:
     template: TableTemplate
     shrink: Table
     expand: Table
+    vectors: Table
     memory: MemorySpan
 
 
@@ -128,8 +131,7 @@ def adapter_tables(weights: AdapterMemory) -> AdapterTables:
         pages = np.asarray(weights.pages, dtype=np.int64)
         weights.prepared["compiled"] = AdapterTables(
             template,
-            template.shrink.placed(pages, flat.shape[1]),
-            template.expand.placed(pages, flat.shape[1]),
+            *(lines.placed(pages, flat.shape[1]) for lines in (template.shrink, template.expand, template.vectors)),
             MemorySpan(flat.data_ptr(), flat.nbytes),
         )
     return cast(AdapterTables, weights.prepared["compiled"])
@@ -142,13 +144,17 @@ def _template(layout: AdapterLayout) -> TableTemplate:
 
 
 def _make_template(layout: AdapterLayout) -> TableTemplate:
-    code = _CODES[layout.dtype]
+    code, width = _CODES[layout.dtype], vector_elements(layout.dtype)
 
     def line(run: Tile, row: int, begin: int, start: int, cost: int) -> tuple[int, ...]:
         place = (run.page, 0, 1, run.offset, run.num_rows, run.num_cols, code)
         return (*place, row + run.row, begin + run.col, begin, start, cost)
 
-    shrink, expand, expand_costs = [], [], []
+    def number_line(run: Tile, is_shift: bool, offset: int) -> tuple[int, ...]:
+        num_cols = run.num_cols // width
+        return (run.page, 0, 1, run.offset, 1, num_cols, code, int(is_shift), offset + run.col // width, 0, 0, 0)
+
+    shrink, expand, vectors, expand_costs = [], [], [], []
     for group in layout.groups.values():
         # By column: the first piece of a row starts its sum, the others add to it.
         shrink.append([line(run, 0, 0, 0, 1) for run in sorted(merge_tiles(group.a), key=lambda run: run.col)])
@@ -158,6 +164,15 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
             lines += [line(run, part.row, part.module.offset, total, part.rank) for run in merge_tiles(part.b)]
             total += -(-part.module.out_features // UNIT) * part.rank
         expand.append(lines)
+        of_group = [(kind, part, tiles) for part in group.modules for kind, tiles in part.vectors]
+        of_group.sort(key=lambda one: not one[0].is_factor)
+        vectors.append(
+            [
+                number_line(run, not kind.is_factor, part.module.offset)
+                for kind, part, tiles in of_group
+                for run in merge_tiles(tiles)
+            ]
+        )
         expand_costs.append(total)
     sizes = [
         group.rank * group.in_features + sum(part.rank * part.module.out_features for part in group.modules)
@@ -167,6 +182,7 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
         {name: number for number, name in enumerate(layout.groups)},
         TableLines.of(shrink),
         TableLines.of(expand),
+        TableLines.of(vectors),
         np.array([*(group.rank for group in layout.groups.values()), 0]),
         np.array([*expand_costs, 0]),
         np.array([*sizes, 0]),
@@ -208,8 +224,8 @@ class Pieces:
         return np.repeat(values.T.ravel(), self.counts.T.ravel())
 
 
-class StepPieces:
-    """The pieces of the adapters of a step, for some groups.
+class _StepTables:
+    """The tables of the adapters of a step, for some groups.
 
     Args:
         rows: The rows, and their adapters.
@@ -217,14 +233,33 @@ class StepPieces:
     """
 
     def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str]) -> None:
-        tables = [adapter_tables(weights) for _, _, weights in rows]
-        templates = [table.template for table in tables]
-        by_template = {id(one): [one.numbers.get(group, -1) for group in groups] for one in templates}
-        numbers = np.array([by_template[id(one)] for one in templates])
+        self.tables = [adapter_tables(weights) for _, _, weights in rows]
+        self.templates = [table.template for table in self.tables]
+        by_template = {id(one): [one.numbers.get(group, -1) for group in groups] for one in self.templates}
+        self.numbers = np.array([by_template[id(one)] for one in self.templates])
         self.first_row = np.array([start for start, _, _ in rows])
         self.num_rows = np.array([stop - start for start, stop, _ in rows])
+        self.memory, self.shifts = _common_memory(self.tables)
+
+
+class StepVectors(_StepTables):
+    """The factors and shifts of the adapters of a step, for some groups."""
+
+    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str]) -> None:
+        super().__init__(rows, groups)
+        lines = [one.vectors for one in self.templates]
+        self.pieces = Pieces.of([one.vectors for one in self.tables], lines, self.numbers, self.shifts)
+        self.pieces.table[:, FIRST_ROW] = self.first_row[self.pieces.adapters]
+        self.pieces.table[:, NUM_ROWS] = self.num_rows[self.pieces.adapters]
+
+
+class StepPieces(_StepTables):
+    """The pieces of the adapters of a step, for some groups."""
+
+    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str]) -> None:
+        super().__init__(rows, groups)
+        tables, templates, numbers, shifts = self.tables, self.templates, self.numbers, self.shifts
         self.element_bytes = np.array([one.element_bytes for one in templates])
-        self.memory, shifts = _common_memory(tables)
         self.shrink = Pieces.of([one.shrink for one in tables], [one.shrink for one in templates], numbers, shifts)
         self.expand = Pieces.of([one.expand for one in tables], [one.expand for one in templates], numbers, shifts)
         self.ranks, self.expand_costs, self.sizes = (
