@@ -21,9 +21,9 @@ scheduler, sampler, executor. Adapters are in host memory and loaded to device p
 that has other work too, `--processor-time` takes one thread for all systems and counts what it computed, not how long
 it waited: ratios of that hold still.
 
-Writes `bench/results/throughput.json` and `.md`. With `--kinds` only DoRA and (IA)3 beside plain LoRA, on that model and
-on the demo's: 32 requests, 8 and 32 adapters of rank 16 on all linears, written to `kinds.json` and `.md`. The floor there
-is the time in which memory gives what DoRA has beside A and B: a number per output and adapter, in each step.
+Writes `bench/results/throughput.json` and `.md`. With `--kinds` only DoRA beside plain LoRA, on that model and on the
+demo's: 32 requests, 8 and 32 adapters of rank 16 on all linears, written to `kinds.json` and `.md`. The floor there is
+the time in which memory gives what DoRA has beside A and B: a number per output and adapter, in each step.
 """
 
 from __future__ import annotations
@@ -172,8 +172,7 @@ def measure_kinds(num_rounds: int, *, is_quick: bool) -> None:
             else:
                 shutil.copytree(demo_model_path(), base)
             sets = {
-                kind: make_adapters(base, base / kind, [16] * 32, **settings)
-                for kind, settings in (("plain", {}), ("DoRA", {"use_dora": True}))
+                kind: make_adapters(base, base / kind, [16] * 32, use_dora=kind == "DoRA") for kind in ("plain", "DoRA")
             }
             ours = Ours(base, sets)
             asked = [PeerRequest(tuple(3 + (17 * i + 5 * j) % 100 for j in range(64)), num_out) for i in range(32)]
@@ -195,9 +194,10 @@ def measure_kinds(num_rounds: int, *, is_quick: bool) -> None:
         [
             "# Kinds of adapters beside plain LoRA",
             "",
-            f"`python bench/throughput.py --kinds` on {describe_machine(torch.device('cpu'))}: 32 requests of 64 tokens in, "
-            "rank 16 on all linears, fp32; medians of the rounds. The floor: the time of reading a number per output "
-            "and adapter in each step, beside plain LoRA.",
+            f"`python bench/throughput.py --kinds` on {describe_machine(torch.device('cpu'))}: 32 requests of 64 "
+            "tokens in, rank 16 on all linears, fp32; medians of the rounds. The floor: the time of reading a number "
+            "per output and adapter in each step, beside plain LoRA. Other processes took "
+            f"{others.share():.1%} of the machine's processor time.",
             "",
             *table(heads, rows),
         ]

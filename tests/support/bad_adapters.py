@@ -338,7 +338,7 @@ _bad_config("layers-pattern-regex", "layers_pattern", layers_to_transform=[0, 1]
 
 # Settings that ask for what we do not do.
 
-_bad_config("ia3", "IA3", "expected one of LORA", peft_type="IA3")
+_bad_config("oft", "OFT", "expected one of LORA", peft_type="OFT")
 _bad_config("prefix-tuning", "PREFIX_TUNING", peft_type="PREFIX_TUNING")
 _bad_config("type-missing", "peft_type is None", remove="peft_type")
 _bad_config("dora-without-magnitudes", "no lora_magnitude_vector", use_dora=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from parity_cases import _MODULES, _load, _quiet
-from peft import AdaLoraConfig, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 __all__ = ["KINDS", "kinds_of", "make_kinds"]
@@ -29,15 +29,13 @@ KINDS: Mapping[str, tuple[type[PeftConfig], dict[str, Any]]] = {
     "loha": (LoHaConfig, {"r": 3, "alpha": 5}),
     "lokr": (LoKrConfig, {"r": 2, "alpha": 3}),
     "lokr-both": (LoKrConfig, {"r": 2, "alpha": 4, "decompose_both": True, "decompose_factor": 8}),
+    "ia3": (IA3Config, {}),
+    "norms": (LoraConfig, {"r": 2, "lora_alpha": 2}),
     "float8": (LoraConfig, {"r": 8, "lora_alpha": 8}),
 }
 
 _BIASED = ("qwen2", "gptj")
 """Architectures with biases."""
-
-_BIASED_NORMS = ("gptj",)
-"""Architectures whose norms have biases, which ``bias="all"`` trains too: refused by name."""
-
 
 _TIED = ("gemma2", "gemma3", "gptj")
 """Architectures whose head is the embedding; PEFT leaves out the bias of GPT-J's head where its tokens are trained."""
@@ -48,8 +46,7 @@ def kinds_of(architecture: str) -> tuple[str, ...]:
     return tuple(
         kind
         for kind in KINDS
-        if (kind != "bias-all" or (architecture in _BIASED and architecture not in _BIASED_NORMS))
-        and (kind != "bias-lora-only" or architecture in _BIASED)
+        if (kind not in ("bias-all", "bias-lora-only") or architecture in _BIASED)
         and (kind != "tokens-ends" or architecture not in _TIED)
     )
 
@@ -65,6 +62,10 @@ def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Pat
         make, options = KINDS[kind]
         if kind == "saved-embedding":
             options = {**options, "modules_to_save": [embedding]}
+        if kind == "ia3":
+            options = {"feedforward_modules": [every[-1]]}
+        if kind == "norms":
+            options = {**options, "modules_to_save": ["ln_1", "ln_f"] if architecture == "gptj" else ["norm"]}
         if kind == "tokens-ends":
             options = {**options, "trainable_token_indices": {embedding: [7, 30, 9], "lm_head": list(range(1, 320, 5))}}
         torch.manual_seed(300 + seed)
@@ -85,7 +86,7 @@ def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Pat
 
 def _draw(name: str, parameter: torch.nn.Parameter, kind: str) -> None:
     """Give a trained parameter numbers of a size that shows in the logits."""
-    if "magnitude" in name:
+    if "magnitude" in name or "ia3_l" in name:
         parameter.data.mul_(torch.empty_like(parameter).uniform_(0.8, 1.25))
     elif "modules_to_save" in name:
         parameter.data.add_(0.04 * torch.randn_like(parameter))

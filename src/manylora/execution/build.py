@@ -50,7 +50,7 @@ from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
 from manylora.execution.model.modules import adapt_modules
-from manylora.execution.model.settle import BaseGroup, Settling
+from manylora.execution.model.settle import BaseGroup, BaseNorm, Settling
 from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner
 from manylora.execution.sampling.sampler import make_sampler
@@ -172,7 +172,7 @@ class _Model:
     pages: PageTensor  # memory for KV and adapters
     dtype: torch.dtype  # type of its activations
     ops: DeviceOps  # operations of its device
-    own: Mapping[str, BaseGroup]  # the base's weights and biases by group
+    own: Mapping[str, BaseGroup | BaseNorm]  # the base's weights and biases by group
 
 
 def _weights(

@@ -1,19 +1,34 @@
 """What we make of a checkpoint against what PEFT itself makes of it."""
 
+import json
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 from bad_adapters import tiny_base
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PeftType,
+    VeraConfig,
+    get_peft_model,
+)
 from peft.tuners.lora import LoraLayer
 from transformers import LlamaConfig, LlamaForCausalLM
 from unpacked import unpack
 
+from manylora.core.adapters.method import parse_settings
 from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.read import ReadRules, read_adapter
+from manylora.core.errors import AdapterError
 
 pytestmark = [
     # PEFT's own: what it calls in transformers, and what it tells whoever saves an adapted embedding.
@@ -56,6 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "embedding-and-head": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "lora_alpha": 5},
     "gaussian": {"target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
     "orthogonal": {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+    "mica": {"target_modules": ["q_proj"], "init_lora_weights": "mica"},
 }
 
 
@@ -117,3 +133,51 @@ def test_both_formats_of_equal_weights_are_one_version(tuned: PeftModel, dtype: 
     new, old = read(tmp_path / "new"), read(tmp_path / "old")
     assert new.version.key == old.version.key
     np.testing.assert_array_equal(new.image, old.image)
+
+
+SERVED: tuple[type[PeftConfig], ...] = (LoraConfig, AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, VeraConfig)
+
+
+def written(make: type[PeftConfig], folder: Path, **settings: Any) -> dict[str, Any]:
+    if make is AdaLoraConfig:
+        settings["total_step"] = 10
+    make(target_modules=["q_proj"], **settings).save_pretrained(folder)
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return config
+
+
+@pytest.mark.parametrize("make", SERVED, ids=lambda make: make.__name__)
+def test_every_setting_of_peft_is_known(make: type[PeftConfig], tmp_path: Path) -> None:
+    """A release of PEFT with a new setting turns this red: is it to be honoured, to be refused, or without effect?"""
+    config = written(make, tmp_path)
+    parse_settings("mine", config)
+    for field in fields(make):
+        try:
+            parse_settings("mine", config | {field.name: "other"})
+        except AdapterError as error:
+            assert f" {field.name} " in str(error) and "unknown setting" not in str(error)
+
+
+def test_every_kind_of_peft_is_served_or_refused_by_its_name(tmp_path: Path) -> None:
+    served = {written(make, tmp_path)["peft_type"] for make in SERVED}
+    for kind in PeftType:
+        if kind.value not in served:
+            with pytest.raises(AdapterError, match=f"peft_type is '{kind.value}', expected one of {'|'.join(served)}"):
+                parse_settings("mine", {"peft_type": kind.value})
+
+
+KEEPS_THE_BASE = {"gaussian", "eva", "orthogonal", "mica"}
+
+
+def test_every_initialisation_of_peft_is_known(tmp_path: Path) -> None:
+    """PEFT's other names of initialisations change the base."""
+    config = written(LoraConfig, tmp_path)
+    hint = get_type_hints(LoraConfig)["init_lora_weights"]
+    named = {value for one in get_args(hint) for value in get_args(one)}
+    assert named > KEEPS_THE_BASE
+    for name in named:
+        if name in KEEPS_THE_BASE:
+            parse_settings("mine", config | {"init_lora_weights": name})
+        else:
+            with pytest.raises(AdapterError, match="path_initial_model_for_weight_conversion"):
+                parse_settings("mine", config | {"init_lora_weights": name})

@@ -26,7 +26,7 @@ from manylora.core.adapters.method import METHODS, parse_settings
 from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.adapters.report import inspect_adapter
-from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.shape import BaseShape, ModuleKind
 from manylora.core.adapters.sources import open_folder
 from manylora.core.adapters.tensors import ModuleWeights, VectorKind
 from manylora.core.adapters.weight_file import WeightFile
@@ -236,11 +236,27 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     return Engines(path / "base", model)
 
 
+def write_with_norms(directory: Path, base: BaseShape, **options) -> Path:
+    """An adapter of plain LoRA that was trained with all norms."""
+    write_good_adapter(directory, base, modules_to_save=["norm"], **options)
+    rng = np.random.default_rng(0)
+    norms = {
+        f"base_model.model.{module.name}.weight": rng.uniform(0.5, 1.5, module.in_features).astype("f4")
+        for module in base.modules
+        if module.name.endswith("norm")
+    }
+    save_file(adapter_tensors(base, **options) | norms, directory / "adapter_model.safetensors")
+    return directory
+
+
 def merged(model: Qwen2ForCausalLM, weights: dict[str, ModuleWeights]) -> Qwen2ForCausalLM:
     """Return the model with an adapter in its own weights: the oracle."""
     copy = deepcopy(model)
     for name, one in weights.items():
         weight = copy.get_submodule(name).weight.data
+        if one.module.kind is ModuleKind.NUMBERS:
+            weight.copy_(torch.from_numpy(one.vectors[VectorKind.GAIN].as_float32().copy()))
+            continue
         delta = one.scale * torch.from_numpy(one.b.as_float32() @ one.a.as_float32())
         is_embedding = name.endswith("embed_tokens")
         weight += delta.t() if is_embedding else delta
@@ -287,7 +303,7 @@ def test_logits_are_those_of_merged_models(kernels: str, engines: Engines, tmp_p
         pytest.importorskip("triton")
     parts = build(engines, kernels)
     folders = [
-        write_good_adapter(tmp_path / "plain", parts.base, rank=4, targets=["q_proj", "down_proj"], seed=1),
+        write_with_norms(tmp_path / "norms", parts.base, rank=4, targets=["q_proj", "down_proj"], seed=1),
         write_scaled(tmp_path / "scaled", parts.base, rank=3, targets=LINEAR, seed=2),
         # What a table does not say, the embedding's share, is run without graphs.
         write_scaled(tmp_path / "embedding", parts.base, rank=2, targets=("embed_tokens", "k_proj"), seed=3),

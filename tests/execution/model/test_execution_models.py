@@ -24,7 +24,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.shape import BaseShape, ModuleKind
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import ConfigError
@@ -79,12 +79,18 @@ def test_llama_is_described_as_peft_sees_it(tmp_path: Path) -> None:
     assert modules[f"{layer}.mlp.up_proj"].group == modules[f"{layer}.mlp.gate_proj"].group == f"{layer}.mlp.gate_up"
     assert modules[f"{layer}.mlp.up_proj"].offset == 48
     assert modules["lm_head"].layer is None and modules[f"{layer}.mlp.up_proj"].layer == 1
-    assert len(modules) == 2 * 7 + 2 and len(base.all_linear) == 2 * 7
+    linears = [module for module in base.modules if module.kind is ModuleKind.LINEAR]
+    assert len(linears) == 2 * 7 + 1 and len(base.all_linear) == 2 * 7
+    assert {name for name, module in modules.items() if module.kind is ModuleKind.NUMBERS} == {
+        "model.norm",
+        *(f"model.layers.{n}.{x}" for n in range(2) for x in ("input_layernorm", "post_attention_layernorm")),
+        *(f"model.layers.{n}.mlp.down_proj.input" for n in range(2)),
+    }
     assert "lm_head" not in base.all_linear
     assert base.eos_token_ids == (2,)
     assert base.max_model_len == 128
     assert (base.page.num_layers, base.page.num_kv_heads, base.page.head_dim) == (2, 2, 8)
-    assert dict(base.unsupported)["model.norm"] == "it is a normalisation, not a linear"
+    assert not base.unsupported
 
 
 def test_fingerprint_follows_the_configuration_not_the_place(tmp_path: Path) -> None:

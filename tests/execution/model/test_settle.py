@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from bad_adapters import adapter_tensors, tiny_base, write_good_adapter
+from bad_adapters import adapter_config, adapter_tensors, tiny_base, write_good_adapter
 from safetensors.numpy import load_file, save_file
 
 from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.read import ReadRules, read_adapter
-from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
 from manylora.core.errors import AdapterError
 from manylora.execution.kernels.linear import reorder, rows_of
-from manylora.execution.model.settle import BaseGroup, Settling
+from manylora.execution.model.settle import BaseGroup, BaseNorm, Settling
 from manylora.execution.storage.host_tier import HostTier
 from manylora.lab.sim.build import SimulatedReader
 
@@ -112,6 +114,36 @@ def test_an_adapter_that_leaves_no_finite_factor_is_refused_and_forgotten(tmp_pa
     with pytest.raises(AdapterError, match="cancels a row of the base, or its numbers are too large"):
         tier.put(packed)
     assert tier.get(packed.version.key) is None
+
+
+def test_a_norm_takes_the_place_of_the_base_s_where_that_is_not_0(tmp_path: Path) -> None:
+    sizes = {"in_features": 32, "out_features": 32, "offset": 0, "has_bias": True}
+    place = TargetModule(name="model.norm", kind=ModuleKind.NUMBERS, group="model.norm", layer=None, **sizes)
+    base, folder = replace(BASE, modules=(*BASE.modules, place)), write_good_adapter(tmp_path / "a", BASE)
+    tensors, key = adapter_tensors(BASE), "base_model.model.model.norm"
+    save_file(
+        tensors | {f"{key}.weight": np.full(32, 3, "f4"), f"{key}.bias": np.full(32, 5, "f4")},
+        folder / "adapter_model.safetensors",
+    )
+    rules = ReadRules(base=base, max_bytes=1 << 24)
+    with pytest.raises(AdapterError, match="bias is 'none'"):
+        read_adapter("mine", folder, rules)
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(modules_to_save=["norm"])))
+    packed, norm = read_adapter("mine", folder, rules), torch.nn.LayerNorm(32)
+    torch.nn.init.uniform_(norm.weight, 0.5, 2)
+    torch.nn.init.normal_(norm.bias)
+    tier = HostTier(is_pinned=False, settle=partial(Settling.of, groups_of(BASE) | {"model.norm": BaseNorm.of(norm)}))
+    tier.put(packed)
+    adapter, x = tier.get(packed.version.key), torch.randn(4, 32)
+    assert adapter is not None
+    (module,) = adapter.in_place().groups["model.norm"].modules
+    found = norm(x) * module.factor[0].weight + module.shift[0].weight
+    torch.testing.assert_close(found, torch.nn.functional.layer_norm(x, (32,)) * 3 + 5)
+    with torch.no_grad():
+        norm.weight[7] = 0
+    tier = HostTier(is_pinned=False, settle=partial(Settling.of, groups_of(BASE) | {"model.norm": BaseNorm.of(norm)}))
+    with pytest.raises(AdapterError, match=r"'model.norm' has a number where the base's weight is 0"):
+        tier.put(packed)
 
 
 def test_a_simulated_server_takes_as_many_pages_for_it(tmp_path: Path) -> None:

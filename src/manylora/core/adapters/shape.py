@@ -8,20 +8,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["ELEMENT_BYTES", "SCALE_BYTES", "BaseShape", "ModuleKind", "PageShape", "TargetModule"]
+__all__ = ["ELEMENT_BYTES", "INPUT", "SCALE_BYTES", "BaseShape", "ModuleKind", "PageShape", "TargetModule"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element, by dtype, of adapters."""
+
+INPUT = ".input"
+"""Behind the name of a linear, the name of its input."""
 
 SCALE_BYTES = 4
 """Bytes of the scale behind a vector of KV in int8."""
 
 
 class ModuleKind(Enum):
-    """Kind of the base weight that a LoRA pair changes."""
+    """Kind of the part of the base that an adapter changes."""
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
+    NUMBERS = "numbers"
+    """The output of a norm, or the input of a linear (``INPUT``): each number by itself, no products."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +39,13 @@ class TargetModule:
 
     name: str  # path as PEFT writes it below ``base_model.model.`` (``model.layers.0.self_attn.q_proj``)
     kind: ModuleKind  # linear or embedding
-    in_features: int  # columns of A (the vocabulary for an embedding)
-    out_features: int  # rows of B
+    in_features: int  # columns of A (the vocabulary for an embedding; the length of a norm's weight)
+    out_features: int  # rows of B (a norm of each head has a multiple of its weight's length)
     layer: int | None  # index of the decoder layer; ``None`` outside the layers
     group: str  # name of the group, unique in the model
     offset: int  # first column of the module's output in the group's
     has_bias: bool = field(default=False, repr=False)  # whether the base adds one to its output; not in fingerprints
+    token_axis: int = field(default=1, repr=False)  # axis of the tokens in a norm's output
 
     @property
     def turn(self) -> tuple[int, int]:

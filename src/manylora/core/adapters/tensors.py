@@ -7,6 +7,7 @@ adapter is plain LoRA.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ __all__ = [
     "VectorKind",
     "check_tensor",
     "gather_parts",
+    "only_vectors",
 ]
 
 PREFIX = "base_model.model."
@@ -86,22 +88,26 @@ class VectorKind(StrEnum):
 
     FACTOR = "factor"
     """Multiplies the sum of base and LoRA."""
+    GAIN = "gain"
+    """Takes the place of the weight of a norm: the factor is the ratio of the two norms' outputs."""
     MAGNITUDE = "magnitude"
     """Length that each row of the weight with LoRA is brought to (DoRA): the factor follows from the base's weight."""
     SHIFT = "shift"
     """Added behind the bias of the base."""
     BIAS = "bias"
     """Takes the place of the bias of the base: the shift is the difference of the two."""
+    BIAS_FACTOR = "factor of the bias"
+    """Multiplies the bias of the base: the shift is what that adds to it."""
 
     @property
     def is_factor(self) -> bool:
         """Whether it multiplies, in place of being added."""
-        return self in (VectorKind.FACTOR, VectorKind.MAGNITUDE)
+        return self in (VectorKind.FACTOR, VectorKind.GAIN, VectorKind.MAGNITUDE)
 
     @property
     def needs_base(self) -> bool:
         """Whether the base's numbers are needed to make a factor or shift of it."""
-        return self in (VectorKind.MAGNITUDE, VectorKind.BIAS)
+        return self not in (VectorKind.FACTOR, VectorKind.SHIFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +222,15 @@ class ModuleWeights:
         """Return the weights with the bytes that were read; matrices that follow from others are computed."""
         vectors = {kind: tensor.filled(contents) for kind, tensor in self.vectors.items()}
         return replace(self, a=self.a.filled(contents), b=self.b.filled(contents), vectors=vectors)
+
+
+def only_vectors(module: TargetModule, vectors: Mapping[VectorKind, Tensor]) -> ModuleWeights:
+    """Return weights of a module that has vectors alone: the pair beside them is zeros, of rank 1."""
+    a, b = (
+        StoredTensor("BF16", shape, np.zeros(2 * math.prod(shape), np.uint8))
+        for shape in ((1, module.in_features), (module.out_features, 1))
+    )
+    return ModuleWeights(module, 1, 1.0, a, b, vectors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,11 +59,16 @@ class LostRows:
 
 @dataclass(frozen=True, slots=True)
 class _BaseGroup:
-    """A group of the base: its inputs and outputs, and whether its input is token ids."""
+    """A group of the base: its inputs and outputs; the input of an embedding is token ids."""
 
     num_in: int
     num_out: int
-    is_embedding: bool
+    kind: ModuleKind
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether its input is token ids."""
+        return self.kind is ModuleKind.EMBEDDING
 
     @property
     def row_bytes(self) -> int:
@@ -208,7 +213,7 @@ class AssistedStep:
         costs = []
         for start, stop, segment in rows:
             groups = segment.adapter.memory.layout.groups.items()
-            linear = [group for name, group in groups if not self._groups[name].is_embedding]
+            linear = [group for name, group in groups if self._groups[name].kind is ModuleKind.LINEAR]
             costs.append((stop - start, adapter_cost(linear)))
         firsts = split_rows(costs, len(workers))
         shares = []
@@ -239,16 +244,17 @@ class AssistedStep:
             for start, stop, segment in share.runs:
                 weights = segment.adapter.groups.get(name)
                 if weights is not None and segment not in taken:
-                    inputs.append((start, stop, x[share.first + at : share.first + at + stop - start]))
-                    own.append(Part(at, at + stop - start, weights))
                     parts.append(Part(start, stop, weights))
+                    if group.kind is not ModuleKind.NUMBERS:
+                        inputs.append((start, stop, x[share.first + at : share.first + at + stop - start]))
+                        own.append(Part(at, at + stop - start, weights))
                 at += stop - start
             if own:
                 result = (
                     share.worker.results.reserve(4 * at * group.num_out).view(torch.float32).view(at, group.num_out)
                 )
                 tasks.append((share, _task(group, x[share.first : share.last], result, own)))
-        return _Reply(self._stream, inputs, tasks, parts) if tasks else None
+        return _Reply(self._stream, inputs, tasks, parts) if parts else None
 
 
 class Assistant:
@@ -276,7 +282,7 @@ class Assistant:
         for module in base.modules:
             before = self._groups.get(module.group)
             num_out = max(before.num_out if before else 0, module.offset + module.out_features)
-            self._groups[module.group] = _BaseGroup(module.in_features, num_out, module.kind is ModuleKind.EMBEDDING)
+            self._groups[module.group] = _BaseGroup(module.in_features, num_out, module.kind)
         for compiled in (lora_kernel, product_kernel, gather_kernel):
             compiled()  # now, not within a step
         self._inputs = GrowingMemory(stream)
@@ -293,7 +299,7 @@ class Assistant:
     def prepare(self, adapter: AdapterMemory) -> None:
         """Measure the cost of an adapter's rows if its shape is new; blocks, on a thread that no step awaits."""
         groups = adapter.layout.groups.items()
-        measure_classes(group for name, group in groups if not self._groups[name].is_embedding)
+        measure_classes(group for name, group in groups if self._groups[name].kind is ModuleKind.LINEAR)
 
     def begin(self, segments: tuple[LoraSegment, ...]) -> AssistedStep:
         """Wake workers for a step with these segments, whose adapters are host images; ``finish`` ends it."""

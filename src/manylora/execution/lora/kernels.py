@@ -17,7 +17,7 @@ For comparisons, with another order of additions::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -26,7 +26,7 @@ from manylora.core.errors import ConfigError
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import linear
 from manylora.execution.kernels.triton.support import find_triton
-from manylora.execution.lora.parts import GroupParts, Part, StepRows
+from manylora.execution.lora.parts import GroupParts, StepRows
 from manylora.execution.lora.tables import PADDED, RAGGED, RowBlocks
 from manylora.execution.storage.resident import ResidentGroup
 
@@ -40,9 +40,9 @@ __all__ = [
     "add_embedding",
     "apply_grouped",
     "apply_naive",
-    "apply_vectors",
-    "apply_vectors_of",
     "choose_kernel",
+    "compiled_for",
+    "group_tables",
 ]
 
 LoraKernel = Callable[[torch.Tensor, torch.Tensor, GroupParts], None]
@@ -54,41 +54,20 @@ MIN_PRODUCT_ROWS = 64
 
 def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
     """Add LoRA by compiled kernels or plain products; see ``LoraKernel``."""
-    kernels = _compiled_for(x)
+    kernels = compiled_for(x)
     if kernels is None:
         for part in parts.parts:
             _apply(x[part.start : part.stop], out[part.start : part.stop], part.weights)
         return
-    kernels.add_lora(x.contiguous(), out, _group_tables(kernels, parts))
+    kernels.add_lora(x.contiguous(), out, group_tables(kernels, parts))
 
 
-def apply_vectors(out: torch.Tensor, parts: GroupParts) -> None:
-    """Multiply rows of ``out`` ``[rows, out]`` by their adapters' factors and add their shifts, in place."""
-    if parts.tables is not None and parts.span is not None:
-        parts.tables().apply_vectors(out, parts.span)
-    elif (kernels := _compiled_for(out)) is not None and out.is_contiguous():
-        kernels.apply_vectors(out, _group_tables(kernels, parts))
-    else:
-        apply_vectors_of(out, parts.parts)
-
-
-def apply_vectors_of(out: torch.Tensor, parts: Iterable[Part]) -> None:
-    """Do the same piece by piece, for vectors that may be in page-locked memory."""
-    for part in parts:
-        rows = out[part.start : part.stop]
-        for module in part.weights.modules:
-            for pieces, act in ((module.factor, torch.Tensor.mul_), (module.shift, torch.Tensor.add_)):
-                for piece in pieces:
-                    start = module.offset + piece.col
-                    columns = rows[:, start : start + piece.weight.shape[1]]
-                    act(columns, piece.weight.to(out.device, non_blocking=True))
-
-
-def _compiled_for(x: torch.Tensor) -> CompiledKernels | None:
+def compiled_for(x: torch.Tensor) -> CompiledKernels | None:
+    """Return the compiled kernels if they can run on ``x``."""
     return find_compiled() if x.dtype is torch.float32 and x.device.type == "cpu" else None
 
 
-def _group_tables(kernels: CompiledKernels, parts: GroupParts) -> GroupTables:
+def group_tables(kernels: CompiledKernels, parts: GroupParts) -> GroupTables:
     """Return the tables of a group; the first group of a batch makes the tables of all."""
     step = parts.step or StepRows.of(parts.parts)
     if "grouped" not in step.prepared:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import nn
 
-from manylora.core.adapters.shape import BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.core.adapters.shape import INPUT, BaseShape, ModuleKind, PageShape, TargetModule
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import ModelProbe
 
@@ -60,13 +61,19 @@ def describe_model(
 
 
 def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule, ...]:
-    """Return the modules that an adapter may change; those of one group are computed as one product."""
+    """Return the modules that an adapter may change; those of one group are computed as one product.
+
+    The last linear of each layer, which ends its feed-forward, is followed by its input, which (IA)3 scales.
+    """
     groups = _groups(model, probe)
-    modules = []
+    modules: list[TargetModule] = []
     for name, module in model.named_modules():
-        if name not in probe.inputs and name != probe.head:
+        if name not in probe.inputs and name not in probe.norms and name != probe.head:
             continue
-        if type(module) is nn.Linear:
+        axis = 1
+        if name in probe.norms:
+            kind, in_features, (out_features, axis) = ModuleKind.NUMBERS, module.weight.shape[0], probe.norms[name]
+        elif type(module) is nn.Linear:
             kind, in_features, out_features = ModuleKind.LINEAR, module.in_features, module.out_features
         elif isinstance(module, nn.Embedding):
             kind, in_features, out_features = ModuleKind.EMBEDDING, module.num_embeddings, module.embedding_dim
@@ -75,12 +82,22 @@ def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule,
         match = re.search(r"\.(\d+)\.", name)
         layer = int(match.group(1)) if match else None
         group, offset = groups.get(name, (name, 0))
-        sizes = {"in_features": in_features, "out_features": out_features}
+        sizes = {"in_features": in_features, "out_features": out_features, "token_axis": axis}
         has_bias = getattr(module, "bias", None) is not None
         modules.append(
             TargetModule(name=name, kind=kind, layer=layer, group=group, offset=offset, has_bias=has_bias, **sizes)
         )
-    return tuple(modules)
+    last = {one.layer: one.name for one in modules if one.kind is ModuleKind.LINEAR and one.group == one.name}
+    return tuple(
+        part
+        for one in modules
+        for part in ((one, _input_of(one)) if one.layer is not None and last.get(one.layer) == one.name else (one,))
+    )
+
+
+def _input_of(linear: TargetModule) -> TargetModule:
+    name, width = linear.name + INPUT, linear.in_features
+    return replace(linear, name=name, group=name, kind=ModuleKind.NUMBERS, out_features=width, offset=0, has_bias=False)
 
 
 def siblings(model: nn.Module) -> dict[str, list[str]]:
@@ -125,7 +142,7 @@ def _unsupported(model: nn.Module, adaptable: set[str]) -> Iterable[tuple[str, s
         elif isinstance(module, nn.Linear | nn.Embedding):
             yield name, "it is not called once on every token (an expert, or a part that text does not use)"
         elif "norm" in type(module).__name__.lower():
-            yield name, "it is a normalisation, not a linear"
+            yield name, "it is a norm that is not called once on every token"
         else:
             yield name, f"it is a {type(module).__name__}, not a linear"
 

@@ -10,8 +10,9 @@ A module's output is the base product, LoRA, and an epilogue where an adapter ha
     neither in the step     out = x W^T + bias      += LoRA
     one or more             out = x W^T             += LoRA      *= factor, += shift of row's adapter     += bias
 
-Plain LoRA takes the first line: no launch and no memory for vectors. The inputs of assisted rows leave for the
-CPU before the base product is launched, and their LoRA is added behind it.
+Plain LoRA takes the first line: no launch and no memory for vectors. A norm keeps its module; its output, and the input
+of the last linear of a layer, pass a ``Place``, where an adapter may multiply and shift each number. The inputs of
+assisted rows leave for the CPU before the base product is launched, and their LoRA is added behind it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from typing import cast
 import torch
 from torch import nn
 
-from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
+from manylora.core.adapters.shape import INPUT, BaseShape, ModuleKind, TargetModule
 from manylora.core.errors import ConfigError
 from manylora.execution.kernels.linear import BaseLinear, Weight
 from manylora.execution.lora.batch import StepContext
-from manylora.execution.lora.kernels import add_embedding, apply_vectors, apply_vectors_of
-from manylora.execution.lora.parts import AssistedReply, GroupParts
-from manylora.execution.model.settle import BaseGroup
+from manylora.execution.lora.kernels import add_embedding
+from manylora.execution.lora.vectors import Place, apply_epilogue
+from manylora.execution.model.settle import BaseGroup, BaseNorm
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
 
@@ -43,11 +44,15 @@ class AdaptedLinear(nn.Module):
         group: Name of its group in adapters.
         step: The running step.
         is_head: Whether it is the output head, whose input is the sampled rows only.
+        place: Its input, if adapters may change that.
     """
 
-    def __init__(self, base: BaseLinear, group: str, step: StepContext, *, is_head: bool = False) -> None:
+    def __init__(
+        self, base: BaseLinear, group: str, step: StepContext, *, is_head: bool = False, place: Place | None = None
+    ) -> None:
         super().__init__()
         self.base = base
+        self._place = place
         self._product = base.product
         self._group = group
         self._step = step
@@ -61,6 +66,8 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x W^T + b`` with each row's adapter, for ``x`` ``[..., in]``."""
         step, group, is_sampled = self._step, self._group, self._is_head
+        if self._place is not None:
+            x = self._place.apply(x, is_shared=True)
         parts = step.lora.parts(group, is_sampled=is_sampled) if step.lora is not None else None
         reply = step.assist.send(group, x, is_sampled=is_sampled) if step.assist is not None else None
         if parts is None and reply is None:
@@ -75,7 +82,7 @@ class AdaptedLinear(nn.Module):
         if reply is not None:
             reply.add_to(rows)
         if has_vectors:
-            _apply_epilogue(rows, self.base.bias, parts, reply)
+            apply_epilogue(rows, self.base.bias, parts, reply)
         return out
 
 
@@ -118,7 +125,7 @@ class AdaptedEmbedding(nn.Module):
         if reply is not None:
             reply.add_to(rows, self._scale)
         if parts is not None or reply is not None:
-            _apply_epilogue(rows, None, parts, reply)
+            apply_epilogue(rows, None, parts, reply)
         return out
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -176,11 +183,11 @@ class FusedPart(nn.Module):
 
 def adapt_modules(
     model: nn.Module, weights: Mapping[str, Weight], shape: BaseShape, step: StepContext, dtype: torch.dtype
-) -> dict[str, BaseGroup]:
+) -> dict[str, BaseGroup | BaseNorm]:
     """Replace every module of ``shape`` in ``model``, in place, by a module that adds LoRA to ``dtype`` activations.
 
     Returns:
-        The weights and bias of each group.
+        The weights and bias of each group, and the norms.
 
     ``weights`` has the weights and biases of groups of linears as ``<group>.weight`` (or ``<group>.weight.0``,
     ``<group>.weight.1`` ... where they could not become one) and ``<group>.bias``, others by their names.
@@ -189,26 +196,44 @@ def adapt_modules(
     groups: dict[str, list[TargetModule]] = defaultdict(list)
     for module in shape.modules:
         groups[module.group].append(module)
-    own: dict[str, BaseGroup] = {}
+    own: dict[str, BaseGroup | BaseNorm] = {}
+    places = {group: Place(members[0], step) for group, members in groups.items() if _is_place(members)}
     for group, members in groups.items():
         name = members[0].name
-        if members[0].kind is ModuleKind.EMBEDDING:
+        if group in places:
+            if not name.endswith(INPUT):
+                norm = model.get_submodule(name)
+                if not norm.weight.is_meta:  # ``check_complete`` says what is missing
+                    own[group] = BaseNorm.of(norm)
+                norm.place = places[group]  # type: ignore[assignment]
+                norm.register_forward_hook(_pass)
+        elif members[0].kind is ModuleKind.EMBEDDING:
             embedding = cast(nn.Embedding, model.get_submodule(name))
             table = weights[f"{name}.weight"]
             is_narrow = not isinstance(table, torch.Tensor) or table.dtype != dtype
             model.set_submodule(name, AdaptedEmbedding(embedding, table if is_narrow else None, group, step))
             own[group] = BaseGroup((table,), None)
-            continue
-        base = _base_linear(weights, group if len(members) > 1 else name)
-        own[group] = BaseGroup(base.weights, base.bias)
-        if len(members) > 1:
+        elif len(members) > 1:
+            base = _base_linear(weights, group)
+            own[group] = BaseGroup(base.weights, base.bias)
             fused = FusedLinear(base, [member.out_features for member in members], group, step)
             for index, member in enumerate(members):
                 model.set_submodule(member.name, FusedPart(fused, index, is_owner=index == 0))
         else:
-            is_head = model.get_submodule(name) is head
-            model.set_submodule(name, AdaptedLinear(base, group, step, is_head=is_head))
+            base = _base_linear(weights, name)
+            own[group] = BaseGroup(base.weights, base.bias)
+            is_head, place = model.get_submodule(name) is head, places.get(name + INPUT)
+            model.set_submodule(name, AdaptedLinear(base, group, step, is_head=is_head, place=place))
     return own
+
+
+def _is_place(members: Sequence[TargetModule]) -> bool:
+    return members[0].kind is ModuleKind.NUMBERS
+
+
+def _pass(norm: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+    """Let the output of a norm pass its place."""
+    return cast(Place, norm.place).apply(out)
 
 
 def _base_linear(weights: Mapping[str, Weight], name: str) -> BaseLinear:
@@ -223,18 +248,3 @@ def _base_linear(weights: Mapping[str, Weight], name: str) -> BaseLinear:
     if not parts:
         raise ConfigError(f"Got shared weights without {name}.weight: the table is incomplete")
     return BaseLinear(cast(list[Weight], parts), cast(torch.Tensor | None, weights.get(f"{name}.bias")))
-
-
-def _apply_epilogue(
-    out: torch.Tensor, bias: torch.Tensor | None, parts: GroupParts | None, reply: AssistedReply | None
-) -> None:
-    """Multiply each row by its adapter's factor and add its shift, then add the bias to all rows.
-
-    ``out`` ``[rows, out]`` is the base product with LoRA, changed in place.
-    """
-    if parts is not None and parts.has_vectors:
-        apply_vectors(out, parts)
-    if reply is not None:
-        apply_vectors_of(out, reply.parts)
-    if bias is not None:
-        out.add_(bias)

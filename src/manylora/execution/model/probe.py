@@ -20,7 +20,7 @@ from manylora.core.errors import ConfigError
 from manylora.execution.attention.call import AttentionCall
 from manylora.execution.model.head import RecordedPass
 
-__all__ = ["ModelProbe", "measure_activations", "probe_model", "stand_ins"]
+__all__ = ["ModelProbe", "is_norm", "measure_activations", "probe_model", "stand_ins"]
 
 NUM_TOKENS = 5
 NUM_SAMPLED = 2
@@ -59,6 +59,8 @@ class ModelProbe:
     # share their input.
     inputs: dict[str, int]
     head: str | None  # name of the output head, called once on the sampled rows
+    # Numbers that a norm returns for a token, and the axis of tokens, per norm that was called once on every token.
+    norms: dict[str, tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -188,6 +190,7 @@ def _summary(
     head_module = model.get_output_embeddings()  # type: ignore[operator]
     head = None
     inputs: dict[str, int] = {}
+    norms: dict[str, tuple[int, int]] = {}
     numbers: dict[int, int] = {}
     for name, tensors in seen.items():
         if len(tensors) != 1:
@@ -195,14 +198,28 @@ def _summary(
         num_rows = tensors[0].shape[:-1].numel() if tensors[0].is_floating_point() else tensors[0].numel()
         if model.get_submodule(name) is head_module:
             head = name if num_rows == NUM_SAMPLED else None
+        elif is_norm(model.get_submodule(name)):
+            axes = [axis for axis, size in enumerate(tensors[0].shape[1:-1], 1) if size == NUM_TOKENS]
+            if len(axes) == 1 and len(tensors[0]) == 1:
+                norms[name] = tensors[0].numel() // NUM_TOKENS, axes[0]
         elif num_rows == NUM_TOKENS:
             inputs[name] = numbers.setdefault(id(tensors[0]), len(numbers))
-    return ModelProbe(num_layers=num_layers, num_kv_heads=kv_shape[0], head_dim=kv_shape[1], inputs=inputs, head=head)
+    num_kv_heads, head_dim = kv_shape
+    return ModelProbe(
+        num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, inputs=inputs, head=head, norms=norms
+    )
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm with a weight, and perhaps a bias, over its last dimension."""
+    parameters = dict(module.named_parameters())
+    is_vector = all(parameter.ndim == 1 for parameter in parameters.values())
+    return "norm" in type(module).__name__.lower() and "weight" in parameters and is_vector
 
 
 @contextmanager
 def _watching(model: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Record the input of every linear and embedding; live references keep the tensors' identities unique."""
+    """Record the input of every linear, embedding and norm; live references keep the tensors' identities unique."""
 
     def note(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -214,7 +231,7 @@ def _watching(model: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator
     hooks = [
         module.register_forward_pre_hook(note(name))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
+        if isinstance(module, nn.Linear | nn.Embedding) or is_norm(module)
     ]
     try:
         yield

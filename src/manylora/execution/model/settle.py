@@ -2,9 +2,11 @@
 
 ::
 
-    magnitude m   (DoRA)          factor = m / |W + scale B A|, by row of the weight
-    bias b        (in its place)  shift  = b - the base's
-    rows, or all of a weight      theirs - the base's
+    magnitude m   (DoRA)             factor = m / |W + scale B A|, by row of the weight
+    gain          (a norm's weight)  factor = the norm's output with it / with the base's
+    bias b        (in its place)     shift  = b - the base's, times the factor if the base added it before that (norms)
+    factor of the bias f             shift  = (f - 1) times the base's
+    rows, or all of a weight         theirs - the base's
 
 A reader process has no weights of the base, so it leaves what the file says in the image. The engine's process has the
 weights that it serves, of whatever format, and finishes the image as its layers come: once for each read of an adapter,
@@ -18,10 +20,13 @@ Source:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import cast
 
 import torch
+from torch import nn
 
 from manylora.core.adapters.layout import AdapterLayout, GroupLayout
 from manylora.core.adapters.shape import ModuleKind, TargetModule
@@ -30,7 +35,7 @@ from manylora.core.errors import AdapterError
 from manylora.execution.kernels.linear import Weight, rows_at, rows_of
 from manylora.execution.storage.resident import ResidentGroup, ResidentModule, WeightPiece, read_in_place
 
-__all__ = ["BaseGroup", "Settling"]
+__all__ = ["BaseGroup", "BaseNorm", "Settling"]
 
 CHUNK_ELEMENTS = 1 << 25
 """Weights of the base that are looked at together: 128 MB in float32. A packed weight is unpacked for each part."""
@@ -63,17 +68,50 @@ class BaseGroup:
         return torch.cat([self.rows(place, place + 1) for place in places.tolist()]).cpu()
 
 
+@dataclass(frozen=True, slots=True)
+class BaseNorm:
+    """A norm of the base, which no step runs."""
+
+    module: nn.Module
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> BaseNorm:
+        """Return a copy of a norm, in float32 on the CPU."""
+        return cls(deepcopy(norm).cpu().float())
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The number that it adds to each."""
+        return cast("torch.Tensor | None", getattr(self.module, "bias", None))
+
+    def ratio(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return its output with another weight ``[width]`` over that with its own, without biases.
+
+        It is whatever the module's own code makes of a weight: Gemma adds 1 to it.
+        """
+        return self._gain(weight) / self._gain(cast(torch.Tensor, self.module.weight))
+
+    def _gain(self, weight: torch.Tensor) -> torch.Tensor:
+        norm = deepcopy(self.module)  # settlings run beside one another
+        norm.weight = nn.Parameter(weight, requires_grad=False)
+        x = (1.0 - 2.0 * (torch.arange(len(weight)) % 2))[None]
+        gain: torch.Tensor = norm(x) - norm(-x)
+        return gain[0]
+
+
 @dataclass(slots=True, eq=False)
 class Settling:
     """The groups of an image that wait to be settled; an ``ImageSettling``."""
 
     name: str  # the adapter, for messages
-    base: Mapping[str, BaseGroup]
+    base: Mapping[str, BaseGroup | BaseNorm]
     # Groups that have something to settle, in the order in which they come, and their views.
     pending: list[tuple[GroupLayout, ResidentGroup]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, base: Mapping[str, BaseGroup], name: str, layout: AdapterLayout, image: torch.Tensor) -> Settling:
+    def of(
+        cls, base: Mapping[str, BaseGroup | BaseNorm], name: str, layout: AdapterLayout, image: torch.Tensor
+    ) -> Settling:
         """Return what is to be settled in an image."""
         pending = [group for group in layout.groups.values() if any(part.needs_base for part in group.modules)]
         views = read_in_place(layout, image).groups
@@ -99,24 +137,57 @@ class Settling:
         base = self.base[layout.group]
         for part, module in zip(layout.modules, weights.modules, strict=True):
             kinds = [kind for kind, _ in part.vectors]
-            if VectorKind.MAGNITUDE in kinds:
-                measure = _column_norms if part.module.kind is ModuleKind.EMBEDDING else _row_norms
-                norms = measure(base, part.module, *_pair(weights, module)).cpu()
-                for piece, columns in _columns(module.factor):
-                    piece.copy_(piece / norms[columns])
-            if VectorKind.BIAS in kinds and base.bias is not None:
-                bias = base.bias[module.offset : module.offset + part.module.out_features].float().cpu()
-                for piece, columns in _columns(module.shift):
-                    piece.sub_(bias[columns])
-            if part.replaces is Replaced.ROWS:
-                _subtract_rows(base, part.module, weights, module)
-            elif part.replaces is Replaced.WEIGHT:
-                _subtract_weight(base, part.module, weights, module)
+            if isinstance(base, BaseNorm):
+                _settle_norm(base, part.module, module, kinds)
+            else:
+                _settle_vectors(base, part.module, weights, module, kinds)
+                if part.replaces is Replaced.ROWS:
+                    _subtract_rows(base, part.module, weights, module)
+                elif part.replaces is Replaced.WEIGHT:
+                    _subtract_weight(base, part.module, weights, module)
             if not all(piece.weight.isfinite().all() for piece in (*module.factor, *module.shift)):
                 raise AdapterError(
                     self.name,
-                    f"module {part.module.name!r} cancels a row of the base, or its numbers are too large",
+                    f"module {part.module.name!r} cancels a row of the base, or its numbers are too large"
+                    if not isinstance(base, BaseNorm)
+                    else f"module {part.module.name!r} has a number where the base's weight is 0, or it is too large",
                 )
+
+
+def _settle_vectors(
+    base: BaseGroup,
+    target: TargetModule,
+    weights: ResidentGroup,
+    module: ResidentModule,
+    kinds: Sequence[VectorKind],
+) -> None:
+    """Settle the vectors of a linear or an embedding."""
+    if VectorKind.MAGNITUDE in kinds:
+        measure = _column_norms if target.kind is ModuleKind.EMBEDDING else _row_norms
+        norms = measure(base, target, *_pair(weights, module)).cpu()
+        for piece, columns in _columns(module.factor):
+            piece.copy_(piece / norms[columns])
+    if base.bias is None:
+        return
+    bias = base.bias[module.offset : module.offset + target.out_features].float().cpu()
+    for piece, columns in _columns(module.shift):
+        if VectorKind.BIAS in kinds:
+            piece.sub_(bias[columns])
+        elif VectorKind.BIAS_FACTOR in kinds:
+            piece.sub_(1).mul_(bias[columns])
+
+
+def _settle_norm(base: BaseNorm, target: TargetModule, module: ResidentModule, kinds: Sequence[VectorKind]) -> None:
+    """Settle the vectors of a norm, which is repeated for each head if it has a multiple of its weight's outputs."""
+    heads, factor = target.out_features // target.in_features, torch.ones(target.out_features)
+    if VectorKind.GAIN in kinds:
+        factor = base.ratio(_whole(module.factor, 1, target.out_features)[0, : target.in_features]).repeat(heads)
+        for piece, columns in _columns(module.factor):
+            piece.copy_(factor[columns])
+    if base.bias is not None:
+        bias = base.bias.repeat(heads) * factor
+        for piece, columns in _columns(module.shift):
+            piece.sub_(bias[columns])
 
 
 def _columns(pieces: Sequence[WeightPiece]) -> Iterator[tuple[torch.Tensor, slice]]:

@@ -1,4 +1,4 @@
-"""Methods whose delta is a product of low rank in other words: A and B follow exactly from the stored tensors.
+"""Methods whose arithmetic is LoRA's in other words: A, B and vectors follow exactly from the stored tensors.
 
 ::
 
@@ -6,11 +6,12 @@
     VeRA     diag(b) B diag(d) A            rank r, A and B shared        A' = diag(d) A        B' = diag(b) B
     LoHa     scale * (W1b W1a) o (W2b W2a)  rank r^2                      rows: products of pairs of rows
     LoKr     scale * kron(W1, W2)           rank of W1 times rank of W2   A' = kron(A1, A2)     B' = kron(B1, B2)
+    (IA)3    output times l, or input times l of a linear by itself       a factor there, and no pair
 
 They are folded by the reader, once, and are plain LoRA from then on. The rank in memory is the rank above: a LoHa of
 rank 8 takes the pages of a LoRA of rank 64.
 
-Source: PEFT 0.21, ``tuners/{adalora,vera,loha,lokr}/layer.py``.
+Source: PEFT 0.21, ``tuners/{adalora,vera,loha,lokr,ia3}/layer.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from manylora.core.adapters.folder import CONFIG_FILE, shown
 from manylora.core.adapters.lora.plain import NamedSettings, check_missing, locate_modules
 from manylora.core.adapters.lora.settings import MAX_RANK, parse_lora
 from manylora.core.adapters.lora.targeting import Targeting
-from manylora.core.adapters.shape import BaseShape, ModuleKind
+from manylora.core.adapters.shape import INPUT, BaseShape, ModuleKind
 from manylora.core.adapters.tensors import (
     PREFIX,
     FoldedTensor,
@@ -39,24 +40,16 @@ from manylora.core.adapters.tensors import (
     StoredModule,
     StoredTensor,
     Tensor,
+    VectorKind,
     check_tensor,
     gather_parts,
+    only_vectors,
 )
 from manylora.core.errors import AdapterError
 
 __all__ = ["FOLDED", "FoldedMethod"]
 
 Matrix = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """A and B of one module, its rank and the scale of their product."""
-
-    a: Tensor
-    b: Tensor
-    rank: int
-    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +61,11 @@ class _Case:
     shared: Parts  # tensors of the whole adapter
     targeting: Targeting  # ranks and scales by the settings
     config: Mapping[str, Any]  # the content of ``adapter_config.json``
+    base: BaseShape
+
+    def pair(self, a: Tensor, b: Tensor, rank: int, scale: float) -> ModuleWeights:
+        """Return the weights of the module, of A, B, their rank and the scale of their product."""
+        return ModuleWeights(self.one.module, rank, scale, a, b)
 
     def tensor(self, part: str, *shape: int) -> StoredTensor:
         """Return a tensor of the module that must have this shape."""
@@ -97,7 +95,7 @@ class FoldedMethod:
     parts: tuple[str, ...]  # names of a module's tensors, as in their keys
     shared: tuple[str, ...]  # names of tensors of the whole adapter
     as_lora: Callable[[str, dict[str, Any]], dict[str, Any]]  # returns the settings in LoRA's names
-    fold: Callable[[_Case], _Pair | None]  # returns A and B of a module; ``None`` if nothing is left of it
+    fold: Callable[[_Case], ModuleWeights | None]  # returns the weights of a module; ``None`` if nothing is left of it
 
     def parse(self, name: str, config: Mapping[str, Any]) -> FoldedSettings:
         """Check the content of ``adapter_config.json``.
@@ -106,7 +104,7 @@ class FoldedMethod:
             AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
         """
         settings = parse_lora(name, self.as_lora(name, {**config, "peft_type": "LORA"}))
-        for key in ("use_dora", "lora_bias", "trainable_token_indices"):
+        for key in ("use_dora", "lora_bias", "trainable_token_indices", "modules_to_save"):
             if config.get(key):
                 _refuse(name, f"{key} is set, which is not supported beside {config['peft_type']}")
         if settings.bias != "none":
@@ -151,15 +149,15 @@ class FoldedSettings(NamedSettings):
         targeting, located, missing = locate_modules(self.name, self.settings, modules, base)
         weights = []
         for one in located:
-            case = _Case(self.name, one, shared, targeting, self.config)
+            case = _Case(self.name, one, shared, targeting, self.config, base)
             if one.module.kind is ModuleKind.EMBEDDING:
                 case.fail(f"is an embedding, which {self.config['peft_type']} does not adapt")
-            pair = self.method.fold(case)
-            if pair is None:
+            folded = self.method.fold(case)
+            if folded is None:
                 continue
-            if pair.rank > MAX_RANK:
-                case.fail(f"has rank {pair.rank} as LoRA, expected at most {MAX_RANK}")
-            weights.append(ModuleWeights(one.module, pair.rank, pair.scale, pair.a, pair.b))
+            if folded.rank > MAX_RANK:
+                case.fail(f"has rank {folded.rank} as LoRA, expected at most {MAX_RANK}")
+            weights.append(folded)
         check_missing(self.name, missing)
         if not weights:
             raise AdapterError(self.name, "none of its modules has a rank above 0")
@@ -200,7 +198,7 @@ def _adalora_settings(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return {**_renamed(config, {}, (*schedule, "init_r", "rank_pattern")), "r": start}
 
 
-def _fold_adalora(case: _Case) -> _Pair | None:
+def _fold_adalora(case: _Case) -> ModuleWeights | None:
     module, tensor = case.one.module, case.one.parts.get("lora_E")
     if tensor is None or len(tensor.shape) != 2:
         case.fail("has no lora_E with a row for each row of lora_A")
@@ -212,7 +210,7 @@ def _fold_adalora(case: _Case) -> _Pair | None:
     # PEFT divides by the rank at the start of training, whatever was kept, plus a hundred-thousandth, in float32.
     start, alpha = case.config["init_r"], case.config["lora_alpha"]
     scale = float(np.float32(alpha if alpha > 0 else start) / (np.float32(start) + np.float32(1e-5)))
-    return _Pair(a, FoldedTensor(b.shape, (b, e), _times_columns), rank, scale)
+    return case.pair(a, FoldedTensor(b.shape, (b, e), _times_columns), rank, scale)
 
 
 def _times_columns(b: Matrix, e: Matrix) -> Matrix:
@@ -235,7 +233,7 @@ def _vera_settings(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return {**renamed, "lora_alpha": config.get("r")}  # no scale
 
 
-def _fold_vera(case: _Case) -> _Pair:
+def _fold_vera(case: _Case) -> ModuleWeights:
     module, rank = case.one.module, case.targeting.rank(case.one.stored_name)
     for part, axis, least in (("vera_A", 1, module.in_features), ("vera_B", 0, module.out_features)):
         shared = case.shared.get(part)
@@ -244,7 +242,7 @@ def _fold_vera(case: _Case) -> _Pair:
         shape = (rank, max(least, _size(shared, 1))) if axis else (max(least, _size(shared, 0)), rank)
         check_tensor(case.name, part, shared, shape)
     d, b = case.tensor("vera_lambda_d", rank), case.tensor("vera_lambda_b", module.out_features)
-    return _Pair(
+    return case.pair(
         FoldedTensor((rank, module.in_features), (case.shared["vera_A"], d), _vera_a(module.in_features)),
         FoldedTensor((module.out_features, rank), (case.shared["vera_B"], b), _vera_b(module.out_features)),
         rank,
@@ -272,11 +270,11 @@ def _lycoris_settings(name: str, config: dict[str, Any]) -> dict[str, Any]:
     return _renamed(config, {"alpha": "lora_alpha"}, without_effect)
 
 
-def _fold_loha(case: _Case) -> _Pair:
+def _fold_loha(case: _Case) -> ModuleWeights:
     module, r = case.one.module, case.targeting.rank(case.one.stored_name)
     left = tuple(case.tensor(f"hada_w{number}_a", module.out_features, r) for number in (1, 2))
     right = tuple(case.tensor(f"hada_w{number}_b", r, module.in_features) for number in (1, 2))
-    return _Pair(
+    return case.pair(
         FoldedTensor((r * r, module.in_features), right, _row_products),
         FoldedTensor((module.out_features, r * r), left, lambda w1, w2: _row_products(w1.T, w2.T).T),
         r * r,
@@ -293,7 +291,7 @@ def _row_products(w1: Matrix, w2: Matrix) -> Matrix:
 # --- LoKr
 
 
-def _fold_lokr(case: _Case) -> _Pair:
+def _fold_lokr(case: _Case) -> ModuleWeights:
     module = case.one.module
     sides = [_lokr_side(case, number) for number in (1, 2)]
     for axis, wanted in ((0, module.out_features), (1, module.in_features)):
@@ -304,7 +302,7 @@ def _fold_lokr(case: _Case) -> _Pair:
     rank = ranks[0] * ranks[1]
     a_sources = tuple(source for side in sides for source in side.a_sources)
     b_sources = tuple(source for side in sides for source in side.b_sources)
-    return _Pair(
+    return case.pair(
         FoldedTensor((rank, module.in_features), a_sources, partial(_kron, [side.a for side in sides])),
         FoldedTensor((module.out_features, rank), b_sources, partial(_kron, [side.b for side in sides])),
         rank,
@@ -352,6 +350,27 @@ def _kron(identities: list[int | None], *sources: Matrix) -> Matrix:
     return product
 
 
+# --- (IA)3
+
+
+def _ia3_settings(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    return {**_renamed(config, {}, ("feedforward_modules", "init_ia3_weights")), "r": 1, "lora_alpha": 1}
+
+
+def _fold_ia3(case: _Case) -> ModuleWeights:
+    # PEFT stores a factor of inputs, of ``feedforward_modules``, as a row, and a factor of outputs as a column.
+    module, tensor = case.one.module, case.one.parts["ia3_l"]
+    if tensor.shape == (module.out_features, 1):
+        factor = FoldedTensor((module.out_features,), (case.tensor("ia3_l", module.out_features, 1),), np.ravel)
+        vectors: dict[VectorKind, Tensor] = {VectorKind.FACTOR: factor}
+        return only_vectors(module, {**vectors, VectorKind.BIAS_FACTOR: factor} if module.has_bias else vectors)
+    factor = FoldedTensor((module.in_features,), (case.tensor("ia3_l", 1, module.in_features),), np.ravel)
+    place = next((one for one in case.base.modules if one.name == module.name + INPUT), None)
+    if place is None:
+        case.fail("scales its input, which is possible only of the last linear of each layer")
+    return only_vectors(place, {VectorKind.FACTOR: factor})
+
+
 FOLDED = {
     "ADALORA": FoldedMethod(("lora_A", "lora_B", "lora_E"), (), _adalora_settings, _fold_adalora),
     "VERA": FoldedMethod(("vera_lambda_d", "vera_lambda_b"), ("vera_A", "vera_B"), _vera_settings, _fold_vera),
@@ -359,5 +378,6 @@ FOLDED = {
     "LOKR": FoldedMethod(
         ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"), (), _lycoris_settings, _fold_lokr
     ),
+    "IA3": FoldedMethod(("ia3_l",), (), _ia3_settings, _fold_ia3),
 }
 """The kinds, by PEFT's names of them."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.core.adapters.folder import shown
-from manylora.core.adapters.lora.replaced import check_replaced, trained_tokens, trained_weight
+from manylora.core.adapters.lora.replaced import check_replaced, of_every_head, trained_tokens, trained_weight
 from manylora.core.adapters.lora.settings import LoraSettings, parse_lora
 from manylora.core.adapters.lora.targeting import Targeting
 from manylora.core.adapters.shape import BaseShape, ModuleKind
@@ -36,6 +36,7 @@ from manylora.core.adapters.tensors import (
     VectorKind,
     check_tensor,
     gather_parts,
+    only_vectors,
 )
 from manylora.core.errors import AdapterError, WeightsMissing
 
@@ -49,7 +50,7 @@ _PAIR = (
 )
 _DORA = rf"|(?P<magnitude>lora_magnitude_vector{_NAMED}(?:\.weight)?)"
 _LORA_BIAS = rf"|(?P<lora_bias>lora_B{_NAMED}\.bias)"
-_BIAS = r"|(?P<bias>(?:base_layer\.)?bias)"
+_BIAS = rf"|(?P<bias>(?:base_layer\.|modules_to_save{_NAMED}\.)?bias)"
 # Of a base's own weight, which PEFT stores beside LoRA of it, the key ends in ``base_layer.weight``.
 _SAVED = rf"|(?P<saved>(?:modules_to_save{_NAMED}\.)?(?<!\.base_layer\.)weight)"
 _TOKENS = rf"|(?P<tokens>token_adapter\.trainable_tokens_delta{_NAMED})"
@@ -159,15 +160,15 @@ class PlainSettings(NamedSettings):
         elif one.is_target:
             weights = self._pair(one, targeting)
         else:
-            a, b = _zeros(1, module.in_features), _zeros(module.out_features, 1)
-            weights = ModuleWeights(module, 1, 1.0, a, b)
-        return replace(weights, vectors=self._vectors(one, weights.scale))
+            weights = only_vectors(module, {})
+        return replace(weights, vectors={**weights.vectors, **self._vectors(one, weights.scale)})
 
     def _vectors(self, one: Located, scale: float) -> dict[VectorKind, Tensor]:
         """Return the vectors of a module, checked."""
         name, module, where = self.name, one.module, f"module {one.stored_name!r}"
         vectors: dict[VectorKind, Tensor] = {}
-        shape = (module.out_features,)
+        is_norm = module.kind is ModuleKind.NUMBERS
+        shape = (module.in_features if is_norm else module.out_features,)
         given = {part: one.parts[part] for part in _SPOKEN if part in one.parts}
         for part, tensor in given.items():
             check_tensor(name, f"the {_SPOKEN[part]} of {where}", tensor, shape)
@@ -177,7 +178,8 @@ class PlainSettings(NamedSettings):
             if not module.has_bias:
                 raise AdapterError(name, f"{where} has a trained bias, but none in the base")
             both = tuple(given[part] for part in ("bias", "lora_bias") if part in given)
-            vectors[VectorKind.BIAS] = both[0] if len(both) == 1 else FoldedTensor(shape, both, partial(_sum, scale))
+            bias = both[0] if len(both) == 1 else FoldedTensor(shape, both, partial(_sum, scale))
+            vectors[VectorKind.BIAS] = of_every_head(module, given["bias"]) if is_norm else bias
         elif "lora_bias" in given:
             vectors[VectorKind.SHIFT] = FoldedTensor(shape, (given["lora_bias"],), partial(_times, scale))
         return vectors
@@ -214,11 +216,6 @@ def parse_plain(name: str, config: Mapping[str, Any]) -> PlainSettings:
         AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
     """
     return PlainSettings(name, parse_lora(name, config))
-
-
-def _zeros(num_rows: int, num_cols: int) -> StoredTensor:
-    """Return a matrix of zeros, for a module that has vectors alone: its pair has rank 1."""
-    return StoredTensor("BF16", (num_rows, num_cols), np.zeros(2 * num_rows * num_cols, np.uint8))
 
 
 def _compiled(forms: str) -> re.Pattern[str]:
@@ -274,7 +271,7 @@ def locate_modules(
     located, missing = [], []
     for module in base.modules:
         stored_name = _as_stored(module.name, wrapper)
-        is_target = targeting.is_target(stored_name)
+        is_target = module.kind is not ModuleKind.NUMBERS and targeting.is_target(stored_name)
         parts = found.get(module.name, {})
         if parts.keys() - set(extra):
             if not is_target:

@@ -4,9 +4,11 @@
 
     trained tokens   embedding  A picks, B holds their rows         head  A holds their rows, B picks
     a whole weight   embedding  A holds it, B is the identity       linear  A is the identity, B holds it
+    a whole norm     a factor of its output, and a shift if it has a bias
 
-Both are products of low rank, in other words: the number of tokens, and the width of the model. So pages and kernels
-know nothing of them. The reader has no base to subtract; the engine does that (``Replaced``).
+The first two are products of low rank, in other words: the number of tokens, and the width of the model. So pages and
+kernels know nothing of them. The reader has no base to subtract or divide by; the engine does that (``Replaced``,
+``VectorKind``).
 
 Source: PEFT 0.21, ``tuners/trainable_tokens/layer.py``, ``utils.other.ModulesToSaveWrapper``.
 """
@@ -21,10 +23,20 @@ from numpy.typing import NDArray
 
 from manylora.core.adapters.lora.settings import LoraSettings
 from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
-from manylora.core.adapters.tensors import FoldedTensor, Located, ModuleWeights, Replaced, StoredTensor, check_tensor
+from manylora.core.adapters.tensors import (
+    FoldedTensor,
+    Located,
+    ModuleWeights,
+    Replaced,
+    StoredTensor,
+    Tensor,
+    VectorKind,
+    check_tensor,
+    only_vectors,
+)
 from manylora.core.errors import AdapterError, WeightsMissing
 
-__all__ = ["check_replaced", "trained_tokens", "trained_weight"]
+__all__ = ["check_replaced", "of_every_head", "trained_tokens", "trained_weight"]
 
 
 def trained_tokens(name: str, one: Located, settings: LoraSettings) -> ModuleWeights:
@@ -47,15 +59,20 @@ def trained_tokens(name: str, one: Located, settings: LoraSettings) -> ModuleWei
 
 
 def trained_weight(name: str, one: Located, settings: LoraSettings) -> ModuleWeights:
-    """Return the pair of a module that was trained whole.
+    """Return the pair of a module that was trained whole, or the gain of a norm.
 
     Raises:
         AdapterError: The settings do not name the module, or its weight has another shape than the base's.
     """
     module, where = one.module, f"module {one.stored_name!r}"
-    if not any(_is_named(at, one) for at in settings.saved):
+    if not one.stored_name.endswith(settings.saved):
         raise AdapterError(name, f"{where} has a whole weight, but is not named by modules_to_save")
     weight = one.parts["saved"]
+    if module.kind is ModuleKind.NUMBERS:
+        check_tensor(name, f"the weight of {where}", weight, (module.in_features,))
+        if module.has_bias and "bias" not in one.parts:
+            raise AdapterError(name, f"{where} has a whole weight, but not the bias that the base's has")
+        return only_vectors(module, {VectorKind.GAIN: of_every_head(module, weight)})
     if module.kind is ModuleKind.EMBEDDING:
         check_tensor(name, f"the weight of {where}", weight, (module.in_features, module.out_features))
         a = FoldedTensor((module.out_features, module.in_features), (weight,), np.transpose)
@@ -76,7 +93,8 @@ def check_replaced(
         AdapterError: The head has other weights.
     """
     for saved in settings.saved:
-        if not any(_is_named(saved, one) and "saved" in one.parts for one in located):
+        whole = {one.module.name for one in located if "saved" in one.parts and one.stored_name.endswith(saved)}
+        if not whole or any(module.name.endswith(saved) and module.name not in whole for module in base.modules):
             raise WeightsMissing(name, f"modules_to_save names {saved!r}, of which its weight file holds no weight")
     trained = [w for w in weights if w.replaces is Replaced.ROWS]
     if len(trained) != len(settings.tokens):
@@ -91,6 +109,14 @@ def check_replaced(
     tied = _rows_in_place(head, settings.tokens[0][1], trained[0].b.sources[0])
     places = {module.name: place for place, module in enumerate(base.modules)}
     return sorted([*weights, tied], key=lambda w: places[w.module.name])
+
+
+def of_every_head(module: TargetModule, vector: StoredTensor) -> Tensor:
+    """Return the weight or bias of a norm as a number per output: a norm of each head has one weight for all."""
+    if module.in_features == module.out_features:
+        return vector
+    heads = module.out_features // module.in_features
+    return FoldedTensor((module.out_features,), (vector,), partial(np.tile, reps=heads))
 
 
 def _is_named(at: str | None, one: Located) -> bool:

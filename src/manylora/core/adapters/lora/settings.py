@@ -51,7 +51,7 @@ _WITHOUT_EFFECT = frozenset(
     | {"lorap_lr_ratio", "lorap_emb_lr"}
 )
 
-_BASE_KEEPING_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal"})
+_BASE_KEEPING_INITIALISATIONS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 """The other named initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) subtract from the base weight or quantise it,
 so the adapter needs that modified base. PEFT can convert such an adapter, and then writes ``true`` here."""
 
@@ -130,7 +130,7 @@ class _Parser:
     def _refuse_unsupported(self) -> None:
         peft_type = self._fields.get("peft_type")
         if peft_type != "LORA":
-            self._fail(f"peft_type is {shown(peft_type)}, expected one of LORA, ADALORA, VERA, LOHA, LOKR")
+            self._fail(f"peft_type is {shown(peft_type)}, expected one of LORA, ADALORA, VERA, LOHA, LOKR, IA3")
         for key, meaning in _REFUSED.items():
             if self._fields.get(key):
                 self._fail(f"{key} is set: {meaning} is not supported")

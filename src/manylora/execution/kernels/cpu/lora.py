@@ -137,9 +137,9 @@ def lora_arguments(x: torch.Tensor, out: torch.Tensor, tables: LoraTables) -> Ar
 
 @dataclass(frozen=True, slots=True)
 class VectorTables:
-    """A group's factors and shifts over a step ``[n, NUM_FIELDS]``; offsets count from ``memory`` as in ``LoraTables``."""
+    """A group's factors and shifts over a step."""
 
-    vectors: Table
+    vectors: Table  # ``[n, NUM_FIELDS]``, offsets as in ``LoraTables``
     memory: MemorySpan
 
 

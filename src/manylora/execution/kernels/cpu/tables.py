@@ -131,7 +131,9 @@ def adapter_tables(weights: AdapterMemory) -> AdapterTables:
         pages = np.asarray(weights.pages, dtype=np.int64)
         weights.prepared["compiled"] = AdapterTables(
             template,
-            *(lines.placed(pages, flat.shape[1]) for lines in (template.shrink, template.expand, template.vectors)),
+            template.shrink.placed(pages, flat.shape[1]),
+            template.expand.placed(pages, flat.shape[1]),
+            template.vectors.placed(pages, flat.shape[1]),
             MemorySpan(flat.data_ptr(), flat.nbytes),
         )
     return cast(AdapterTables, weights.prepared["compiled"])
