@@ -25,7 +25,7 @@ from torch import nn
 
 from manylora.execution.fusion.replace import TOLERANCE, SeenCall, agree, try_forward, watch_calls
 from manylora.execution.fusion.rotation import defer_rotations
-from manylora.execution.lora.vectors import Place
+from manylora.execution.lora.vectors import AdaptedNumbers
 
 __all__ = ["FusedNorm", "activate", "fuse_gates", "fuse_launches", "fuse_norms", "fuse_residuals"]
 
@@ -62,15 +62,17 @@ class Summed(torch.Tensor):
 class FusedNorm(nn.Module):
     """A root-mean-square norm over the last dimension; with ``is_offset`` its factor is weight + 1 (Gemma).
 
-    Its output passes ``place``, as that of the module whose place it takes does.
+    Adapters may change its output as that of the module whose place it takes (``numbers``).
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, *, is_offset: bool, place: Place | None = None) -> None:
+    def __init__(
+        self, weight: nn.Parameter, eps: float, *, is_offset: bool, numbers: AdaptedNumbers | None = None
+    ) -> None:
         super().__init__()
         self.weight = weight
         self._eps = eps
         self.is_offset = is_offset
-        self.place = place
+        self.numbers = numbers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` normalised, of the same shape and type."""
@@ -86,7 +88,7 @@ class FusedNorm(nn.Module):
         ``inner`` normalises ``x`` before it is added; it is of the same kind as this norm.
         """
         assert inner is None or inner.is_offset == self.is_offset
-        if inner is not None and inner.place is not None and inner.place.is_used:
+        if inner is not None and inner.numbers is not None and inner.numbers.is_used:
             x, inner = inner(x), None
         return self._launch(x, residual, inner)
 
@@ -118,7 +120,7 @@ class FusedNorm(nn.Module):
             IS_SUM=residual is not None,
             HAS_INNER=inner is not None,
         )
-        return total, out if self.place is None else self.place.apply(out)
+        return total, out if self.numbers is None else self.numbers.apply(out)
 
 
 @torch.inference_mode()
@@ -150,7 +152,7 @@ def _fused_norm(module: nn.Module) -> FusedNorm | None:
     x = (4.0 * torch.randn(2, weight.shape[0], generator=generator)).to(weight.device, weight.dtype)
     expected = module(x)
     for is_offset in (False, True):
-        fused = FusedNorm(weight, eps, is_offset=is_offset, place=getattr(module, "place", None))
+        fused = FusedNorm(weight, eps, is_offset=is_offset, numbers=getattr(module, "numbers", None))
         if agree([fused(x)], [expected]):
             return fused
     return None

@@ -14,7 +14,7 @@ from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import compiled_for, group_tables
 from manylora.execution.lora.parts import AssistedReply, GroupParts, Part
 
-__all__ = ["Place", "apply_epilogue", "apply_vectors"]
+__all__ = ["AdaptedNumbers", "apply_epilogue", "apply_vectors"]
 
 
 def apply_epilogue(
@@ -54,7 +54,7 @@ def _apply_pieces(out: torch.Tensor, parts: Iterable[Part]) -> None:
                     act(columns, piece.weight.to(out.device, non_blocking=True))
 
 
-class Place:
+class AdaptedNumbers:
     """Numbers of a step's tokens that adapters may multiply and shift, one by one: a group without products.
 
     Args:

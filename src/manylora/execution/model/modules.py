@@ -11,8 +11,8 @@ A module's output is the base product, LoRA, and an epilogue where an adapter ha
     one or more             out = x W^T             += LoRA      *= factor, += shift of row's adapter     += bias
 
 Plain LoRA takes the first line: no launch and no memory for vectors. A norm keeps its module; its output, and the input
-of the last linear of a layer, pass a ``Place``, where an adapter may multiply and shift each number. The inputs of
-assisted rows leave for the CPU before the base product is launched, and their LoRA is added behind it.
+of the last linear of a layer, are ``AdaptedNumbers``, which an adapter may multiply and shift. The inputs of assisted
+rows leave for the CPU before the base product is launched, and their LoRA is added behind it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from manylora.core.errors import ConfigError
 from manylora.execution.kernels.linear import BaseLinear, Weight
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import add_embedding
-from manylora.execution.lora.vectors import Place, apply_epilogue
+from manylora.execution.lora.vectors import AdaptedNumbers, apply_epilogue
 from manylora.execution.model.settle import BaseGroup, BaseNorm
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
@@ -44,15 +44,21 @@ class AdaptedLinear(nn.Module):
         group: Name of its group in adapters.
         step: The running step.
         is_head: Whether it is the output head, whose input is the sampled rows only.
-        place: Its input, if adapters may change that.
+        numbers: Its input, if adapters may change that.
     """
 
     def __init__(
-        self, base: BaseLinear, group: str, step: StepContext, *, is_head: bool = False, place: Place | None = None
+        self,
+        base: BaseLinear,
+        group: str,
+        step: StepContext,
+        *,
+        is_head: bool = False,
+        numbers: AdaptedNumbers | None = None,
     ) -> None:
         super().__init__()
         self.base = base
-        self._place = place
+        self._numbers = numbers
         self._product = base.product
         self._group = group
         self._step = step
@@ -66,8 +72,8 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x W^T + b`` with each row's adapter, for ``x`` ``[..., in]``."""
         step, group, is_sampled = self._step, self._group, self._is_head
-        if self._place is not None:
-            x = self._place.apply(x, is_shared=True)
+        if self._numbers is not None:
+            x = self._numbers.apply(x, is_shared=True)
         parts = step.lora.parts(group, is_sampled=is_sampled) if step.lora is not None else None
         reply = step.assist.send(group, x, is_sampled=is_sampled) if step.assist is not None else None
         if parts is None and reply is None:
@@ -197,16 +203,20 @@ def adapt_modules(
     for module in shape.modules:
         groups[module.group].append(module)
     own: dict[str, BaseGroup | BaseNorm] = {}
-    places = {group: Place(members[0], step) for group, members in groups.items() if _is_place(members)}
+    numbers = {
+        group: AdaptedNumbers(members[0], step)
+        for group, members in groups.items()
+        if members[0].kind is ModuleKind.NUMBERS
+    }
     for group, members in groups.items():
         name = members[0].name
-        if group in places:
+        if group in numbers:
             if not name.endswith(INPUT):
                 norm = model.get_submodule(name)
                 if not norm.weight.is_meta:  # ``check_complete`` says what is missing
                     own[group] = BaseNorm.of(norm)
-                norm.place = places[group]  # type: ignore[assignment]
-                norm.register_forward_hook(_pass)
+                norm.numbers = numbers[group]  # type: ignore[assignment]
+                norm.register_forward_hook(_adapt_output)
         elif members[0].kind is ModuleKind.EMBEDDING:
             embedding = cast(nn.Embedding, model.get_submodule(name))
             table = weights[f"{name}.weight"]
@@ -222,18 +232,14 @@ def adapt_modules(
         else:
             base = _base_linear(weights, name)
             own[group] = BaseGroup(base.weights, base.bias)
-            is_head, place = model.get_submodule(name) is head, places.get(name + INPUT)
-            model.set_submodule(name, AdaptedLinear(base, group, step, is_head=is_head, place=place))
+            is_head, own_input = model.get_submodule(name) is head, numbers.get(name + INPUT)
+            model.set_submodule(name, AdaptedLinear(base, group, step, is_head=is_head, numbers=own_input))
     return own
 
 
-def _is_place(members: Sequence[TargetModule]) -> bool:
-    return members[0].kind is ModuleKind.NUMBERS
-
-
-def _pass(norm: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-    """Let the output of a norm pass its place."""
-    return cast(Place, norm.place).apply(out)
+def _adapt_output(norm: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+    """Let adapters change the output of a norm."""
+    return cast(AdaptedNumbers, norm.numbers).apply(out)
 
 
 def _base_linear(weights: Mapping[str, Weight], name: str) -> BaseLinear:
