@@ -37,13 +37,17 @@ TOKEN = SampledToken(token_id=1)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much of everything, and the microseconds that one decision may take; ``used`` adapters are asked, or all."""
+    """How much of everything, and the microseconds that one decision may take; ``used`` adapters are asked, or all.
+
+    The requests are of ``tenants`` in turn.
+    """
 
     running: int
     waiting: int
     adapters: int
     goal_us: float
     used: int | None = None
+    tenants: int = 1
 
 
 SCALES = (Scale(64, 1_000, 1_000, 150.0), Scale(128, 3_000, 3_000, 500.0), Scale(256, 10_000, 10_000, 1500.0))
@@ -164,7 +168,13 @@ class FullEngine:
         self.num_asked += 1
         prompt = tuple(range(self._rng.randint(16, 128)))
         sampling = SamplingParams(max_tokens=self._rng.randint(10, 200), ignore_eos=True)
-        request = Request(request_id=f"r{self.num_asked}", prompt=prompt, sampling=sampling, model=next(self._names))
+        request = Request(
+            request_id=f"r{self.num_asked}",
+            prompt=prompt,
+            sampling=sampling,
+            model=next(self._names),
+            tenant=f"t{self.num_asked % self._scale.tenants}",
+        )
         self.core.add_request(request, self._now)
 
 

@@ -86,7 +86,14 @@ def version(key: str, num_pages: int = 2, rank: int = 8) -> AdapterVersion:
 
 
 def request(
-    request_id: str, num_prompt: int = 5, max_tokens: int | None = 4, model: str = "", **sampling: object
+    request_id: str,
+    num_prompt: int = 5,
+    max_tokens: int | None = 4,
+    model: str = "",
+    *,
+    tenant: str = "",
+    weight: float = 1.0,
+    **sampling: object,
 ) -> Request:
     """Return a request whose prompt depends on its id."""
     start = sum(request_id.encode())
@@ -95,6 +102,8 @@ def request(
         prompt=tuple((start + i) % VOCAB_SIZE for i in range(num_prompt)),
         sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),  # type: ignore[arg-type]
         model=model,
+        tenant=tenant,
+        weight=weight,
     )
 
 
@@ -106,11 +115,13 @@ def sequence(
     adapter: AdapterVersion | None = None,
     arrived_at: float = 0.0,
     block_size: int = 4,
+    tenant: str = "",
+    weight: float = 1.0,
 ) -> Sequence:
     """Return a waiting sequence, for policies by themselves; its adapter's name is its key."""
     return Sequence(
         seq_id=seq_id,
-        request=request(f"r{seq_id}", num_prompt, max_tokens),
+        request=request(f"r{seq_id}", num_prompt, max_tokens, tenant=tenant, weight=weight),
         version=adapter,
         name=adapter.key if adapter else "",
         table=BlockTable(b"", block_size),

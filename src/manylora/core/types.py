@@ -19,7 +19,9 @@ from manylora.core.errors import RequestError
 __all__ = [
     "MAX_LOGPROBS",
     "MAX_LOGPROB_TOKEN_IDS",
+    "MAX_TENANT_CHARS",
     "USUAL_LOGPROBS",
+    "WEIGHTS",
     "AdapterKey",
     "AdapterVersion",
     "ColdStart",
@@ -229,6 +231,10 @@ class Continuation:
     adapter: AdapterKey | None = None
 
 
+MAX_TENANT_CHARS = 128
+WEIGHTS = (1e-3, 1e3)  # least and largest weight of a tenant
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A user's request.
@@ -238,7 +244,8 @@ class Request:
         prompt: Token ids.
         sampling: Sampling parameters.
         model: Name of the base or of an adapter; resolved to a version on arrival, before any later replacement.
-        tenant: The user, for fairness and accounting.
+        tenant: The user, for fairness and accounting; at most ``MAX_TENANT_CHARS`` characters.
+        weight: The tenant's share of the engine beside others' weights, in ``WEIGHTS``, for policies that divide it.
         cache_salt: Prefix blocks are shared only between equal salts.
         priority: Lower is sooner, for policies that use it.
         seed: Seed of this request in place of the seed in ``sampling``, which several requests may share: of one of
@@ -254,6 +261,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     model: str = ""
     tenant: str = ""
+    weight: float = 1.0
     cache_salt: str = ""
     priority: int = 0
     seed: int | None = None

@@ -110,6 +110,17 @@ def test_replay_takes_rows_in_order_with_their_prefixes(mooncake: Path) -> None:
     assert drawn.prefix == ((0, 1, 2), (0, 9), (0, 1, 2)) and drawn.prefix_block_tokens == 512
 
 
+def test_replay_takes_the_tenants_of_a_trace_that_names_them(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    head, row = "TIMESTAMP,ContextTokens,GeneratedTokens,tenant\n", "2023-11-16 18:17:0{},10,5,{}\n"
+    file.write_text(head + row.format(4, "beta") + row.format(3, "acme"))
+    assert ReplayLengths(file=file).draw(3, np.random.default_rng(0)).tenants == ("acme", "beta", "acme")
+    file = tmp_path / "long.csv"
+    file.write_text(head + row.format(4, "t" * 129))
+    with pytest.raises(ConfigError, match=r"line 2, column 'tenant': .* a text of at most 128 characters"):
+        ReplayLengths(file=file).draw(3, np.random.default_rng(0))
+
+
 def test_scaling_scales_the_blocks_of_a_prefix(mooncake: Path) -> None:
     drawn = ReplayLengths(file=mooncake, scale=0.1, bounds=TokenBounds(max_prompt=60)).draw(2, np.random.default_rng(0))
     assert drawn.prompt.tolist() == [60, 60] and drawn.prefix_block_tokens == 51

@@ -21,7 +21,7 @@ from manylora.core.events import RequestArrived
 from manylora.core.memory import BlockTable, prefix_root
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import Sequence
-from manylora.core.types import AdapterVersion, Request
+from manylora.core.types import MAX_TENANT_CHARS, WEIGHTS, AdapterVersion, Request
 
 __all__ = ["Acceptance", "arrival_of"]
 
@@ -119,6 +119,11 @@ class Acceptance:
         return longest
 
     def _check_tokens(self, request: Request) -> None:
+        if len(request.tenant) > MAX_TENANT_CHARS or not WEIGHTS[0] <= request.weight <= WEIGHTS[1]:
+            raise RequestError(
+                f"Got a tenant of {len(request.tenant)} characters and weight {request.weight:g}, expected at most "
+                f"{MAX_TENANT_CHARS} and {WEIGHTS[0]:g} to {WEIGHTS[1]:g}"
+            )
         if not request.prompt:
             raise RequestError("The prompt has no tokens", param="prompt")
         vocab_size = self._base.vocab_size

@@ -156,7 +156,7 @@ class EngineCore:
         if sequence.adapter is not None:
             self._registry.note_request(sequence.name)
             self._telemetry.counters.num_adapter_requests += 1
-            self._cache.ask(sequence.adapter, now)
+            self._cache.ask(sequence.adapter, now, request.tenant)
             self._prefetcher.asked(sequence.adapter, now)
         self._policy.add(sequence, now)
         self.queue_wait.added(sequence)

@@ -1,4 +1,4 @@
-"""The page allocator: a pool of equal pages, each with exactly one owner.
+"""The page allocator: a pool of equal pages, each with exactly one owner; and the tenants that adapters' pages are for.
 
 A page is one KV block across all layers, or the same bytes as a flat array of adapter weights. Any free page serves any
 need: there is no contiguity, no reservation and no fragmentation.
@@ -9,10 +9,15 @@ Source: unified paging of S-LoRA, section 5; here adapters and KV differ only in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
-__all__ = ["Owner", "PageAllocator"]
+from manylora.core.memory.eviction.policy import IdleItem, ItemKey
+from manylora.core.types import AdapterKey
+
+__all__ = ["Owner", "PageAllocator", "TenantPages"]
+
+KEEP_S = 600.0  # time since its last use for which a tenant's adapter is not displaced by a tenant with more
 
 
 class Owner(IntEnum):
@@ -96,3 +101,79 @@ class PageAllocator:
         assert sum(self._counts) == self.num_pages
         assert len(self._free) == len(set(self._free)) == self._counts[_FREE]
         assert all(self._owner[page] == _FREE for page in self._free)
+
+
+class TenantPages:
+    """Counts the adapter pages of each tenant, so that the loads of one do not push out the adapters of all.
+
+    An eviction policy ranks items by what keeping them saves. A tenant that asks for one adapter after the other lets
+    each of its loads displace one of others. So a rule stands before the policy's choice of a victim: a load for a
+    tenant with more pages of adapters than another drops its own idle adapters, the least recently used first, before
+    one that the other used within ``KEEP_S``.
+
+    It concerns loads, and adapters that they would drop. KV and prefixes take pages by the eviction policy's order
+    alone, and so does a tenant without an idle adapter: the first in line always gets what it needs. Times are in
+    seconds.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[AdapterKey, str] = {}  # of the adapters with pages
+        self._pages: Counter[str] = Counter()  # by tenant
+        self._idle: dict[str, dict[AdapterKey, None]] = {}  # by tenant, idle for longest first
+
+    def loaded(self, key: AdapterKey, tenant: str, num_pages: int) -> None:
+        """Learn that an adapter got pages, for a request of a tenant."""
+        self._owners[key] = tenant
+        self._pages[tenant] += num_pages
+
+    def dropped(self, key: AdapterKey, num_pages: int) -> None:
+        """Learn that an adapter has no pages any more."""
+        tenant = self._owners.pop(key)
+        self._pages[tenant] -= num_pages
+        if not self._pages[tenant]:
+            del self._pages[tenant]
+
+    def idle(self, key: AdapterKey) -> None:
+        """Learn that no request needs an adapter."""
+        self._idle.setdefault(self._owners[key], {})[key] = None
+
+    def in_use(self, key: AdapterKey) -> None:
+        """Learn that an adapter is not idle, or was dropped."""
+        tenant = self._owners[key]
+        if (its := self._idle.get(tenant)) is not None and its.pop(key, self) is None and not its:
+            del self._idle[tenant]
+
+    def victim(
+        self,
+        chosen: IdleItem,
+        tenant: str,
+        num_pages: int,
+        now: float,
+        items: Mapping[ItemKey, tuple[IdleItem, object]],
+    ) -> IdleItem:
+        """Return the item to drop for a load: the eviction policy's choice, or an idle adapter of the tenant itself.
+
+        Args:
+            chosen: The policy's choice.
+            tenant: The tenant whose request the load is for.
+            num_pages: Pages of the load.
+            now: In seconds.
+            items: All items that may be dropped, by key.
+        """
+        if isinstance(chosen.key, int):
+            return chosen
+        owner = self._owners[chosen.key]
+        if owner == tenant or now - chosen.idle_since > KEEP_S:
+            return chosen
+        if self._pages[tenant] + num_pages <= self._pages[owner]:
+            return chosen
+        own = next(iter(self._idle.get(tenant, ())), None)
+        return chosen if own is None else items[own][0]
+
+    def check_integrity(self, num_pages: Mapping[AdapterKey, int], idle: frozenset[AdapterKey]) -> None:
+        """Assert that owners, pages and idle adapters are those of the page cache; slow, for tests."""
+        pages: Counter[str] = Counter()
+        for key, num in num_pages.items():
+            pages[self._owners[key]] += num
+        assert pages == self._pages and len(self._owners) == len(num_pages)
+        assert idle == {key for its in self._idle.values() for key in its}

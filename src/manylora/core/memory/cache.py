@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Container
 from collections.abc import Sequence as Seq
 from math import isfinite
 
-from manylora.core.memory.allocator import Owner, PageAllocator
+from manylora.core.memory.allocator import Owner, PageAllocator, TenantPages
 from manylora.core.memory.blocks import PrefixIndex
 from manylora.core.memory.eviction import Depth, EvictionPolicy, IdleItem
 from manylora.core.memory.eviction.policy import ItemKey
@@ -62,6 +62,7 @@ class PageCache:
         self._on_prefix_dropped = on_prefix_dropped
         self._refs: dict[int, int] = {}  # KV page -> sequences that use it
         self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
+        self._tenants = TenantPages()
         self._droppable: dict[ItemKey, tuple[IdleItem, Depth]] = {}  # other adapters are held
         self._num_droppable = {Depth.IDLE: 0, Depth.WANTED: 0}  # pages per class
         self._chain: list[int] = []  # idle blocks, from the policy's last victim to the last block that follows it
@@ -85,9 +86,19 @@ class PageCache:
         return num_pages
 
     def claim(
-        self, num_pages: int, owner: Owner, now: float, depth: Depth, *, spare: AdapterKey | None = None
+        self,
+        num_pages: int,
+        owner: Owner,
+        now: float,
+        depth: Depth,
+        *,
+        spare: AdapterKey | None = None,
+        tenant: str | None = None,
     ) -> list[int] | None:
-        """Allocate pages, dropping idle (then wanted) items as needed; all, or ``None`` and nothing is dropped."""
+        """Allocate pages, dropping idle (then wanted) items as needed; all, or ``None`` and nothing is dropped.
+
+        With a ``tenant`` they are for an adapter of its own.
+        """
         if num_pages > self.num_claimable(depth, spare):
             return None
         num_blocks_dropped = 0
@@ -96,6 +107,8 @@ class PageCache:
                 victim = self._victim(level, now, spare)
                 if victim is None:
                     break
+                if tenant is not None and level is Depth.IDLE:
+                    victim = self._tenants.victim(victim, tenant, num_pages, now, self._droppable)
                 num_blocks_dropped += isinstance(victim.key, int)
                 self._evict(victim, now)
         if num_blocks_dropped:
@@ -155,7 +168,7 @@ class PageCache:
             self.prefix.remove(item.key)
             self.allocator.free((item.key,))
         else:
-            self.allocator.free(self._adapter_pages.pop(item.key))
+            self._free_adapter(item.key)
             self._on_adapter_dropped(item.key, now)
 
     def _set_droppable(self, item: IdleItem, depth: Depth) -> None:
@@ -164,6 +177,8 @@ class PageCache:
         self._policy.add(item, depth)
         if isinstance(item.key, int):
             self._chain.clear()  # the block may follow one in the chain
+        elif depth is Depth.IDLE:
+            self._tenants.idle(item.key)
 
     def _set_held(self, key: ItemKey) -> None:
         item, depth = self._droppable.pop(key)
@@ -171,6 +186,8 @@ class PageCache:
         self._policy.remove(key)
         if isinstance(key, int):
             self._chain.clear()
+        else:
+            self._tenants.in_use(key)
 
     # -- KV ----------------------------------------------------------------------------------------------------------
 
@@ -217,13 +234,21 @@ class PageCache:
     # -- adapters ----------------------------------------------------------------------------------------------------
 
     def claim_adapter(
-        self, key: AdapterKey, num_pages: int, now: float, depth: Depth, *, spare: AdapterKey | None = None
+        self,
+        key: AdapterKey,
+        num_pages: int,
+        now: float,
+        depth: Depth,
+        *,
+        spare: AdapterKey | None = None,
+        tenant: str = "",
     ) -> tuple[int, ...] | None:
-        """Allocate pages for an adapter, which is then held."""
+        """Allocate pages for an adapter of a tenant, which is then held."""
         assert key not in self._adapter_pages
-        pages = self.claim(num_pages, Owner.ADAPTER, now, depth, spare=spare)
+        pages = self.claim(num_pages, Owner.ADAPTER, now, depth, spare=spare, tenant=tenant)
         if pages is None:
             return None
+        self._tenants.loaded(key, tenant, num_pages)
         self._adapter_pages[key] = tuple(pages)
         return self._adapter_pages[key]
 
@@ -276,7 +301,13 @@ class PageCache:
         """Free an adapter's pages, in any class."""
         if key in self._droppable:
             self._set_held(key)
-        self.allocator.free(self._adapter_pages.pop(key))
+        self._free_adapter(key)
+
+    def _free_adapter(self, key: AdapterKey) -> None:
+        pages = self._adapter_pages.pop(key)
+        self.allocator.free(pages)
+        self._tenants.in_use(key)
+        self._tenants.dropped(key, len(pages))
 
     def check_integrity(self) -> None:
         """Assert that pool, references, index and classes agree; O(pages), for tests and soak runs."""
@@ -293,6 +324,8 @@ class PageCache:
         adapter_pages = [page for pages in self._adapter_pages.values() for page in pages]
         assert len(adapter_pages) == len(set(adapter_pages)) == self.allocator.count(Owner.ADAPTER)
         assert all(self.allocator.owner(page) is Owner.ADAPTER for page in adapter_pages)
+        idle = [key for key, (_, depth) in self._droppable.items() if isinstance(key, str) and depth is Depth.IDLE]
+        self._tenants.check_integrity({key: len(pages) for key, pages in self._adapter_pages.items()}, frozenset(idle))
         by_depth = {Depth.IDLE: 0, Depth.WANTED: 0}
         for key, (item, depth) in self._droppable.items():
             by_depth[depth] += item.num_pages

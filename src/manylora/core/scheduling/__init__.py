@@ -11,6 +11,7 @@ from manylora.core.plugins import find_factory, made_by, options_for, takes
 from manylora.core.scheduling.policies.adapter_aware import AdapterAwarePolicy
 from manylora.core.scheduling.policies.boost import BoostPolicy
 from manylora.core.scheduling.policies.chameleon.policy import ChameleonPolicy, StaticQueuesPolicy
+from manylora.core.scheduling.policies.fair import FairPolicy
 from manylora.core.scheduling.policies.fifo import FifoPolicy, StrictFifoPolicy
 from manylora.core.scheduling.policies.keyed import KeyedPolicy, PriorityPolicy, ShortestFirstPolicy
 from manylora.core.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
@@ -38,6 +39,7 @@ __all__ = [
     "AdapterAwarePolicy",
     "BoostPolicy",
     "ChameleonPolicy",
+    "FairPolicy",
     "FifoPolicy",
     "KeyedPolicy",
     "LengthEstimate",
@@ -63,6 +65,7 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
     "adapter-aware": AdapterAwarePolicy,
     "boost": BoostPolicy,
     "chameleon": ChameleonPolicy,
+    "fair": FairPolicy,
     "fifo": FifoPolicy,
     "priority": PriorityPolicy,
     "sjf": ShortestFirstPolicy,
@@ -98,14 +101,19 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
 
     Args:
         name: In ``POLICIES``, or a plug-in (``plugins.py``).
-        context: Its view of the engine; ``options`` is set here, from the configuration.
+        context: Its view of the engine; ``options`` and ``inner`` are set here, from the configuration.
 
     Raises:
         ConfigError: No policy has that name, it lacks a method, or an option of it is wrong.
     """
+    return _policy_maker(name, context)()
+
+
+def _policy_maker(name: str, context: PolicyContext) -> Callable[[], Policy]:
     factory = find_factory("policy", name, POLICIES)
     options = options_for("policy", name, POLICIES, context.config.policy_options)
-    return made_by("policy", name, factory, replace(context, options=options), seam=Policy)
+    own = replace(context, options=options, inner=lambda inner: _policy_maker(inner, context))
+    return partial(made_by, "policy", name, factory, own, seam=Policy)
 
 
 def make_step_composition(name: str) -> StepComposition:

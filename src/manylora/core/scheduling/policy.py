@@ -87,6 +87,8 @@ class PolicyContext:
         predictor: Predicts output lengths.
         num_claimable_pages: Pages that an admission could get now; with ``True``, an admission of the first in line.
         prompt_s: Device time of a sequence's prompt in seconds, by the costs learned so far.
+        inner: Finds a policy by name and returns a function that makes one of it after the other, for a policy that
+            divides the sequences among others.
         options: The policy's own ``Options``, checked; ``None`` where it has none.
     """
 
@@ -97,6 +99,7 @@ class PolicyContext:
     nearness: Callable[[Sequence], Nearness]
     num_claimable_pages: Callable[[bool], int]
     prompt_s: Callable[[Sequence], float]
+    inner: Callable[[str], Callable[[], Policy]] | None = None
     options: Any = None
 
 
@@ -121,6 +124,13 @@ class Policy(Protocol):
         They run on while a step that writes their pages is in flight: a sequence that should still go is named again.
         """
         return []
+
+    def prompts(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Return running sequences with unfinished prompts, given by arrival, in the order in which they share a step.
+
+        One that is left out gives its part of the step to waiting sequences.
+        """
+        return sequences
 
     def begin(self, now: float) -> None:
         """Begin a step."""

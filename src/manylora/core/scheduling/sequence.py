@@ -66,6 +66,7 @@ class Sequence:
     num_cached: int = field(default=0, init=False)
     num_scored: int = field(default=0, init=False)  # positions of its prompt whose log-probabilities were launched
     num_preemptions: int = field(default=0, init=False)
+    num_loaded_pages: int = field(default=0, init=False)  # of its adapter, if its last admission was the load's first
     num_shared_pages: int = field(default=0, init=False)  # found in the prefix cache when it was admitted
     num_bypassed: int = field(default=0, init=False)
     admitted_at: float | None = field(default=None, init=False)
@@ -175,7 +176,15 @@ class Sequence:
         """It waits only for the load of its adapter with this number."""
         self.awaited_load = load
 
-    def admitted(self, now: float, *, shared: Seq[int], pages: Seq[int], placement: Placement = ON_DEVICE) -> bool:
+    def admitted(
+        self,
+        now: float,
+        *,
+        shared: Seq[int],
+        pages: Seq[int],
+        placement: Placement = ON_DEVICE,
+        num_loaded_pages: int = 0,
+    ) -> bool:
         """It starts to run; return whether for the first time.
 
         Args:
@@ -183,7 +192,9 @@ class Sequence:
             shared: Pages of its prefix whose KV is computed.
             pages: Pages for the rest of its tokens.
             placement: Where its adapter's weights are.
+            num_loaded_pages: Pages of its adapter, if no other sequence was admitted since they were loaded.
         """
+        self.num_loaded_pages = num_loaded_pages
         self.table.adopt(shared)
         self.table.grow(pages)
         self.num_shared_pages = len(shared)

@@ -40,12 +40,14 @@ class DrawnLengths:
         output: Answer tokens, at least 1.
         prefix: Names of the blocks each prompt begins with, where a trace tells; shared names are shared tokens.
         prefix_block_tokens: Tokens in each of those blocks.
+        tenants: Tenant of each, where a trace tells.
     """
 
     prompt: IntArray
     output: IntArray
     prefix: tuple[tuple[int, ...], ...] | None = None
     prefix_block_tokens: int = 512
+    tenants: tuple[str, ...] | None = None
 
 
 class Lengths(Protocol):
@@ -108,7 +110,7 @@ class TraceLengths(CheckedOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayLengths(CheckedOptions):
-    """Rows of a trace in their order, with its prefixes; past its end it begins again.
+    """Rows of a trace in their order, with its prefixes and tenants; past its end it begins again.
 
     With arrivals replayed from the same file, each request is the recorded one.
     """
@@ -123,13 +125,14 @@ class ReplayLengths(CheckedOptions):
         trace = read_requests(self.file)
         rows = np.arange(num) % len(trace.prompt)
         prompt, output = self.bounds.fit(trace.prompt[rows], trace.output[rows], self.scale)
+        tenants = None if trace.tenants is None else tuple([trace.tenants[row] for row in rows.tolist()])
         if trace.prefix is None:
-            return DrawnLengths(prompt, output)
+            return DrawnLengths(prompt, output, tenants=tenants)
         block = max(1, round(trace.prefix_block_tokens * self.scale))
         prefix = tuple(
             trace.prefix[row][: -(-tokens // block)] for row, tokens in zip(rows.tolist(), prompt.tolist(), strict=True)
         )
-        return DrawnLengths(prompt, output, prefix, block)
+        return DrawnLengths(prompt, output, prefix, block, tenants)
 
 
 class Distribution(Protocol):

@@ -122,6 +122,7 @@ def make_workload(spec: WorkloadSpec, seed: int) -> Workload:
             num_prompt_tokens=prompt,
             num_output_tokens=output,
             adapter=names[adapter],
+            tenant=lengths.tenants[index] if lengths.tenants is not None else "",
             prefix=lengths.prefix[index] if lengths.prefix is not None else (),
             prefix_block_tokens=lengths.prefix_block_tokens,
         )

@@ -41,6 +41,7 @@ class RequestSpec:
         arrival_s: Seconds from the start of the workload.
         num_output_tokens: Length of the answer, at least 1.
         adapter: Name of an adapter of the workload; ``None`` for the base.
+        tenant: Name of the tenant, for policies that divide the engine by weight.
         prefix: Names of the blocks its prompt begins with, as in Mooncake's traces: requests with equal leading
             names have equal leading tokens. The prompt may end inside the last of them, or go on behind it with
             tokens of its own. Empty: a prompt that no other request shares.
@@ -51,6 +52,8 @@ class RequestSpec:
     num_prompt_tokens: int
     num_output_tokens: int
     adapter: str | None = None
+    tenant: str = ""
+    weight: float = 1.0
     prefix: tuple[int, ...] = ()
     prefix_block_tokens: int = 512
 

@@ -24,6 +24,7 @@ class CommonFields(msgspec.Struct, frozen=True, array_like=True):
     sampling: SamplingParams
     model: str
     tenant: str
+    weight: float
     cache_salt: str
     priority: int
     default_max_tokens: int | None
@@ -65,7 +66,10 @@ class RequestFields(msgspec.Struct, frozen=True, tag=True, array_like=True):
         for one in requests:
             if (prompt := prompt_at.setdefault(id(one.prompt), len(prompts))) == len(prompts):
                 prompts.append(one.prompt)
-            texts = (one.model, one.tenant, one.cache_salt, one.priority, one.default_max_tokens, one.version)
+            texts = (
+                *(one.model, one.tenant, one.weight, one.cache_salt),
+                *(one.priority, one.default_max_tokens, one.version),
+            )
             if (shared := common_at.setdefault((id(one.sampling), *texts), len(common))) == len(common):
                 common.append(CommonFields(one.sampling, *texts))
             answers.append(OwnFields(one.request_id, prompt, shared, one.seed, one.continuation))
@@ -83,6 +87,7 @@ class RequestFields(msgspec.Struct, frozen=True, tag=True, array_like=True):
                     sampling=common.sampling,
                     model=common.model,
                     tenant=common.tenant,
+                    weight=common.weight,
                     cache_salt=common.cache_salt,
                     priority=common.priority,
                     seed=one.seed,

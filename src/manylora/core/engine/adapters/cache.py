@@ -117,8 +117,11 @@ class AdapterCache:
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
-    def ask(self, key: AdapterKey, now: float) -> None:
-        """Count a request for it that arrived and waits."""
+    def ask(self, key: AdapterKey, now: float, tenant: str = "") -> None:
+        """Count a request of a tenant for it that arrived and waits."""
+        residency = self.residencies[key]
+        if residency.device is TierState.ABSENT:
+            residency.tenant = tenant
         self._page_cache.adapter_used(key, now)
         self.want(key, now)
 

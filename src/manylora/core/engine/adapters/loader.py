@@ -172,7 +172,7 @@ class AdapterLoader:
                 return residency
             self._start(residency, AdapterLoad(version=version, tier=Tier.HOST, is_urgent=at_once), now)
         if residency.host is TierState.RESIDENT or at_once:
-            pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth)
+            pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth, tenant=residency.tenant)
             if pages is not None:
                 if residency.host is TierState.RESIDENT:
                     self._cache.host.use(key)

@@ -49,6 +49,8 @@ class Residency:
     is_retired: bool = False  # no name points to it any more; it is dropped when its last request has ended
     last_used_at: float | None = None  # when a sequence last started or stopped using it, in seconds
     num_loads: int = 0  # loads begun, to either tier
+    tenant: str = ""  # the tenant whose request asked for it when it was not on the device
+    is_unpaid: bool = False  # a load to the device has begun, and no sequence was admitted since
     is_warming: bool = False  # it is loaded to the device before any sequence waits for it
     is_late: bool = False  # a step has waited in vain for the layers of the load to the device that is in flight
     error: str | None = None  # the reason why its last read failed, until one succeeds
@@ -86,6 +88,7 @@ class Residency:
         assert self._get(tier) is TierState.ABSENT
         assert tier is not Tier.DEVICE or self.host is not TierState.ABSENT, "copies start from the host"
         self.num_loads += 1
+        self.is_unpaid |= tier is Tier.DEVICE
         self._set(tier, TierState.LOADING)
 
     def end(self, tier: Tier, *, ok: bool, is_used: bool = False) -> None:
@@ -95,6 +98,12 @@ class Residency:
         self._set(tier, TierState.RESIDENT if ok else TierState.FAILED if is_used else TierState.ABSENT)
         if tier is Tier.DEVICE:
             self.is_late = False
+
+    def take_load(self) -> int:
+        """Return the pages of a load to the device that no sequence has been admitted on yet; the next gets 0."""
+        num_pages = self.version.num_pages if self.is_unpaid else 0
+        self.is_unpaid = False
+        return num_pages
 
     def learnt(self, layer_digests: bytes) -> None:
         """Record the digests of its layers, which its first read has found: reads to come yield layer by layer."""

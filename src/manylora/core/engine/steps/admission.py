@@ -64,6 +64,7 @@ class Admission:
         if self._reserves_peak and not self._fits_at_peak(sequence):
             return Outcome.NO_PAGES
         placement, was_resident = ON_DEVICE, True
+        residency: Residency | None = None
         if (version := sequence.version) is not None:
             residency = self._cache.residencies[version.key]
             most = self._max_loras
@@ -88,7 +89,8 @@ class Admission:
         if pages is None:
             self._held_up(sequence)
             return Outcome.NO_PAGES
-        if sequence.admitted(now, shared=shared, pages=pages, placement=placement):
+        loaded = 0 if residency is None else residency.take_load()
+        if sequence.admitted(now, shared=shared, pages=pages, placement=placement, num_loaded_pages=loaded):
             self._note_admission(sequence, now, was_resident)
         self._running.start(sequence, placement, now)
         return Outcome.ADMITTED

@@ -116,8 +116,9 @@ class StepPlanner:
                 if has_room or self._running.grow(sequence, now):
                     decodes.append((sequence, 1))
         budget = self._budget_after(decodes)
-        for sequence in unfinished:
-            if not budget.is_spent and sequence.status is SequenceStatus.RUNNING:
+        unfinished = [one for one in unfinished if one.status is SequenceStatus.RUNNING]
+        for sequence in self._policy.prompts(unfinished) if unfinished else ():
+            if not budget.is_spent:
                 prompts.append((sequence, self._spend(sequence, budget)))
         return decodes, prompts, budget, len(self._running.sequences) < num_before
 

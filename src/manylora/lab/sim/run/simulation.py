@@ -403,6 +403,8 @@ def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[fl
                     ignore_eos=True,
                 ),
                 model=spec.adapter or BASE_NAME,
+                tenant=spec.tenant,
+                weight=spec.weight,
             ),
         )
 

@@ -27,6 +27,7 @@ class RequestTrace:
         arrival_s: Seconds since the first request; ``None`` in a trace that has only lengths.
         output: Answer tokens.
         prefix: Names of the blocks each prompt consists of, the last one perhaps in part; ``None`` if unknown.
+        tenants: Tenant of each, from a column ``tenant`` beside those of the family; ``None`` without it.
     """
 
     arrival_s: FloatArray | None
@@ -34,6 +35,7 @@ class RequestTrace:
     output: IntArray
     prefix: tuple[tuple[int, ...], ...] | None = None
     prefix_block_tokens: int = 512
+    tenants: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -42,23 +44,25 @@ class RequestTrace:
 def read_azure_llm(file: Path) -> RequestTrace:
     """Read `AzureLLMInferenceTrace_*.csv`: times to 100 ns, prompt and answer tokens (Splitwise, ISCA '24)."""
     columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-    times, prompt, output = [], [], []
+    times, prompt, output, tenants = [], [], [], []
     for row in read_csv(file, columns):
         times.append(row.time_s("TIMESTAMP"))
         prompt.append(row.whole("ContextTokens"))
         output.append(row.whole("GeneratedTokens"))
-    return _in_order(file, times, prompt, output)
+        tenants.append(row.tenant())
+    return _in_order(file, times, prompt, output, tenants=tenants)
 
 
 def read_mooncake(file: Path) -> RequestTrace:
     """Read `mooncake_*_trace.jsonl`: times in ms, lengths, and the 512-token blocks of each prompt (FAST '25)."""
-    times, prompt, output, prefix = [], [], [], []
+    times, prompt, output, prefix, tenants = [], [], [], [], []
     for row in read_json_lines(file):
         times.append(row.number("timestamp", least=0) / 1000)
         prompt.append(row.whole("input_length"))
         output.append(row.whole("output_length"))
         prefix.append(row.wholes("hash_ids"))
-    return _in_order(file, times, prompt, output, prefix)
+        tenants.append(row.tenant())
+    return _in_order(file, times, prompt, output, prefix, tenants)
 
 
 def read_length_pairs(file: Path) -> RequestTrace:
@@ -99,6 +103,7 @@ def _in_order(
     prompt: list[int],
     output: list[int],
     prefix: list[tuple[int, ...]] | None = None,
+    tenants: list[str] | None = None,
 ) -> RequestTrace:
     if not prompt:
         raise ConfigError(f"{file}: expected at least one request, got none")
@@ -109,4 +114,5 @@ def _in_order(
     order = np.argsort(arrival_s, kind="stable")
     arrival_s = arrival_s[order] - arrival_s[order[0]]
     blocks = None if prefix is None else tuple(prefix[index] for index in order.tolist())
-    return RequestTrace(arrival_s=arrival_s, prompt=prompts[order], output=outputs[order], prefix=blocks)
+    named = None if tenants is None or not any(tenants) else tuple(tenants[index] for index in order.tolist())
+    return RequestTrace(arrival_s=arrival_s, prompt=prompts[order], output=outputs[order], prefix=blocks, tenants=named)

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from manylora.core.errors import ConfigError
+from manylora.core.types import MAX_TENANT_CHARS
 
 __all__ = ["Row", "header_of", "read_csv", "read_json_lines"]
 
@@ -59,6 +60,13 @@ class Row:
         if not (isinstance(value, list) and all(isinstance(one, int) for one in value)):
             raise self.wrong(column, "a list of whole numbers")
         return tuple(value)
+
+    def tenant(self) -> str:
+        """Return the text of the column ``tenant``, empty without it; at most ``MAX_TENANT_CHARS`` characters."""
+        value = self._values.get("tenant", "")
+        if not isinstance(value, str) or len(value) > MAX_TENANT_CHARS:
+            raise self.wrong("tenant", f"a text of at most {MAX_TENANT_CHARS} characters")
+        return value
 
     def time_s(self, column: str) -> float:
         """Return a date and time as seconds since 1970, to the microsecond; read as UTC."""

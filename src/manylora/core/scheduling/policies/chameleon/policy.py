@@ -37,7 +37,7 @@ from manylora.core.scheduling.policies.chameleon.queue_plan import QueuePlan, Re
 from manylora.core.scheduling.policies.chameleon.quota import QuotaLedger
 from manylora.core.scheduling.policies.fifo import LOOK_AHEAD, Bypass, Line
 from manylora.core.scheduling.policies.request_size import Demand, RequestSizer, SizeOptions
-from manylora.core.scheduling.policy import Outcome, PolicyContext, QueueStatus
+from manylora.core.scheduling.policy import Outcome, Policy, PolicyContext, QueueStatus
 from manylora.core.scheduling.sequence import Sequence
 
 __all__ = ["ChameleonPolicy", "StaticQueuesPolicy"]
@@ -81,7 +81,7 @@ class ChameleonOptions(SizeOptions):
     )
 
 
-class ChameleonPolicy:
+class ChameleonPolicy(Policy):
     """Queues by size, with cut-offs and quotas that follow the load."""
 
     Options = ChameleonOptions

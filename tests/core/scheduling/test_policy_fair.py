@@ -1,0 +1,340 @@
+"""Fair shares: the bound on what two tenants may drift apart, weights, returns from idle, and what fairness leaves."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import combinations
+
+import pytest
+from harness import policy_context, sequence, small_base, version
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manylora.core.clock import VirtualClock
+from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.loop import EngineLoop
+from manylora.core.errors import ConfigError, RequestError
+from manylora.core.events import (
+    AdapterLoadStarted,
+    Event,
+    RequestAdmitted,
+    RequestFinished,
+    RequestSquashed,
+    StepFinished,
+    TokensEmitted,
+)
+from manylora.core.ports import CoreParts
+from manylora.core.scheduling import POLICIES, FairPolicy, Outcome, make_policy
+from manylora.core.types import Request, SamplingParams, Tier
+from manylora.lab.costs.model import FixedCost
+from manylora.lab.sim.run.executor import SimulatedExecutor
+
+BLOCK, LONGEST_PROMPT = 4, 24
+PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
+NUM_ADAPTERS = 6
+
+
+class Ask:
+    """One request of a tenant."""
+
+    def __init__(
+        self, tenant: str, num_prompt: int, num_output: int, *, adapter: int = -1, weight: float = 1.0
+    ) -> None:
+        self.tenant, self.num_prompt, self.num_output = tenant, num_prompt, num_output
+        self.adapter, self.weight = adapter, weight
+
+    def request(self, index: int) -> Request:
+        return Request(
+            request_id=f"{self.tenant}/{index}",
+            prompt=(1,) * self.num_prompt,
+            sampling=SamplingParams(max_tokens=self.num_output, ignore_eos=True),
+            model=f"a{self.adapter}" if self.adapter >= 0 else "",
+            tenant=self.tenant,
+            weight=self.weight,
+        )
+
+
+def engine(events: list[Event], *, num_pages: int, seats: int, policy: str = "fair", **options: object) -> EngineCore:
+    core = EngineCore(
+        CoreParts(
+            base=small_base(max_model_len=64),
+            num_pages=num_pages,
+            executor=SimulatedExecutor(FixedCost(copy_bytes_per_s=1e5), vocab_size=1000),
+        ),
+        EngineConfig(
+            model=ModelConfig(model="base"),
+            scheduler=SchedulerConfig(
+                policy=policy,
+                policy_options=options,
+                max_num_seqs=seats,
+                max_num_batched_tokens=16,
+                max_waiting=10_000,
+                predictor="oracle",
+            ),
+            memory=MemoryConfig(block_size=BLOCK, prefix_caching=False),
+        ),
+        sinks=[events.append],
+    )
+    for index in range(NUM_ADAPTERS):
+        core.adapters.register(f"a{index}", version(f"k{index}", num_pages=1 + index), 0.0)
+    return core
+
+
+def run(asks: list[tuple[float, Ask]], **options: object) -> list[Event]:
+    """Run requests at their times to the end, on the virtual clock."""
+    events: list[Event] = []
+    core = engine(events, **options)  # type: ignore[arg-type]
+    arrivals = [(at, ask.request(index)) for index, (at, ask) in enumerate(asks)]
+    EngineLoop(core, VirtualClock(), on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+    core.check_integrity()
+    return events
+
+
+def served(events: list[Event], asks: list[Ask]) -> list[tuple[Counter[str], Counter[str]]]:
+    """Return after each step each tenant's service so far, by the prices, and its requests that still wait."""
+    by_id = {ask.request(index).request_id: ask for index, ask in enumerate(asks)}
+    service: Counter[str] = Counter()
+    waiting = Counter(ask.tenant for ask in asks)
+    admitted: set[str] = set()
+    seen = [(service.copy(), waiting.copy())]
+    for event in events:
+        if isinstance(event, RequestAdmitted) and event.request_id not in admitted:
+            admitted.add(event.request_id)
+            ask = by_id[event.request_id]
+            service[ask.tenant] += PROMPT_PRICE * ask.num_prompt
+            waiting[ask.tenant] -= 1
+        elif isinstance(event, TokensEmitted):
+            for request_id in event.request_ids:
+                service[by_id[request_id].tenant] += OUTPUT_PRICE
+        elif isinstance(event, StepFinished):
+            seen.append((service.copy(), waiting.copy()))
+    return seen
+
+
+def widest_drift(
+    seen: list[tuple[Counter[str], Counter[str]]], one: str, other: str, weights: dict[str, float]
+) -> float:
+    """Return the most that the services of two tenants differ, by weight, over any time in which both wait."""
+    gaps = [
+        service[one] / weights[one] - service[other] / weights[other]
+        for service, waiting in seen
+        if waiting[one] and waiting[other]
+    ]
+    return max(gaps, default=0.0) - min(gaps, default=0.0)
+
+
+@given(
+    tenants=st.lists(
+        st.tuples(st.integers(1, LONGEST_PROMPT), st.integers(1, 24), st.sampled_from([1.0, 1.0, 2.0, 5.0])),
+        min_size=2,
+        max_size=4,
+    ),
+    num_pages=st.integers(22, 40),
+    seats=st.integers(1, 6),
+    within=st.sampled_from(["fifo", "sjf", "boost"]),  # Chameleon's quotas may leave a tenant with nothing to offer
+)
+@settings(max_examples=25, deadline=None)
+def test_no_two_backlogged_tenants_drift_apart_by_more_than_the_bound(tenants, num_pages, seats, within):
+    """Theorem 4.4 of the paper: whatever the lengths, the seats, the memory, the weights and the order inside."""
+    asks = [
+        Ask(f"t{number}", num_prompt, num_output, weight=weight)
+        for _ in range(25)
+        for number, (num_prompt, num_output, weight) in enumerate(tenants)
+    ]
+    options = {"fair_within": within, "fair_burst_s": 0}
+    seen = served(run([(0.0, ask) for ask in asks], num_pages=num_pages, seats=seats, **options), asks)
+    weights = {f"t{number}": weight for number, (_, _, weight) in enumerate(tenants)}
+    bound = 2 * max(PROMPT_PRICE * LONGEST_PROMPT, OUTPUT_PRICE * num_pages * BLOCK)
+    for one, other in combinations(sorted(weights), 2):
+        assert widest_drift(seen, one, other, weights) <= bound
+
+
+def test_fifo_breaks_the_bound():
+    """The bound is one that can be broken: by arrival, tenants get what they ask for."""
+    asks = [Ask("t0", 4, 20)] * 200 + [Ask("t1", 4, 20)] * 200
+    seen = served(run([(0.0, ask) for ask in asks], num_pages=22, seats=2, policy="fifo"), asks)
+    assert widest_drift(seen, "t0", "t1", {"t0": 1.0, "t1": 1.0}) > 10 * OUTPUT_PRICE * 22 * BLOCK
+
+
+@given(
+    asks=st.lists(
+        st.tuples(
+            st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+            st.integers(0, 3),
+            st.integers(1, 24),
+            st.integers(1, 24),
+            st.integers(-1, NUM_ADAPTERS - 1),
+        ),
+        min_size=1,
+        max_size=60,
+    ),
+    num_pages=st.integers(22, 40),
+    seats=st.integers(1, 6),
+    within=st.sampled_from(["fifo", "chameleon", "adapter-aware", "strict-fifo"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_request_of_every_tenant_ends_and_no_counter_is_left(asks, num_pages, seats, within):
+    events: list[Event] = []
+    core = engine(events, num_pages=num_pages, seats=seats, fair_within=within)
+    at, arrivals = 0.0, []
+    for index, (gap, tenant, num_prompt, num_output, adapter) in enumerate(asks):
+        at += gap
+        arrivals.append((at, Ask(f"t{tenant}", num_prompt, num_output, adapter=adapter).request(index)))
+    EngineLoop(core, VirtualClock(), on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+    core.check_integrity()
+    assert sum(isinstance(event, RequestFinished) for event in events) == len(asks)
+    policy = core._policy
+    assert isinstance(policy, FairPolicy) and len(policy) == 0 and not policy._running
+    assert all(one.counter > policy._counters.floor for one in policy._tenants.values()), "forgotten when it is settled"
+
+
+@pytest.mark.parametrize("within", sorted(set(POLICIES) - {"fair"}))
+def test_a_tenant_alone_is_served_as_by_the_policy_inside(within):
+    asks = [(0.01 * index, Ask("t", 1 + index % 20, 1 + index % 13, adapter=index % 7 - 1)) for index in range(120)]
+    alone = run(asks, num_pages=26, seats=4, policy=within)
+    assert run(asks, num_pages=26, seats=4, fair_within=within) == alone
+
+
+def order_of(made: FairPolicy, count: int, now: float = 0.0) -> list[str]:
+    """Admit sequences one by one; return their tenants."""
+    made.begin(now)
+    names = []
+    while len(names) < count and (one := made.offer()) is not None:
+        one.admitted(0.0, shared=(), pages=())
+        made.report(one, Outcome.ADMITTED)
+        names.append(one.request.tenant)
+    return names
+
+
+def fair(*, max_num_seqs: int = 128, **options: object) -> FairPolicy:
+    made = make_policy("fair", policy_context(policy_options=options, max_num_seqs=max_num_seqs))
+    assert isinstance(made, FairPolicy)
+    return made
+
+
+@pytest.mark.parametrize("burst_s", [0, 4])
+def test_a_tenant_that_comes_back_has_saved_up_no_more_than_the_burst(burst_s):
+    made = fair(fair_burst_s=burst_s)
+    for index in range(20):
+        made.add(sequence(index, tenant="always"), 0.0)
+    for second in range(11):
+        assert order_of(made, 1, float(second)) == ["always"]
+    for index in range(20, 40):
+        made.add(sequence(index, tenant="back"), 10.0)
+    order = order_of(made, burst_s + 8, 10.0)
+    assert order[:burst_s] == ["back"] * burst_s, "one was admitted in each second"
+    assert Counter(order[burst_s:]) == {"always": 4, "back": 4}
+
+
+def test_a_tenant_that_goes_and_comes_back_keeps_its_debt():
+    made = fair(fair_burst_s=0)
+    made.add(sequence(0, num_prompt=48, tenant="large"), 0.0)
+    for index in range(1, 40):
+        made.add(sequence(index, num_prompt=5, tenant="small"), 0.0)
+    first = order_of(made, 1)
+    assert first == ["large"], "the first to wait"
+    made.add(sequence(50, num_prompt=50, tenant="large"), 0.0)
+    assert order_of(made, 11) == [*["small"] * 10, "large"]
+
+
+def test_weights_divide_what_is_served():
+    made = fair()
+    for index in range(100):
+        made.add(sequence(2 * index, tenant="one"), 0.0)
+        made.add(sequence(2 * index + 1, tenant="three", weight=3.0), 0.0)
+    assert Counter(order_of(made, 80)) == {"one": 20, "three": 60}
+
+
+def test_the_load_of_an_adapter_is_paid_once_by_the_request_that_it_serves_first():
+    asks = [(0.0, Ask("t", 4, 8, adapter=5)), (0.0, Ask("t", 4, 8, adapter=5)), (5.0, Ask("t", 4, 8, adapter=5))]
+    events: list[Event] = []
+    core = engine(events, num_pages=40, seats=4, load_price=1.0)
+    arrivals = [(at, ask.request(index)) for index, (at, ask) in enumerate(asks)]
+    EngineLoop(core, VirtualClock(), on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+    loads = [event for event in events if isinstance(event, AdapterLoadStarted) and event.tier is Tier.DEVICE]
+    assert len(loads) == 1
+    assert isinstance(core._policy, FairPolicy)
+    tenant = core._policy._tenants["t"]
+    assert tenant.counter == 3 * (4 * PROMPT_PRICE + 8 * OUTPUT_PRICE) + 6 * BLOCK
+
+
+def test_a_tenant_of_cold_adapters_saves_up_a_bounded_claim():
+    made = fair(fair_burst_s=4.0)
+    cold = sequence(0, adapter=version("k"), tenant="cold")
+    made.add(cold, 0.0)
+    waiting = deque(sequence(index, num_prompt=200, tenant="hot") for index in range(1, 20))
+    for one in waiting:
+        made.add(one, 0.0)
+    for now in range(20):
+        made.begin(float(now))
+        num = 0
+        while num < 1 and (one := made.offer()) is not None:
+            is_cold = one is cold
+            if not is_cold:
+                one.admitted(0.0, shared=(), pages=())
+                waiting.remove(one)
+                num += 1
+            made.report(one, Outcome.ADAPTER_LOADING if is_cold else Outcome.ADMITTED)
+    counters = {name: tenant.counter for name, tenant in made._tenants.items()}
+    assert counters["hot"] == 19 * 200
+    assert counters["hot"] - counters["cold"] == (4 + 1) * 200, "one was admitted in each second"
+
+
+def test_a_request_without_room_for_its_kv_is_passed_by_no_other_tenant():
+    made = fair()
+    made.add(sequence(0, tenant="large"), 0.0)
+    made.add(sequence(1, tenant="small"), 0.0)
+    made.begin(0.0)
+    one = made.offer()
+    assert one is not None and one is made.first_in_line and one.seq_id == 0
+    made.report(one, Outcome.NO_PAGES)
+    assert made.offer() is None and made.first_in_line is one
+
+
+@pytest.mark.parametrize(("num_tenants", "num_squashed"), [(1, 1), (3, 0)])
+def test_a_tenant_below_its_share_takes_a_seat_of_one_beyond_its_own(num_tenants, num_squashed):
+    """Where each running sequence is of another tenant, none has one too many."""
+    asks = [(0.0, Ask(f"t{index % num_tenants}", 4, 24)) for index in range(12 if num_tenants == 1 else 3)]
+    events = run([*asks, (0.05, Ask("light", 4, 4))], num_pages=40, seats=3)
+    squashed = [event for event in events if isinstance(event, RequestSquashed)]
+    assert len(squashed) == num_squashed
+    admitted = [event.request_id for event in events if isinstance(event, RequestAdmitted)]
+    assert admitted[3].startswith("light")
+    assert sum(isinstance(event, RequestFinished) for event in events) == len(asks) + 1
+
+
+def test_the_prompt_of_a_tenant_that_was_served_more_gives_way_every_other_step():
+    made = fair(fair_burst_s=0)
+    for index in range(2):
+        made.add(sequence(index, num_prompt=100, tenant="flood"), 0.0)
+    made.add(sequence(2, num_prompt=100, tenant="light"), 0.0)
+    made.add(sequence(3, num_prompt=100, tenant="light"), 0.0)
+    assert order_of(made, 3) == ["flood", "light", "flood"]
+    first, second, third = (one.sequence for one in made._running.values())
+    assert made.prompts([first, third, second]) == [first, second, third], "admitted at 0, 0 and 100"
+    made._tenants["light"].counter = 50.0  # as if its prompt were shorter
+    made._counters.heap[0] = (50.0, 0, made._tenants["light"])
+    assert made.prompts([first, third, second]) == [first, second]
+    assert made.prompts([first, third, second]) == [first, second, third]
+
+
+def test_prefetching_looks_at_the_tenants_in_turn():
+    made = fair()
+    for index in range(50):
+        made.add(sequence(index, tenant="flood"), 0.0)
+    for index in range(50, 53):
+        made.add(sequence(index, tenant=f"t{index}"), 0.0)
+    assert {one.request.tenant for one in made.upcoming(4)} == {"flood", "t50", "t51", "t52"}
+    assert len(made.upcoming(10)) == 10
+
+
+def test_wrong_options_and_tenants_are_refused():
+    with pytest.raises(ConfigError, match="fair_within = 'fair', expected another policy"):
+        fair(fair_within="fair")
+    with pytest.raises(ConfigError, match="Got policy = 'nonsense', expected one of"):
+        fair(fair_within="nonsense")
+    core = engine([], num_pages=22, seats=1)
+    for ask, weight in ((Ask("t" * 129, 4, 4), 1.0), (Ask("t", 4, 4, weight=0.0), 0.0)):
+        with pytest.raises(RequestError, match=f"tenant of {len(ask.tenant)} characters and weight {weight:g}"):
+            core.add_request(ask.request(0), 0.0)
