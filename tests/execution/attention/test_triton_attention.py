@@ -203,8 +203,11 @@ def test_tables_are_rewritten_where_they_changed() -> None:
     tables = PageTables(ops, num_lines=2, width=4)
     one, two = tables.place([planned(1, 0, 1, [5]), planned(2, 0, 1, [7, 8])])
     assert tables.table[one, :1].tolist() == [5] and tables.table[two, :2].tolist() == [7, 8]
-    assert tables.place([planned(2, 0, 1, [7, 8, 9])]) == [two]  # grows
-    assert tables.table[two, :3].tolist() == [7, 8, 9]
+    pages = [7, 8]
+    for page in (9, 4):  # grows
+        pages.append(page)
+        assert tables.place([planned(2, 0, 1, pages)]) == [two]
+        assert tables.table[two, : len(pages)].tolist() == pages
     assert tables.place([planned(2, 0, 1, [3, 4])]) == [two]  # came back with other pages
     assert tables.table[two, :2].tolist() == [3, 4]
     tables.release([2, 99])

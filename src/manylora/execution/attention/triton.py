@@ -53,7 +53,8 @@ class TritonAttentionKernel:
 @dataclass(slots=True)
 class _Line:
     index: int
-    pages: tuple[int, ...]
+    pages: Sequence[int] = ()  # the engine's own list, which only grows as long as it is the same (``PlannedSequence``)
+    num_written: int = 0
 
 
 class PageTables:
@@ -78,12 +79,14 @@ class PageTables:
             needed = {sequence.seq_id for sequence in sequences}
             self.release([seq_id for seq_id in self._lines if seq_id not in needed])
         for sequence in sequences:
-            pages = tuple(sequence.pages)
             line = self._lines.get(sequence.seq_id)
             if line is None:
-                line = self._lines[sequence.seq_id] = _Line(self._free.pop(), ())
-            if line.pages != pages:
-                self._write(line, pages)
+                line = self._lines[sequence.seq_id] = _Line(self._free.pop())
+            # A step looks at no page that is written already: its cost does not grow with the context.
+            if line.pages is not sequence.pages:
+                line.pages, line.num_written = sequence.pages, 0
+            if line.num_written < len(sequence.pages):
+                self._write(line)
             lines.append(line.index)
         return lines
 
@@ -93,13 +96,11 @@ class PageTables:
             if (line := self._lines.pop(seq_id, None)) is not None:
                 self._free.append(line.index)
 
-    def _write(self, line: _Line, pages: tuple[int, ...]) -> None:
-        old = line.pages
-        first = len(old) if pages[: len(old)] == old else 0
-        self._rows[line.index, first : len(pages)] = np.asarray(pages[first:], dtype=np.int32)
-        line.pages = pages
-        target = self.table[line.index, first : len(pages)]
-        target.copy_(self._host[line.index, first : len(pages)], non_blocking=True)
+    def _write(self, line: _Line) -> None:
+        first, stop = line.num_written, len(line.pages)
+        self._rows[line.index, first:stop] = line.pages[first:stop]
+        line.num_written = stop
+        self.table[line.index, first:stop].copy_(self._host[line.index, first:stop], non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
