@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from publishing import Others, reason_to_refuse
 
-from manylora.lab.bench.rounds import in_turns, ratio_by_round
+from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=12))
@@ -51,3 +51,8 @@ def test_own_work_is_not_that_of_others() -> None:
     others = Others()
     sum(range(1_000_000))
     assert 0.0 <= others.share() <= 1.0
+
+
+def test_a_goal_is_met_or_missed_by_a_whole_interval() -> None:
+    verdicts = [Ratio(1.0, low, high, ()).verdict(1.1) for low, high in ((0.9, 1.1), (0.9, 1.2), (1.15, 1.2))]
+    assert verdicts == ["met", "open", "missed"]

@@ -43,6 +43,10 @@ class Ratio:
     high: float
     rounds: tuple[float, ...]
 
+    def verdict(self, most: float) -> str:
+        """Return whether a goal of at most ``most`` is met or missed by the whole interval, else ``open``."""
+        return "met" if self.high <= most else "missed" if self.low > most else "open"
+
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
