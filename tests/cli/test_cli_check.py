@@ -156,6 +156,22 @@ def test_mistakes_are_told_apart(root: Path) -> None:
     assert reference.explain([GivenAnswer(prompt=right.prompt, tokens=(1, 2), logprobs=(-9.0, -9.0))], 1e-4) is None
 
 
+def test_an_activated_adapter_is_activated_by_the_prompt_alone(root: Path, tmp_path: Path) -> None:
+    folder = write_good_adapter(tmp_path / "alora", tiny_base(vocab=VOCAB_SIZE), alora_invocation_tokens=[7, 8])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        reference = Reference(str(root / "base"), str(folder))
+    assert reference.invocation == (7, 8)
+
+    def differs(*prompt: int) -> bool:
+        answer = GivenAnswer(prompt=prompt, tokens=(7, 8, 9), logprobs=None)
+        with_it = reference.logprobs(answer)
+        with reference.mistakes()["the base without the adapter"]():
+            return float(np.abs(with_it - reference.logprobs(answer)).max()) > 1e-3
+
+    assert differs(5, 7, 8) and not differs(5, 6)
+
+
 def test_near_ties_are_no_differences() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.05, -3.0], [5.0, 0.0, 0.0, 0.0]])
     reference = logits.log_softmax(-1).numpy()

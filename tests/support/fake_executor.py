@@ -60,6 +60,7 @@ class FakeExecutor:
         self._contents: dict[int, object] = {}  # page -> adapter key, or (adapter, tokens up to here) by slot
         self._adapter_pages: dict[AdapterKey, tuple[int, ...]] = {}
         self._arrivals: dict[AdapterKey, _Arrival] = {}  # the last load of each adapter to the device
+        self._invocations: dict[AdapterKey, tuple[int, ...]] = {}  # of adapters that were loaded
         self.host: set[AdapterKey] = set()
         self._steps: deque[tuple[StepPlan, FakeWork]] = deque()
         self._last = StepResult()
@@ -102,6 +103,7 @@ class FakeExecutor:
     def load_adapter(self, load: AdapterLoad, now: float) -> FakeWork:
         """Start a load."""
         key = load.version.key
+        self._invocations[key] = load.version.invocation
         if load.tier is Tier.DEVICE:
             assert key in self.host or self._is_read(key), "copied to the device but is not in the host tier"
             assert len(load.pages) == load.version.num_pages
@@ -225,11 +227,20 @@ class FakeExecutor:
     def _place(self, part: PlannedSequence, position: int) -> tuple[int, int]:
         return part.pages[position // self._block_size], position % self._block_size
 
+    def _activated_at(self, part: PlannedSequence) -> int:
+        """Return the first position that the adapter of a sequence applies to; the base's rows are all alike."""
+        invocation = () if part.adapter is None else self._invocations[part.adapter]
+        starts = range(part.num_prompt_tokens - len(invocation) + 1) if invocation else [0]
+        return max(one for one in starts if tuple(part.tokens[one : one + len(invocation)]) == invocation)
+
     def _check_kv(self, part: PlannedSequence) -> None:
+        activated_at = self._activated_at(part)
+        assert part.start >= activated_at, f"{part} applies an adapter before it is activated"
         for position in range(part.start):
             page, slot = self._place(part, position)
             slots = self._contents[page]
-            expected = (part.adapter, tuple(part.tokens[: position + 1]))
+            adapter = part.adapter if position >= activated_at else None
+            expected = (adapter, tuple(part.tokens[: position + 1]))
             assert isinstance(slots, dict) and slots[slot] == expected, f"stale KV at {position} of {part}"
 
     def _write(self, part: PlannedSequence, *, is_spoilt: bool = False) -> list[tuple[dict[int, object], int, object]]:

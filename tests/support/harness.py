@@ -70,7 +70,7 @@ def small_base(*, block_size: int = 4, max_model_len: int = 256, eos: tuple[int,
     )
 
 
-def version(key: str, num_pages: int = 2, rank: int = 8) -> AdapterVersion:
+def version(key: str, num_pages: int = 2, rank: int = 8, invocation: tuple[int, ...] = ()) -> AdapterVersion:
     """Return a made-up adapter version."""
     return AdapterVersion(
         key=AdapterKey(key),
@@ -82,6 +82,7 @@ def version(key: str, num_pages: int = 2, rank: int = 8) -> AdapterVersion:
         weight_bytes=num_pages * 500,
         host_bytes=num_pages * 512,
         disk_bytes=num_pages * 500,
+        invocation=invocation,
     )
 
 
@@ -186,8 +187,9 @@ class Rig:
         key: str | None = None,
         replace: bool = False,
         is_unread: bool = False,
+        invocation: tuple[int, ...] = (),
     ) -> None:
-        made = version(key or f"key-{name}", num_pages)
+        made = version(key or f"key-{name}", num_pages, invocation=invocation)
         if not is_unread:
             self.executor.host.add(made.key)
         tier = Tier.DISK if is_unread else Tier.HOST

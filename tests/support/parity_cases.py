@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.variants import calculate_alora_offsets
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -49,7 +50,7 @@ from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import EngineStats
 from manylora.core.plan import ARRIVING, ON_DEVICE, StepPlan
-from manylora.core.types import AdapterKey, Output, Request, SamplingParams, Tier
+from manylora.core.types import Output, Request, SamplingParams, Tier
 from manylora.execution.build import OpenAssistant, build_parts, open_assistant_workers
 from manylora.execution.executor import TorchExecutor
 
@@ -324,6 +325,7 @@ def run_oracle(
     stored: str | None = None,
     kv_cache_dtype: str = "float32",
     make: Callable[[str, Path, Path], dict[str, Path]] | None = None,
+    make_cases: Callable[[Sequence[str]], list[Case]] = make_cases,
 ) -> OracleResult:
     """Serve the cases, compare with the reference and return the differences.
 
@@ -339,6 +341,7 @@ def run_oracle(
             reference has the same weights as float32, and activations are not rounded.
         kv_cache_dtype: Type of KV in pages.
         make: Makes the adapters, given the architecture, the base and a folder; ``make_adapters`` by default.
+        make_cases: Makes the requests, given the names of the adapters.
     """
     config = (ARCHITECTURES | FURTHER_ARCHITECTURES)[architecture]
     make_model(config, path / "base")
@@ -394,13 +397,10 @@ def _serve(
     num_pages = sum(version.num_pages for version in versions.values()) + kv_pages // 2
     assert num_pages <= parts.num_pages
     core = EngineCore(replace(parts, num_pages=num_pages), engine, served_name=BASE_NAME)
-    keys: dict[AdapterKey | None, str | None] = {None: None}
     for name, version in versions.items():
         core.adapters.register(name, version, clock.now())
-        keys[version.key] = name
     doomed = () if cold_start is None else tuple(case for case in DOOMED if case.adapter in folders)
     asked = [*cases[:6], *doomed, *cases[6:]]
-    by_prompt = {(case.adapter, case.prompt): case.request_id for case in asked}
     logits: dict[str, dict[int, torch.Tensor]] = {case.request_id: {} for case in asked}
     num_run: dict[str, int] = {case.request_id: 0 for case in asked}
     started_cold: set[str] = set()
@@ -410,10 +410,10 @@ def _serve(
             time.sleep(LEAST_STEP_S)
         sampled = [s for s in plan.sequences if s.is_sampled]
         for sequence, row in zip(sampled, rows, strict=True):
-            prompt = tuple(sequence.tokens[: sequence.num_prompt_tokens])
-            logits[by_prompt[keys[sequence.adapter], prompt]][sequence.start + sequence.num_tokens - 1] = row.clone()
+            # Numbered in the order of arrival.
+            logits[asked[sequence.seq_id].request_id][sequence.start + sequence.num_tokens - 1] = row.clone()
         for sequence in plan.sequences:
-            request_id = by_prompt[keys[sequence.adapter], tuple(sequence.tokens[: sequence.num_prompt_tokens])]
+            request_id = asked[sequence.seq_id].request_id
             num_run[request_id] = sequence.start + sequence.num_tokens
             tier = sequence.placement.tier
             result.num_in_host += tier is Tier.HOST
@@ -473,9 +473,17 @@ def _compare(
         base_logits = base(input_ids=ids, use_cache=False).logits[0]
         expected = base_logits
         if case.adapter is not None:
-            expected = models[case.adapter](input_ids=ids, use_cache=False).logits[0]
+            model, options = models[case.adapter], {}
+            [offset] = calculate_alora_offsets(model.peft_config, "default", torch.tensor([case.prompt]))
+            is_activated = getattr(model.active_peft_config, "alora_invocation_tokens", None) is not None
+            if is_activated:  # by the prompt alone: PEFT counts from the end, and looks at all that it is given
+                options = {"alora_offsets": [offset if offset is None else offset + ids.shape[1] - len(case.prompt)]}
+            expected = model(input_ids=ids, use_cache=False, **options).logits[0]
             effect = float((expected - base_logits).abs().max())
-            result.smallest_effect = min(result.smallest_effect, effect)
+            if is_activated and offset is None:
+                assert effect == 0.0
+            else:
+                result.smallest_effect = min(result.smallest_effect, effect)
         rows = range(len(case.prompt) - 1, len(tokens) - 1)
         assert sorted(logits[case.request_id]) == list(rows), f"{case.request_id}: sampled rows are missing"
         for row in rows:

@@ -68,7 +68,9 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
     start: int  # tokens with KV in pages
     num_tokens: int  # tokens to run in this step
     pages: Seq[int]  # block table: page of every ``block_size`` positions, long enough for ``start + num_tokens``
-    adapter: AdapterKey | None  # version to apply, ``None`` for the base without an adapter
+    # Version to apply to all tokens of the step, ``None`` for the base: also of a sequence whose adapter is activated
+    # behind them (aLoRA).
+    adapter: AdapterKey | None
     rank: int  # its largest rank, 0 for the base; for cost models
     sampling: SamplingParams  # sampling parameters of the next token
     is_sampled: bool  # whether the step yields a token (False for all but the last prompt chunk)

@@ -394,6 +394,8 @@ class AdapterVersion:
         file_key: Identity of the files that it was registered from (``core/adapters/identity.py``); empty without one.
         is_whole: Whether no layer of its image may be used before the whole file was read: its content is not known yet
             and is not vouched for by a server.
+        invocation: Tokens that activate it (aLoRA): it applies from their last occurrence in a prompt on, and rows
+            before it are the base's. Empty for an adapter that is always active.
     """
 
     key: AdapterKey
@@ -409,3 +411,4 @@ class AdapterVersion:
     layer_digests: bytes = b""
     file_key: str = field(default="", compare=False)
     is_whole: bool = False
+    invocation: tuple[int, ...] = ()

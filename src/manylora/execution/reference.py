@@ -129,11 +129,22 @@ class Reference:
         """Tokens that it has logits for."""
         return int(self._model.get_output_embeddings().weight.shape[0])
 
+    @property
+    def invocation(self) -> tuple[int, ...]:
+        """Tokens that activate the adapter; empty if it is always active."""
+        return tuple(getattr(self._model.active_peft_config, "alora_invocation_tokens", None) or ())
+
     @torch.inference_mode()
     def logprobs(self, answer: GivenAnswer) -> NDArray[np.float32]:
         """Return the log-probabilities of all tokens at each position of an answer, ``[tokens, vocabulary]``."""
-        tokens = torch.tensor([[*answer.prompt, *answer.tokens]])
-        logits = self._model(tokens).logits[0, len(answer.prompt) - 1 : -1]
+        tokens, options = torch.tensor([[*answer.prompt, *answer.tokens]]), {}
+        if self.invocation:  # PEFT would look for it in the answer as well, and counts from the end
+            from peft.tuners.lora.variants import calculate_alora_offsets
+
+            config, name, prompt = self._model.peft_config, self._model.active_adapter, torch.tensor([answer.prompt])
+            [offset] = calculate_alora_offsets(config, name, prompt)
+            options["alora_offsets"] = [None if offset is None else offset + len(answer.tokens)]
+        logits = self._model(tokens, **options).logits[0, len(answer.prompt) - 1 : -1]
         found: NDArray[np.float32] = logits.float().log_softmax(-1).numpy()
         return found
 

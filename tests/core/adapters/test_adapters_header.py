@@ -62,7 +62,9 @@ def test_a_bad_adapter_is_refused_by_its_header(bad: BadAdapter, tmp_path: Path)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("alpha", [4, 16, 15])
 def test_the_version_is_that_of_the_weights_but_for_its_key(dtype: torch.dtype, alpha: int, tmp_path: Path) -> None:
-    directory = write_good_adapter(tmp_path / "a", BASE, lora_alpha=alpha)
+    directory = write_good_adapter(
+        tmp_path / "a", BASE, lora_alpha=alpha, alora_invocation_tokens=[5, 6] * (alpha == 4)
+    )
     tensors = {key: torch.from_numpy(value).to(dtype) for key, value in adapter_tensors(BASE).items()}
     save_file(tensors, directory / "adapter_model.safetensors")
     version = reader(dtype="auto").read("mine", directory)

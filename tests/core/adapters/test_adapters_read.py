@@ -130,6 +130,8 @@ def test_whatever_changes_the_answer_changes_the_version(tmp_path: Path) -> None
     keys = [key_of(write_good_adapter(tmp_path / "plain", BASE))]
     keys.append(key_of(write_good_adapter(tmp_path / "scale", BASE, lora_alpha=17)))
     keys.append(key_of(write_good_adapter(tmp_path / "seed", BASE, seed=1)))
+    for tokens in ([5], [5, 6]):
+        keys.append(key_of(write_good_adapter(tmp_path / f"alora-{tokens}", BASE, alora_invocation_tokens=tokens)))
     keys.append(key_of(write_good_adapter(tmp_path / "base", BASE), tiny_base(fingerprint="another")))
     for slug, changed in (("nudged", nudged), ("halves", halves)):
         directory = write_good_adapter(tmp_path / slug, BASE)

@@ -125,6 +125,23 @@ def test_prefixes_are_shared_where_the_workload_says_so():
     assert cached((7, 8, 9), (7, 8, 4), (7,), (8, 7), ()) == [0, 64, 32, 0, 0]
 
 
+def test_activated_adapters_find_what_the_base_or_another_has_computed():
+    asked = RequestSpec(
+        arrival_s=0.0, num_prompt_tokens=100, num_output_tokens=3, prefix=(7, 8, 9), prefix_block_tokens=32
+    )
+    requests = [replace(asked, arrival_s=float(at), adapter=name) for at, name in enumerate(["a", "b", None, "a"])]
+
+    def served(is_activated: bool) -> Run:
+        adapters = tuple(AdapterSpec(name=name, rank=8, is_activated=is_activated) for name in "ab")
+        chain = Workload(name="chain", requests=tuple(requests), adapters=adapters)
+        return simulate(chain, config(memory=MemoryConfig(prefix_caching=True)))
+
+    activated, plain = served(True), served(False)
+    assert [one.num_cached_tokens for one in activated.records] == [0, 96, 96, 96]
+    assert [one.num_cached_tokens for one in plain.records] == [0, 0, 0, 96]
+    assert activated.stats[0].num_prefix_pages < plain.stats[0].num_prefix_pages / 2
+
+
 def test_prompts_are_as_long_as_asked():
     maker = PromptMaker(500, 100)
     for num_tokens in (1, 2, 5, 33, 100):

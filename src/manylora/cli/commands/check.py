@@ -178,7 +178,8 @@ def _check_answers(place: str, base: str, source: AnswerSource, asked: Question,
     reference = Reference(checkpoint, place)
     given, has_ids = [], True
     for text in asked.prompts:
-        answer, is_named = _ask(source, tokenizer, asked, text)
+        prompt = (*tokenizer.encode(text), *reference.invocation)
+        answer, is_named = _ask(source, tokenizer, asked, prompt)
         given.append(answer)
         has_ids = has_ids and is_named
     compared = [compare(one, reference.logprobs(one), tolerance) for one in given]
@@ -193,11 +194,12 @@ def _check_answers(place: str, base: str, source: AnswerSource, asked: Question,
     )
 
 
-def _ask(source: AnswerSource, tokenizer: Tokenizer, asked: Question, text: str) -> tuple[GivenAnswer, bool]:
+def _ask(
+    source: AnswerSource, tokenizer: Tokenizer, asked: Question, prompt: tuple[int, ...]
+) -> tuple[GivenAnswer, bool]:
     """Return a server's answer in token ids, and whether it named them."""
     from manylora.execution.reference import GivenAnswer
 
-    prompt = tuple(tokenizer.encode(text))
     served = source.answer(asked.model, prompt, asked.max_tokens)
     tokens, logprobs = served.token_ids(), None
     if tokens is not None and served.logprobs is not None:

@@ -92,13 +92,15 @@ def digest_layer(weights: Sequence[ModuleWeights]) -> bytes:
     return digest.digest(DIGEST_BYTES)
 
 
-def content_key(base: BaseShape, digests: Sequence[bytes]) -> AdapterKey:
-    """Return the identity of an adapter on a base, by the digests of its layers."""
+def content_key(base: BaseShape, digests: Sequence[bytes], invocation: Sequence[int]) -> AdapterKey:
+    """Return the identity of an adapter on a base, by the digests of its layers and the tokens that activate it."""
     digest = blake3()
     digest.update(struct.pack("<Q", len(base.fingerprint)))
     digest.update(base.fingerprint.encode())
     for one in digests:
         digest.update(one)
+    if invocation:  # of another length than a layer's digest, so that no other list of layers hashes alike
+        digest.update(digest_text(repr(tuple(invocation)).encode()))
     return AdapterKey(digest.hexdigest(DIGEST_BYTES))
 
 

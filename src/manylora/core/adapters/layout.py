@@ -335,6 +335,7 @@ def make_version(
     source: str,
     disk_bytes: int | None = None,
     layer_digests: bytes = b"",
+    invocation: tuple[int, ...] = (),
 ) -> AdapterVersion:
     """Return the version of an adapter with this layout, read or simulated, with its sizes in every tier.
 
@@ -345,6 +346,7 @@ def make_version(
         source: The directory it came from, or its name without one.
         disk_bytes: Size of its weight file; the size of its weights when ``None``.
         layer_digests: As in ``AdapterVersion``.
+        invocation: As in ``AdapterVersion``.
     """
     modules = [part for group in layout.groups.values() for part in group.modules]
     return AdapterVersion(
@@ -359,4 +361,5 @@ def make_version(
         disk_bytes=layout.weight_bytes if disk_bytes is None else disk_bytes,
         dtype=layout.dtype,
         layer_digests=layer_digests,
+        invocation=invocation,
     )

@@ -37,6 +37,10 @@ class AdapterSettings(Protocol):
     def use_rslora(self) -> bool:
         """Whether scales divide by the root of the rank."""
 
+    @property
+    def invocation(self) -> tuple[int, ...]:
+        """The tokens that activate the adapter; empty if it is always active."""
+
     def stored_modules(self, tensors: Mapping[str, StoredTensor]) -> tuple[StoredModule, ...]:
         """Return the modules in a weight file, sorted by name.
 

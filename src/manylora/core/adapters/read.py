@@ -124,10 +124,11 @@ def read_adapter(name: str, path: str | Path, rules: ReadRules, allocate: Alloca
     version = make_version(
         layout,
         base.page,
-        key=content_key(base, digests),
+        key=content_key(base, digests, settings.invocation),
         source=folder.place,
         disk_bytes=file.num_bytes,
         layer_digests=b"".join(digests),
+        invocation=settings.invocation,
     )
     return PackedAdapter(version, layout, image)
 
@@ -250,10 +251,11 @@ class HeaderReader:
         dtype: str | None,
     ) -> AdapterVersion:
         rules, base = self._rules, self._rules.base
-        weights = parse_settings(name, config).match(tensors, base)
+        settings = parse_settings(name, config)
+        weights = settings.match(tensors, base)
         check_size(name, weights, base, rules.max_pages)
         layout = layout_of(weights, base, dtype or choose_dtype_unread(weights, rules.asked_dtype))
-        return make_version(layout, base.page, key="", source="", disk_bytes=num_bytes)
+        return make_version(layout, base.page, key="", source="", disk_bytes=num_bytes, invocation=settings.invocation)
 
 
 def _in_order(config: Mapping[str, Any]) -> str:

@@ -130,7 +130,8 @@ class LayerReader:
             raise self._changed()
         if self._is_first:
             dtype = exact[0] if exact else self._rules.asked_dtype
-            self.first_content = KnownContent(content_key(self._base, digests), dtype, b"".join(digests))
+            key = content_key(self._base, digests, self._version.invocation)
+            self.first_content = KnownContent(key, dtype, b"".join(digests))
         yield self.layout.num_pages
 
     def _has_its_file_key(self) -> bool:
@@ -143,7 +144,7 @@ class LayerReader:
     def _is_content(self, digests: list[bytes]) -> bool:
         """Whether layers of these digests are the version, as far as its content is known."""
         if not is_provisional(self._version.key):
-            return content_key(self._base, digests) == self._version.key
+            return content_key(self._base, digests, self._version.invocation) == self._version.key
         return self._is_first or digests == self._digests
 
     def _fetched(self) -> Iterator[tuple[Sequence[ModuleWeights], bytes]]:

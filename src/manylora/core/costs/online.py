@@ -46,7 +46,7 @@ class StepLoad(NamedTuple):
             num_all += num_tokens
             num_sequences += 1
             context += sequence.num_computed + num_tokens
-            if (rank := sequence.rank) > 0:
+            if (rank := sequence.row_rank) > 0:
                 num_adapted += num_tokens
                 sum_rank += num_tokens * rank
                 max_rank = max(max_rank, rank)

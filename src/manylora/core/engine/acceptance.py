@@ -12,18 +12,19 @@ A request that could never be served is refused on arrival, with the reason.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
 
 from manylora.core.config import EngineConfig
 from manylora.core.engine.adapters.catalog import AdapterCatalog
 from manylora.core.engine.queue_wait import QueueWait
 from manylora.core.errors import ContextExceeded, RequestError
 from manylora.core.events import RequestArrived
-from manylora.core.memory import BlockTable, prefix_root
+from manylora.core.memory import BlockTable, fork_mark, prefix_root
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import Sequence
 from manylora.core.types import MAX_TENANT_CHARS, WEIGHTS, AdapterVersion, Request
 
-__all__ = ["Acceptance", "arrival_of"]
+__all__ = ["Acceptance", "arrival_of", "find_last"]
 
 
 class Acceptance:
@@ -66,20 +67,27 @@ class Acceptance:
             raise self._queue_wait.no_room(now)
         sampling = request.sampling
         given = sampling.seed if request.seed is None else request.seed
-        root = prefix_root(self._base.fingerprint, version.key if version else None, request.cache_salt)
+        # A prompt without the tokens that activate its adapter is the base's, and so is its answer, as in PEFT.
+        activates_at, fork, owner = 0, None, None if version is None else version.key
+        if version is not None and version.invocation:
+            found, owner = find_last(request.prompt, version.invocation), None
+            activates_at = len(request.prompt) + max_tokens if found is None else found
+            fork = activates_at, fork_mark(version.key, activates_at)
+        root = prefix_root(self._base.fingerprint, owner, request.cache_salt)
         eos = () if sampling.ignore_eos else self._base.eos_token_ids
         sequence = Sequence(
             seq_id=self._next_seq_id,
             request=request,
             version=version,
             name=name,
-            table=BlockTable(root, self._block_size),
+            table=BlockTable(root, self._block_size, fork),
             max_tokens=max_tokens,
             stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
             seed=self._rng.getrandbits(63) if given is None else given & (2**64 - 1),
             arrived_at=now,
             reserves_output=self._reserves_output,
             has_kv=self._has_kv,
+            activates_at=activates_at,
         )
         self._next_seq_id += 1
         return sequence
@@ -137,6 +145,32 @@ class Acceptance:
         ):
             if max(token_ids, default=0) >= vocab_size:
                 raise RequestError(f"{param} has token ids outside [0, {vocab_size})", param=param)
+
+
+def find_last(tokens: Seq[int], run: Seq[int]) -> int | None:
+    """Return the position of the last occurrence of a non-empty ``run`` in ``tokens``, ``None`` without one.
+
+    Backwards, since it is at the end as a rule, and never twice over a token, whatever a tenant sends.
+
+    Source: Knuth, Morris and Pratt.
+    """
+    wanted = run[::-1]
+    shorter = [0] * len(wanted)  # the longest proper prefix of ``wanted[: i + 1]`` that it ends with
+    length = 0
+    for index in range(1, len(wanted)):
+        while length and wanted[index] != wanted[length]:
+            length = shorter[length - 1]
+        length += wanted[index] == wanted[length]
+        shorter[index] = length
+    length = 0
+    for position in range(len(tokens) - 1, -1, -1):
+        token = tokens[position]
+        while length and token != wanted[length]:
+            length = shorter[length - 1]
+        length += token == wanted[length]
+        if length == len(wanted):
+            return position
+    return None
 
 
 def arrival_of(sequence: Sequence) -> RequestArrived:

@@ -15,6 +15,12 @@ cannot craft a collision.
 
     root = H(base, adapter, salt)
     d0 = H(root, tokens[0:16])    d1 = H(d0, tokens[16:32])    ...      one digest per full block
+
+An adapter that is activated inside a prompt (aLoRA) shares the blocks before with the base, and with every other such
+adapter: its chain starts from the base's root and *forks* in the block of its first row, which is its own::
+
+    tokens   0 .. 15 | 16 .. 31 | 32 .. 47                    activated at 20
+    root     base    | H(d0, fork), fork = H(adapter, 20) ...
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from collections.abc import Sequence as Seq
 
 from manylora.core.types import AdapterKey
 
-__all__ = ["BlockTable", "PrefixIndex", "block_digests", "num_blocks", "prefix_root"]
+__all__ = ["BlockTable", "PrefixIndex", "block_digests", "fork_mark", "num_blocks", "prefix_root"]
 
 DIGEST_BYTES = 16
 
@@ -44,6 +50,14 @@ def prefix_root(fingerprint: str, adapter: AdapterKey | None, salt: str) -> byte
         # Lengths in front, so that different triples never have the same bytes.
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.digest()
+
+
+def fork_mark(adapter: AdapterKey, position: int) -> bytes:
+    """Return the digest that sets the blocks of an adapter apart from the base's, from its first row on.
+
+    The position counts: in two prompts with the same tokens so far, the last occurrence may be another one.
+    """
+    return hashlib.blake2b(f"{position}:{adapter}".encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def block_digests(parent: bytes, tokens: Seq[int], start: int, stop: int, block_size: int) -> list[bytes]:
@@ -137,13 +151,17 @@ class PrefixIndex:
 
 
 class BlockTable:
-    """Pages of ``block_size`` tokens and block digests of one sequence, chained from ``root`` (``prefix_root``)."""
+    """Pages of ``block_size`` tokens and block digests of one sequence, chained from ``root`` (``prefix_root``).
 
-    __slots__ = ("_digests", "_num_indexed", "_root", "block_size", "pages")
+    With a ``fork``, a position and its ``fork_mark``, the block of that position and those behind it are set apart.
+    """
 
-    def __init__(self, root: bytes, block_size: int) -> None:
+    __slots__ = ("_digests", "_fork", "_num_indexed", "_root", "block_size", "pages")
+
+    def __init__(self, root: bytes, block_size: int, fork: tuple[int, bytes] | None = None) -> None:
         self.pages: list[int] = []
         self._root = root
+        self._fork = fork
         self.block_size = block_size
         self._digests: list[bytes] = []
         self._num_indexed = 0
@@ -187,6 +205,15 @@ class BlockTable:
         return pages
 
     def _extend_digests(self, tokens: Seq[int], stop: int) -> None:
-        start = len(self._digests) * self.block_size
+        block_size, start = self.block_size, len(self._digests) * self.block_size
         parent = self._digests[-1] if self._digests else self._root
-        self._digests += block_digests(parent, tokens, start, stop, self.block_size)
+        if self._fork is not None:
+            position, mark = self._fork
+            forks_at = position - position % block_size
+            if start <= forks_at < stop:
+                self._digests += block_digests(parent, tokens, start, forks_at, block_size)
+                before = self._digests[-1] if self._digests else self._root
+                # ``person`` keeps the digest apart from those of tokens, whatever they are.
+                parent = hashlib.blake2b(before + mark, digest_size=DIGEST_BYTES, person=b"fork").digest()
+                start = forks_at
+        self._digests += block_digests(parent, tokens, start, stop, block_size)

@@ -53,8 +53,10 @@ class Sequence:
     arrived_at: float  # seconds on the loop's clock
     reserves_output: bool = False  # whether it claims pages for its longest answer when it is admitted
     has_kv: bool = True  # whether its KV lies in the pool
+    activates_at: int = 0  # first position that its adapter applies to; those before it are the base's
     adapter: AdapterKey | None = field(init=False)
     rank: int = field(init=False)  # of its adapter; 0 for the base
+    row_rank: int = field(init=False)  # of the rows that it runs next: 0 before ``activates_at``
     placement: Placement = field(default=ON_DEVICE, init=False)  # of its adapter's weights, while it runs
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     tokens: list[int] = field(init=False)
@@ -82,6 +84,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.adapter = self.version.key if self.version else None
         self.rank = self.version.rank if self.version else 0
+        self.row_rank = 0 if self.activates_at else self.rank
         self.tokens = list(self.request.prompt)
         self.num_prompt_tokens = len(self.tokens)
         if (begun := self.request.continuation) is not None:
@@ -108,6 +111,12 @@ class Sequence:
     def num_to_run(self) -> int:
         """Tokens whose KV is missing."""
         return len(self.tokens) + self.num_pending - self.num_computed
+
+    @property
+    def num_alike(self) -> int:
+        """Tokens to run that may share a step: all before ``activates_at``, or all from there on."""
+        num_tokens, num_before = self.num_to_run, self.activates_at - self.num_computed
+        return min(num_tokens, num_before) if num_before > 0 else num_tokens
 
     @property
     def has_unscored(self) -> bool:
@@ -199,6 +208,7 @@ class Sequence:
         self.table.grow(pages)
         self.num_shared_pages = len(shared)
         self.num_computed = len(shared) * self.table.block_size
+        self.row_rank = self.rank if self.num_computed >= self.activates_at else 0
         self.placement = placement
         self.status = SequenceStatus.RUNNING
         if self.admitted_at is not None:
@@ -222,9 +232,12 @@ class Sequence:
         return PromptRows(self.seq_id, start, stop, num_top)
 
     def launched(self, num_tokens: int) -> PlannedSequence:
-        """Record that ``num_tokens`` tokens run in the next step; return the sequence's part of that step's plan."""
+        """Record that ``num_tokens`` tokens, all alike, run in the next step; return the sequence's part of it."""
         tokens, start, num_pending = self.tokens, self.num_computed, self.num_pending
         self.num_computed = end = start + num_tokens
+        rank, is_active = self.row_rank, start >= self.activates_at
+        if end == self.activates_at:
+            self.row_rank = self.rank
         self.num_in_flight += 1
         is_sampled = end == len(tokens) + num_pending
         if is_sampled:
@@ -236,13 +249,13 @@ class Sequence:
             start=start,
             num_tokens=num_tokens,
             pages=self.table.pages,
-            adapter=self.adapter,
-            rank=self.rank,
+            adapter=self.adapter if is_active else None,
+            rank=rank,
             sampling=self.request.sampling,
             is_sampled=is_sampled,
             seed=self.seed,
             awaits_token=num_pending > 0,
-            placement=self.placement,
+            placement=self.placement if is_active else ON_DEVICE,
         )
 
     def moved(self, placement: Placement) -> None:

@@ -65,6 +65,7 @@ class SimulatedReader:
         try:
             settings = json.loads(content)
             rank, targets = _rank_in_memory(settings), settings["target_modules"]
+            invocation = tuple(map(int, settings.get("alora_invocation_tokens") or ()))
         except (ValueError, KeyError, TypeError) as error:
             raise AdapterError(name, f"adapter_config.json is not usable: {error!r}") from error
         if targets == "all-linear":
@@ -80,7 +81,9 @@ class SimulatedReader:
         kinds = tuple(kind for key, kind in _VECTORS.items() if settings.get(key))
         vectors = tuple((module, kinds) for module in ranks) if kinds else ()
         layout, page = lay_out(ranks, self._base, vectors=vectors), self._base.page
-        return make_version(layout, page, key=key, source=str(path), disk_bytes=len(weights) or None)
+        return make_version(
+            layout, page, key=key, source=str(path), disk_bytes=len(weights) or None, invocation=invocation
+        )
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
         """Return the version of each adapter, or the reason against it."""

@@ -60,6 +60,7 @@ class AdapterSet:
     count: int = option(100, at_least=0, unit="adapters", help="Number; with 0 all requests are for the base.")
     ranks: tuple[int, ...] = (8, 16, 32, 64, 128)
     targets: tuple[str, ...] = option(ATTENTION, help="Last names of the modules that they change.")
+    is_activated: bool = option(False, help="Whether they are activated behind the shared blocks of a prompt (aLoRA).")
     base_share: float = option(0.0, at_least=0, at_most=1, help="Share of requests for the base, not an adapter.")
 
     def __post_init__(self) -> None:
@@ -74,7 +75,10 @@ class AdapterSet:
         width = len(str(max(0, self.count - 1)))
         return tuple(
             AdapterSpec(
-                name=f"adapter-{index:0{width}d}", rank=self.ranks[index % len(self.ranks)], targets=self.targets
+                name=f"adapter-{index:0{width}d}",
+                rank=self.ranks[index % len(self.ranks)],
+                targets=self.targets,
+                is_activated=self.is_activated,
             )
             for index in range(self.count)
         )

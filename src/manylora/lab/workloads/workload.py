@@ -26,11 +26,14 @@ class AdapterSpec:
     Args:
         rank: Rank of every module.
         targets: Last names of the modules it changes, in every layer.
+        is_activated: Whether it is activated behind the shared blocks of a prompt (aLoRA), by the first token that the
+            prompt has to itself.
     """
 
     name: str
     rank: int
     targets: tuple[str, ...] = ATTENTION
+    is_activated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

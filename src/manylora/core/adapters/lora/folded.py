@@ -104,7 +104,7 @@ class FoldedMethod:
             AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
         """
         settings = parse_lora(name, self.as_lora(name, {**config, "peft_type": "LORA"}))
-        for key in ("use_dora", "lora_bias", "trainable_token_indices", "modules_to_save"):
+        for key in ("use_dora", "lora_bias", "trainable_token_indices", "modules_to_save", "alora_invocation_tokens"):
             if config.get(key):
                 _refuse(name, f"{key} is set, which is not supported beside {config['peft_type']}")
         if settings.bias != "none":

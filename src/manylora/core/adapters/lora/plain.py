@@ -82,6 +82,11 @@ class NamedSettings:
         """Whether scales divide by the root of the rank."""
         return self.settings.use_rslora
 
+    @property
+    def invocation(self) -> tuple[int, ...]:
+        """The tokens that activate the adapter; empty if it is always active."""
+        return self.settings.invocation
+
 
 @dataclass(frozen=True, slots=True)
 class PlainSettings(NamedSettings):
@@ -115,6 +120,10 @@ class PlainSettings(NamedSettings):
             if copy is not None:
                 _check_copy(self.name, one, copy)
         check_missing(self.name, missing)
+        if (last := max(self.invocation, default=0)) >= base.vocab_size:
+            raise AdapterError(
+                self.name, f"alora_invocation_tokens has token id {last} outside the base's [0, {base.vocab_size})"
+            )
         if self.settings.tokens or self.settings.saved:
             weights = check_replaced(self.name, self.settings, located, weights, base)
         return tuple(weights)

@@ -19,13 +19,13 @@ from manylora.core.errors import AdapterError
 __all__ = ["MAX_RANK", "LoraSettings", "parse_lora"]
 
 MAX_RANK = 65_536
+MAX_INVOCATION_TOKENS = 128
 
 _REFUSED: Mapping[str, str] = {
     "target_parameters": "LoRA on bare parameters (mixture-of-experts weights)",
     "layer_replication": "replicated layers",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "arrow_config": "Arrow routing",
     "kasa_config": "KaSA",
     "velora_config": "VeLoRA",
@@ -37,7 +37,7 @@ _REFUSED: Mapping[str, str] = {
 
 _READ = frozenset(
     {"peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern"}
-    | {"use_dora", "lora_bias", "trainable_token_indices", "modules_to_save"}
+    | {"use_dora", "lora_bias", "trainable_token_indices", "modules_to_save", "alora_invocation_tokens"}
     | {"alpha_pattern", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"}
     | {"base_model_name_or_path", "task_type", "peft_version"}
 )
@@ -77,6 +77,7 @@ class LoraSettings:
     # Pairs of a module and its trained tokens; the module is ``None`` for the embedding.
     tokens: tuple[tuple[str | None, tuple[int, ...]], ...] = ()
     saved: tuple[str, ...] = ()  # names of modules that were trained whole
+    invocation: tuple[int, ...] = ()  # tokens that activate it (aLoRA); empty for an adapter that is always active
 
 
 def parse_lora(name: str, config: Mapping[str, Any]) -> LoraSettings:
@@ -125,6 +126,7 @@ class _Parser:
             bias=self._text("bias") or "none",
             tokens=self._tokens(),
             saved=self._saved(),
+            invocation=self._invocation(),
         )
 
     def _refuse_unsupported(self) -> None:
@@ -216,6 +218,22 @@ class _Parser:
     def _saved(self) -> tuple[str, ...]:
         names = self._names("modules_to_save")
         return (names,) if isinstance(names, str) else names
+
+    def _invocation(self) -> tuple[int, ...]:
+        tokens = self._fields.get("alora_invocation_tokens")
+        if not tokens:
+            return ()
+        is_valid = isinstance(tokens, list) and len(tokens) <= MAX_INVOCATION_TOKENS
+        if not is_valid or not all(type(one) is int and 0 <= one < 2**31 for one in tokens):
+            self._fail(
+                f"alora_invocation_tokens is {shown(tokens)}, expected a list of 1 to {MAX_INVOCATION_TOKENS} token ids"
+            )
+        for key in ("use_dora", "trainable_token_indices", "modules_to_save"):
+            if self._fields.get(key):
+                self._fail(f"alora_invocation_tokens and {key} are both set: what {key} trains is not activated")
+        if (self._fields.get("bias") or "none") != "none":
+            self._fail("alora_invocation_tokens and bias are both set: a trained bias is not activated")
+        return tuple(tokens)
 
     def _mapping(self, key: str) -> list[tuple[str, Any]]:
         value = self._fields.get(key)

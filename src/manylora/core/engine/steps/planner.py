@@ -162,9 +162,9 @@ class StepPlanner:
     def _spend(self, sequence: Sequence, budget: StepBudget) -> int:
         """Return how many tokens of a prompt go into the step, and subtract them from the budget."""
         room = budget.room_for(sequence)
-        if sequence.placement is IN_HOST:
+        if sequence.placement is IN_HOST and sequence.row_rank:
             room = self._cold_starts.room_for(sequence, room)
-        num_tokens = self._composition.chunk(sequence.num_to_run, room)
+        num_tokens = min(sequence.num_alike, self._composition.chunk(sequence.num_to_run, room))
         budget.spend(sequence, num_tokens)
         return num_tokens
 
@@ -210,11 +210,11 @@ class StepBudget:
         num_tokens = min(sequence.num_to_run, self._num_tokens)
         if self._seconds is None:
             return num_tokens
-        in_time = int(self._seconds / max(1e-9, self._costs.token_s(sequence.rank)))
+        in_time = int(self._seconds / max(1e-9, self._costs.token_s(sequence.row_rank)))
         return min(num_tokens, max(LEAST_TOKENS, in_time))
 
     def spend(self, sequence: Sequence, num_tokens: int) -> None:
         """Subtract a chunk, which may exceed the room."""
         self._num_tokens -= num_tokens
         if self._seconds is not None:
-            self._seconds -= num_tokens * self._costs.token_s(sequence.rank)
+            self._seconds -= num_tokens * self._costs.token_s(sequence.row_rank)

@@ -28,7 +28,7 @@ __all__ = ["PromptMaker", "adapter_versions", "synthetic_prompt_logprobs", "synt
 
 FILLER = 0
 SHARED, OWN = 1, 2
-"""First token of a name: blocks and requests never share a name."""
+"""First token of a name: blocks and requests never share a name. ``OWN`` activates an adapter that waits for it."""
 
 
 class PromptMaker:
@@ -112,7 +112,8 @@ def adapter_versions(adapters: Iterable[AdapterSpec], base: BaseShape) -> dict[s
         if kind not in sizes:
             sizes[kind] = make_version(_lay_out(spec, base), base.page, key="", source="")
         key = hashlib.blake2b(f"{base.fingerprint}/{spec.name}/{kind}".encode(), digest_size=16).hexdigest()
-        versions[spec.name] = replace(sizes[kind], key=AdapterKey(key), source=spec.name)
+        invocation = (OWN,) if spec.is_activated else ()
+        versions[spec.name] = replace(sizes[kind], key=AdapterKey(key), source=spec.name, invocation=invocation)
     return versions
 
 
