@@ -23,7 +23,7 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from typing import TypeVar
 
@@ -111,8 +111,12 @@ class HttpRegistry:
         """Return a range of a file; see ``Registry.read``."""
         return b"".join(self.parts(name, url, head, offset, length))
 
-    def parts(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> Iterator[bytes]:
-        """Yield a range of a file as it comes; raises the errors of ``Registry.read``."""
+    def parts(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> Generator[bytes, None, None]:
+        """Yield a range of a file as it comes; raises the errors of ``Registry.read``.
+
+        All other questions wait until it has ended or was closed. It has the time of one question, unless ``extend``
+        is called.
+        """
         url = self.allow(name, url)
         end = offset + length
         with self._lock:
@@ -126,6 +130,10 @@ class HttpRegistry:
                         yield part
                 except (httpx.TransportError, BrokenOff) as error:
                     self._wait(name, f"{_file(url)} from byte {offset} on", waits, error)
+
+    def extend(self) -> None:
+        """Give the range that is coming the time of a new question: for a caller that asks for it bit by bit."""
+        self._transport.deadline = time.monotonic() + self._limit_s
 
     def close(self) -> None:
         """Close all connections."""

@@ -6,8 +6,9 @@
     .used     bytes of all files                                       ^ 8 KiB
 
 A range that is asked for is fetched once: engines and replicas share the folder, and a file is locked while its range
-comes. A download that was killed goes on with the ranges that it lacks. A file is another one once its identity in the
-registry is, and all of it is fetched again.
+comes. The bytes behind it are on their way when the next range is asked for: a file is one request, and no layer costs
+a round trip. A download that was killed goes on with the ranges that it lacks. A file is another one once its identity
+in the registry is, and all of it is fetched again.
 
 A file with a known SHA-256 is compared with it once it is whole: a hub tells it, and ``#sha256=DIGEST`` of a URL does.
 With the latter no byte beyond the opening is handed on before.
@@ -22,8 +23,10 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -39,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 8192
 MOST_RANGES = 200  # ranges that a header remembers; further ones are fetched again
-LEAST_BYTES = 2 * 1024 * 1024  # fetched at once: the ranges behind are asked for soon, and each is a round trip
 NOTED_BYTES = 8 * 1024 * 1024  # a download that is killed loses fewer
 PART_BYTES = 256 * 1024
 SPARED = 7 / 8
@@ -232,8 +234,17 @@ class DiskFolder:
         return left
 
 
+@dataclass
+class _Coming:
+    """Bytes on their way."""
+
+    of: tuple[str, str, RemoteHead]  # adapter, URL and head of the file
+    parts: Generator[bytes, None, None]
+    at: int  # place of the next part in the file
+
+
 class CachedRegistry:
-    """Asks registries for what is not here yet; a ``Registry``, for one thread.
+    """Asks registries for what is not here yet; a ``Registry``, of which ``parts`` is for one thread alone.
 
     Args:
         asked: Asks them.
@@ -248,6 +259,8 @@ class CachedRegistry:
         self._asked = asked
         self._disk = None if folder is None or max_bytes <= 0 else DiskFolder(Path(folder), max_bytes)
         self._is_offline = is_offline
+        self._coming: _Coming | None = None
+        self._lock = threading.Lock()
 
     def pin(self, name: str, url: str) -> str:
         """Return a folder of a hub in its present commit, offline in the last one; see ``Registry.pin``."""
@@ -259,21 +272,26 @@ class CachedRegistry:
             if (head := self._known(url)) is None:
                 raise _offline(name, url)
             return place.at(head.etag)
-        pinned = self._asked.pin(name, url)
-        commit = HubPlace.of(pinned)
-        assert commit is not None
-        self._keep(url, RemoteHead(0, commit.revision, ""))
+        with self._lock:
+            pinned = self._free().pin(name, url)
+            commit = HubPlace.of(pinned)
+            assert commit is not None
+            self._keep(url, RemoteHead(0, commit.revision, ""))
         return pinned
 
     def open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
         """Return the head of a file; see ``Registry.open``."""
+        with self._lock:
+            return self._open(name, url, max_bytes)
+
+    def _open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
         url, digest = self._checked(name, url)
         is_fixed = HubPlace.of(url) is not None and not is_moving(url)
         head = self._known(url) if is_fixed or self._is_offline else None
         if head is None:
             if self._is_offline:
                 raise _offline(name, url)
-            head = self._asked.open(name, url, max_bytes)
+            head = self._free().open(name, url, max_bytes)
             self._keep(url, head)
         if head.size > max_bytes:
             raise AdapterError(name, f"{_file(url)} has {head.size} bytes, at most {max_bytes} are accepted")
@@ -283,7 +301,8 @@ class CachedRegistry:
 
     def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
         """Return a range of a file; see ``Registry.read``."""
-        return b"".join(self.parts(name, url, head, offset, length))
+        with self._lock:
+            return b"".join(self.parts(name, url, head, offset, length))
 
     def parts(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> Iterator[bytes]:
         """Yield a range of a file; raises the errors of ``Registry.read``."""
@@ -293,8 +312,7 @@ class CachedRegistry:
             if self._disk is not None:
                 with self._disk.locked(url, head) as file:
                     if file is not None:
-                        ahead = min(head.size, max(end, offset + LEAST_BYTES))
-                        self._fill(name, url, file, *((0, head.size) if digest else (offset, ahead)))
+                        self._fill(name, url, file, *((0, head.size) if digest else (offset, end)))
                         if file.is_whole:
                             self._compare_whole(name, url, file, digest)
                         for part in file.read(offset, end):
@@ -306,11 +324,11 @@ class CachedRegistry:
             logger.warning("registry_cache_failed error=%r", error.strerror or error)
         if digest:
             raise AdapterUnavailable(name, f"{_file(url)} cannot be compared with its checksum: no room in the cache")
-        yield from self._asked.parts(name, url, head, offset, end - offset)
+        yield from self._free().parts(name, url, head, offset, end - offset)
 
     def close(self) -> None:
         """Close all connections."""
-        self._asked.close()
+        self._free().close()
 
     def _checked(self, name: str, url: str) -> tuple[str, str]:
         """Return a URL that is allowed, and the checksum that it demands."""
@@ -352,17 +370,42 @@ class CachedRegistry:
         for first, last in list(file.gaps(begin, end)):
             if self._is_offline:
                 raise _offline(name, url)
-            noted = at = first
+            coming = self._coming_to(name, url, file, first)
+            noted = coming.at
             try:
-                for part in self._asked.parts(name, url, file.kept.head, first, last - first):
-                    file.write(at, part)
-                    at += len(part)
-                    if at - noted >= NOTED_BYTES:
-                        file.note(noted, at)
-                        noted = at
+                while coming.at < last:
+                    part = next(coming.parts)
+                    file.write(coming.at, part)
+                    coming.at += len(part)
+                    if coming.at - noted >= NOTED_BYTES:
+                        file.note(noted, coming.at)
+                        noted = coming.at
+            except BaseException:
+                self._free()
+                raise
             finally:
-                if at > noted:
-                    file.note(noted, at)
+                if coming.at > noted:
+                    file.note(noted, coming.at)
+
+    def _coming_to(self, name: str, url: str, file: DiskFile, first: int) -> _Coming:
+        """Return the bytes on their way to a place that is not here; all before it are not here either."""
+        coming, head = self._coming, file.kept.head
+        if coming is not None and coming.of == (name, url, head) and coming.at <= first:
+            is_needed = next(file.gaps(coming.at, first + 1)) == (coming.at, first + 1)
+            if is_needed:
+                self._asked.extend()
+                return coming
+        _, last = next(file.gaps(first, head.size))
+        parts = self._free().parts(name, url, head, first, last - first)
+        self._coming = _Coming((name, url, head), parts, first)
+        return self._coming
+
+    def _free(self) -> HttpRegistry:
+        """Return the registry, with no bytes on their way from it."""
+        if self._coming is not None:
+            self._coming.parts.close()
+            self._coming = None
+        return self._asked
 
     def _compare_whole(self, name: str, url: str, file: DiskFile, digest: str) -> None:
         """Compare a whole file with the checksums that are known; another one is removed."""
