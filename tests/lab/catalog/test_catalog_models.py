@@ -138,6 +138,46 @@ def test_dimensions_come_from_a_config_file() -> None:
         dims_from_config({key: value for key, value in QWEN_2_5_7B.items() if key != "vocab_size"})
 
 
+DEEPSEEK_V2_LITE = {
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "vocab_size": 102400,
+}
+
+
+def test_latent_attention_has_values_of_another_size() -> None:
+    lite = dims_from_config(DEEPSEEK_V2_LITE)
+    assert lite.num_parameters == 15_706_484_224
+    assert lite.kv_bytes_per_token == 27 * 16 * (192 + 128) * 2
+    assert lite.active_weights + lite.head_weights == pytest.approx(2.4e9, rel=0.05)  # "2.4B activated"
+    larger = {"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536}
+    larger |= {"intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "vocab_size": 129280}
+    larger |= {"num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3}
+    v3 = dims_from_config(DEEPSEEK_V2_LITE | larger)
+    assert v3.num_parameters == pytest.approx(671e9, rel=1e-3)
+    assert v3.active_weights + v3.head_weights == pytest.approx(37e9, rel=0.02)
+    base = base_shape(v3)
+    assert base.page.num_bytes == 16 * v3.kv_bytes_per_token
+    assert {name.rpartition(".")[2] for name in base.all_linear} == set(v3.attention_modules)
+    assert RooflineCost(v3, "h200", tensor_parallel=8, targets=("q_a_proj", "kv_b_proj")).targets
+    with pytest.raises(ConfigError, match="expected one of q_a_proj"):
+        RooflineCost(v3, "h200", tensor_parallel=8)
+
+
 def test_shapes_follow_from_dimensions() -> None:
     assert base_shape("llama-3-8b").page.num_bytes == 2 << 20
     assert base_shape("llama-2-7b").page.num_bytes == 8 << 20

@@ -12,9 +12,26 @@ from manylora.core.adapters.shape import ELEMENT_BYTES, PageShape
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
 
-__all__ = ["ATTENTION_TARGETS", "ModelDims"]
+__all__ = ["ATTENTION_TARGETS", "LatentAttention", "ModelDims"]
 
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Narrow vectors that keys and values, and mostly queries, are products of (MLA, DeepSeek).
+
+    KV in pages are the whole keys and values, as transformers computes them, and not the vectors.
+
+    Args:
+        kv_rank: Width of the vector of keys and values.
+        rope_dim: Dimensions of each key head that are rotated; they are the same in all heads.
+        query_rank: Width of the vector of queries; ``None`` where queries have none.
+    """
+
+    kv_rank: int
+    rope_dim: int
+    query_rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +41,12 @@ class ModelDims:
     Args:
         hidden_size: Width of the residual stream.
         num_kv_heads: Key and value heads.
+        head_dim: Size of a query or key head.
+        value_dim: Size of a value head; ``None``: as of a key head.
+        latent: Of latent attention, the vectors between.
         intermediate_size: Width of the MLP; of one expert in a mixture.
+        num_shared_experts: Experts that every token uses, beside those that it is routed to.
+        num_dense_layers: Layers of a mixture that have an MLP of ``dense_size`` in place of experts.
         vocab_size: Rows of the embedding.
         max_model_len: Longest context in tokens.
         num_experts: Experts per layer; 0 for a dense model.
@@ -46,6 +68,11 @@ class ModelDims:
     max_model_len: int
     num_experts: int = 0
     experts_per_token: int = 0
+    value_dim: int | None = None
+    latent: LatentAttention | None = None
+    num_shared_experts: int = 0
+    num_dense_layers: int = 0
+    dense_size: int = 0
     tie_embeddings: bool = False
     has_attention_bias: bool = False
     dtype: str = option(
@@ -75,8 +102,41 @@ class ModelDims:
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads together."""
+        """Width of all key heads together."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Size of a value head."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def attention_modules(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's linears of attention, by name."""
+        hidden, out = self.hidden_size, {"o_proj": (self.num_heads * self.value_size, self.hidden_size)}
+        queries = {"q_proj": (hidden, self.q_size)}
+        latent = self.latent
+        if latent is None:
+            values = self.num_kv_heads * self.value_size
+            return {**queries, "k_proj": (hidden, self.kv_size), "v_proj": (hidden, values), **out}
+        if latent.query_rank is not None:
+            queries = {"q_a_proj": (hidden, latent.query_rank), "q_b_proj": (latent.query_rank, self.q_size)}
+        expanded = self.num_kv_heads * (self.head_dim - latent.rope_dim + self.value_size)
+        narrow = {"kv_a_proj_with_mqa": (hidden, latent.kv_rank + latent.rope_dim)}
+        return {**queries, **narrow, "kv_b_proj": (latent.kv_rank, expanded), **out}
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Modules of a layer that are computed as one product."""
+        mlp = (("gate_proj", "up_proj"), ("down_proj",))
+        if self.latent is not None:
+            return (*((name,) for name in self.attention_modules), *mlp)
+        return (("q_proj", "k_proj", "v_proj"), ("o_proj",), *mlp)
+
+    @property
+    def score_operations(self) -> int:
+        """Operations of all layers to attend a token to a position."""
+        return 2 * self.num_layers * self.num_heads * (self.head_dim + self.value_size)
 
     @property
     def expert_weights(self) -> int:
@@ -86,14 +146,23 @@ class ModelDims:
     @property
     def shared_weights(self) -> int:
         """Weights of all layers that every token uses: all weights of a dense model's layers."""
-        mlp = self.hidden_size * self.num_experts if self.num_experts else self.expert_weights
-        attention = 2 * self.hidden_size * (self.q_size + self.kv_size)  # q and o, k and v
-        return self.num_layers * (attention + mlp)
+        router = self.hidden_size * self.num_experts
+        mlp = router + self.num_shared_experts * self.expert_weights if self.num_experts else self.expert_weights
+        dense = 3 * self.hidden_size * self.dense_size
+        attention = sum(inputs * outputs for inputs, outputs in self.attention_modules.values())
+        sparse = self.num_layers - self.num_dense_layers
+        return self.num_layers * attention + sparse * mlp + self.num_dense_layers * dense
+
+    @property
+    def routed_weights(self) -> int:
+        """Weights of the experts of all layers that tokens are routed to."""
+        return (self.num_layers - self.num_dense_layers) * self.num_experts * self.expert_weights
 
     @property
     def active_weights(self) -> int:
         """Weights of all layers that one token uses."""
-        return self.shared_weights + self.num_layers * self.experts_per_token * self.expert_weights
+        sparse = self.num_layers - self.num_dense_layers
+        return self.shared_weights + sparse * self.experts_per_token * self.expert_weights
 
     @property
     def head_weights(self) -> int:
@@ -103,8 +172,10 @@ class ModelDims:
     @property
     def num_parameters(self) -> int:
         """All parameters, as model cards count them."""
-        layers = self.shared_weights + self.num_layers * self.num_experts * self.expert_weights
+        layers = self.shared_weights + self.routed_weights
         norms = (2 * self.num_layers + 1) * self.hidden_size
+        if self.latent is not None:
+            norms += self.num_layers * (self.latent.kv_rank + (self.latent.query_rank or 0))
         biases = self.num_layers * (self.q_size + 2 * self.kv_size) if self.has_attention_bias else 0
         return layers + norms + biases + self.head_weights * (1 if self.tie_embeddings else 2)
 
@@ -116,7 +187,7 @@ class ModelDims:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the base model in device memory."""
-        layers = self.shared_weights + self.num_layers * self.num_experts * self.expert_weights
+        layers = self.shared_weights + self.routed_weights
         return int(layers * self.layer_element_bytes) + (self.num_parameters - layers) * self.element_bytes
 
     @property
@@ -132,6 +203,7 @@ class ModelDims:
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             element_bytes=ELEMENT_BYTES.get(dtype, 1),
             dtype=dtype,
         )
@@ -151,12 +223,7 @@ class ModelDims:
             ConfigError: This model has no such module (MLPs of experts take no adapter).
         """
         hidden, inner = self.hidden_size, self.intermediate_size
-        shapes = {
-            "q_proj": (hidden, self.q_size),
-            "k_proj": (hidden, self.kv_size),
-            "v_proj": (hidden, self.kv_size),
-            "o_proj": (self.q_size, hidden),
-        }
+        shapes = self.attention_modules
         if not self.num_experts:
             shapes |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
         if target not in shapes:

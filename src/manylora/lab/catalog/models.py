@@ -8,7 +8,7 @@ from typing import Any
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
 from manylora.core.errors import ConfigError
-from manylora.lab.catalog.dims import ModelDims
+from manylora.lab.catalog.dims import LatentAttention, ModelDims
 
 __all__ = ["MODELS", "base_shape", "dims_from_config", "find_dims"]
 
@@ -37,6 +37,14 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
+    latent = None
+    if number("kv_lora_rank", default=0):
+        latent = LatentAttention(
+            kv_rank=number("kv_lora_rank"),
+            rope_dim=number("qk_rope_head_dim"),
+            query_rank=number("q_lora_rank", default=0) or None,
+        )
+    dense = number("first_k_dense_replace", default=0) if experts else 0
     inner = number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size")
     kind = str(fields.get("model_type") or "")
     dtype = str(fields.get("torch_dtype") or fields.get("dtype") or "bfloat16").removeprefix("torch.")
@@ -45,13 +53,20 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
         hidden_size=hidden,
         num_layers=number("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=number("num_key_value_heads", default=heads),
-        head_dim=number("head_dim", default=hidden // heads),
+        num_kv_heads=number("num_key_value_heads", default=heads) if latent is None else heads,
+        head_dim=number("head_dim", default=hidden // heads)
+        if latent is None
+        else number("qk_nope_head_dim") + latent.rope_dim,
+        value_dim=None if latent is None else number("v_head_dim"),
+        latent=latent,
         intermediate_size=inner,
         vocab_size=number("vocab_size"),
         max_model_len=number("max_position_embeddings", default=4096),
         num_experts=experts,
         experts_per_token=number("num_experts_per_tok") if experts else 0,
+        num_shared_experts=number("n_shared_experts", default=0) if experts else 0,
+        num_dense_layers=dense,
+        dense_size=number("intermediate_size") if dense else 0,
         tie_embeddings=fields.get("tie_word_embeddings") is True,
         has_attention_bias=fields.get("attention_bias") is True or kind in ("qwen2", "qwen2_moe"),
         dtype=dtype,
@@ -139,11 +154,12 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
     """
     dims = find_dims(model)
     hidden, inner, q_size, kv_size = dims.hidden_size, dims.intermediate_size, dims.q_size, dims.kv_size
-    linears = [  # name, inputs, outputs, group of modules with one input, place of the outputs in the group
-        ("self_attn.q_proj", hidden, q_size, "self_attn.qkv", 0),
-        ("self_attn.k_proj", hidden, kv_size, "self_attn.qkv", q_size),
-        ("self_attn.v_proj", hidden, kv_size, "self_attn.qkv", q_size + kv_size),
-        ("self_attn.o_proj", q_size, hidden, "self_attn.o_proj", 0),
+    # Of modules with one input, the group, and the place of the outputs in it.
+    places = {"k_proj": q_size, "v_proj": q_size + kv_size} if dims.latent is None else {}
+    together = {"q_proj", *places} if places else ()
+    linears = [  # name, inputs, outputs, group, place
+        (f"self_attn.{name}", *sizes, f"self_attn.{'qkv' if name in together else name}", places.get(name, 0))
+        for name, sizes in dims.attention_modules.items()
     ]
     if not dims.num_experts:
         linears += [

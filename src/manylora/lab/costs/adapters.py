@@ -35,7 +35,6 @@ from manylora.lab.catalog.hardware import Hardware
 
 __all__ = [
     "COPY_PATHS",
-    "GROUPS",
     "LORA_KERNELS",
     "S_LORA_FLOPS_SHARE",
     "AdapterTargets",
@@ -46,9 +45,6 @@ __all__ = [
     "copy_time_s",
     "find_copy_path",
 ]
-
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""Modules with one input, by last name."""
 
 S_LORA_FLOPS_SHARE = 0.0113
 """Part of the *peak* that S-LoRA's prompt kernel reaches. Set by Chameleon's figure 2 alone: at rank 128 an adapter's
@@ -97,7 +93,7 @@ def adapter_targets(dims: ModelDims, targets: tuple[str, ...]) -> AdapterTargets
         ConfigError: The model has no such module.
     """
     weights = dims.adapter_elements(targets)
-    groups = [group for group in GROUPS if set(group) & set(targets)]
+    groups = [group for group in dims.groups if set(group) & set(targets)]
     inputs = sum(dims.module_shape(group[0])[0] for group in groups)
     outputs = sum(dims.module_shape(target)[1] for target in targets)
     return AdapterTargets(

@@ -110,10 +110,9 @@ class RooflineCost:
         self._targets = adapter_targets(dims, targets)
         self._token_s = 2 * dims.active_weights / rates.flops_per_s
         self._shared_s = dims.shared_weights * dims.layer_element_bytes / rates.bytes_per_s
-        experts = dims.num_layers * dims.num_experts * dims.expert_weights
-        self._experts_s = experts * dims.layer_element_bytes / rates.bytes_per_s
+        self._experts_s = dims.routed_weights * dims.layer_element_bytes / rates.bytes_per_s
         self._untouched = 1 - dims.experts_per_token / dims.num_experts if dims.num_experts else 0.0
-        self._score_s = 4 * dims.num_layers * dims.q_size / rates.flops_per_s
+        self._score_s = dims.score_operations / rates.flops_per_s
         # Heads of KV are not split: with more devices than heads, several devices keep the same head.
         copies_of_kv = max(1.0, tensor_parallel / dims.num_kv_heads)
         self._context_s = dims.kv_bytes_per_token * copies_of_kv / rates.bytes_per_s
@@ -186,7 +185,7 @@ class PriceMeter:
         scores = step.context_tokens + step.prompt_pairs
         computing_s = (
             (priced.layers_s, 2 * dims.active_weights * step.num_tokens / rates.flops_per_s),
-            (priced.attention_s, 4 * dims.num_layers * dims.q_size * scores / rates.flops_per_s),
+            (priced.attention_s, dims.score_operations * scores / rates.flops_per_s),
             (priced.head_s, 2 * dims.head_weights * step.num_sampled / rates.flops_per_s),
         )
         parts = self.parts_s

@@ -23,7 +23,6 @@ import msgspec
 from manylora.core.costs.features import step_features
 from manylora.core.options import CheckedOptions, option
 from manylora.core.plan import PlannedSequence, StepPlan
-from manylora.lab.costs.adapters import GROUPS
 from manylora.lab.costs.roofline import RooflineCost
 
 __all__ = ["AssistCost", "CpuWorkers"]
@@ -129,7 +128,7 @@ def _groups(cost: RooflineCost) -> Iterator[_ModuleGroup]:
     """Yield the groups of a layer in which adapters change modules."""
     dims = cost.dims
     layer_weights = dims.active_weights / dims.num_layers
-    for group in GROUPS:
+    for group in dims.groups:
         shapes = [dims.module_shape(target) for target in group if target in cost.targets]
         if shapes:
             outputs = sum(shape[1] for shape in shapes)
