@@ -123,14 +123,15 @@ def attention_cases() -> dict[str, Case]:
     kernels = find_compiled()
     assert kernels is not None, "the compiled kernels cannot run here (extra: cpu)"
     per_row = -(-CONTEXT // BLOCK)
-    blocks = torch.randn(NUM_ROWS * per_row, LAYERS, 2, BLOCK, HEADS, HEAD_DIM)
+    shape = bench_shape().page
+    pool = torch.randn(NUM_ROWS * per_row, shape.num_elements)
     tables = np.random.default_rng(0).permutation(NUM_ROWS * per_row).reshape(NUM_ROWS, per_row).astype(np.int64)
     bounds = np.tile(np.array([0, CONTEXT], dtype=np.int64), (NUM_ROWS, 1))
     query = torch.randn(NUM_ROWS, HEADS, HEAD_DIM)
     kv = 2.0 * NUM_ROWS * CONTEXT * HIDDEN
     return {
         f"attention, {NUM_ROWS} x {CONTEXT} tokens": Case(
-            lambda layer: kernels.attend(query, blocks, layer, tables, bounds, scaling=0.125, softcap=None),
+            lambda layer: kernels.attend(query, pool, shape, layer, tables, bounds, scaling=0.125, softcap=None),
             4 * kv,
             2 * kv,
             LAYERS,

@@ -31,7 +31,7 @@ SIGNATURE = {
     **dict.fromkeys(("step", "columns"), "*i64"),
     **dict.fromkeys(("work", "sizes"), "*i32"),
     **dict.fromkeys(("partials", "sums"), "*fp32"),
-    **dict.fromkeys(("query", "key", "value", "rows"), "*bf16"),
+    **dict.fromkeys(("query", "key", "value", "sinks"), "*bf16"),
     **dict.fromkeys(("slots", "blocks"), "*i64"),
     "tables": "*i32",
     **dict.fromkeys(("scaling", "softcap", "eps", "inner_eps"), "fp32"),
@@ -51,8 +51,8 @@ for rows, depth, width, splits in ((16, 256, 256, 8), (64, 64, 128, 1)):
     shared = {"SPLITS": splits, "BLOCK_M": rows, "ALIGN": 32}
     CASES.append((triton_lora.shrink, {**shared, "BLOCK_K": depth}, 4, True))
     CASES.append((triton_lora.expand, {**shared, "BLOCK_N": width}, 4, True))
-HEADS = {"HEADS": 32, "DIM": 128, "ROTARY": 128, "BLOCK_D": 128}
-SEEN = {"GROUP": 4, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "BLOCK_SIZE": 16}
+HEADS = {"HEADS": 32, "DIM": 128, "ROTARY": 128, "BLOCK_D": 128, "VALUE_DIM": 128, "BLOCK_V": 128}
+SEEN = {"GROUP": 4, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_SINKS": False, "BLOCK_SIZE": 16}
 PROMPT = {"SPLITS": 1, "BLOCK_M": 64, "BLOCK_N": 32}
 DECODE = {"SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64}
 LIMITED = {**SEEN, "HAS_WINDOW": True, "HAS_SOFTCAP": True}
@@ -62,6 +62,24 @@ for rotary, *shapes in ((128, PROMPT, DECODE), (0, DECODE)):  # a whole head; ro
     CASES.append((triton_attention.store, {**heads, **STORE}, 4, True))
     CASES += [(triton_attention.attend, {**heads, **SEEN, **shape}, 4, True) for shape in shapes]
 CASES.append((triton_attention.attend, {**HEADS, **LIMITED, **PROMPT, "ROTARY": 64}, 4, True))
+CASES.append(
+    (
+        triton_attention.attend,
+        {
+            **HEADS,
+            **SEEN,
+            **DECODE,
+            "ROTARY": 0,
+            "DIM": 64,
+            "VALUE_DIM": 64,
+            "BLOCK_D": 64,
+            "BLOCK_V": 64,
+            "HAS_SINKS": True,
+        },
+        4,
+        True,
+    )
+)
 CASES.append((triton_attention.combine, {"HEADS": 32, "DIM": 128, "BLOCK_D": 128, "SPLITS": 4}, 4, False))
 for width, is_gemma, is_sum in ((4096, False, False), (4096, False, True), (3584, True, True)):
     norm = {"WIDTH": width, "BLOCK": 4096, "IS_OFFSET": is_gemma, "IS_SUM": is_sum, "HAS_INNER": is_gemma}

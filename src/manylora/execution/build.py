@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.shape import SCALE_BYTES, BaseShape
 from manylora.core.clock import Clock
 from manylora.core.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
 from manylora.core.errors import ConfigError
@@ -325,6 +325,12 @@ def _kv_dtype(wanted: str, loaded: LoadedModel, weights: BaseWeights) -> torch.d
             return loaded.dtype
         own = loaded.text_config.dtype
         return own if own in (torch.bfloat16, torch.float16) else torch.float16
+    probe = weights.manifest.probe
+    if wanted == "int8" and (probe.head_dim % SCALE_BYTES or probe.value_dim % SCALE_BYTES):
+        raise ConfigError(
+            f"Got kv_cache_dtype = 'int8', but the sizes of keys and values, {probe.head_dim} and {probe.value_dim}, "
+            f"are not multiples of {SCALE_BYTES}, the bytes of the scale behind each"
+        )
     if not is_free and getattr(torch, wanted) is not loaded.dtype:
         raise ConfigError(f"Got kv_cache_dtype = {wanted!r}, but here KV has the type of the model, {loaded.dtype}")
     return cast(torch.dtype, getattr(torch, wanted))

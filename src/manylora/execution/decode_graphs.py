@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from manylora.core.plan import PlannedSequence
+from manylora.execution.attention.call import attending
 from manylora.execution.attention.triton import TritonAttention, TritonAttentionKernel
 from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import BLOCK_FIELDS
@@ -249,7 +250,6 @@ class DecodeGraphs:
             "position_ids": positions[None],
             "use_cache": False,
             "logits_to_keep": self._rows[:bucket],
-            "paged": attention,
         }
 
         def work() -> None:
@@ -259,7 +259,8 @@ class DecodeGraphs:
                 self._lora_tables.plan()
             self._step.lora, self._step.token_ids = lora, tokens
             try:
-                self._logits[:bucket].copy_(self._model(**arguments).logits[0])
+                with attending(attention):
+                    self._logits[:bucket].copy_(self._model(**arguments).logits[0])
             finally:
                 self._step.lora = self._step.token_ids = None
 

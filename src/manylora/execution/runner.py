@@ -16,7 +16,7 @@ from torch import nn
 from manylora.core.plan import PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
 from manylora.execution.assist.take_over import TakeOver
-from manylora.execution.attention.call import AttentionKernel
+from manylora.execution.attention.call import AttentionKernel, attending
 from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps
 from manylora.execution.lora.batch import ArrivingBatch, LoraBatch, LoraSegment, StepContext, StepLora
@@ -247,13 +247,12 @@ class ModelRunner:
         sampled = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.is_sampled]
         self._step.lora, self._step.token_ids, self._step.assist = lora, token_ids, assist
         try:
-            with self._recorded.recording() if is_recorded else nullcontext():
+            with attending(batch), self._recorded.recording() if is_recorded else nullcontext():
                 output = self.model(
                     input_ids=token_ids[None],
                     position_ids=batch.positions[None],
                     use_cache=False,
                     logits_to_keep=self._ops.upload(np.asarray(sampled, dtype=np.int64)),
-                    paged=batch,
                 )
         finally:
             self._step.lora = self._step.token_ids = self._step.assist = None

@@ -25,7 +25,7 @@ __all__ = ["poison"]
 LAYERS, LAYER, NUM_PAGES = 3, 1, 90
 
 
-def make_pool(block: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> PageTensor:
+def make_pool(block: int, kv_heads: int, head_dim: int, value_dim: int | None, dtype: torch.dtype) -> PageTensor:
     """Return pages full of NaN: nothing that was not written may be read."""
     name = str(dtype).removeprefix("torch.")
     shape = PageShape(
@@ -35,6 +35,7 @@ def make_pool(block: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> P
         head_dim=head_dim,
         element_bytes=dtype.itemsize,
         dtype=name,
+        value_dim=value_dim,
     )
     pool = PageTensor(shape, NUM_PAGES, DEVICE)
     pool.flat.fill_(float("nan"))
@@ -64,27 +65,30 @@ def check(
     heads: int = 4,
     kv_heads: int = 2,
     head_dim: int = 16,
+    value_dim: int | None = None,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
     softcap: float | None = None,
     splits: int | None = None,
     rotary: int = 0,
+    has_sinks: bool = False,
     seed: int = 0,
 ) -> None:
     """Attend ``(tokens before, tokens now)`` of each sequence, q and k of now given before ``rotary`` dims turn."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    pool = make_pool(block, kv_heads, head_dim, dtype)
+    pool = make_pool(block, kv_heads, head_dim, value_dim, dtype)
+    value_dim = value_dim or head_dim
     free = [int(page) for page in rng.permutation(NUM_PAGES)]
     sequences, contexts = [], []
     for seq_id, (start, count) in enumerate(spans):
         pages = [free.pop() for _ in range(-(-(start + count) // block))]
         sequences.append(planned(seq_id, start, count, pages))
-        key, value = (torch.randn(start + count, kv_heads, head_dim).to(dtype) for _ in range(2))
+        key, value = (torch.randn(start + count, kv_heads, size).to(dtype) for size in (head_dim, value_dim))
         contexts.append((key, value))
         for position in range(start):
-            place = pool.blocks[pages[position // block], LAYER]
-            place[0, position % block], place[1, position % block] = key[position], value[position]
+            place = (pages[position // block], LAYER, position % block)
+            pool.keys[place], pool.values[place] = key[position], value[position]
     num_rows = sum(count for _, count in spans)
     query = torch.randn(num_rows, heads, head_dim).to(dtype).transpose(0, 1)
     new = [
@@ -104,22 +108,24 @@ def check(
         for (key, _), (start, count) in zip(contexts, spans, strict=True):
             key[start:] = turned[:, row : row + count].transpose(0, 1)
             row += count
-    before = pool.blocks.cpu().clone()
+    before = [part.cpu().clone() for part in (pool.keys, pool.values)]
+    sinks = torch.randn(heads).to(dtype) if has_sinks else None
     ops = make_device_ops(DEVICE)
     batch = attend_step(ops, KvPages(pool), PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
     module = SimpleNamespace(layer_idx=LAYER)
-    call = AttentionCall(module, *given, 0.3, window, softcap, None, {}, rotation)  # type: ignore[arg-type]
+    own_sinks = None if sinks is None else sinks.to(DEVICE)
+    call = AttentionCall(module, *given, 0.3, window, softcap, None, {}, rotation, own_sinks)  # type: ignore[arg-type]
     found = batch.attend(call)
-    assert found.shape == (num_rows, heads, head_dim)
+    assert found.shape == (num_rows, heads, value_dim)
 
-    after = pool.blocks.cpu()
-    row, written = 0, torch.zeros_like(before, dtype=torch.bool)
+    after = [part.cpu() for part in (pool.keys, pool.values)]
+    row, written = 0, torch.zeros(before[0].shape[:3], dtype=torch.bool)
     for (start, count), (key, value), sequence in zip(spans, contexts, sequences, strict=True):
         for position in range(start, start + count):
-            place = (sequence.pages[position // block], LAYER, slice(None), position % block)
+            place = (sequence.pages[position // block], LAYER, position % block)
             tolerance = TOLERANCE[dtype] if rotary else 0.0  # a product may be added with or without rounding
-            expected = torch.stack((key[position], value[position]))
-            torch.testing.assert_close(after[place], expected, atol=tolerance, rtol=tolerance)
+            for part, expected in zip(after, (key[position], value[position]), strict=True):
+                torch.testing.assert_close(part[place], expected, atol=tolerance, rtol=tolerance)
             written[place] = True
         grouped = [part.double().repeat_interleave(heads // kv_heads, 1) for part in (key, value)]
         scores = torch.einsum("qhd,khd->hqk", query.transpose(0, 1)[row : row + count].double(), grouped[0]) * 0.3
@@ -128,12 +134,14 @@ def check(
         distance = torch.arange(start, start + count)[:, None] - torch.arange(start + count)[None, :]
         is_seen = (distance >= 0) & (distance < (window or 10**9))
         scores = scores.masked_fill(~is_seen, float("-inf"))
-        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), grouped[1])
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, count, 1)), dim=-1)
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : start + count], grouped[1])
         assert relative_error(found[row : row + count], expected) < TOLERANCE[dtype]
         row += count
-    kept = ~written
-    assert torch.equal(after[kept].isnan(), before[kept].isnan()), "a write went astray"
-    torch.testing.assert_close(after[kept], before[kept], equal_nan=True, atol=0, rtol=0)
+    for now, then in zip(after, before, strict=True):
+        assert torch.equal(now[~written].isnan(), then[~written].isnan()), "a write went astray"
+        torch.testing.assert_close(now[~written], then[~written], equal_nan=True, atol=0, rtol=0)
 
 
 MIXED = [(0, 9), (17, 1), (5, 7), (0, 1), (4, 4)]
@@ -168,6 +176,19 @@ def test_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
 def test_queries_and_keys_are_rotated_on_the_way(head_dim: int, rotary: int) -> None:
     check([(3, 7), (12, 1), (0, 2)], heads=6, head_dim=head_dim, rotary=rotary)
     check([(50, 1), (0, 1)], head_dim=head_dim, rotary=rotary, splits=2)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 16), (12, 40)])
+def test_values_of_another_size_than_keys(head_dim: int, value_dim: int) -> None:
+    check([(3, 7), (12, 1), (0, 2)], kv_heads=4, head_dim=head_dim, value_dim=value_dim, rotary=4)
+    check([(50, 1), (0, 1)], head_dim=head_dim, value_dim=value_dim, splits=2)
+
+
+@pytest.mark.usefixtures("poison")
+def test_sinks_take_a_share_of_the_weights() -> None:
+    check(MIXED, window=6, has_sinks=True)
+    check(DECODE, splits=4, has_sinks=True)
 
 
 @pytest.mark.usefixtures("poison")

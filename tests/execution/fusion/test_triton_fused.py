@@ -36,7 +36,7 @@ from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.plan import StepPlan
 from manylora.core.ports import EngineParts
-from manylora.execution.attention.call import ATTENTION_NAME, register_attention
+from manylora.execution.attention.call import ATTENTION_NAME, attending, register_attention
 from manylora.execution.build import build_parts
 from manylora.execution.fusion.layers import fuse_launches, fuse_norms
 from manylora.execution.fusion.replace import Echo
@@ -92,7 +92,8 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
 def logits(model: nn.Module) -> torch.Tensor:
     tokens = torch.tensor([[3, 14, 15]], device=DEVICE)
     positions = torch.tensor([[0, 7, 40]], device=DEVICE)
-    found: torch.Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False, paged=Echo()).logits
+    with attending(Echo()):
+        found: torch.Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     return found
 
 

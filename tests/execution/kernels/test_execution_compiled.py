@@ -12,12 +12,13 @@ import torch
 from torch.nn import functional
 
 from manylora.core.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile, lay_out
-from manylora.core.adapters.shape import ModuleKind, TargetModule
+from manylora.core.adapters.shape import ModuleKind, PageShape, TargetModule
 from manylora.execution.kernels.cpu.products import MAX_READ_ROWS, make_product_tables, product_kernel
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import MIN_PACKED, MIN_WORK, has_onednn, linear, pack
 from manylora.execution.lora.kernels import apply_grouped
 from manylora.execution.lora.parts import GroupParts, Part
+from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentGroup, read_in_place
 from manylora.lab.catalog.dims import ModelDims
 from manylora.lab.catalog.models import base_shape
@@ -42,49 +43,67 @@ def test_the_threads_found_are_torchs(kernels: CompiledKernels) -> None:
     assert find_compiled.__wrapped__() is not None
 
 
+def make_pool(num_kv_heads: int, head_dim: int, value_dim: int | None) -> PageTensor:
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_dim": value_dim, "element_bytes": 4}
+    shape = PageShape(block_size=BLOCK, num_layers=LAYERS, dtype="float32", **sizes)
+    pool = PageTensor(shape, PAGES, torch.device("cpu"))
+    pool.flat.normal_()
+    return pool
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 24), (3, 1, 5)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "value_dim", "has_sinks"),
+    [(4, 4, 16, None, False), (6, 2, 24, 10, True), (3, 1, 5, 8, False)],
+)
 def test_decode_attention_equals_plain_softmax(
     kernels: CompiledKernels,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    value_dim: int | None,
+    has_sinks: bool,
     window: int | None,
     softcap: float | None,
     num_threads: int,
 ) -> None:
     torch.manual_seed(0)
-    blocks = torch.randn(PAGES, LAYERS, 2, BLOCK, num_kv_heads, head_dim)
+    pool = make_pool(num_kv_heads, head_dim, value_dim)
     lengths = [1, 33, 4, 17, 5]
     tables = np.random.default_rng(0).permutation(PAGES)[: 5 * 9].reshape(5, 9).astype(np.int64)
     bounds = np.array([(max(0, n - window) if window else 0, n) for n in lengths], dtype=np.int64)
     query = torch.randn(5, num_heads, head_dim)
+    sinks = torch.randn(num_heads) if has_sinks else None
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        found = kernels.attend(query, blocks, 1, tables, bounds, scaling=0.3, softcap=softcap)
+        factors = {"scaling": 0.3, "softcap": softcap, "sinks": sinks}
+        found = kernels.attend(query, pool.flat, pool.shape, 1, tables, bounds, **factors)
     finally:
         torch.set_num_threads(before)
     for row in range(5):
         first, last = bounds[row]
         key, value = (
-            blocks[tables[row], 1, kv].flatten(0, 1)[first:last].repeat_interleave(num_heads // num_kv_heads, 1)
-            for kv in (0, 1)
+            part[tables[row], 1].flatten(0, 1)[first:last].repeat_interleave(num_heads // num_kv_heads, 1)
+            for part in (pool.keys, pool.values)
         )
         scores = torch.einsum("hd,jhd->hj", query[row], key) * 0.3
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        expected = torch.einsum("hj,jhd->hd", scores.softmax(-1), value)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None]), dim=1)
+        expected = torch.einsum("hj,jhd->hd", scores.softmax(-1)[:, : len(value)], value)
         torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_nan_stays_with_its_own_sequence(kernels: CompiledKernels) -> None:
-    blocks = torch.randn(PAGES, LAYERS, 2, BLOCK, 2, 8)
-    blocks[1] = float("nan")
+    pool = make_pool(2, 8, None)
+    pool.flat[1] = float("nan")
     tables, bounds = np.array([[0, 2], [1, 2]], dtype=np.int64), np.array([[0, 6], [0, 6]], dtype=np.int64)
-    found = kernels.attend(torch.randn(2, 2, 8), blocks, 0, tables, bounds, scaling=1.0, softcap=None)
+    query = torch.randn(2, 2, 8)
+    found = kernels.attend(query, pool.flat, pool.shape, 0, tables, bounds, scaling=1.0, softcap=None)
     assert found[0].isfinite().all() and found[1].isnan().all()
 
 

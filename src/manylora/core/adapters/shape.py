@@ -59,9 +59,9 @@ class TargetModule:
 class PageShape:
     """A page: one KV block across all layers, or the same bytes as a flat array for adapters.
 
-    ``[num_layers, 2, block_size, num_kv_heads]`` vectors of ``head_dim`` elements of ``element_bytes``: 4 for float32,
-    2 for bfloat16 and float16, 1 for int8, whose vectors each have a scale of 4 bytes behind them. ``block_size`` is in
-    tokens.
+    For each layer ``[block_size, num_kv_heads]`` keys of ``head_dim`` elements, and behind them as many values of
+    ``value_dim``. An element has ``element_bytes``: 4 for float32, 2 for bfloat16 and float16, 1 for int8, whose
+    vectors each have a scale of 4 bytes behind them. ``block_size`` is in tokens.
     """
 
     block_size: int
@@ -70,11 +70,17 @@ class PageShape:
     head_dim: int
     element_bytes: int
     dtype: str
+    value_dim: int | None = field(default=None, repr=False)  # ``None``: as keys; not in fingerprints by itself
 
     @property
-    def vector_elements(self) -> int:
-        """Elements that K or V of a token and a head takes."""
+    def key_elements(self) -> int:
+        """Elements that the key of a token and a head takes."""
         return self.head_dim + (SCALE_BYTES if self.dtype == "int8" else 0)
+
+    @property
+    def value_elements(self) -> int:
+        """Elements that the value of a token and a head takes."""
+        return self.key_elements if self.value_dim is None else self.key_elements - self.head_dim + self.value_dim
 
     @property
     def adapter_dtype(self) -> str:
@@ -84,7 +90,7 @@ class PageShape:
     @property
     def num_elements(self) -> int:
         """Elements in a page."""
-        return self.num_layers * 2 * self.block_size * self.num_kv_heads * self.vector_elements
+        return self.num_layers * self.block_size * self.num_kv_heads * (self.key_elements + self.value_elements)
 
     @property
     def num_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """The calls of attention: the hook that transformers' models call, and the implementations' common interface.
 
 The model is called on one flat row of tokens ``[1, T]`` of many sequences. No mask function is registered under our
-name, so the model builds no mask and passes every layer's q, k, v to us, with the step's attention that the model got
-as the keyword ``paged``.
+name, so the model builds no mask and passes every layer's q, k, v to us. The step's attention is that of the thread
+(``attending``): not every model hands keywords of its own down to its layers.
 
 Transformers rotates queries and keys (RoPE) in ten small operations before it calls attention. Kernels that read q and
 k can rotate them as well, given the angles. An unrotated tensor carries its angles::
@@ -15,7 +15,9 @@ attention gets a query without a rotation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -35,6 +37,8 @@ __all__ = [
     "Rotation",
     "StepAttention",
     "Unrotated",
+    "attending",
+    "call_attention",
     "choose_attention",
     "register_attention",
     "rotate",
@@ -87,21 +91,23 @@ class AttentionCall:
 
     module: nn.Module
     query: torch.Tensor  # ``[heads, T, head_dim]``
-    key: torch.Tensor  # ``[kv_heads, T, head_dim]``; so is ``value``
-    value: torch.Tensor
+    key: torch.Tensor  # ``[kv_heads, T, head_dim]``
+    value: torch.Tensor  # ``[kv_heads, T, value_dim]``
     scaling: float
     window: int | None  # positions that a token sees, itself included; ``None`` for all before it
     softcap: float | None  # bound of the scores (``softcap * tanh(score / softcap)``), or ``None``
     mask: object  # the model's mask; must be ``None``
     extra: dict[str, Any]
     rotation: Rotation | None = None  # RoPE that query and key still need; ``None`` if they are rotated
+    # Score of each head ``[heads]`` that takes a share of the weights and brings no value (gpt-oss), or ``None``.
+    sinks: torch.Tensor | None = None
 
 
 class AttentionSink(Protocol):
     """Computes a layer's attention: a step's, or a recorder of calls."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
+        """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, value_dim]``."""
         ...
 
 
@@ -138,10 +144,24 @@ def choose_attention(name: str, device: torch.device) -> str:
 
 def register_attention() -> None:
     """Register the attention with transformers under ``ATTENTION_NAME``; may be repeated."""
-    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionInterface.register(ATTENTION_NAME, call_attention)
 
 
-def _attention(
+_running = threading.local()
+
+
+@contextmanager
+def attending(sink: AttentionSink) -> Iterator[None]:
+    """Let models that this thread calls inside attend by ``sink``."""
+    before = getattr(_running, "sink", None)
+    _running.sink = sink
+    try:
+        yield
+    finally:
+        _running.sink = before
+
+
+def call_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -151,15 +171,17 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    *,
-    paged: AttentionSink,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
+    """Attend as transformers asks it of an attention function: tensors ``[1, heads, T, size]``, no weights returned."""
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     rotation = query.rotation if isinstance(query, Unrotated) else None
     assert isinstance(key, Unrotated) == (rotation is not None), "queries and keys are rotated together"
     call = AttentionCall(
-        module, query[0], key[0], value[0], scaling, sliding_window, softcap, attention_mask, kwargs, rotation
+        *(module, query[0], key[0], value[0], scaling, sliding_window, softcap, attention_mask, kwargs, rotation),
+        sinks=s_aux,
     )
-    return paged.attend(call).unsqueeze(0), None
+    sink: AttentionSink = _running.sink
+    return sink.attend(call).unsqueeze(0), None

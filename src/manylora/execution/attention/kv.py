@@ -1,13 +1,7 @@
 """K and V in pages: the type they have there, the place of each token, and the kernels that read them.
 
 Pages may hold them in another type than the model computes with: 16 bits, or 8 bits with a scale for each vector.
-
-::
-
-    row of ``PageTensor.rows``    page * rows of a page  +  layer * 2 * block_size  +  position % block_size     K
-                                  block_size further                                                            V
-
-A *slot* is the row of a token's K in layer 0. All layers of a step share the slots.
+A token's *slot* is ``page * block_size + position % block_size``. All layers of a step share the slots.
 """
 
 from __future__ import annotations
@@ -41,17 +35,12 @@ class KvPages:
         self._dtype = dtype or pages.dtype
         self.device = pages.flat.device
         self.block_size = pages.shape.block_size
-        self._page_rows = pages.shape.num_layers * 2 * self.block_size
         is_compiled = self._dtype is torch.float32 and self.device.type == "cpu"
         self.compiled = find_compiled() if is_compiled else None
 
     def slot(self, page: int, position: int) -> int:
         """Return the slot of ``position``, which ``page`` holds."""
-        return page * self._page_rows + position % self.block_size
-
-    def first_row(self, layer: int) -> int:
-        """Return the first row of K of a layer, counted from the page's first; V follows ``block_size`` rows later."""
-        return layer * 2 * self.block_size
+        return page * self.block_size + position % self.block_size
 
     def places(self, sequences: Sequence[PlannedSequence]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the position and the slot of every row of a step ``[rows]``."""
@@ -63,19 +52,20 @@ class KvPages:
             first = sequence.start // self.block_size
             table = np.asarray(sequence.pages[first : (stop - 1) // self.block_size + 1], dtype=np.int64)
             positions.append(position)
-            slots.append(table[position // self.block_size - first] * self._page_rows + position % self.block_size)
+            slots.append(table[position // self.block_size - first] * self.block_size + position % self.block_size)
         return np.concatenate(positions), np.concatenate(slots)
 
-    def store(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write K and V ``[kv_heads, rows, head_dim]`` of a layer to their slots."""
-        rows, first = self.pages.rows, self.first_row(layer)
-        rows[first:].index_copy_(0, slots, self._narrowed(key.transpose(0, 1)))
-        rows[first + self.block_size :].index_copy_(0, slots, self._narrowed(value.transpose(0, 1)))
+    def store(
+        self, layer: int, places: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write K and V ``[kv_heads, rows, size]`` of a layer to their pages, and places in these (``places``)."""
+        for part, vectors in ((self.pages.keys, key), (self.pages.values, value)):
+            part[:, layer].index_put_(places, self._narrowed(vectors.transpose(0, 1)))
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of whole pages of a layer, each ``[pages, block_size, kv_heads, head_dim]``."""
-        blocks = self.pages.blocks
-        key, value = (self._widened(blocks[:, layer, kv].index_select(0, pages)) for kv in (0, 1))
+        """Return K and V of whole pages of a layer, each ``[pages, block_size, kv_heads, size]``."""
+        parts = (self.pages.keys, self.pages.values)
+        key, value = (self._widened(part[:, layer].index_select(0, pages)) for part in parts)
         return key, value
 
     def _narrowed(self, vectors: torch.Tensor) -> torch.Tensor:

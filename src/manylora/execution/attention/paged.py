@@ -71,7 +71,9 @@ class PagedBatch:
                 self._prompts.append(_Prompt(row, sequence.num_tokens, sequence.start, pages))
             row += sequence.num_tokens
         self.num_rows = row
-        self.positions, self._slots = (self._index(values) for values in kv.places(sequences))
+        positions, slots = kv.places(sequences)
+        self.positions = self._index(positions)
+        self._places = self._index(slots // kv.block_size), self._index(slots % kv.block_size)
         self._decode_rows = self._index(np.asarray(decode_rows, dtype=np.int64))
         self._decode_indices: dict[int | None, tuple[np.ndarray, np.ndarray]] = {}  # by window, as are the next
         self._decode_gathers: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -80,14 +82,13 @@ class PagedBatch:
             kv.clear(unfilled)  # the torch path reads whole pages, and 0 * NaN is NaN
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, head_dim]``."""
+        """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, value_dim]``."""
         assert call.rotation is None, "only the Triton kernels rotate"
         layer = int(call.module.layer_idx)  # type: ignore[arg-type]
-        self._kv.store(layer, self._slots, call.key, call.value)
+        self._kv.store(layer, self._places, call.key, call.value)
         if not self._prompts:
             return self._attend_decode(layer, call, call.query.transpose(0, 1))
-        num_heads, _, head_dim = call.query.shape
-        out = call.query.new_empty(self.num_rows, num_heads, head_dim)
+        out = call.query.new_empty(self.num_rows, call.query.shape[0], call.value.shape[2])
         for prompt in self._prompts:
             out[prompt.row : prompt.row + prompt.num_tokens] = self._attend_prompt(layer, call, prompt)
         if self._decode:
@@ -114,7 +115,7 @@ class PagedBatch:
         if prompt.start == 0 and window is None:
             return None
         if (prompt.row, window) not in self._prompt_masks:
-            device = self._slots.device
+            device = self._kv.device
             query = torch.arange(prompt.start, total, device=device)[:, None]
             key = torch.arange(total, device=device)[None, :]
             mask = key <= query
@@ -127,14 +128,16 @@ class PagedBatch:
         """Attend rows of one token, ``query`` ``[rows, heads, head_dim]``."""
         if self._kv.compiled is not None:
             tables, bounds = self._decode_index(call.window)
-            blocks, query = self._kv.pages.blocks, query.contiguous()
+            pool = self._kv.pages
             return self._kv.compiled.attend(
-                query, blocks, layer, tables, bounds, scaling=call.scaling, softcap=call.softcap
+                *(query.contiguous(), pool.flat, pool.shape, layer, tables, bounds),
+                scaling=call.scaling,
+                softcap=call.softcap,
+                sinks=call.sinks,
             )
         pages, mask = self._decode_gather(call.window)
         num_rows = query.shape[0]
-        shape = (num_rows, -1, *call.key.shape[::2])
-        key, value = (x.view(shape).transpose(1, 2) for x in self._kv.gather(layer, pages))
+        key, value = (x.view(num_rows, -1, *x.shape[2:]).transpose(1, 2) for x in self._kv.gather(layer, pages))
         return _attend(call, query.unsqueeze(2), key, value, mask).squeeze(2)
 
     def _decode_index(self, window: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +166,7 @@ class PagedBatch:
             tables, bounds = self._decode_index(window)
             position = np.arange(tables.shape[1] * self._kv.block_size)[None, :]
             is_seen = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
-            mask = torch.from_numpy(is_seen).to(self._slots.device)[:, None, None, :]
+            mask = torch.from_numpy(is_seen).to(self._kv.device)[:, None, None, :]
             self._decode_gathers[window] = (self._index(tables.ravel()), mask)
         return self._decode_gathers[window]
 
@@ -176,9 +179,9 @@ class PagedBatch:
 def _attend(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return softmax attention ``[batch, heads, rows, head_dim]``; no mask means causal from position 0 on."""
+    """Return softmax attention ``[batch, heads, rows, value_dim]``; no mask means causal from position 0 on."""
     is_grouped = query.shape[1] != key.shape[1]
-    if call.softcap is None:
+    if call.softcap is None and call.sinks is None:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=call.scaling, enable_gqa=is_grouped
         )
@@ -186,9 +189,13 @@ def _attend(
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = (query @ key.transpose(2, 3) * call.scaling).float()
-    scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     if mask is None:
         num_rows, total = scores.shape[-2:]
         mask = torch.ones(num_rows, total, dtype=torch.bool, device=scores.device).tril()
     scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1).to(query.dtype) @ value
+    if call.sinks is None:
+        return scores.softmax(-1).to(query.dtype) @ value
+    sinks = call.sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1].to(query.dtype) @ value

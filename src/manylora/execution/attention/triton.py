@@ -109,85 +109,94 @@ class TritonAttention:
 
     kv: KvPages
     positions: torch.Tensor  # position of each row in its sequence ``[rows]``, int64
-    slots: torch.Tensor  # row of each token's K in layer 0 ``[rows]``, int64; below 0 for none
+    slots: torch.Tensor  # place of each token ``[rows]``, int64 (``KvPages.slot``); below 0 for none
     tables: torch.Tensor  # pages of each sequence ``[lines, width]``, int32
     blocks: Callable[[int], torch.Tensor]  # returns query blocks (``BLOCK_FIELDS``), given the most tokens of a block
     is_decode: bool  # whether every block is one token
     splits: int | None = None  # pieces of a context, for decoding; by default as many as fill the device
-    # Results of a batch with rows of padding, which no program writes: zeros ``[most_rows, heads, head_dim]`` by heads,
-    # made on first use. Stale memory would pass through the model as numbers that overflow.
+    # Results of a batch with rows of padding, which no program writes: zeros ``[most_rows, heads, value_dim]`` by
+    # heads, made on first use. Stale memory would pass through the model as numbers that overflow.
     outputs: dict[tuple[int, int], torch.Tensor] | None = None
     most_rows: int = 0
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Store the layer's K and V, then attend every row to its own sequence; ``[rows, heads, head_dim]``.
+        """Store the layer's K and V, then attend every row to its own sequence; ``[rows, heads, value_dim]``.
 
         The same launches rotate queries and keys that are not rotated yet.
         """
         from manylora.execution.kernels.triton import attention as triton_attention
 
-        shape, pool = self.kv.pages.shape, self.kv.pages.rows
+        shape, pool = self.kv.pages.shape, self.kv.pages.flat
         query = call.query if call.query.stride(2) == 1 else call.query.contiguous()
         num_heads, num_rows, head_dim = query.shape
+        value_dim = call.value.shape[2]
         group = num_heads // shape.num_kv_heads
-        first = self.kv.first_row(int(call.module.layer_idx))  # type: ignore[arg-type]
+        layer = int(call.module.layer_idx)  # type: ignore[arg-type]
         angles = _angles(call)
-        self._store(call, angles, first)
+        self._store(call, angles, layer)
 
         lines = max(MIN_LINES if self.is_decode else PROMPT_LINES, power_of_two(group))
         blocks = self.blocks(1 if self.is_decode else lines // group)
         splits = self._num_splits(blocks.shape[0])
-        out = self._output(query)
+        out = self._output(query, value_dim)
         partials, sums = out, out
         if splits > 1:
             partials = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
             sums = torch.empty((splits, num_rows, num_heads, 2), dtype=torch.float32, device=out.device)
-        block_d = max(16, power_of_two(head_dim))
+        block_d, block_v = (max(16, power_of_two(size)) for size in (head_dim, value_dim))
         queries = (query, query.stride(0), query.stride(1), angles.cos, angles.sin, angles.cos.stride(0))
-        pages = (pool, shape.num_elements, pool.stride(0), first)
+        pages = (pool, shape.num_elements, layer, query if call.sinks is None else call.sinks)
         numbers = (call.scaling, call.window or 0, call.softcap or 1.0, num_rows)
-        sizes = {"HEADS": num_heads, "DIM": head_dim, "SPLITS": splits, "BLOCK_D": block_d}
+        sizes = {"HEADS": num_heads, "SPLITS": splits}
         triton_attention.attend[(blocks.shape[0], shape.num_kv_heads, splits)](
             *(*queries, *pages, blocks, self.tables, self.tables.stride(0), partials, sums, *numbers),
             **sizes,
             GROUP=group,
+            DIM=head_dim,
+            VALUE_DIM=value_dim,
             ROTARY=angles.rotary_dim,
             HAS_WINDOW=call.window is not None,
             HAS_SOFTCAP=call.softcap is not None,
+            HAS_SINKS=call.sinks is not None,
             BLOCK_SIZE=shape.block_size,
             BLOCK_M=lines,
             BLOCK_N=max(16, (16384 if self.is_decode else 8192) // (block_d * query.dtype.itemsize)),
+            BLOCK_D=block_d,
+            BLOCK_V=block_v,
             num_warps=4,
             num_stages=2,
         )
         if splits > 1:
-            triton_attention.combine[(blocks.shape[0], num_heads)](partials, sums, blocks, out, num_rows, **sizes)
+            triton_attention.combine[(blocks.shape[0], num_heads)](
+                partials, sums, blocks, out, num_rows, **sizes, DIM=value_dim, BLOCK_D=block_v
+            )
         return out
 
-    def _output(self, query: torch.Tensor) -> torch.Tensor:
-        num_heads, num_rows, head_dim = query.shape
+    def _output(self, query: torch.Tensor, value_dim: int) -> torch.Tensor:
+        num_heads, num_rows, _ = query.shape
         if self.outputs is None:
-            return query.new_empty((num_rows, num_heads, head_dim))
-        key = (num_heads, head_dim)
+            return query.new_empty((num_rows, num_heads, value_dim))
+        key = (num_heads, value_dim)
         if key not in self.outputs:
-            self.outputs[key] = query.new_zeros((self.most_rows, num_heads, head_dim))
+            self.outputs[key] = query.new_zeros((self.most_rows, num_heads, value_dim))
         return self.outputs[key][:num_rows]
 
-    def _store(self, call: AttentionCall, angles: Rotation, first: int) -> None:
+    def _store(self, call: AttentionCall, angles: Rotation, layer: int) -> None:
         from manylora.execution.kernels.triton import attention as triton_attention
 
         key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (call.key, call.value))
         num_heads, num_rows, head_dim = key.shape
-        pool = self.kv.pages.rows
         triton_attention.store[(num_rows,)](
-            *(key, value, angles.cos, angles.sin, angles.cos.stride(0), self.slots, pool),
-            *(*key.stride()[:2], *value.stride()[:2], pool.stride(0), first),
+            *(key, value, angles.cos, angles.sin, angles.cos.stride(0), self.slots, self.kv.pages.flat),
+            *(*key.stride()[:2], *value.stride()[:2], self.kv.pages.shape.num_elements, layer),
             HEADS=num_heads,
             DIM=head_dim,
+            VALUE_DIM=value.shape[2],
             ROTARY=angles.rotary_dim,
             BLOCK_SIZE=self.kv.block_size,
             BLOCK_H=power_of_two(num_heads),
             BLOCK_D=power_of_two(head_dim),
+            BLOCK_V=power_of_two(value.shape[2]),
         )
 
     def _num_splits(self, num_blocks: int) -> int:

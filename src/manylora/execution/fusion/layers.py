@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from manylora.execution.fusion.replace import TOLERANCE, SeenCall, agree, try_forward, watch_calls
+from manylora.execution.attention.call import attending
+from manylora.execution.fusion.replace import TOLERANCE, Echo, SeenCall, agree, try_forward, watch_calls
 from manylora.execution.fusion.rotation import defer_rotations
 from manylora.execution.lora.vectors import AdaptedNumbers
 
@@ -46,7 +47,8 @@ def fuse_launches(model: nn.Module) -> None:
     """
     norms = fuse_norms(model)
     calls = watch_calls(model)
-    rotations, gates, residuals = defer_rotations(calls), fuse_gates(calls), fuse_residuals(calls)
+    with attending(Echo()):
+        rotations, gates, residuals = defer_rotations(calls), fuse_gates(calls), fuse_residuals(calls)
     logger.info("launches_fused norms=%d rotations=%d gates=%d residuals=%d", norms, rotations, gates, residuals)
 
 

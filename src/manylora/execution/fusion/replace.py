@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manylora.execution.attention.call import AttentionCall, rotate
+from manylora.execution.attention.call import AttentionCall, attending, rotate
 
 __all__ = ["TOLERANCE", "Echo", "SeenCall", "agree", "try_forward", "watch_calls"]
 
@@ -43,9 +43,10 @@ class Echo:
     calls: list[AttentionCall] = field(default_factory=list)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return the query, rotated, ``[T, heads, head_dim]``."""
+        """Return the query, rotated, ``[T, heads, value_dim]``."""
         self.calls.append(call)
-        return rotate(call.query, call.rotation).transpose(0, 1)
+        query = rotate(call.query, call.rotation).transpose(0, 1)
+        return nn.functional.pad(query, (0, call.value.shape[2] - query.shape[2]))
 
 
 @torch.inference_mode()
@@ -59,7 +60,8 @@ def watch_calls(model: nn.Module) -> dict[nn.Module, SeenCall]:
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
     try:
         tokens = torch.tensor([POSITIONS], device=next(model.parameters()).device)
-        model(input_ids=tokens, position_ids=tokens, use_cache=False, paged=Echo())
+        with attending(Echo()):
+            model(input_ids=tokens, position_ids=tokens, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from manylora.execution.attention.call import Rotation, Unrotated, rotate
+from manylora.execution.attention.call import Rotation, Unrotated, attending, rotate
 from manylora.execution.fusion.replace import Echo, SeenCall, try_forward
 
 __all__ = ["defer_rotations"]
@@ -32,7 +32,7 @@ def defer_rotations(calls: Mapping[nn.Module, SeenCall]) -> int:
     count = 0
     for module, seen in calls.items():
         forward = unwrap(type(module).forward)  # from decorators that rename arguments
-        if not isinstance(forward, FunctionType) or "paged" not in seen.kwargs:
+        if not isinstance(forward, FunctionType):
             continue
         if _NAME not in forward.__code__.co_names or _NAME not in forward.__globals__:
             continue
@@ -48,7 +48,8 @@ def _try(module: nn.Module, seen: SeenCall, forward: MethodType) -> bool:
 
     def outcome() -> list[torch.Tensor]:
         echo.calls.clear()
-        module(*seen.args, **{**seen.kwargs, "paged": echo})
+        with attending(echo):
+            module(*seen.args, **seen.kwargs)
         return [
             tensor
             for call in echo.calls

@@ -38,6 +38,7 @@ def describe_model(
         num_layers=probe.num_layers,
         num_kv_heads=probe.num_kv_heads,
         head_dim=probe.head_dim,
+        value_dim=None if probe.value_dim == probe.head_dim else probe.value_dim,
         element_bytes=kv_dtype.itemsize,
         dtype=str(kv_dtype).removeprefix("torch."),
     )
@@ -66,6 +67,7 @@ def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule,
     The last linear of each layer, which ends its feed-forward, is followed by its input, which (IA)3 scales.
     """
     groups = _groups(model, probe)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
     modules: list[TargetModule] = []
     for name, module in model.named_modules():
         if name not in probe.inputs and name not in probe.norms and name != probe.head:
@@ -75,7 +77,7 @@ def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule,
             kind, in_features, (out_features, axis) = ModuleKind.NUMBERS, module.weight.shape[0], probe.norms[name]
         elif type(module) is nn.Linear:
             kind, in_features, out_features = ModuleKind.LINEAR, module.in_features, module.out_features
-        elif isinstance(module, nn.Embedding):
+        elif module is embedding:
             kind, in_features, out_features = ModuleKind.EMBEDDING, module.num_embeddings, module.embedding_dim
         else:
             continue
@@ -139,7 +141,9 @@ def _unsupported(model: nn.Module, adaptable: set[str]) -> Iterable[tuple[str, s
             continue
         if any(parameter.ndim == 3 for parameter in own.values()):
             yield name, "its experts are one three-dimensional weight, which LoRA on modules cannot reach"
-        elif isinstance(module, nn.Linear | nn.Embedding):
+        elif isinstance(module, nn.Embedding):
+            yield name, "it is an embedding of other things than the tokens of the vocabulary (positions, mostly)"
+        elif isinstance(module, nn.Linear):
             yield name, "it is not called once on every token (an expert, or a part that text does not use)"
         elif "norm" in type(module).__name__.lower():
             yield name, "it is a norm that is not called once on every token"

@@ -1,8 +1,8 @@
 """Find out how a model behaves, by one small forward pass at load time.
 
 There is no list of supported architectures. The pass checks that every layer calls our attention function once, causal,
-with K and V of one shape, without a mask and without unknown arguments. It also records which linears get every token
-and which share one input. A model that does anything else is refused by name before it serves a request.
+with as many heads of K as of V, without a mask and without unknown arguments. It also records which linears get every
+token and which share one input. A model that does anything else is refused by name before it serves a request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from manylora.core.errors import ConfigError
-from manylora.execution.attention.call import AttentionCall
+from manylora.execution.attention.call import AttentionCall, attending
 from manylora.execution.model.head import RecordedPass
 
 __all__ = ["ModelProbe", "is_norm", "measure_activations", "probe_model", "stand_ins"]
@@ -41,7 +41,6 @@ _HARMLESS = frozenset(
 )
 
 _LACKING = {
-    "paged": "its layers do not pass the pages of the step on to attention",
     "position_ids": "it counts positions by itself, and sequences of one batch have their own",
     "logits_to_keep": "it cannot compute logits of chosen rows only",
 }
@@ -53,8 +52,9 @@ class ModelProbe:
     """Findings of the pass."""
 
     num_layers: int
-    num_kv_heads: int  # heads of K and V, the same in every layer, as is ``head_dim``
-    head_dim: int
+    num_kv_heads: int  # heads of K and V, the same in every layer, as are their sizes
+    head_dim: int  # of K
+    value_dim: int
     # Number of the input tensor, per module that was called exactly once on every token; modules with equal numbers
     # share their input.
     inputs: dict[str, int]
@@ -68,7 +68,7 @@ class _ProbeSink:
     """Takes the place of the paged batch and records the calls."""
 
     architecture: str
-    layers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    layers: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # heads of K and V, and their sizes
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer = getattr(call.module, "layer_idx", None)
@@ -81,10 +81,10 @@ class _ProbeSink:
         unknown = sorted(k for k, v in call.extra.items() if v is not None and k not in _HARMLESS)
         if unknown:
             raise self.refusal(f"layer {layer} passes {', '.join(unknown)} to attention, which is not implemented")
-        if call.key.shape != call.value.shape:
+        if call.key.shape[:2] != call.value.shape[:2]:
             raise self.refusal(f"layer {layer} has keys {tuple(call.key.shape)} and values {tuple(call.value.shape)}")
-        self.layers[layer] = (call.key.shape[0], call.key.shape[2])
-        return torch.zeros_like(call.query).transpose(0, 1)
+        self.layers[layer] = (call.key.shape[0], call.key.shape[2], call.value.shape[2])
+        return _nothing(call)
 
     def refusal(self, why: str) -> ConfigError:
         return ConfigError(f"Got a model of type {self.architecture!r}, which is not supported: {why}")
@@ -116,7 +116,8 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
             module.padding_idx = None
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                put(module, name, torch.ones((), dtype=parameter.dtype).expand(parameter.shape))
+                own = parameter.shape[1:] if parameter.ndim == 3 else ()  # an expert's: products ask for its strides
+                put(module, name, torch.ones(own, dtype=parameter.dtype).expand(parameter.shape))
     try:
         yield
     finally:
@@ -150,9 +151,8 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
         tokens = torch.arange(NUM_TOKENS, device=device)[None]
         keep = torch.arange(NUM_TOKENS - NUM_SAMPLED, NUM_TOKENS, device=device)
         try:
-            logits = model(
-                input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep, paged=sink
-            ).logits
+            with attending(sink):
+                logits = model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep).logits
         except ConfigError:
             raise
         except Exception as error:  # of code that was written for other attention
@@ -180,12 +180,12 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
             raise sink.refusal("its logits depend on more than its decoder's output")
     shapes = sorted(set(sink.layers.values()))
     if len(shapes) != 1:
-        raise sink.refusal(f"its layers have keys of different shapes: {shapes} (heads, head size)")
+        raise sink.refusal(f"its layers have keys of different shapes: {shapes} (heads, size of keys, of values)")
     return _summary(model, seen, num_layers, shapes[0])
 
 
 def _summary(
-    model: nn.Module, seen: dict[str, list[torch.Tensor]], num_layers: int, kv_shape: tuple[int, int]
+    model: nn.Module, seen: dict[str, list[torch.Tensor]], num_layers: int, kv_shape: tuple[int, int, int]
 ) -> ModelProbe:
     head_module = model.get_output_embeddings()  # type: ignore[operator]
     head = None
@@ -204,10 +204,9 @@ def _summary(
                 norms[name] = tensors[0].numel() // NUM_TOKENS, axes[0]
         elif num_rows == NUM_TOKENS:
             inputs[name] = numbers.setdefault(id(tensors[0]), len(numbers))
-    num_kv_heads, head_dim = kv_shape
-    return ModelProbe(
-        num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim, inputs=inputs, head=head, norms=norms
-    )
+    heads, head_dim, value_dim = kv_shape
+    sizes = {"num_kv_heads": heads, "head_dim": head_dim, "value_dim": value_dim}
+    return ModelProbe(num_layers=num_layers, **sizes, inputs=inputs, head=head, norms=norms)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -240,11 +239,17 @@ def _watching(model: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator
             hook.remove()
 
 
+def _nothing(call: AttentionCall) -> torch.Tensor:
+    """Return zeros of the shape of a call's result."""
+    num_heads, num_rows, _ = call.query.shape
+    return call.query.new_zeros(num_rows, num_heads, call.value.shape[2])
+
+
 class _ZeroAttention:
     """Attention that returns zeros, to measure everything else."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return torch.zeros_like(call.query).transpose(0, 1)
+        return _nothing(call)
 
 
 @torch.inference_mode()
@@ -257,12 +262,12 @@ def measure_activations(model: nn.Module, *, num_tokens: int, num_sampled: int) 
     tokens = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    logits = model(
-        input_ids=tokens,
-        position_ids=torch.arange(num_tokens, device=device)[None],
-        use_cache=False,
-        logits_to_keep=torch.arange(num_sampled, device=device),
-        paged=_ZeroAttention(),
-    ).logits
+    with attending(_ZeroAttention()):
+        logits = model(
+            input_ids=tokens,
+            position_ids=torch.arange(num_tokens, device=device)[None],
+            use_cache=False,
+            logits_to_keep=torch.arange(num_sampled, device=device),
+        ).logits
     peak = torch.cuda.max_memory_allocated(device) - before
     return int(peak + 4 * logits.numel() * torch.float32.itemsize)

@@ -3,9 +3,9 @@
 A page is one KV block across all layers, or the same elements seen flat and filled with adapter tiles. ``memory/``
 keeps the owners of pages; this file has the bytes and their views::
 
-    blocks  [num_pages, num_layers, 2, block_size, num_kv_heads, vector_elements]     for attention
-    flat    [num_pages, page_elements]                                               for adapters
-    rows    [num_pages * num_layers * 2 * block_size, num_kv_heads, vector_elements]  for writes of KV
+    flat    [num_pages, page_elements]                                        for adapters
+    keys    [num_pages, num_layers, block_size, num_kv_heads, key_elements]   for attention: a layer's keys,
+    values  [num_pages, num_layers, block_size, num_kv_heads, value_elements] and its values behind them
 
 A vector of int8 has its scale, as float32, in its last four elements.
 
@@ -84,13 +84,17 @@ class PageTensor:
         self.shape = shape
         self.num_pages = num_pages
         self.dtype = _DTYPES[shape.dtype]
-        sizes = (num_pages, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.vector_elements)
+        sizes = (num_pages, shape.num_elements)
         if device.type == "cpu":
-            self.blocks = torch.frombuffer(_zeros(num_pages * shape.num_bytes), dtype=self.dtype).view(sizes)
+            self.flat = torch.frombuffer(_zeros(num_pages * shape.num_bytes), dtype=self.dtype).view(sizes)
         else:
-            self.blocks = torch.zeros(sizes, dtype=self.dtype, device=device)
-        self.flat = self.blocks.view(num_pages, shape.num_elements)
-        self.rows = self.blocks.view(-1, shape.num_kv_heads, shape.vector_elements)
+            self.flat = torch.zeros(sizes, dtype=self.dtype, device=device)
+        vectors = shape.block_size * shape.num_kv_heads
+        layers = self.flat.unflatten(1, (shape.num_layers, -1))
+        self.keys, self.values = (
+            part.unflatten(2, (shape.block_size, shape.num_kv_heads, -1))
+            for part in layers.split((vectors * shape.key_elements, vectors * shape.value_elements), dim=2)
+        )
         self._bytes = self.flat.view(torch.uint8)
 
     def flat_as(self, dtype: str) -> torch.Tensor:

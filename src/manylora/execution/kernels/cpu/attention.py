@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
+from manylora.core.adapters.shape import PageShape
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import share
 from manylora.execution.kernels.cpu.vectors import as_float32, typed_views
@@ -31,31 +32,34 @@ _FLOAT32, _BFLOAT16, _FLOAT16, _INT8 = range(len(_KINDS))
 def attend_compiled(
     team: Team,
     query: torch.Tensor,
-    blocks: torch.Tensor,
+    pool: torch.Tensor,
+    shape: PageShape,
     layer: int,
     tables: np.ndarray,
     bounds: np.ndarray,
     *,
     scaling: float,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend one token per sequence; ``[rows, heads, head_dim]``, as is the query, float32 and contiguous.
+    """Attend one token per sequence; ``[rows, heads, value_dim]``.
 
-    ``blocks`` are all pages ``[pages, layers, 2, block_size, kv_heads, vector_elements]``, of any type of
-    ``PageTensor``; ``tables`` are the pages of each row's sequence ``[rows, width]``, int64. ``bounds`` ``[rows, 2]``
-    are the first and one past the last position that a row sees, from its table's start. ``scaling`` and ``softcap``
-    are as in ``AttentionCall``.
+    ``query`` ``[rows, heads, head_dim]`` is float32 and contiguous, as is the result. ``pool`` has all pages
+    ``[pages, elements]``, of ``shape``; ``tables`` are the pages of each row's sequence ``[rows, width]``, int64.
+    ``bounds`` ``[rows, 2]`` are the first and one past the last position that a row sees, from its table's start.
+    ``scaling``, ``softcap`` and ``sinks`` are as in ``AttentionCall``.
     """
     num_rows, num_heads, head_dim = query.shape
-    _, num_layers, _, block_size, num_kv_heads, vector_elements = blocks.shape
-    longest = tables.shape[1] * block_size
-    out = torch.empty_like(query)
-    scratch = torch.empty(torch.get_num_threads(), num_heads * longest + head_dim)
-    model = (num_rows, num_heads, num_kv_heads, head_dim, num_layers)
-    pages = (block_size, tables.shape[1], layer, _KINDS.index(blocks.dtype), vector_elements, blocks.nbytes)
-    sizes = np.array((*model, *pages), dtype=np.int64)
+    value_dim = head_dim if shape.value_dim is None else shape.value_dim
+    longest = tables.shape[1] * shape.block_size
+    out = query.new_empty(num_rows, num_heads, value_dim)
+    scratch = torch.empty(torch.get_num_threads(), num_heads * longest + max(head_dim, value_dim))
+    own_sinks = torch.empty(0) if sinks is None else sinks.float()
+    model = (num_rows, num_heads, shape.num_kv_heads, head_dim, value_dim, len(own_sinks))
+    pages = (shape.num_layers, shape.block_size, shape.key_elements, shape.value_elements, _KINDS.index(pool.dtype))
+    sizes = np.array((*model, *pages, pool.nbytes, tables.shape[1], layer), dtype=np.int64)
     factors = np.array([scaling, softcap or 0.0], dtype=np.float32)
-    team.run(attention_kernel(), sizes, factors, query, out, blocks, tables, bounds, scratch)
+    team.run(attention_kernel(), sizes, factors, query, out, pool, tables, bounds, scratch, own_sinks)
     return out
 
 
@@ -126,18 +130,20 @@ def _narrow_scores(
                 scores[h, g, j] = total
 
 
-def _softmax(scores: Any, scaling: float, softcap: float) -> None:
+def _softmax(scores: Any, scaling: float, softcap: float, sinks: Any) -> None:
+    """Turn scores into weights; ``sinks`` has a score of each head ``[kv_heads * group]``, or nothing."""
     for h in range(scores.shape[0]):
         for g in range(scores.shape[1]):
             row = scores[h, g]
-            highest = np.float32(-math.inf)
+            sink = sinks[h * scores.shape[1] + g] if sinks.shape[0] > 0 else np.float32(-math.inf)
+            highest = sink
             for j in range(row.shape[0]):
                 value = row[j] * scaling
                 if softcap > 0.0:
                     value = softcap * np.tanh(value / softcap)
                 row[j] = value
                 highest = max(highest, value)
-            total = np.float32(0.0)
+            total = np.exp(sink - highest)
             for j in range(row.shape[0]):
                 row[j] = np.exp(row[j] - highest)
                 total += row[j]
@@ -191,21 +197,23 @@ def _narrow_mix(
 
 
 def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
-    sizes = carray(pointers[0], 11, np.int64)
-    num_rows, num_heads, num_kv_heads, head_dim, num_layers, block_size, width, layer, kind, size, num_bytes = sizes
+    sizes = carray(pointers[0], 14, np.int64)
+    num_rows, num_heads, num_kv_heads, head_dim, value_dim, num_sinks = sizes[:6]
+    num_layers, block_size, key_size, value_size, kind, num_bytes, width, layer = sizes[6:]
     factors = carray(pointers[1], 2, np.float32)
     group = num_heads // num_kv_heads
     query = carray(pointers[2], (num_rows, num_kv_heads, group, head_dim), np.float32)
-    out = carray(pointers[3], (num_rows, num_kv_heads, group, head_dim), np.float32)
+    out = carray(pointers[3], (num_rows, num_kv_heads, group, value_dim), np.float32)
     memory = (*typed_views(pointers[4], num_bytes), carray(pointers[4], num_bytes, np.int8))
     tables = carray(pointers[5], (num_rows, width), np.int64)
     bounds = carray(pointers[6], (num_rows, 2), np.int64)
     length = num_heads * width * block_size
-    scratch = carray(pointers[7], (num_threads, length + head_dim), np.float32)[thread]
-    target = scratch[length:]
-    stride = num_kv_heads * size
-    half = block_size * stride
-    page = num_layers * 2 * half
+    scratch = carray(pointers[7], (num_threads, length + max(head_dim, value_dim)), np.float32)[thread]
+    key_target, value_target = scratch[length : length + head_dim], scratch[length : length + value_dim]
+    sinks = carray(pointers[8], num_sinks, np.float32)
+    key_stride, value_stride = num_kv_heads * key_size, num_kv_heads * value_size
+    own_page = block_size * (key_stride + value_stride)  # of one layer
+    page = num_layers * own_page
     total = 0
     for row in range(num_rows):
         total += (bounds[row, 1] - bounds[row, 0]) * num_kv_heads
@@ -219,17 +227,19 @@ def _attend(thread: Any, num_threads: Any, pointers: Any) -> None:
         if low >= high:
             continue
         weights = scratch[: (high - low) * group * length].reshape((high - low, group, length))
-        keys, table, own = 2 * layer * half + low * size, tables[row], out[row, low:high]
-        values, asked = keys + half, query[row, low:high]
+        table, asked, own = tables[row], query[row, low:high], out[row, low:high]
+        keys = layer * own_page + low * key_size
+        values = layer * own_page + block_size * key_stride + low * value_size
+        place = (table, block_size, page, first)
         if kind == _FLOAT32:
-            scores(memory[0][keys:], stride, head_dim, table, block_size, page, first, asked, weights)
+            scores(memory[0][keys:], key_stride, head_dim, *place, asked, weights)
         else:
-            narrow_scores(kind, memory, keys, stride, size, table, block_size, page, first, asked, weights, target)
-        softmax(weights, factors[0], factors[1])
+            narrow_scores(kind, memory, keys, key_stride, key_size, *place, asked, weights, key_target)
+        softmax(weights, factors[0], factors[1], sinks[low * group : high * group] if num_sinks > 0 else sinks)
         if kind == _FLOAT32:
-            mix(memory[0][values:], stride, head_dim, table, block_size, page, first, weights, own)
+            mix(memory[0][values:], value_stride, value_dim, *place, weights, own)
         else:
-            narrow_mix(kind, memory, values, stride, size, table, block_size, page, first, weights, own, target)
+            narrow_mix(kind, memory, values, value_stride, value_size, *place, weights, own, value_target)
 
 
 widen = njit(cache=True)(_widen)

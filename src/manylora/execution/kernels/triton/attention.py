@@ -48,7 +48,7 @@ def load_rotated(source, cos, sin, dims, mask, ROTARY: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["layer"])
 def store(
     key,
     value,
@@ -56,38 +56,60 @@ def store(
     sin,
     angle_stride,
     slots,
-    rows,
+    pool,
     key_head_stride,
     key_token_stride,
     value_head_stride,
     value_token_stride,
-    row_stride,
-    first,
+    page_stride,
+    layer,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    """Write a token's K and V ``[heads, tokens, dim]``; ``slots[token]`` is its row in layer 0, below 0 for none.
+    """Write a token's K ``[heads, tokens, DIM]`` and V ``[heads, tokens, VALUE_DIM]`` of a layer to its page.
 
-    K is rotated by ``cos`` and ``sin`` ``[tokens, ROTARY]``; with ``ROTARY`` 0 it is written unchanged.
+    ``slots[token]`` is ``page * BLOCK_SIZE`` and the place there, below 0 for none. K is rotated by ``cos`` and ``sin``
+    ``[tokens, ROTARY]``; with ``ROTARY`` 0 it is written unchanged.
     """
     token = tl.program_id(0)
     slot = tl.load(slots + token)
     if slot >= 0:
         heads, dims = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+        value_dims = tl.arange(0, BLOCK_V)[None, :]
         mask = (heads < HEADS) & (dims < DIM)
+        value_mask = (heads < HEADS) & (value_dims < VALUE_DIM)
         keys = key + heads * key_head_stride + token * key_token_stride
         values = value + heads * value_head_stride + token * value_token_stride
         angles = token * angle_stride
-        target = rows + (slot + first) * row_stride + heads * DIM + dims
-        tl.store(target, load_rotated(keys, cos + angles, sin + angles, dims, mask, ROTARY), mask=mask)
-        tl.store(target + BLOCK_SIZE * row_stride, tl.load(values + dims, mask=mask), mask=mask)
+        place = slot % BLOCK_SIZE
+        target = pool + slot // BLOCK_SIZE * page_stride + layer * (BLOCK_SIZE * HEADS * (DIM + VALUE_DIM))
+        own = target + (place * HEADS + heads) * DIM + dims
+        tl.store(own, load_rotated(keys, cos + angles, sin + angles, dims, mask, ROTARY), mask=mask)
+        own = target + BLOCK_SIZE * HEADS * DIM + (place * HEADS + heads) * VALUE_DIM + value_dims
+        tl.store(own, tl.load(values + value_dims, mask=value_mask), mask=value_mask)
 
 
-@triton.jit(do_not_specialize=["first", "table_stride", "window", "num_rows"])
+@triton.jit
+def first_sums(sinks, is_first, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the largest score and the sum of weights of each line before any position is seen.
+
+    A sink is the first score of the first split: its weight is 1, and its value is 0.
+    """
+    highest = tl.full((BLOCK_M,), -1.0e30, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SINKS:
+        highest = tl.load(sinks, mask=is_first, other=-1.0e30).to(tl.float32)
+        total += tl.where(is_first, 1.0, 0.0)
+    return highest, total
+
+
+@triton.jit(do_not_specialize=["layer", "table_stride", "window", "num_rows"])
 def attend(
     query,
     query_head_stride,
@@ -97,8 +119,8 @@ def attend(
     angle_stride,
     pool,
     page_stride,
-    row_stride,
-    first,
+    layer,
+    sinks,
     blocks,
     tables,
     table_stride,
@@ -111,47 +133,48 @@ def attend(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Attend a query block to a split of its context.
 
     ::
 
-        query   [heads, tokens, dim]
+        query   [heads, tokens, DIM]
         cos     [tokens, ROTARY], and sin the same, rotate queries; with ROTARY 0 they are used unchanged
-        pool    pages; row ``first`` of a page is the layer's first K, V follows a block later
+        pool    pages; in each, the layer's K [BLOCK_SIZE, KV heads, DIM], behind it V [BLOCK_SIZE, KV heads, VALUE_DIM]
+        sinks   with HAS_SINKS, a score of each head that takes a share of the weights [heads]
         blocks  [blocks, 4], int64, see support.BLOCK_FIELDS; a block of no tokens is skipped
         tables  page of every BLOCK_SIZE positions [lines, width], int32
-        out     [tokens, heads, dim]; with splits [splits, tokens, heads, dim] in float32, not yet divided
+        out     [tokens, heads, VALUE_DIM]; with splits [splits, tokens, heads, VALUE_DIM] in float32, not yet divided
         sums    with splits, the largest score and the sum of weights [splits, tokens, heads, 2]
     """
     block = blocks + tl.program_id(0) * _BLOCK_FIELDS
-    head = tl.program_id(1)
-    split = tl.program_id(2)
+    head, split = tl.program_id(1), tl.program_id(2)
     num_tokens = tl.load(block + 1)
     if num_tokens > 0:
-        first_row = tl.load(block)
-        first_position = tl.load(block + 2).to(tl.int32)
+        first_row, first_position = tl.load(block), tl.load(block + 2).to(tl.int32)
         table = tables + tl.load(block + 3) * table_stride
         lines = tl.arange(0, BLOCK_M)
         token = lines // GROUP
         own_head = head * GROUP + lines % GROUP
         is_row = token < num_tokens
-        dims = tl.arange(0, BLOCK_D)
-        is_dim = dims < DIM
+        dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        is_dim, is_value_dim = dims < DIM, value_dims < VALUE_DIM
         position = first_position + token
         own_row = (first_row + token)[:, None]
         source = query + own_head[:, None] * query_head_stride + own_row * query_token_stride
         angles = own_row * angle_stride
-        mask = is_row[:, None] & is_dim[None, :]
-        q = load_rotated(source, cos + angles, sin + angles, dims[None, :], mask, ROTARY)
+        q = load_rotated(source, cos + angles, sin + angles, dims[None, :], is_row[:, None] & is_dim[None, :], ROTARY)
         length = first_position + num_tokens.to(tl.int32)
         start = 0
         if HAS_WINDOW:
@@ -159,18 +182,18 @@ def attend(
         share = tl.cdiv(tl.cdiv(length - start, SPLITS), BLOCK_N) * BLOCK_N
         start += split * share
         stop = tl.minimum(length, start + share)
-        highest = tl.full((BLOCK_M,), -1.0e30, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        mixed = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        highest, total = first_sums(sinks + own_head, is_row & (split == 0), HAS_SINKS, BLOCK_M)
+        mixed = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+        keys_first = layer * (BLOCK_SIZE * (HEADS // GROUP) * (DIM + VALUE_DIM))
         for low in range(start, stop, BLOCK_N):
             positions = low + tl.arange(0, BLOCK_N)
             inside = positions < stop
-            page = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            at = page * page_stride + (first + positions % BLOCK_SIZE) * row_stride + head * DIM
+            page = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64) * page_stride
+            place = positions % BLOCK_SIZE * (HEADS // GROUP) + head
+            at = page + keys_first + place * DIM
             keys = tl.load(pool + at[None, :] + dims[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
             scores = tl.dot(q, keys, input_precision="ieee") * scaling
-            if HAS_SOFTCAP:
-                # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
                 scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
             is_seen = inside[None, :] & (positions[None, :] <= position[:, None])
             if HAS_WINDOW:
@@ -180,15 +203,14 @@ def attend(
             weights = tl.exp(scores - new_highest[:, None])
             rescale = tl.exp(highest - new_highest)
             total = total * rescale + tl.sum(weights, 1)
-            values = tl.load(
-                pool + at[:, None] + BLOCK_SIZE * row_stride + dims[None, :],
-                mask=inside[:, None] & is_dim[None, :],
-                other=0.0,
-            )
+            at = page + keys_first + BLOCK_SIZE * (HEADS // GROUP) * DIM + place * VALUE_DIM
+            is_value = inside[:, None] & is_value_dim[None, :]
+            values = tl.load(pool + at[:, None] + value_dims[None, :], mask=is_value, other=0.0)
             mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
             highest = new_highest
         row = split.to(tl.int64) * num_rows + first_row + token
-        target = out + (row * HEADS + own_head)[:, None] * DIM + dims[None, :]
+        target = out + (row * HEADS + own_head)[:, None] * VALUE_DIM + value_dims[None, :]
+        mask = is_row[:, None] & is_value_dim[None, :]
         if SPLITS == 1:
             tl.store(target, (mixed / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
         else:
