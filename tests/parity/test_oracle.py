@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from threading import Condition
 
 import pytest
 import torch
-from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, SLOW_LINK, run_oracle
+from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, OTHER_ARCHITECTURES, SLOW_LINK, run_oracle
 
 from manylora.execution.storage.page_tensor import Link
 
@@ -46,11 +47,11 @@ class Turns:
             self._changed.wait_for(lambda: self._num_over > before, self.PATIENCE_S)
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES, *OTHER_ARCHITECTURES])
 def test_logits_and_greedy_tokens_equal_peft(architecture: str, tmp_path: Path) -> None:
     result = run_oracle(architecture, tmp_path)
     assert result.num_rows == 16 * 64
-    assert result.max_error <= 1e-4
+    assert result.max_error <= 2e-5 * max(1.0, result.logit_std)
     assert result.num_wrong_tokens == 0
     # A comparison that cannot fail is worth nothing: the logits spread, every adapter changes them ...
     assert result.logit_std > 0.3
@@ -124,7 +125,7 @@ def test_requests_that_start_as_predicted_equal_peft(architecture: str, mode: st
     assert result.stats.num_disk_loads > 0
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3", "phi3", "mixtral", "gemma2", "qwen3_moe", "gptj"])
 def test_assisted_requests_equal_peft(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers compute adapters in host memory, on the path of a GPU whose stream is a thread."""
     pytest.importorskip("numba")
@@ -194,12 +195,18 @@ def test_requests_whose_layers_arrive_within_assisted_steps_equal_peft(
     assert any(0.0 < share < 1.0 for share in shares)
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3", "phi3", "gptj"])
+@pytest.mark.parametrize(
+    ("architecture", "stored"),
+    [
+        *product(["llama", "qwen2", "gemma3", "phi3", "gptj"], ["bfloat16", "int8", "int4"]),
+        ("gpt_oss", "int8"),
+        ("deepseek_v3", "bfloat16"),
+    ],
+)
 def test_bases_in_fewer_bits_equal_peft_over_the_same_weights(architecture: str, stored: str, tmp_path: Path) -> None:
     """Biases, a head that is tied to the embedding, fused projections, k before q; a tied weight has one copy."""
     pytest.importorskip("numba")
-    if architecture not in ARCHITECTURES | FURTHER_ARCHITECTURES:
+    if architecture not in ARCHITECTURES | FURTHER_ARCHITECTURES | OTHER_ARCHITECTURES:
         pytest.skip("not in this release of transformers")
     result = run_oracle(architecture, tmp_path, stored=stored, num_tokens=24)
     assert result.max_error <= 1e-4
@@ -208,10 +215,20 @@ def test_bases_in_fewer_bits_equal_peft_over_the_same_weights(architecture: str,
     assert result.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "error"), [("bfloat16", 0.1), ("float16", 0.0125), ("int8", 0.2)])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("architecture", "kv_cache_dtype", "error"),
+    [
+        ("llama", "bfloat16", 0.1),
+        ("llama", "float16", 0.0125),
+        ("llama", "int8", 0.2),
+        ("gemma2", "bfloat16", 0.1),
+        ("gemma2", "int8", 0.2),
+        ("gpt_oss", "bfloat16", 0.1),
+        ("deepseek_v3", "int8", 0.2),
+    ],
+)
 def test_narrow_kv_is_near(architecture: str, kv_cache_dtype: str, error: float, tmp_path: Path) -> None:
-    """KV rounded in pages, in prompts that go on, in decoding and in prefixes; softcaps and windows too."""
+    """KV rounded in pages, in prompts that go on, in decoding and in prefixes; softcaps, windows and sinks too."""
     result = run_oracle(architecture, tmp_path, num_tokens=24, kv_cache_dtype=kv_cache_dtype)
     assert 1e-4 < result.max_error <= error  # of logits that spread by 1
     assert result.num_cached_tokens > 0

@@ -27,21 +27,30 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    FalconConfig,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GPTJConfig,
     GPTJForCausalLM,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
+    OPTConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SiglipVisionConfig,
+    StableLmConfig,
 )
 
 from manylora.core.clock import WallClock
@@ -70,6 +79,30 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+
+_LATENT = {
+    **_COMMON,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
@@ -103,6 +136,41 @@ FURTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**_COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
 }
 """Architectures that work because nothing in the executor knows one."""
+
+OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    # A token meets all experts where KV is rounded too: rounding may send it to another.
+    "gpt_oss": GptOssConfig(**_COMMON, head_dim=16, sliding_window=20, num_local_experts=3, num_experts_per_tok=3),
+    "deepseek_v2": DeepseekV2Config(**_LATENT, num_experts_per_tok=2, q_lora_rank=None),
+    "deepseek_v3": DeepseekV3Config(**_LATENT, num_experts_per_tok=4, q_lora_rank=24),
+    "nemotron": NemotronConfig(**_COMMON),
+    "opt": OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        word_embed_proj_dim=48,
+        tie_word_embeddings=False,
+    ),
+    "stablelm": StableLmConfig(**_COMMON, use_qkv_bias=True),
+    "falcon": FalconConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        tie_word_embeddings=False,
+    ),
+    "gemma3_vision": Gemma3Config(
+        text_config=Gemma3TextConfig(**_COMMON, head_dim=16, sliding_window=20, query_pre_attn_scalar=16),
+        vision_config=SiglipVisionConfig(**_VISION),
+        mm_tokens_per_image=4,
+    ),
+}
+"""Architectures whose attention, or whose way to it, is another: sinks, values of another size than keys, layers that
+hand down no keywords or attend by themselves, a decoder inside the model, vision beside it."""
 
 if GPTJForCausalLM._supports_attention_backend:  # transformers 5.24; its k and v stand before its q
     FURTHER_ARCHITECTURES["gptj"] = GPTJConfig(
@@ -173,6 +241,15 @@ _MODULES = {
     "mixtral": (["q_proj", "k_proj", "v_proj", "o_proj"], ["o_proj"]),
     "qwen3_moe": (["q_proj", "k_proj", "v_proj", "o_proj"], ["o_proj"]),
     "gptj": (["q_proj", "k_proj", "v_proj", "out_proj"], ["fc_in", "fc_out"]),
+    "gpt_oss": (["q_proj", "k_proj", "v_proj", "o_proj"], ["o_proj"]),
+    "deepseek_v2": (["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"], ["o_proj"]),
+    "deepseek_v3": (
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        ["o_proj"],
+    ),
+    "nemotron": (["q_proj", "k_proj", "v_proj", "o_proj"], ["up_proj", "down_proj"]),
+    "opt": (["q_proj", "k_proj", "v_proj", "out_proj"], ["fc1", "fc2"]),
+    "falcon": (["query_key_value", "dense"], ["dense_h_to_4h", "dense_4h_to_h"]),
 }
 """Modules of attention and MLP by architecture, Llama's where it has none."""
 
@@ -231,9 +308,10 @@ def store(base: Path, folder: Path, numbers: str) -> None:
 def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
     """Return the twelve variants by name, in the names of the architecture's modules."""
     attention, mlp = _MODULES.get(architecture, _MODULES["llama"])
-    embedding = "wte" if architecture == "gptj" else "embed_tokens"
+    embedding = {"gptj": "wte", "falcon": "word_embeddings"}.get(architecture, "embed_tokens")
     # On a mixture of experts PEFT takes "all-linear" to mean the experts' bare weights too, which we refuse.
-    every_linear = attention if architecture in ("mixtral", "qwen3_moe") else "all-linear"
+    is_mixture = architecture in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
+    every_linear = attention if is_mixture else "all-linear"
     first, last = attention[0], attention[-1]
     variants: dict[str, dict[str, Any]] = {
         "plain": {"r": 8, "lora_alpha": 16, "target_modules": attention + mlp},
@@ -252,9 +330,14 @@ def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
         "embedding": {"r": 6, "lora_alpha": 12, "target_modules": [embedding]},
         "head": {"r": 7, "lora_alpha": 14, "target_modules": ["lm_head"]},
         "both-ends": {"r": 3, "lora_alpha": 6, "target_modules": [embedding, "lm_head", last], "use_rslora": True},
-        "regex": {"r": 9, "lora_alpha": 9, "target_modules": rf".*\.(0|2)\.(self_)?attn\.({first}|{last})"},
+        "regex": {"r": 9, "lora_alpha": 9, "target_modules": rf".*\.(0|2)\.(self_)?att\w+\.({first}|{last})"},
         "wide": {"r": 80, "lora_alpha": 40, "target_modules": attention + mlp, "exclude_modules": [last]},
     }
+    if architecture == "gemma3_vision":  # else PEFT takes the vision's modules of these names too
+        for options in variants.values():
+            options["exclude_modules"] = "|".join(
+                [".*vision.*", *(rf".*\.{n}" for n in options.get("exclude_modules", []))]
+            )
     return {
         name: LoraConfig(**options, init_lora_weights=False, task_type="CAUSAL_LM")
         for name, options in variants.items()
@@ -330,7 +413,7 @@ def run_oracle(
     """Serve the cases, compare with the reference and return the differences.
 
     Args:
-        architecture: A name in ``ARCHITECTURES`` or ``FURTHER_ARCHITECTURES``.
+        architecture: A name in ``ARCHITECTURES``, ``FURTHER_ARCHITECTURES`` or ``OTHER_ARCHITECTURES``.
         path: Where model and adapters are written.
         lora_kernel: The implementation of adapters' arithmetic.
         cold_start: Serve as ``COLD`` says, in this mode, and the ``DOOMED`` requests as well; ``None`` for warm.
@@ -343,7 +426,7 @@ def run_oracle(
         make: Makes the adapters, given the architecture, the base and a folder; ``make_adapters`` by default.
         make_cases: Makes the requests, given the names of the adapters.
     """
-    config = (ARCHITECTURES | FURTHER_ARCHITECTURES)[architecture]
+    config = (ARCHITECTURES | FURTHER_ARCHITECTURES | OTHER_ARCHITECTURES)[architecture]
     make_model(config, path / "base")
     if stored is not None:
         store(path / "base", path / "stored", stored)
@@ -502,7 +585,7 @@ def _num_weights(folder: Path) -> int:
 
 def _load(path: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path)
-    attention = "eager" if config.model_type == "gemma2" else "sdpa"  # sdpa has no soft-capping
+    attention = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"  # has no soft-capping, no sinks
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
 
 

@@ -12,14 +12,20 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV32Config,
+    FalconConfig,
     FalconH1Config,
     Gemma3TextConfig,
-    GptOssConfig,
+    GPTBigCodeConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
     Phi3Config,
     PreTrainedConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -107,13 +113,56 @@ def test_experts_and_routers_are_named_as_unsupported(tmp_path: Path) -> None:
     assert "Router" in reasons["model.layers.0.mlp.gate"]
 
 
+def test_the_embedding_of_positions_takes_no_adapter(tmp_path: Path) -> None:
+    """It is called once on every token, but with positions."""
+    base = build(save(GPTBigCodeConfig(vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=128), tmp_path))
+    assert [module.name for module in base.modules if module.layer is None] == ["transformer.wte", "lm_head"]
+    assert "positions" in dict(base.unsupported)["transformer.wpe"]
+
+
+def test_experts_whose_product_asks_for_strides_pass_the_probe(tmp_path: Path) -> None:
+    base = build(save(GraniteMoeConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path))
+    assert any("three-dimensional" in reason for _, reason in base.unsupported)
+
+
+def test_of_a_multimodal_checkpoint_the_text_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An image's weights are not read, and no adapter may change them; the class is not one of causal models."""
+    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = Qwen2VLConfig(text_config=Qwen2Config(**SMALL, rope_parameters=rope).to_dict(), vision_config=vision)
+    Qwen2VLForConditionalGeneration(config).save_pretrained(tmp_path)
+    with caplog.at_level("WARNING", logger="manylora.execution.model.load"):
+        base = build(str(tmp_path))
+    assert "text_only" in caplog.text and "skipped=visual" in caplog.text
+    assert "model.language_model.layers.1.mlp.up_proj" in {module.name for module in base.modules}
+    assert not [name for name, _ in base.unsupported if "visual" in name]
+
+
+def test_a_mixture_that_cannot_be_served_is_refused_before_its_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers merges its experts while it loads them, so that no weight can be read by itself."""
+    experts = {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
+    heads = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+    path = save(DeepseekV32Config(**SMALL | experts | heads | groups), tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(ConfigError, match="'deepseek_v32', which is not supported"):
+        build(path)
+
+
+def test_int8_kv_of_odd_sizes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sizes of keys and values, 6 and 6"):
+        build(save(LlamaConfig(**SMALL, head_dim=6), tmp_path), kv_cache_dtype="int8")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         (T5Config(vocab_size=100, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4), "encoder-decoder"),
         (MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4), "mamba"),
         (BloomConfig(vocab_size=100, hidden_size=32, n_layer=2, n_head=4), "bloom"),
-        (GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "s_aux"),
+        (FalconConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True), "alibi"),
         (Gemma3TextConfig(**SMALL, head_dim=8, use_bidirectional_attention=True), "not causal"),
         (
             FalconH1Config(

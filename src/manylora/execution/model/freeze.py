@@ -36,7 +36,6 @@ from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.load import LoadedModel, load_model, load_skeleton
 from manylora.execution.model.packed_cache import PackedCache
 from manylora.execution.model.precision import Kept, Precision, Stored
-from manylora.execution.model.probe import probe_model, stand_ins
 from manylora.execution.model.sealed_memory import ALIGNMENT, MemoryWriter, SealedMemory
 
 __all__ = ["freeze", "gather", "load_weights"]
@@ -143,12 +142,11 @@ def freeze(
     Raises:
         ConfigError: The model cannot be served, or a weight is not finite.
     """
-    model, config = loaded.model, loaded.text_config
+    model = loaded.model
     if buffer is None:
         _complete_biases(model)
     source = _Source(loaded, has_weights=buffer is not None)
-    with stand_ins(model):
-        probe = probe_model(model, architecture=str(config.model_type), num_layers=int(config.num_hidden_layers))
+    probe = loaded.probe()
     pieces = _pieces(model, describe_modules(model, probe))
     memory: SealedMemory | DeviceMemory | None = device_memory
     if buffer is None:

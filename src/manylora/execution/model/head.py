@@ -33,7 +33,9 @@ class RecordedPass:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._decoder = cast(nn.Module, model.base_model)
+        # Of the two, some models call the inner one alone; where both are called, the outer one returns last.
+        self._candidates = {cast(nn.Module, model.base_model), cast(Any, model).get_decoder()}
+        self._decoder: nn.Module | None = None  # the module that was recorded
         self._output: Any = None
 
     @property
@@ -44,15 +46,16 @@ class RecordedPass:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the forward pass inside."""
-        hook = self._decoder.register_forward_hook(self._record)
+        hooks = [module.register_forward_hook(self._record) for module in self._candidates]
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the logits ``[n, vocab]`` of the recorded rows ``rows`` ``[n]`` int64."""
-        assert self._output is not None, "no forward pass was recorded"
+        assert self._output is not None and self._decoder is not None, "no forward pass was recorded"
         attributes = vars(self._decoder)
         before = attributes.get("forward")
         attributes["forward"] = lambda *args, **kwargs: self._output
@@ -71,7 +74,7 @@ class RecordedPass:
         self._output = None
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
-        self._output = output
+        self._decoder, self._output = module, output
 
 
 class PromptPiece(NamedTuple):

@@ -7,11 +7,12 @@ import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from manylora.core.config import ModelConfig
@@ -20,8 +21,9 @@ from manylora.execution.attention.call import ATTENTION_NAME, register_attention
 from manylora.execution.checkpoint.files import CheckpointFiles, find_gguf, hide_load_report, is_gguf
 from manylora.execution.checkpoint.open import Checkpoint, open_checkpoint, read_config
 from manylora.execution.device import find_device
+from manylora.execution.model.probe import ModelProbe, probe_model, stand_ins
 
-__all__ = ["LoadedModel", "context_limit", "load_model", "load_skeleton"]
+__all__ = ["LoadedModel", "auto_class", "context_limit", "load_model", "load_skeleton"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,16 @@ class LoadedModel:
     checkpoint: Checkpoint | None = None  # the files that its weights, which are missing, are to be read from
     place: Callable[[str], str] | None = None  # returns the file of a weight that was read, by its name
 
+    def probe(self) -> ModelProbe:
+        """Find out how the model behaves, without its weights.
+
+        Raises:
+            ConfigError: It cannot be served.
+        """
+        config = self.text_config
+        with stand_ins(self.model):
+            return probe_model(self.model, architecture=config.model_type, num_layers=config.num_hidden_layers)
+
 
 def load_model(config: ModelConfig) -> LoadedModel:
     """Open the base model, whose weights are read one at a time later.
@@ -73,12 +85,13 @@ def load_model(config: ModelConfig) -> LoadedModel:
             f"Got model = {config.model!r} in {checkpoint.format}, whose weights transformers merges while it loads "
             "them (as experts), which is not supported of codes"
         )
+    builder.loaded(checkpoint.skeleton).probe()  # what cannot be served is refused before its weights are read
     named = getattr(checkpoint.config, "transformers_weights", None)
     files = CheckpointFiles.read(config.model, config.revision, named)
     hide_load_report()
 
     def read(_: Any, options: dict[str, Any]) -> Any:
-        model, differences = AutoModelForCausalLM.from_pretrained(
+        model, differences = auto_class(checkpoint.config).from_pretrained(
             config.model,
             revision=config.revision,
             use_safetensors=True,
@@ -101,7 +114,7 @@ def load_skeleton(config: ModelConfig) -> LoadedModel:
 
     def empty(checkpoint: Any, options: dict[str, Any]) -> Any:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(checkpoint, **options)
+            return auto_class(checkpoint).from_config(checkpoint, **options)
 
     builder = _Builder(config)
     if is_gguf(config.model):
@@ -123,7 +136,7 @@ def _without_weights(checkpoint: Any, options: dict[str, Any]) -> Any:
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
     try:
-        return AutoModelForCausalLM.from_config(checkpoint, **options)
+        return auto_class(checkpoint).from_config(checkpoint, **options)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -151,6 +164,10 @@ class _Builder:
         self._dtype = _dtype(config.dtype, checkpoint.get_text_config(), self._device)
         trust = config.trust_remote_code
         options = {"trust_remote_code": trust, "dtype": self._dtype, "attn_implementation": ATTENTION_NAME}
+        if checkpoint.model_type == "falcon":
+            from manylora.execution.model.falcon import plain_linears, register_falcon
+
+            register_falcon(checkpoint)
         try:
             model = make(checkpoint, options)
         except ManyloraError:
@@ -164,7 +181,9 @@ class _Builder:
             if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
                 raise ConfigError(f"{got}, {_FIXED_ATTENTION}") from error
             raise ConfigError(f"{got}, which cannot be loaded: {_reason(error)}") from error
-        if not model._supports_attention_backend:
+        if checkpoint.model_type == "falcon":
+            plain_linears(model)
+        elif not (model._supports_attention_backend or _calls_interface(model)):
             raise ConfigError(f"{got}, {_FIXED_ATTENTION}")
         if not is_gguf(config.model):
             with suppress(OSError):  # without the file, the model's configuration applies
@@ -174,8 +193,10 @@ class _Builder:
     def loaded(
         self, model: Any, *, checkpoint: Checkpoint | None = None, place: Callable[[str], str] | None = None
     ) -> LoadedModel:
-        """Return a model that was built."""
+        """Return a model that was built, without the parts that text does not use."""
         model.requires_grad_(False)
+        if skipped := _drop_towers(model):
+            logger.warning("text_only model=%s skipped=%s", self._config.model, ",".join(skipped))
         return LoadedModel(
             name=self._config.model,
             model=model.eval(),
@@ -185,6 +206,33 @@ class _Builder:
             checkpoint=checkpoint,
             place=place,
         )
+
+
+def _drop_towers(model: Any) -> list[str]:
+    """Drop what stands beside the decoder in a multimodal model, in place; return the names of these parts.
+
+    They take no text, so their weights are not read, and adapters that change them are refused.
+    """
+    body, decoder = model.base_model, model.get_decoder()
+    if model.config.get_text_config() is model.config or decoder is body:
+        return []
+    dropped = [name for name, part in body.named_children() if all(own is not decoder for own in part.modules())]
+    for name in dropped:
+        delattr(body, name)
+    return dropped
+
+
+def auto_class(checkpoint: Any) -> Any:
+    """Return the class of transformers that builds the model of a configuration, of multimodal models too."""
+    own = AutoModelForImageTextToText
+    is_causal = type(checkpoint) in AutoModelForCausalLM._model_mapping or type(checkpoint) not in own._model_mapping
+    return AutoModelForCausalLM if is_causal else own
+
+
+def _calls_interface(model: nn.Module) -> bool:
+    """Whether a layer looks attention up by its name, though its family does not say that it may be replaced."""
+    forwards = (unwrap(type(module).forward) for module in model.modules() if hasattr(module, "layer_idx"))
+    return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
 
 
 def _reason(error: Exception) -> str:
