@@ -48,6 +48,7 @@ def kinds_of(architecture: str) -> tuple[str, ...]:
         for kind in KINDS
         if (kind not in ("bias-all", "bias-lora-only") or architecture in _BIASED)
         and (kind != "tokens-ends" or architecture not in _TIED)
+        and (kind != "ia3" or architecture != "deepseek_v3")  # its layers end with experts, which PEFT takes for one
     )
 
 

@@ -117,9 +117,11 @@ class Reference:
 
     def __init__(self, base: str, adapter: str) -> None:
         from peft import PeftModel
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        loaded: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        from manylora.execution.model.load import auto_class
+
+        loaded: Any = auto_class(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype=torch.float32)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by older names
             self._model: Any = PeftModel.from_pretrained(loaded, adapter).eval()

@@ -18,12 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    FalconConfig,
     GPTNeoConfig,
+    Lfm2Config,
     LlamaConfig,
     MixtralConfig,
-    NemotronConfig,
-    OPTConfig,
     PreTrainedConfig,
 )
 
@@ -363,12 +361,10 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
-        (OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32), "OPTForCausalLM calls parts of its OPTModel"),
         (
-            NemotronConfig(**SIZES, intermediate_size=48, num_key_value_heads=2),
-            "its layers do not pass the pages of the step on to attention",
+            Lfm2Config(**SIZES, intermediate_size=48, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
+            r"layers \[0\] keep another state than keys and values",
         ),
-        (FalconConfig(**SIZES), "its attention is part of the layer's code"),
         (
             GPTNeoConfig(
                 vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]

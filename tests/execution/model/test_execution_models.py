@@ -116,7 +116,7 @@ def test_experts_and_routers_are_named_as_unsupported(tmp_path: Path) -> None:
 def test_the_embedding_of_positions_takes_no_adapter(tmp_path: Path) -> None:
     """It is called once on every token, but with positions."""
     base = build(save(GPTBigCodeConfig(vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=128), tmp_path))
-    assert [module.name for module in base.modules if module.layer is None] == ["transformer.wte", "lm_head"]
+    assert [module.name for module in base.modules if module.kind is ModuleKind.EMBEDDING] == ["transformer.wte"]
     assert "positions" in dict(base.unsupported)["transformer.wpe"]
 
 

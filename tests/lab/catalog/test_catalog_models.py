@@ -173,9 +173,9 @@ def test_latent_attention_has_values_of_another_size() -> None:
     base = base_shape(v3)
     assert base.page.num_bytes == 16 * v3.kv_bytes_per_token
     assert {name.rpartition(".")[2] for name in base.all_linear} == set(v3.attention_modules)
-    assert RooflineCost(v3, "h200", tensor_parallel=8, targets=("q_a_proj", "kv_b_proj")).targets
+    assert RooflineCost(v3, "h200", tensor_parallel=8).targets == tuple(v3.attention_modules)
     with pytest.raises(ConfigError, match="expected one of q_a_proj"):
-        RooflineCost(v3, "h200", tensor_parallel=8)
+        RooflineCost(v3, "h200", tensor_parallel=8, targets=("q_proj", "k_proj"))
 
 
 def test_shapes_follow_from_dimensions() -> None:

@@ -181,6 +181,8 @@ class _Builder:
             if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
                 raise ConfigError(f"{got}, {_FIXED_ATTENTION}") from error
             raise ConfigError(f"{got}, which cannot be loaded: {_reason(error)}") from error
+        if model._is_stateful:
+            raise ConfigError(f"{got}, which is not supported: its layers keep a state that is not keys and values")
         if checkpoint.model_type == "falcon":
             plain_linears(model)
         elif not (model._supports_attention_backend or _calls_interface(model)):

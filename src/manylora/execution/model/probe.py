@@ -105,7 +105,8 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
         module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.is_meta:
+        is_plain = type(module).forward is nn.Linear.forward  # routers of some families are linears that do more
+        if isinstance(module, nn.Linear) and is_plain and module.weight.is_meta:
             vars(module)["forward"] = partial(_mixed, torch.arange(module.out_features) % module.in_features)
             undo.append(partial(vars(module).pop, "forward"))
             continue

@@ -23,7 +23,7 @@ from manylora.core.costs.features import StepFeatures, step_features
 from manylora.core.errors import ConfigError
 from manylora.core.plan import AdapterLoad, StepPlan
 from manylora.core.types import Tier
-from manylora.lab.catalog.dims import ATTENTION_TARGETS, ModelDims
+from manylora.lab.catalog.dims import ModelDims
 from manylora.lab.catalog.hardware import Hardware, find_hardware
 from manylora.lab.catalog.models import find_dims
 from manylora.lab.costs.adapters import (
@@ -71,7 +71,7 @@ class RooflineCost:
         hardware: Each device of the replica: a name of `HARDWARE`, a profile, or the path of a TOML profile.
         lora_kernel: A name of `LORA_KERNELS`.
         tensor_parallel: Devices that share each layer; base, KV and adapters are split evenly.
-        targets: Modules that adapters change.
+        targets: Modules that adapters change; by default the linears of attention.
         copies: Copy path of adapters: a name of `COPY_PATHS` or a path; by default the kernel's own.
         host_s: Wait of the device for the host between two steps, in seconds.
 
@@ -86,7 +86,7 @@ class RooflineCost:
         *,
         lora_kernel: str = "ragged",
         tensor_parallel: int = 1,
-        targets: tuple[str, ...] = ATTENTION_TARGETS,
+        targets: tuple[str, ...] | None = None,
         copies: str | CopyPath | None = None,
         host_s: float = 1e-3,
     ) -> None:
@@ -106,8 +106,8 @@ class RooflineCost:
         )
         self._copies = find_copy_path(copies, lora_kernel)
         self._lora = LORA_KERNELS[lora_kernel]
-        self.targets = targets
-        self._targets = adapter_targets(dims, targets)
+        self.targets = tuple(dims.attention_modules) if targets is None else targets
+        self._targets = adapter_targets(dims, self.targets)
         self._token_s = 2 * dims.active_weights / rates.flops_per_s
         self._shared_s = dims.shared_weights * dims.layer_element_bytes / rates.bytes_per_s
         self._experts_s = dims.routed_weights * dims.layer_element_bytes / rates.bytes_per_s

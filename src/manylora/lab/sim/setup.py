@@ -31,7 +31,7 @@ from manylora.core.config import AdapterConfig, MemoryConfig, SchedulerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
 from manylora.core.routing import DEFAULT_ROUTER
-from manylora.lab.catalog.dims import ATTENTION_TARGETS, ModelDims
+from manylora.lab.catalog.dims import ModelDims
 from manylora.lab.catalog.hardware import HARDWARE
 from manylora.lab.catalog.models import MODELS, base_shape, dims_from_config, find_dims
 from manylora.lab.costs.adapters import find_copy_path
@@ -161,12 +161,12 @@ def read_dims(model: str) -> ModelDims:
     return dims_from_config(fields, name=file.resolve().parent.name)
 
 
-def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, seed: int = 0) -> SimulationConfig:
+def make_config(setup: Setup, *, targets: tuple[str, ...] | None = None, seed: int = 0) -> SimulationConfig:
     """Return the simulator's configuration for a setup.
 
     Args:
         setup: The engines.
-        targets: Modules that adapters change.
+        targets: Modules that adapters change; by default the linears of attention.
         seed: Seeds the router, the noisy predictor, and the jitter of a profile.
 
     Raises:
@@ -207,7 +207,7 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] = ATTENTION_TARGETS, s
     )
 
 
-def _from_data_sheets(setup: Setup, targets: tuple[str, ...]) -> tuple[BaseShape, RooflineCost, int]:
+def _from_data_sheets(setup: Setup, targets: tuple[str, ...] | None) -> tuple[BaseShape, RooflineCost, int]:
     dims = read_dims(setup.model)
     dims = replace(
         dims,
