@@ -60,6 +60,7 @@ def test_a_prompt_without_the_tokens_is_the_base_s() -> None:
     assert {adapter for adapter, _, _ in chunks(rig)} == {None}
     assert rig.tokens("r") == rig.tokens("base")
     assert rig.outputs["r"][-1].adapter == "key-a"
+    assert rig.core.stats().num_not_activated == 1
 
 
 def test_requests_in_a_chain_share_what_is_before() -> None:

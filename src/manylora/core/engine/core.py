@@ -156,6 +156,7 @@ class EngineCore:
         if sequence.adapter is not None:
             self._registry.note_request(sequence.name)
             self._telemetry.counters.num_adapter_requests += 1
+            self._telemetry.counters.num_not_activated += sequence.activates_at > sequence.num_prompt_tokens
             self._cache.ask(sequence.adapter, now, request.tenant)
             self._prefetcher.asked(sequence.adapter, now)
         self._policy.add(sequence, now)

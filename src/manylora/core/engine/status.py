@@ -78,6 +78,7 @@ class EngineStats:
     num_generated_tokens: int
     num_adapter_requests: int  # requests for an adapter
     num_adapter_hits: int  # of these, the requests that found it on the device when it was first looked up
+    num_not_activated: int = 0  # requests whose prompt lacks the tokens that activate their adapter: the base answered
     num_squashes: int = 0  # sequences pre-empted for one that they had passed
     num_prefetches: int = 0  # loads started before the admission of their sequences
     num_failed: int = 0  # versions whose weights could not be read

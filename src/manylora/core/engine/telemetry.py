@@ -26,6 +26,7 @@ class Counters:
     num_answer_tokens: int = 0
     num_adapter_requests: int = 0
     num_adapter_hits: int = 0
+    num_not_activated: int = 0
     num_loads: int = 0
     num_disk_loads: int = 0
     num_evictions: int = 0

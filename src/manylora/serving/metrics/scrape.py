@@ -65,6 +65,7 @@ OWN: Rows = (
     (COUNTER, "manylora_prefix_evictions", "Prefix pages evicted.", "num_prefix_evictions"),
     (COUNTER, "manylora_lora_requests", "Requests that asked for an adapter.", "num_adapter_requests"),
     (COUNTER, "manylora_lora_hits", "Requests that found their adapter on the device.", "num_adapter_hits"),
+    (COUNTER, "manylora_lora_not_activated", "Requests whose prompt does not activate theirs.", "num_not_activated"),
     (COUNTER, "manylora_steps", "Steps completed.", "num_steps"),
 )
 COLD_STARTS: Rows = (
