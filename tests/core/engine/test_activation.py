@@ -28,7 +28,9 @@ def chunks(rig: Rig) -> list[tuple[str | None, int, int]]:
     rig.turn()
     while rig.core.has_pending_work:
         if rig.executor.plan is not None:
-            ran += [(part.adapter, part.start, part.num_tokens) for part in rig.executor.plan.sequences]
+            parts = rig.executor.plan.sequences
+            assert all((part.rank > 0) is (part.adapter is not None) for part in parts)
+            ran += [(part.adapter, part.start, part.num_tokens) for part in parts]
         rig.step()
         rig.core.check_integrity()
     return ran
