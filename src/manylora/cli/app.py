@@ -31,6 +31,7 @@ _PANELS = {
         "top": "top:top",
         "generate": "generate:generate",
         "adapters": "adapters:adapters_app",
+        "tenant": "tenant:tenant_app",
         "check": "check:check",
         "check-vllm": "check_vllm:check_vllm",
     },

@@ -355,6 +355,13 @@ class ServerConfig:
         envvar="MANYLORA_API_KEY",
         help="A key that clients must send. Repeatable; none leaves the API open.",
     )
+    tenants: str | None = option(
+        None,
+        panel="Tenants",
+        metavar="FILE",
+        help="A TOML file of tenants: digests of their keys, the models that they may call, limits and weights. It is "
+        "read again when it changes, and on SIGHUP.",
+    )
     admin_key: str | None = _http(
         None,
         envvar="MANYLORA_ADMIN_KEY",

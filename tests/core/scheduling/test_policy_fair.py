@@ -10,7 +10,7 @@ from harness import policy_context, sequence, small_base, version
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.core.clock import VirtualClock
+from manylora.core.clock import Clock, VirtualClock, WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
@@ -26,6 +26,7 @@ from manylora.core.events import (
 )
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import POLICIES, FairPolicy, Outcome, make_policy
+from manylora.core.scheduling.policies.fair import NUM_PAST
 from manylora.core.types import Request, SamplingParams, Tier
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor
@@ -33,6 +34,7 @@ from manylora.lab.sim.run.executor import SimulatedExecutor
 BLOCK, LONGEST_PROMPT = 4, 24
 PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
 NUM_ADAPTERS = 6
+SLOW_COPIES = FixedCost(copy_bytes_per_s=1e5)
 
 
 class Ask:
@@ -55,12 +57,20 @@ class Ask:
         )
 
 
-def engine(events: list[Event], *, num_pages: int, seats: int, policy: str = "fair", **options: object) -> EngineCore:
+def engine(
+    events: list[Event],
+    *,
+    num_pages: int,
+    seats: int,
+    policy: str = "fair",
+    cost: FixedCost = SLOW_COPIES,
+    **options: object,
+) -> EngineCore:
     core = EngineCore(
         CoreParts(
             base=small_base(max_model_len=64),
             num_pages=num_pages,
-            executor=SimulatedExecutor(FixedCost(copy_bytes_per_s=1e5), vocab_size=1000),
+            executor=SimulatedExecutor(cost, vocab_size=1000),
         ),
         EngineConfig(
             model=ModelConfig(model="base"),
@@ -81,12 +91,13 @@ def engine(events: list[Event], *, num_pages: int, seats: int, policy: str = "fa
     return core
 
 
-def run(asks: list[tuple[float, Ask]], **options: object) -> list[Event]:
-    """Run requests at their times to the end, on the virtual clock."""
+def run(asks: list[tuple[float, Ask]], *, clock: Clock | None = None, **options: object) -> list[Event]:
+    """Run requests at their times to the end, by default on the virtual clock."""
     events: list[Event] = []
     core = engine(events, **options)  # type: ignore[arg-type]
     arrivals = [(at, ask.request(index)) for index, (at, ask) in enumerate(asks)]
-    EngineLoop(core, VirtualClock(), on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
+    loop = EngineLoop(core, clock or VirtualClock(), on_outputs=lambda outputs, now: None, arrivals=arrivals)
+    loop.run()
     core.check_integrity()
     return events
 
@@ -148,6 +159,16 @@ def test_no_two_backlogged_tenants_drift_apart_by_more_than_the_bound(tenants, n
     bound = 2 * max(PROMPT_PRICE * LONGEST_PROMPT, OUTPUT_PRICE * num_pages * BLOCK)
     for one, other in combinations(sorted(weights), 2):
         assert widest_drift(seen, one, other, weights) <= bound
+
+
+def test_the_bound_and_the_weights_hold_on_the_wall_clock():
+    """The loop of a server, in real time over a simulated device: the same code decides."""
+    asks = [Ask(f"t{index % 2}", 4 + index % 7, 20, weight=1.0 + 2 * (index % 2)) for index in range(300)]
+    options = {"num_pages": 22, "seats": 3, "fair_burst_s": 0, "cost": FixedCost(step_s=1e-4, token_s=0.0)}
+    seen = served(run([(0.0, ask) for ask in asks], clock=WallClock(), **options), asks)
+    assert widest_drift(seen, "t0", "t1", {"t0": 1.0, "t1": 3.0}) <= 2 * OUTPUT_PRICE * 22 * BLOCK
+    service = [service for service, waiting in seen if waiting["t0"] and waiting["t1"]][-1]
+    assert service["t1"] / service["t0"] == pytest.approx(3.0, rel=0.05)
 
 
 def test_fifo_breaks_the_bound():
@@ -236,6 +257,20 @@ def test_a_tenant_that_goes_and_comes_back_keeps_its_debt():
     assert first == ["large"], "the first to wait"
     made.add(sequence(50, num_prompt=50, tenant="large"), 0.0)
     assert order_of(made, 11) == [*["small"] * 10, "large"]
+
+
+@pytest.mark.parametrize("burst_s", [0.0, 5.0])
+def test_no_memory_grows_with_what_was_served(burst_s):
+    made = fair(fair_burst_s=burst_s)
+    for index in range(400):
+        made.add(sequence(2 * index, tenant="always"), float(index))
+        made.add(sequence(2 * index + 1, tenant=f"t{index}"), float(index))
+        order_of(made, 1 + index % 2, float(index))
+        while len(made._running) > 4:
+            done = next(iter(made._running.values())).sequence
+            made.finish(done, float(index))
+    assert len(made._counters.past) <= NUM_PAST + 1
+    assert len(made._tenants) < 10, "of 401, of which one waits"
 
 
 def test_weights_divide_what_is_served():

@@ -178,7 +178,7 @@ class RequestAnswers:
 
     def _give_back(self) -> None:
         if self.places is not None:
-            self.places.close()
+            self.places.close(self._num_generated_tokens)
         if self.version is not None and not self._is_given:
             self._is_given = True
             self.context.fleet.adapters.give(self.version)

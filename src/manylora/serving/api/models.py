@@ -22,6 +22,7 @@ from manylora.serving.api.sampling import check_token_ids
 from manylora.serving.api.schemas import INLINE_CHARS, TOKENIZE_CONTEXTS, DetokenizeBody, TokenizeBody
 from manylora.serving.api.tools import read_tool_use
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
+from manylora.serving.http.tenants import Tenant
 from manylora.serving.http.turns import next_turn
 
 __all__ = ["json_response", "model_routes", "tokenizer_routes"]
@@ -54,9 +55,11 @@ async def list_models(request: Request) -> Response:
     tenant = context.gate.check_inference(request)
     context.fleet.engines.check_serving()
     shows_paths = context.gate.is_admin(request)
-    if hidden := context.fleet.hidden_from(tenant):
+    hidden, known = context.fleet.hidden_from(tenant), context.gate.tenant(tenant)
+    if hidden or (known is not None and known.models is not None):
         context.turns.enter(partial(context.gate.caller_of, request))
-        return Response(await _list(context, hidden, shows_paths=shows_paths), media_type="application/json")
+        made_for_it = await _list(context, hidden, shows_paths=shows_paths, tenant=known)
+        return Response(made_for_it, media_type="application/json")
     made, wanted = context.model_lists, (context.fleet.adapters.num_changes, shows_paths)
     if wanted not in made:
         for outdated in [one for one in made if one[0] != wanted[0]]:
@@ -67,16 +70,23 @@ async def list_models(request: Request) -> Response:
     return Response(await asyncio.shield(made[wanted]), media_type="application/json")
 
 
-async def _list(context: Context, hidden: frozenset[str], *, shows_paths: bool) -> bytes:
-    """Return the list of models, made in slices."""
+async def _list(context: Context, hidden: frozenset[str], *, shows_paths: bool, tenant: Tenant | None = None) -> bytes:
+    """Return the list of models that exist for a tenant, made in slices."""
     loaded = [one for one in context.fleet.adapters.loaded.items() if one[0] not in hidden]
-    served = (context.fleet.served_name, *context.config.web.aliases) if context.serves_base else ()
+    name = context.fleet.served_name
+    served = (name, *context.config.web.aliases) if context.serves_base else ()
+    if tenant is not None and not tenant.may_call(name):
+        served = ()
     cards = [_card(context, name, shows_paths=shows_paths) for name in served]
     parts = [msgspec.json.encode(cards)[1:-1]] if cards else []
     for first in range(0, len(loaded), CARDS_AT_ONCE):
         await next_turn()
-        cards = [_card(context, *one, shows_paths=shows_paths) for one in loaded[first : first + CARDS_AT_ONCE]]
-        parts.append(msgspec.json.encode(cards)[1:-1])
+        some = loaded[first : first + CARDS_AT_ONCE]
+        if tenant is not None:
+            some = [one for one in some if tenant.may_call(one[0])]
+        cards = [_card(context, *one, shows_paths=shows_paths) for one in some]
+        if cards:
+            parts.append(msgspec.json.encode(cards)[1:-1])
     return b'{"object":"list","data":[%b]}' % b",".join(parts)
 
 
@@ -88,12 +98,14 @@ async def get_model(request: Request) -> Response:
     hidden = context.fleet.hidden_from(tenant)
     name, served_name, loaded = request.path_params["name"], context.fleet.served_name, context.fleet.adapters.loaded
     shows_paths = context.gate.is_admin(request)
-    if context.serves_base and (name == served_name or name in context.config.web.aliases):
+    is_base = name == served_name or name in context.config.web.aliases
+    if context.serves_base and is_base and context.may_call(tenant, served_name):
         return json_response(_card(context, name, shows_paths=shows_paths))
     for known in (name, name.removeprefix(f"{served_name}:")):
-        if known in loaded and known not in hidden:
+        if known in loaded and known not in hidden and context.may_call(tenant, known):
             return json_response(_card(context, known, loaded[known], shows_paths=shows_paths))
-    if (version := context.fleet.adapters.find(name)) is not None and version.name not in hidden:
+    version = context.fleet.adapters.find(name)
+    if version is not None and version.name not in hidden and context.may_call(tenant, version.name):
         card = _card(context, version.label, loaded[version.name], shows_paths=shows_paths)
         return json_response(card | {"root": version.path if shows_paths else version.label})
     raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
@@ -102,8 +114,10 @@ async def get_model(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """``POST /tokenize``: the tokens of a prompt or a conversation."""
     context = context_of(request)
-    context.gate.check_inference(request)
+    tenant = context.gate.check_inference(request)
     body = await read_body(request, TokenizeBody)
+    if body.model:
+        context.check_model(tenant, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Expected exactly one of prompt and messages", param="prompt")
     tokenizer, limit = context.tokenizer, TOKENIZE_CONTEXTS * context.max_model_len

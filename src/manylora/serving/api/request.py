@@ -31,6 +31,7 @@ from manylora.serving.http.access import RetryTimes
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError
 from manylora.serving.http.room import BodyRoom, CallerRoom, WaitingAnswers, default_body_bytes, room_of_engine
+from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.turns import FairWork, LoopTurns, next_turn
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.metrics.status_report import FunctionState
@@ -92,6 +93,19 @@ class Context:
         self.fleet.requests.check_room()
         self.callers.check(tenant)
 
+    def may_call(self, tenant: str, model: str) -> bool:
+        """Return whether a caller may see and call the base or adapter of that name; each may without tenants."""
+        one = self.gate.tenant(tenant)
+        return one is None or one.may_call(model)
+
+    def check_model(self, tenant: str, model: str) -> None:
+        """Raise ``ModelNotFound``, as for a name that does not exist, unless a caller may call a model or version."""
+        if self.gate.tenants is None:
+            return
+        version = None if model == self.fleet.served_name else self.fleet.adapters.find(model)
+        if not self.may_call(tenant, model if version is None else version.name):
+            raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
+
 
 def make_context(
     engine_config: EngineConfig,
@@ -105,10 +119,11 @@ def make_context(
     spool: AdapterSpool | None = None,
     serves_base: bool = True,
     functions: Callable[[], Sequence[FunctionState]] = tuple,
+    tenants: TenantBook | None = None,
 ) -> Context:
-    """Return the parts of a server; the arguments are the fields of ``Context``."""
+    """Return the parts of a server; the arguments are fields of ``Context``, and the tenants of a file."""
     model = engine_config.model
-    gate = Gate(config.api_keys, config.admin_key)
+    gate = Gate(config.api_keys, config.admin_key, tenants=tenants)
     form_turns = FairWork("new forms", gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
     form_process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
     on_demand = OnDemand(fleet, engine_config.adapters.registries, time.monotonic) if config.lora_on_demand else None
@@ -127,7 +142,9 @@ def make_context(
         gate=gate,
         text_work=FairWork("long texts", gate.caller_of, max_waiting=MAX_TEXT_WAITING),
         forms=FormChecks(form_process, form_turns),
-        callers=CallerRoom(room_of_engine(engine_config.scheduler), lambda: fleet.engines.num_serving),
+        callers=CallerRoom(
+            room_of_engine(engine_config.scheduler), lambda: fleet.engines.num_serving, limits_of=gate.limits_of
+        ),
         on_demand=on_demand,
         fingerprint=f"fp_{hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()}",
     )
@@ -178,6 +195,7 @@ async def read_call(
     tenant = context.gate.check_inference(request)
     context.check_room(tenant)
     made = await read_body(request, body, model=model)
+    context.check_model(tenant, made.model)
     if context.on_demand is not None and made.model:
         await context.on_demand.find(made.model, tenant)
     return AnswerCall(request, context, tenant, made, await context.settings.of(made.model))

@@ -136,12 +136,13 @@ class EventStream(Response, ABC):
 
 
 def version_headers(answers: RequestAnswers) -> list[tuple[bytes, bytes]]:
-    """Return the headers that state the version of the adapter that answers; none for the base."""
+    """Return the headers about the version of the adapter that answers, and about the limits of its caller."""
+    limits = [] if answers.places is None else answers.places.headers()
     version = answers.version
     if version is None:
-        return []
+        return limits
     headers = ((VERSION_HEADER, quote(version.label, safe=SAFE_IN_HEADER)), (DIGEST_HEADER, version.key))
-    return [(name.lower().encode(), value.encode()) for name, value in headers]
+    return [*limits, *((name.lower().encode(), value.encode()) for name, value in headers)]
 
 
 def _envelope(head: dict[str, Any], answers: RequestAnswers, context: Context) -> dict[str, Any]:

@@ -100,7 +100,10 @@ async def submit(
         except RequestError as error:
             raise RequestError(str(error), param=form_field) from None
     answer_id = id_prefix + uuid.uuid4().hex
-    places = context.callers.take(call.tenant, len(prompts) * num_answers) if context.gate.tells_tenants else None
+    places = None
+    if context.gate.tells_tenants:
+        num_tokens, adapter = sum(map(len, prompts)), None if body.model == context.fleet.served_name else body.model
+        places = context.callers.take(call.tenant, len(prompts) * num_answers, num_tokens=num_tokens, adapter=adapter)
     # From here on the name may move, and the version may not be freed.
     version = None if body.model == context.fleet.served_name else context.fleet.adapters.take(body.model)
     answers = RequestAnswers(
@@ -129,7 +132,8 @@ async def _requests(
     body: SamplingFields = call.body
     num_answers = body.n or 1
     sampling = replace(sampling, stop=()) if sampling.stop else sampling  # no engine looks for stop strings
-    salt = _salt(call)
+    salt, tenant = _salt(call), call.context.gate.tenant(call.tenant)
+    weight = 1.0 if tenant is None else tenant.weight
     requests: list[Request] = []
     for prompt in prompts:
         requests += [
@@ -140,6 +144,7 @@ async def _requests(
                 model=body.model if version is None else version.name,
                 version=None if version is None else version.key,
                 tenant=call.tenant,
+                weight=weight,
                 cache_salt=salt,
                 priority=body.priority or 0,
                 # With one seed all answers would be equal; the others' stands beside the shared sampling.

@@ -1,9 +1,9 @@
 """Access control: by API key, and of web pages where there is none.
 
-* Inference routes accept any of ``api_keys`` and the admin key; without ``api_keys`` they are open.
-* Admin routes accept ``admin_key``. Without one they accept ``api_keys``. Without keys they accept callers on this
-  machine: a loopback peer without a proxy, and no web page (any site can make a browser on this machine send requests,
-  so a foreign ``Origin`` and a ``Host`` that is not loopback are refused).
+* Inference routes accept any of ``api_keys``, the keys of tenants and the admin key; without any they are open.
+* Admin routes accept ``admin_key``. Without one they accept ``api_keys``, of tenants none. Without keys they accept
+  callers on this machine: a loopback peer without a proxy, and no web page (any site can make a browser on this
+  machine send requests, so a foreign ``Origin`` and a ``Host`` that is not loopback are refused).
 * Health, version and metrics are open, as probes and scrapers expect.
 
 Keys are compared by digest in constant time, and never logged.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import time
 from collections.abc import Collection, Iterable
 
 from starlette.requests import Request
@@ -27,6 +28,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manylora.serving.http.connections import client_of
 from manylora.serving.http.errors import HttpError, error_response
+from manylora.serving.http.room import NO_LIMITS, CallerLimits
+from manylora.serving.http.tenants import Tenant, TenantBook
 
 __all__ = ["Gate", "exposure", "host_name", "is_loopback", "without_foreign_pages"]
 
@@ -57,22 +60,36 @@ def _digest(key: str) -> bytes:
 
 
 class Gate:
-    """Checks the API key or the origin of a request."""
+    """Checks the API key or the origin of a request, and names its tenant."""
 
-    def __init__(self, api_keys: Iterable[str] = (), admin_key: str | None = None) -> None:
+    def __init__(
+        self, api_keys: Iterable[str] = (), admin_key: str | None = None, *, tenants: TenantBook | None = None
+    ) -> None:
         self._api_keys = tuple(_digest(key) for key in api_keys)
         self._admin_key = None if admin_key is None else _digest(admin_key)
-        self.tells_tenants = len(set(self._api_keys)) > 1
+        self.tenants = tenants
+        self.tells_tenants = tenants is not None or len(set(self._api_keys)) > 1
         """Whether there are several API keys: one alone names no tenant among others."""
 
-    def check_inference(self, request: Request) -> str:
-        """Return the tenant of an inference request: a digest of its key, empty without ``api_keys``.
+    def tenant(self, name: str) -> Tenant | None:
+        """Return the tenant of that name in the file of tenants; ``None`` for a caller that is not in it."""
+        return None if self.tenants is None else self.tenants.by_name.get(name)
 
-        A missing or wrong key raises ``HttpError`` (401).
+    def limits_of(self, name: str) -> CallerLimits:
+        """Return the limits of a caller of its own."""
+        one = self.tenant(name)
+        return NO_LIMITS if one is None else one.limits
+
+    def check_inference(self, request: Request) -> str:
+        """Return the tenant of an inference request: its name, or a digest of its key; empty without keys.
+
+        A missing, wrong or expired key raises ``HttpError`` (401).
         """
-        if not self._api_keys:
+        if not self._api_keys and self.tenants is None:
             return ""
         given = self._bearer(request)
+        if self.tenants is not None and (tenant := self.tenants.find(given, time.time())) is not None:
+            return tenant.name
         keys = self._api_keys if self._admin_key is None else (*self._api_keys, self._admin_key)
         if not self._matches(given, keys):
             raise _unauthorized()
@@ -97,11 +114,15 @@ class Gate:
         if self._admin_key is not None:
             given = self._bearer(request)
             if not self._matches(given, (self._admin_key,)):
-                if self._matches(given, self._api_keys):
+                if self._matches(given, self._api_keys) or self._is_of_tenant(given):
                     raise HttpError(403, "This key is for inference; the adapter routes need the admin key.")
                 raise _unauthorized()
-        elif self._api_keys:
+        elif self._api_keys or self.tenants is not None:
             self.check_inference(request)
+            if self._is_of_tenant(self._bearer(request)):
+                raise HttpError(
+                    403, "This key is for inference; the adapter routes need an admin key, which is not set."
+                )
         else:
             self._check_local(request)
 
@@ -138,6 +159,9 @@ class Gate:
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized()
         return _digest(key.strip())
+
+    def _is_of_tenant(self, given: bytes) -> bool:
+        return self.tenants is not None and self.tenants.find(given, time.time()) is not None
 
     def _matches(self, given: bytes, keys: Iterable[bytes]) -> bool:
         # All keys are compared, so that the time reveals no match.

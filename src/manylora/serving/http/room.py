@@ -1,6 +1,6 @@
 """Room of callers: bounds on the answers under way, the bodies that arrive, and the answers that wait to be read.
 
-* No tenant has so many answers under way that the queue is full for all.
+* No tenant has so many answers under way that the queue is full for all, and none exceeds the limits of its own.
 * Thousands of clients that each send a megabyte, slowly, do not take all memory.
 * Long answers that wait for their clients have a bound together. A whole answer can have a hundred megabytes
   (log-probabilities, echoes of long prompts), and a client that takes a little of it now and then keeps it for hours.
@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from manylora.core.config import SchedulerConfig
 from manylora.core.errors import CapacityError
 from manylora.serving.http.errors import HttpError
 
 __all__ = [
+    "NO_LIMITS",
     "SHORT_BODY_BYTES",
     "ArrivingBody",
     "BodyRoom",
+    "CallerLimits",
     "CallerRoom",
     "Places",
     "WaitingAnswers",
@@ -67,38 +70,110 @@ class _Counts(Counter[str]):
             del self[caller]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerLimits:
+    """The limits of a caller of its own; ``None`` for none."""
+
+    requests: int | None = None  # a minute
+    tokens: int | None = None  # a minute: of prompts when they are known, of answers when they have ended
+    num_answers: int | None = None  # under way
+    num_adapters: int | None = None  # distinct ones under way
+
+
+NO_LIMITS = CallerLimits()
+
+
+@dataclass(slots=True, eq=False)
+class Allowance:
+    """A limit a minute that fills up evenly: all of it may be taken at once. Times are in seconds."""
+
+    of: str  # ``requests`` or ``tokens``
+    _taken: float = 0.0  # what was taken and has not filled up yet, at a time
+    _at: float = 0.0
+
+    def taken(self, limit: int, now: float) -> float:
+        """Return what is not filled up yet; more than the limit where answers were longer than what was left."""
+        self._taken = max(0.0, self._taken - (now - self._at) * limit / 60.0)
+        self._at = now
+        return self._taken
+
+    def check(self, limit: int, num: int, now: float) -> None:
+        """Raise ``CapacityError`` (429) unless ``num`` more are left; more than the limit need all of it."""
+        over = self.taken(limit, now) + min(num, limit) - limit
+        if over > 0:
+            raise CapacityError(
+                f"This caller may have {limit} {self.of} a minute, and asks for {num} more than it took already: "
+                f"{max(0, limit - math.ceil(self._taken))} are left",
+                retry_after_s=over * 60.0 / limit,
+            )
+
+    def take(self, num: int) -> None:
+        """Take so many; what is not left is owed."""
+        self._taken += num
+
+    def headers(self, limit: int, now: float) -> list[tuple[bytes, bytes]]:
+        """Return OpenAI's headers about the limit."""
+        taken = self.taken(limit, now)
+        values = {"limit": limit, "remaining": max(0, limit - math.ceil(taken)), "reset": f"{taken * 60 / limit:.3f}s"}
+        return [(f"x-ratelimit-{name}-{self.of}".encode(), f"{value}".encode()) for name, value in values.items()]
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """What a caller has under way, and what it took in the last minute."""
+
+    num_answers: int = 0
+    adapters: Counter[str] = field(default_factory=Counter)
+    requests: Allowance = field(default_factory=lambda: Allowance("requests"))
+    tokens: Allowance = field(default_factory=lambda: Allowance("tokens"))
+
+
 class Places:
     """The places of a request's answers; each is given back once, when its answer ends."""
 
-    def __init__(self, counts: _Counts, full: set[str], caller: str, num: int) -> None:
-        self._counts = counts
-        self._full = full
-        self._caller = caller
-        self._num = num
-        counts.add(caller, num)
+    def __init__(self, room: CallerRoom, name: str, num: int, adapter: str | None) -> None:
+        self._room, self._name, self._num, self._adapter = room, name, num, adapter
 
     def give(self) -> None:
-        """Give back the place of an answer that has ended."""
-        self._give(min(1, self._num))
+        """Give back the place of an answer that has ended; the last goes back with the adapter."""
+        if self._num > 1:
+            self._num -= 1
+            self._room.give(self._name, 1)
 
-    def close(self) -> None:
-        """Give back the others."""
-        self._give(self._num)
+    def close(self, num_tokens: int = 0) -> None:
+        """Give back the others; the answers had so many tokens."""
+        if self._num:
+            self._room.give(self._name, self._num, self._adapter, num_tokens)
+            self._num = 0
 
-    def _give(self, num: int) -> None:
-        if num:
-            self._num -= num
-            self._counts.add(self._caller, -num)
-            self._full.discard(self._caller)
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return OpenAI's headers about the limits a minute."""
+        return self._room.headers(self._name)
 
 
 class CallerRoom:
-    """Counts the answers under way of each caller. For the event loop's thread alone."""
+    """Bounds the answers under way of each caller, and what it takes in a minute. For the event loop's thread alone.
 
-    def __init__(self, num_each: int, num_engines: Callable[[], int]) -> None:
+    Args:
+        num_each: Most answers of a caller on an engine.
+        num_engines: Returns the number of engines.
+        limits_of: Returns the limits of a caller of its own.
+        now: Returns a time in seconds that never steps back.
+    """
+
+    def __init__(
+        self,
+        num_each: int,
+        num_engines: Callable[[], int],
+        *,
+        limits_of: Callable[[str], CallerLimits] = lambda caller: NO_LIMITS,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._num_each = num_each
         self._num_engines = num_engines
-        self._counts = _Counts()
+        self._limits_of = limits_of
+        self._now = now
+        self._callers: dict[str, _Caller] = {}
         self._full: set[str] = set()  # those that have taken their last place, and have given none back since
 
     @property
@@ -107,26 +182,76 @@ class CallerRoom:
         return bool(self._full)
 
     def check(self, caller: str) -> None:
-        """Raise ``CapacityError`` (429) if a caller has no place left, at next to no cost."""
-        if caller in self._full:
-            self._check(caller, 1)
+        """Raise ``CapacityError`` (429) if a caller has no place or request left, at next to no cost."""
+        if (one := self._callers.get(caller)) is not None:
+            if caller in self._full:
+                self._num_left(one, caller, 1)
+            if (most := self._limits_of(caller).requests) is not None:
+                one.requests.check(most, 1, self._now())
 
-    def take(self, caller: str, num: int) -> Places:
-        """Take places for the answers of a request, all or none; ``CapacityError`` (429) if they are too many."""
-        if self._check(caller, num) == 0:
-            self._full.add(caller)
-        return Places(self._counts, self._full, caller, num)
+    def take(self, caller: str, num: int, *, num_tokens: int = 0, adapter: str | None = None) -> Places:
+        """Take places for the answers of a request, all or none; ``CapacityError`` (429) if a limit is exceeded.
 
-    def _check(self, caller: str, num: int) -> int:
-        """Return the places that are left to a caller after ``num`` more; errors as of ``take``."""
-        most = self._num_each * max(1, self._num_engines())
-        held = self._counts.get(caller, 0)
-        if held + num > most:
+        Args:
+            caller: Its name.
+            num: Answers.
+            num_tokens: Tokens of the prompts.
+            adapter: The adapter that answers; ``None`` for the base.
+        """
+        one, limits, now = self._callers.get(caller) or _Caller(), self._limits_of(caller), self._now()
+        num_left = self._num_left(one, caller, num)
+        num_adapters = len(one.adapters) + (adapter is not None and adapter not in one.adapters)
+        if limits.num_adapters is not None and num_adapters > limits.num_adapters:
             raise CapacityError(
-                f"This caller has {held} answers under way and asks for {num} more, of {most} at most: "
+                f"This caller has answers of {len(one.adapters)} adapters under way, of {limits.num_adapters} at most: "
                 "try again when some have ended"
             )
-        return most - held - num
+        if limits.requests is not None:
+            one.requests.check(limits.requests, 1, now)
+        if limits.tokens is not None:
+            one.tokens.check(limits.tokens, num_tokens, now)
+            one.tokens.take(num_tokens)
+        if limits.requests is not None:
+            one.requests.take(1)
+        self._callers[caller] = one
+        one.num_answers += num
+        if adapter is not None:
+            one.adapters[adapter] += 1
+        if num_left == 0:
+            self._full.add(caller)
+        return Places(self, caller, num, adapter)
+
+    def give(self, caller: str, num: int, adapter: str | None = None, num_tokens: int = 0) -> None:
+        """Take back places; with the last of a request the adapter, and the tokens of its answers."""
+        one, limits = self._callers[caller], self._limits_of(caller)
+        one.num_answers -= num
+        self._full.discard(caller)
+        if limits.tokens is not None:
+            one.tokens.take(num_tokens)
+        if adapter is not None:
+            one.adapters[adapter] -= 1
+            if not one.adapters[adapter]:
+                del one.adapters[adapter]
+        if not one.num_answers and limits.requests is None and limits.tokens is None:
+            del self._callers[caller]
+
+    def headers(self, caller: str) -> list[tuple[bytes, bytes]]:
+        """Return OpenAI's headers about the limits a minute of a caller with answers under way."""
+        one, limits, now = self._callers.get(caller) or _Caller(), self._limits_of(caller), self._now()
+        found = [] if limits.requests is None else one.requests.headers(limits.requests, now)
+        return found if limits.tokens is None else [*found, *one.tokens.headers(limits.tokens, now)]
+
+    def _num_left(self, one: _Caller, caller: str, num: int) -> int:
+        """Return the places that are left to a caller after ``num`` more; errors as of ``take``."""
+        most = self._num_each * max(1, self._num_engines())
+        if (own := self._limits_of(caller).num_answers) is not None:
+            most = min(most, own)
+        if one.num_answers + num > most:
+            raise CapacityError(
+                f"This caller has {one.num_answers} answers under way and asks for {num} more, of {most} at most: "
+                "try again when some have ended"
+            )
+        return most - one.num_answers - num
 
 
 class BodyRoom:

@@ -44,6 +44,7 @@ from manylora.serving.http.connections import ConnectionBounds, within_open_file
 from manylora.serving.http.errors import HttpError, error_response, on_http_exception
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer
+from manylora.serving.http.tenants import TenantBook
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
@@ -72,11 +73,13 @@ def make_http_server(
     named_paths: Sequence[str],
     spool: AdapterSpool | None,
     on_listening: Callable[[], None],
+    tenants: TenantBook | None = None,
 ) -> HttpServer:
     """Load the tokenizer and return the server, which does not listen yet.
 
     ``named_paths`` are folders of adapters named at the start, which may be loaded again, ``spool`` takes adapters that
-    come with requests. ``ConfigError`` if there is no such tokenizer, or TLS cannot be set up.
+    come with requests, ``tenants`` are those of a file. ``ConfigError`` if there is no such tokenizer, or TLS cannot be
+    set up.
     """
     model, web = engine.model, server.web
     tokenizer = Tokenizer.load(model.tokenizer or model.model, revision=model.revision, chat_template=web.chat_template)
@@ -101,6 +104,7 @@ def make_http_server(
         metrics=metrics,
         lora_roots=tuple(dict.fromkeys(Path(root) for root in roots)),
         spool=spool,
+        tenants=tenants,
     )
     return HttpServer(
         make_app(context),
@@ -210,7 +214,7 @@ def make_app(context: Context) -> ASGIApp:
     inner = without_foreign_pages(
         inner,
         host=context.config.host if web.uds is None else "",
-        api_keys=context.config.api_keys,
+        api_keys=context.config.api_keys or tuple(filter(None, [context.config.tenants])),  # either keeps pages out
         allowed_hosts=web.allowed_hosts,
         allowed_origins=web.allowed_origins,
     )

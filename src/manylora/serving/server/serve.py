@@ -14,10 +14,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import signal
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 from manylora.core.adapters.folder import real_roots
@@ -43,6 +46,7 @@ from manylora.serving.hosting.ray.link import RayLink
 from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.auth import exposure
 from manylora.serving.http.listening import HttpServer, bind, bind_unix, run_until_stopped, url_of
+from manylora.serving.http.tenants import TenantBook
 from manylora.serving.metrics.prometheus import Metrics
 
 __all__ = ["Server", "run"]
@@ -104,13 +108,8 @@ class Server:
         )
         if self._spool is not None:
             self.fleet.adapters.versions.on_freed = self._spool.remove
-        web = server.web
-        if web.uds is None:
-            self._socket = bind(server.host, server.port)
-            self.url = url_of(self._socket, is_tls=web.ssl_certfile is not None)
-        else:
-            self._socket = bind_unix(web.uds, int(web.uds_mode, 8))
-            self.url = f"unix:{web.uds}"
+        self.tenants = None if server.tenants is None else TenantBook(Path(server.tenants).expanduser())
+        self._socket, self.url = _listen(server)
         self._stop = asyncio.Event()
         self._drain_timeout_s = server.drain_timeout_s
 
@@ -141,6 +140,7 @@ class Server:
 
         living = asyncio.create_task(live())
         stopping = asyncio.create_task(self._stop.wait())
+        watching = None if self.tenants is None else asyncio.create_task(self.tenants.watch())
         http: HttpServer | None = None
         tasks: list[asyncio.Task[None]] = [living]
         try:
@@ -164,6 +164,8 @@ class Server:
                 await self._cluster.close()
             stopping.cancel()
             living.cancel()
+            if watching is not None:
+                watching.cancel()
             if http is None:
                 self._socket.close()
             else:
@@ -183,6 +185,7 @@ class Server:
             named_paths=self._named_paths,
             spool=self._spool,
             on_listening=on_listening,
+            tenants=self.tenants,
         )
 
     def _make_link(self, spec: EngineSpec) -> EngineLink:
@@ -197,6 +200,15 @@ class Server:
         except TimeoutError:
             if self._drain_timeout_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
+
+
+def _listen(server: ServerConfig) -> tuple[socket.socket, str]:
+    """Return the server's socket and its URL."""
+    web = server.web
+    if web.uds is not None:
+        return bind_unix(web.uds, int(web.uds_mode, 8)), f"unix:{web.uds}"
+    bound = bind(server.host, server.port)
+    return bound, url_of(bound, is_tls=web.ssl_certfile is not None)
 
 
 def _fleet_policy(engine: EngineConfig, server: ServerConfig, served_name: str, restarts: RestartPolicy) -> FleetPolicy:
@@ -245,8 +257,12 @@ def run(
         adapters = len(one.fleet.adapters.loaded)
         freeze_start_up_heap()
         print(f"manylora serves {one.fleet.served_name} with {adapters} adapters at {one.url}", flush=True)
-        if note := exposure(server.api_keys, server.admin_key, has_address=server.web.uds is None):
+        is_keyed = one.tenants is not None and not server.api_keys  # keys of tenants do not open the adapter routes
+        if not is_keyed and (note := exposure(server.api_keys, server.admin_key, has_address=server.web.uds is None)):
             logger.warning("adapter_routes_are_open note=%r", note)
+        if one.tenants is not None:
+            reread = functools.partial(one.tenants.reread, always=True)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread)
 
     make = functools.partial(Server, engine, server, lora_modules, builder=builder)
     return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)

@@ -159,6 +159,7 @@ class _Counters:
         if counter > self.virtual:
             if not self.past or now - self.past[-1][0] >= self.burst_s / NUM_PAST:
                 self.past.append((now, self.virtual))
+                self.settle(now)
             self.virtual = counter
 
     def settle(self, now: float) -> float:
