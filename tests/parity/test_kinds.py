@@ -21,7 +21,7 @@ def check(result: OracleResult, architecture: str) -> None:
     assert result.num_chunked_prompts > 0
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES, "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES, "gpt2", "gpt_oss", "deepseek_v3"])
 def test_logits_equal_peft(architecture: str, tmp_path: Path) -> None:
     result = run_oracle(architecture, tmp_path, num_tokens=NUM_TOKENS, make=make_kinds)
     check(result, architecture)

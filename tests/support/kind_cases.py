@@ -34,10 +34,10 @@ KINDS: Mapping[str, tuple[type[PeftConfig], dict[str, Any]]] = {
     "float8": (LoraConfig, {"r": 8, "lora_alpha": 8}),
 }
 
-_BIASED = ("qwen2", "gptj")
+_BIASED = ("qwen2", "gptj", "gpt2")
 """Architectures with biases."""
 
-_TIED = ("gemma2", "gemma3", "gptj")
+_TIED = ("gemma2", "gemma3", "gptj", "gpt2")
 """Architectures whose head is the embedding; PEFT leaves out the bias of GPT-J's head where its tokens are trained."""
 
 
@@ -49,13 +49,14 @@ def kinds_of(architecture: str) -> tuple[str, ...]:
         if (kind not in ("bias-all", "bias-lora-only") or architecture in _BIASED)
         and (kind != "tokens-ends" or architecture not in _TIED)
         and (kind != "ia3" or architecture != "deepseek_v3")  # its layers end with experts, which PEFT takes for one
+        and (not kind.startswith(("loha", "lokr")) or architecture != "gpt2")  # of linears alone, in PEFT
     )
 
 
 def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Path]:
     """Save one adapter of each kind with random weights; return their directories by name."""
     attention, mlp = _MODULES.get(architecture, _MODULES["llama"])
-    embedding = "wte" if architecture == "gptj" else "embed_tokens"
+    embedding = "wte" if architecture in ("gptj", "gpt2") else "embed_tokens"
     every = list(dict.fromkeys(attention + mlp))
     targets = {"dora-ends": [embedding, "lm_head", attention[-1]], "bias-all": [attention[0], mlp[-1]], "vera": every}
     folders = {}
@@ -66,7 +67,7 @@ def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Pat
         if kind == "ia3":
             options = {"feedforward_modules": [every[-1]]}
         if kind == "norms":
-            options = {**options, "modules_to_save": ["ln_1", "ln_f"] if architecture == "gptj" else ["norm"]}
+            options = {**options, "modules_to_save": ["ln_1", "ln_f"] if embedding == "wte" else ["norm"]}
         if kind == "tokens-ends":
             options = {**options, "trainable_token_indices": {embedding: [7, 30, 9], "lm_head": list(range(1, 320, 5))}}
         torch.manual_seed(300 + seed)

@@ -33,6 +33,7 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GPT2Config,
     GPTJConfig,
     GPTJForCausalLM,
     GptOssConfig,
@@ -105,6 +106,17 @@ _VISION = {
     "patch_size": 14,
 }
 
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
 ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_COMMON),
     "qwen2": Qwen2Config(**_COMMON),
@@ -138,6 +150,7 @@ FURTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 """Architectures that work because nothing in the executor knows one."""
 
 OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
+    "gpt2": GPT2Config(**_GPT),
     # A token meets all experts where KV is rounded too: rounding may send it to another.
     "gpt_oss": GptOssConfig(**_COMMON, head_dim=16, sliding_window=20, num_local_experts=3, num_experts_per_tok=3),
     "deepseek_v2": DeepseekV2Config(**_LATENT, num_experts_per_tok=2, q_lora_rank=None),
@@ -173,18 +186,7 @@ OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 hand down no keywords or attend by themselves, a decoder inside the model, vision beside it."""
 
 if GPTJForCausalLM._supports_attention_backend:  # transformers 5.24; its k and v stand before its q
-    FURTHER_ARCHITECTURES["gptj"] = GPTJConfig(
-        vocab_size=VOCAB,
-        n_embd=64,
-        n_layer=3,
-        n_head=4,
-        n_positions=256,
-        rotary_dim=8,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
+    FURTHER_ARCHITECTURES["gptj"] = GPTJConfig(**_GPT, rotary_dim=8, tie_word_embeddings=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +225,7 @@ def make_model(config: PreTrainedConfig, path: Path, seed: int = 0) -> None:
     with _quiet():
         model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if "norm" in name or "ln_" in name:
             parameter.data.add_(0.2 * torch.randn_like(parameter))
         elif "bias" in name:
             parameter.data.normal_(std=0.3)
@@ -250,6 +252,7 @@ _MODULES = {
     "nemotron": (["q_proj", "k_proj", "v_proj", "o_proj"], ["up_proj", "down_proj"]),
     "opt": (["q_proj", "k_proj", "v_proj", "out_proj"], ["fc1", "fc2"]),
     "falcon": (["query_key_value", "dense"], ["dense_h_to_4h", "dense_4h_to_h"]),
+    "gpt2": (["c_attn", "attn.c_proj"], ["c_fc", "mlp.c_proj"]),
 }
 """Modules of attention and MLP by architecture, Llama's where it has none."""
 
@@ -308,7 +311,7 @@ def store(base: Path, folder: Path, numbers: str) -> None:
 def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
     """Return the twelve variants by name, in the names of the architecture's modules."""
     attention, mlp = _MODULES.get(architecture, _MODULES["llama"])
-    embedding = {"gptj": "wte", "falcon": "word_embeddings"}.get(architecture, "embed_tokens")
+    embedding = {"gptj": "wte", "gpt2": "wte", "falcon": "word_embeddings"}.get(architecture, "embed_tokens")
     # On a mixture of experts PEFT takes "all-linear" to mean the experts' bare weights too, which we refuse.
     is_mixture = architecture in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
     every_linear = attention if is_mixture else "all-linear"

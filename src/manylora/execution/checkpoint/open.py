@@ -24,6 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
 from manylora.core.errors import ConfigError, ManyloraError
@@ -255,6 +256,7 @@ class _StoredWeights:
         names: The model's parameters and buffers that the files hold, in its order.
         plain: The tensor that is a parameter or buffer, by the model's name.
         coded: The module in the files whose tensors are the codes of a parameter, by the model's name.
+        transposed: The parameters that the files hold as ``[in, out]`` (GPT-2), which the model has as linears.
         is_plain: Whether transformers converts no tensor while it loads them.
     """
 
@@ -266,6 +268,7 @@ class _StoredWeights:
         self._stored = stored
         self._method = method
         self._skeleton = skeleton
+        self.transposed = {f"{name}.weight" for name, one in skeleton.named_modules() if isinstance(one, Conv1D)}
         own = skeleton.state_dict()
         unexpected = self._match(own)
         self.names = {name: None for name in own if name in self.plain or name in self.coded}.keys()
@@ -282,7 +285,8 @@ class _StoredWeights:
         """Return a parameter or buffer, by the model's name of it."""
         if (coded := self.coded.get(name)) is None:
             tensor = self.plain[name]
-            return self._stored.read(tensor, (self._stored.files.dtypes[tensor],))
+            weight = self._stored.read(tensor, (self._stored.files.dtypes[tensor],))
+            return weight.t() if name in self.transposed else weight
         module = self._skeleton.get_submodule(name.removesuffix(".weight"))
         num_out, num_in = self._skeleton.get_parameter(name).shape
         assert self._method is not None

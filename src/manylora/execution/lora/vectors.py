@@ -69,14 +69,12 @@ class AdaptedNumbers:
     @property
     def is_used(self) -> bool:
         """Whether an adapter of the step may change these numbers."""
-        step = self._step
-        return step.assist is not None or (step.lora is not None and step.lora.parts(self._group) is not None)
+        return self._step.assist is not None or self._parts() is not None
 
     def apply(self, x: torch.Tensor, *, is_shared: bool = False) -> torch.Tensor:
         """Return ``x`` with the factor and the shift of each row's adapter, in place unless ``x`` is shared."""
-        step = self._step
-        parts = step.lora.parts(self._group) if step.lora is not None else None
-        reply = step.assist.send(self._group, x) if step.assist is not None else None
+        parts, assist = self._parts(), self._step.assist
+        reply = assist.send(self._group, x) if assist is not None else None
         if parts is None and reply is None:
             return x
         x = (x.clone() if is_shared else x).transpose(1, self._axis)
@@ -87,3 +85,8 @@ class AdaptedNumbers:
             reply.add_to(rows)
         apply_epilogue(rows, None, parts, reply)
         return rows.view(x.shape).transpose(1, self._axis)
+
+    def _parts(self) -> GroupParts | None:
+        lora = self._step.lora
+        parts = lora.parts(self._group) if lora is not None else None
+        return parts if parts is not None and parts.has_vectors else None  # a graph of all groups has none

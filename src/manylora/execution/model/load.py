@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from manylora.core.config import ModelConfig
@@ -196,6 +197,7 @@ class _Builder:
         self, model: Any, *, checkpoint: Checkpoint | None = None, place: Callable[[str], str] | None = None
     ) -> LoadedModel:
         """Return a model that was built, without the parts that text does not use."""
+        _make_linears(model)
         model.requires_grad_(False)
         if skipped := _drop_towers(model):
             logger.warning("text_only model=%s skipped=%s", self._config.model, ",".join(skipped))
@@ -235,6 +237,15 @@ def _calls_interface(model: nn.Module) -> bool:
     """Whether a layer looks attention up by its name, though its family does not say that it may be replaced."""
     forwards = (unwrap(type(module).forward) for module in model.modules() if hasattr(module, "layer_idx"))
     return any("ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names for forward in forwards)
+
+
+def _make_linears(model: nn.Module) -> None:
+    """Replace GPT-2's linears, whose weights are ``[in, out]``, in place by linears as all other models have them."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            linear = nn.Linear(module.nx, module.nf, device="meta")
+            linear.weight, linear.bias = nn.Parameter(module.weight.t()), module.bias
+            model.set_submodule(name, linear)
 
 
 def _reason(error: Exception) -> str:
