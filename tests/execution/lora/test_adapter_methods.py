@@ -279,7 +279,7 @@ ENGINES = {
 def build(engines: Engines, kernels: str) -> EngineParts:
     config = EngineConfig(
         model=ModelConfig(model=str(engines.base), device="cpu", **ENGINES[kernels]),  # type: ignore[arg-type]
-        memory=MemoryConfig(block_size=BLOCK, num_pages=96),
+        memory=MemoryConfig(block_size=BLOCK, num_pages=128),
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
     opens = {"open_assistant": open_assistant} if kernels == "assisted" else {}
@@ -303,12 +303,13 @@ def test_logits_are_those_of_merged_models(kernels: str, engines: Engines, tmp_p
         pytest.importorskip("triton")
     parts = build(engines, kernels)
     folders = [
-        write_with_norms(tmp_path / "norms", parts.base, rank=4, targets=["q_proj", "down_proj"], seed=1),
+        write_good_adapter(tmp_path / "plain", parts.base, rank=4, targets=["q_proj", "down_proj"], seed=1),
         write_scaled(tmp_path / "scaled", parts.base, rank=3, targets=LINEAR, seed=2),
         # What a table does not say, the embedding's share, is run without graphs.
         write_scaled(tmp_path / "embedding", parts.base, rank=2, targets=("embed_tokens", "k_proj"), seed=3),
+        write_with_norms(tmp_path / "norms", parts.base, rank=2, targets=["o_proj"], seed=4),
     ]
-    keys, models, first = [None], [engines.model], 32
+    keys, models, first = [None], [engines.model], 40
     try:
         for folder in folders:
             packed = read(folder, parts.base)
@@ -318,8 +319,9 @@ def test_logits_are_those_of_merged_models(kernels: str, engines: Engines, tmp_p
             first += len(pages)
             keys.append(packed.version.key)
             models.append(merged(engines.model, weights_of(folder, parts.base)))
-        tokens = [[(7 * i + 5 * s) % 100 for i in range(6 + s)] for s in range(4)]
-        batches = [([0, 1, 2, 3], None), ([0, 1], 1), ([0, 1, 2], 1), ([0, 1, 2], 1), ([3, 2, 0, 1], 1), ([0, 1], 1)]
+        tokens = [[(7 * i + 5 * s) % 100 for i in range(6 + s)] for s in range(5)]
+        decoding = [[0, 1], [0, 1, 2], [0, 1, 2], [3, 2, 0, 1], [4, 0], [2, 4, 1, 0], [0, 1]]
+        batches = [([0, 1, 2, 3], None), ([4], None), *((batch, 1) for batch in decoding)]
         for batch, length in batches:
             if length is not None:
                 for s in batch:
