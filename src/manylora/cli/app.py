@@ -32,6 +32,7 @@ _PANELS = {
         "generate": "generate:generate",
         "adapters": "adapters:adapters_app",
         "tenant": "tenant:tenant_app",
+        "usage": "tenant:usage",
         "check": "check:check",
         "check-vllm": "check_vllm:check_vllm",
     },

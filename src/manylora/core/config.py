@@ -362,6 +362,12 @@ class ServerConfig:
         help="A TOML file of tenants: digests of their keys, the models that they may call, limits and weights. It is "
         "read again when it changes, and on SIGHUP.",
     )
+    usage: str | None = option(
+        None,
+        panel="Tenants",
+        metavar="FILE",
+        help="A SQLite file to which requests, tokens and engine seconds of each tenant and adapter are added, by day.",
+    )
     admin_key: str | None = _http(
         None,
         envvar="MANYLORA_ADMIN_KEY",

@@ -55,6 +55,7 @@ class RequestArrived(Event):
     temperature: float
     has_schema: bool
     num_answered: int = field(default=0, repr=False)
+    tenant: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class RequestFinished(Event):
     num_output_tokens: int
     num_cached_tokens: int
     num_preemptions: int
+    engine_s: float = field(default=0.0, repr=False)  # its part of the seconds of steps, by its tokens in each
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,4 +187,5 @@ def arrival_of(sequence: Sequence) -> RequestArrived:
         request.sampling.temperature,
         request.sampling.constraint is not None,
         sequence.num_answered,
+        request.tenant,
     )

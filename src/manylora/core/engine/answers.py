@@ -172,5 +172,6 @@ class Answers:
                 sequence.num_output_tokens,
                 sequence.num_cached,
                 sequence.num_preemptions,
+                sequence.engine_s,
             )
         )

@@ -228,7 +228,9 @@ class EngineCore:
         prefix_caching, prefix, tokens = self._prefix_caching, self.page_cache.prefix, result.tokens
         is_sound = not (step.is_cold or result.failed or self._late.sequences)
         answered: list[Sequence] = []
+        token_s = (now - step.began_at) / step.num_tokens
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
+            sequence.engine_s += part.num_tokens * token_s
             if not part.is_sampled:
                 sequence.took_chunk()
             elif (token := tokens.get(part.seq_id)) is None:

@@ -69,6 +69,7 @@ class Sequence:
     num_scored: int = field(default=0, init=False)  # positions of its prompt whose log-probabilities were launched
     num_preemptions: int = field(default=0, init=False)
     num_loaded_pages: int = field(default=0, init=False)  # of its adapter, if its last admission was the load's first
+    engine_s: float = field(default=0.0, init=False)  # its part of the seconds of steps, by its tokens in each
     num_shared_pages: int = field(default=0, init=False)  # found in the prefix cache when it was admitted
     num_bypassed: int = field(default=0, init=False)
     admitted_at: float | None = field(default=None, init=False)

@@ -201,7 +201,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     """An ended request, for histograms; ``adapter`` is a name, empty for the base.
 
     ``prefill_s`` is from the admission to the first token and ``decode_s`` from there to the end; ``None`` for a
-    request that ended before. ``max_tokens`` is the limit in effect.
+    request that ended before. ``max_tokens`` is the limit in effect. ``engine_s`` is its part of the seconds of steps.
     """
 
     adapter: str
@@ -214,6 +214,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     prefill_s: float | None = None
     decode_s: float | None = None
     num_preemptions: int = 0
+    tenant: str = ""
+    engine_s: float = 0.0
 
 
 class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -40,7 +40,7 @@ from manylora.serving.hosting.fleet.resumption import ResumePolicy
 from manylora.serving.hosting.fleet.specs import engine_specs
 from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.links.link import LINKS, EngineLink
-from manylora.serving.hosting.protocol import EngineSpec
+from manylora.serving.hosting.protocol import EngineSpec, Observations
 from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources
 from manylora.serving.hosting.ray.link import RayLink
 from manylora.serving.hosting.spool import AdapterSpool
@@ -48,6 +48,7 @@ from manylora.serving.http.auth import exposure
 from manylora.serving.http.listening import HttpServer, bind, bind_unix, run_until_stopped, url_of
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.metrics.prometheus import Metrics
+from manylora.serving.metrics.usage import UsageLedger
 
 __all__ = ["Server", "run"]
 
@@ -94,6 +95,7 @@ class Server:
             epoch_s=time.time,
             monotonic_s=time.monotonic,
         )
+        self._usage = None if server.usage is None else UsageLedger(Path(server.usage).expanduser())
         self._shares: defaultdict[str, BaseShare] = defaultdict(BaseShare)  # by device
         self._cluster = None
         if server.fleet.ray is not None:
@@ -103,7 +105,7 @@ class Server:
         self.fleet = Fleet(
             [functools.partial(self._make_link, spec) for spec in specs],
             served_name=served_name,
-            observe=self._metrics.observe,
+            observe=self._metrics.observe if self._usage is None else self._observe,
             policy=_fleet_policy(engine, server, served_name, restarts or RestartPolicy()),
         )
         if self._spool is not None:
@@ -140,7 +142,9 @@ class Server:
 
         living = asyncio.create_task(live())
         stopping = asyncio.create_task(self._stop.wait())
-        watching = None if self.tenants is None else asyncio.create_task(self.tenants.watch())
+        watching = [] if self.tenants is None else [asyncio.create_task(self.tenants.watch())]
+        if self._usage is not None:
+            watching.append(asyncio.create_task(self._usage.run()))
         http: HttpServer | None = None
         tasks: list[asyncio.Task[None]] = [living]
         try:
@@ -164,13 +168,15 @@ class Server:
                 await self._cluster.close()
             stopping.cancel()
             living.cancel()
-            if watching is not None:
-                watching.cancel()
+            for task in watching:
+                task.cancel()
             if http is None:
                 self._socket.close()
             else:
                 http.should_exit = True
-            await asyncio.gather(stopping, *tasks, return_exceptions=True)
+            await asyncio.gather(stopping, *tasks, *watching, return_exceptions=True)
+            if self._usage is not None:
+                await self._usage.close()
 
     def _make_http_server(self, on_listening: Callable[[], None]) -> HttpServer:
         """Import and load the text side, which takes seconds; on a thread."""
@@ -187,6 +193,11 @@ class Server:
             on_listening=on_listening,
             tenants=self.tenants,
         )
+
+    def _observe(self, observed: Observations) -> None:
+        assert self._usage is not None
+        self._metrics.observe(observed)
+        self._usage.observe(observed)
 
     def _make_link(self, spec: EngineSpec) -> EngineLink:
         if self._cluster is not None:

@@ -25,11 +25,12 @@ __all__ = ["Observer"]
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that has not ended: the time of its arrival or last token, its adapter, its limit of tokens."""
+    """A request that has not ended: the time of its arrival or last token, its adapter, limit of tokens and tenant."""
 
     last_at: float
     adapter: str
     max_tokens: int
+    tenant: str
     has_token: bool = False
     is_stopped: bool = False
 
@@ -62,8 +63,9 @@ class Observer:
                 # As in vLLM: a token that decodes counts once, and the last of a prompt beside the one that it yields.
                 gathered.step_tokens.append(num_tokens + self._num_first)
                 self._num_first = 0
-            case RequestArrived(at=at, request_id=request_id, name=name, limit=limit, num_answered=num_answered):
-                self._in_flight[request_id] = _InFlight(at, name, limit, has_token=num_answered > 0)
+            case RequestArrived(at=at, request_id=request_id, name=name, limit=limit):
+                has_token = event.num_answered > 0
+                self._in_flight[request_id] = _InFlight(at, name, limit, event.tenant, has_token=has_token)
             case RequestAdmitted(waited_s=waited_s):
                 gathered.queue_s.append(waited_s)
             case RequestFinished():
@@ -105,5 +107,7 @@ class Observer:
                 None if first_at is None or admitted_at is None else first_at - admitted_at,
                 None if first_at is None else event.at - first_at,
                 event.num_preemptions,
+                request.tenant,
+                event.engine_s,
             )
         )
