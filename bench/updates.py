@@ -11,12 +11,13 @@ random and in float32: of a trained one, float32 alone leaves log-probabilities 
 * *mixed*: an answer whose chunks state different versions. The log-probabilities of a sample of the answers, over all
   versions, are computed again by transformers and PEFT with the version that the answer states: one token of another
   version would differ by far more than 2e-5.
-* *late*: from the sending of the publication to the first token of a request that follows its answer.
+* *late*: from the sending of the publication to the first token of a request that follows its answer. Beside it the
+  time to first token of the streams' requests, on versions that are there already.
 * memory: resident bytes of the API and of the engines, and the files of versions, over the run. It is flat if the
   median of the last quarter is at most 2 % above that of the second.
 
-The page says for each goal whether it was met, and the exit code is 1 if one was not. Writes `results/updates.json`
-and `.md`.
+The page says for each goal whether it was met, and the exit code is 1 if one was not. Writes `results/NAME.json` and
+`.md`, by default `updates`.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class Run:
         sample: Answers that are computed again, drawn uniformly from all.
         samples: Resident bytes of the API and the engines, and bytes of versions' files, every second.
         reads_s, first_tokens_s: From the sending of a publication to its answer, and to the first token after it.
-        others_s: From the sending of each streams' request to its first token: what no publication can be quicker than.
+        others_s: From the sending of each streams' request to its first token.
     """
 
     target: Target
@@ -375,6 +376,12 @@ def summary(run: Run, trainer: Trainer, differences: dict[int, float], busy_shar
     return figures, "\n".join(lines)
 
 
+def wait_for_all(target: Target) -> None:
+    """Wait until every engine serves: those that still start take the processor."""
+    while {one["state"] for one in json.loads(target.ask("GET", "/status").body)["replicas"]} != {"serving"}:
+        time.sleep(0.1)
+
+
 def run_updates(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run a server under updates; return the figures and the page."""
     with tempfile.TemporaryDirectory(prefix="manylora-") as name:
@@ -383,6 +390,7 @@ def run_updates(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         limits = ["--replicas", str(options.replicas), "--publish", "--publish-shm", shared_prefix()]
         limits += ["--memory", options.memory, "--max-model-len", "256"]
         with running(Path(name), *limits, model=(str(base),)) as target:
+            wait_for_all(target)
             run, others = Run(target, options), Others()
             asyncio.run(measure(run, trainer))
             busy_share = others.share()
@@ -402,6 +410,7 @@ def parse(arguments_given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", default="1GiB", help="of an engine, for KV and adapters")
     parser.add_argument("--preload", action="store_true", help="copy a version to all devices before its name moves")
     parser.add_argument("--move", action="store_true", help="give each file to the server, which copies none")
+    parser.add_argument("--name", default="updates", help="of the files of results")
     options = parser.parse_args(arguments_given)
     if options.quick:
         options.updates, options.streams, options.replicas, options.mib, options.check = 5, 8, 2, 1.0, 40
@@ -414,7 +423,7 @@ def parse(arguments_given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     figures, text = run_updates(options)
-    publish("updates", figures, text, is_kept=not options.quick, refused=reason_if_busy(figures["busy_share"]))
+    publish(options.name, figures, text, is_kept=not options.quick, refused=reason_if_busy(figures["busy_share"]))
     sys.exit(0 if all(figures["goals"].values()) else 1)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +296,31 @@ def test_publishing_is_off_without_its_flag(http: httpx.Client, tokenizer: Path)
         answer = put(client, "p")
         assert answer.status_code == 403
         assert "--publish" in answer.json()["error"]["message"]
+
+
+def num_entries() -> int:
+    """Return the entries of all containers of this process."""
+    gc.collect()
+    return sum(len(one) for one in gc.get_objects() if type(one) in (dict, list, set, deque, OrderedDict))
+
+
+def test_nothing_is_held_of_versions_that_are_freed(tokenizer: Path) -> None:
+    """The engine runs in this process, so that its entries are counted with those of the API."""
+    config = ServerConfig(port=0, in_process=True, publish=PublishConfig(publish=True))
+    held: list[int] = []
+    with (
+        BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        for number in range(90):
+            content = letter_file("p", extra=number)
+            headers = {"content-type": "application/octet-stream"}
+            assert http.put("/adapters/x", content=content, headers=headers).json()["version"] == number + 1
+            assert say(http, "x") == "pqr"
+            if number % 30 == 29:
+                wait_for(lambda: len(folders(server)) == 2)
+                held.append(num_entries())
+    assert held[2] - held[1] < 30, held
 
 
 def test_a_restarted_engine_holds_the_same_versions(http: httpx.Client, server: BackgroundServer) -> None:
