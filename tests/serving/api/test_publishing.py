@@ -22,6 +22,7 @@ from serving import wait_for
 from manylora.core.config import AdapterConfig, ServerConfig
 from manylora.core.server_config import FleetConfig, PublishConfig
 from manylora.serving.hosting.spool import PREFIX
+from manylora.serving.http import http_protocol
 from manylora.serving.server import BackgroundServer
 
 SHM = f"manylora-test-{os.getpid()}-"
@@ -301,10 +302,11 @@ def test_publishing_is_off_without_its_flag(http: httpx.Client, tokenizer: Path)
 def num_held() -> int:
     """Return the project's objects in this process, and the entries of their containers.
 
-    Others come and go in waves: the event loop keeps some hundred timers that were cancelled.
+    Others, and answers of the HTTP protocol, go in waves: the event loop keeps some hundred timers that were cancelled.
     """
     gc.collect()
-    ours = [one for one in gc.get_objects() if str(type(one).__module__).startswith("manylora.")]
+    modules = [(str(type(one).__module__), one) for one in gc.get_objects()]
+    ours = [one for name, one in modules if name.startswith("manylora.") and name != http_protocol.__name__]
     parts = [part for one in ours for part in gc.get_referents(one)]
     parts += [value for part in parts if type(part) is dict for value in part.values()]
     return len(ours) + sum(len(part) for part in parts if type(part) in (dict, list, set, deque, OrderedDict))
@@ -318,15 +320,15 @@ def test_nothing_is_held_of_versions_that_are_freed(tokenizer: Path) -> None:
         BackgroundServer(engine_config(tokenizer), config, builder="reciter:reciter_parts") as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
-        for number in range(90):
+        for number in range(110):  # the last 64 waits of requests are kept
             content = letter_file("p", extra=number)
             headers = {"content-type": "application/octet-stream"}
             assert http.put("/adapters/x", content=content, headers=headers).json()["version"] == number + 1
             assert say(http, "x") == "pqr"
-            if number % 30 == 29:
+            if number in (69, 109):
                 wait_for(lambda: len(folders(server)) == 2)
                 held.append(num_held())
-    assert held[2] - held[1] < 30, held
+    assert held[1] - held[0] < 40, held
 
 
 def test_a_restarted_engine_holds_the_same_versions(http: httpx.Client, server: BackgroundServer) -> None:
