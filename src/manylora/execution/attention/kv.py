@@ -2,10 +2,13 @@
 
 Pages may hold them in another type than the model computes with: 16 bits, or 8 bits with a scale for each vector.
 A token's *slot* is ``page * block_size + position % block_size``. All layers of a step share the slots.
+
+Writes see pages as equal rows, of which K of a token takes one and V too, or several where their sizes differ.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,7 +37,11 @@ class KvPages:
         self.pages = pages
         self._dtype = dtype or pages.dtype
         self.device = pages.flat.device
-        self.block_size = pages.shape.block_size
+        shape = pages.shape
+        self.block_size = shape.block_size
+        row = math.gcd(shape.key_elements, shape.value_elements)
+        self._rows = pages.flat.view(-1, shape.num_kv_heads, row)
+        self._rows_of = shape.key_elements // row, shape.value_elements // row  # of K and of V of a token
         is_compiled = self._dtype is torch.float32 and self.device.type == "cpu"
         self.compiled = find_compiled() if is_compiled else None
 
@@ -55,12 +62,22 @@ class KvPages:
             slots.append(table[position // self.block_size - first] * self.block_size + position % self.block_size)
         return np.concatenate(positions), np.concatenate(slots)
 
+    def rows(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows of K and of V in layer 0 of each slot, one behind the other."""
+        pages, places = np.divmod(slots, self.block_size)
+        num_keys, num_values = self._rows_of
+        first = pages * (self.pages.shape.num_layers * self.block_size * (num_keys + num_values))
+        keys = (first + places * num_keys)[:, None] + np.arange(num_keys)
+        values = (first + self.block_size * num_keys + places * num_values)[:, None] + np.arange(num_values)
+        return keys.ravel(), values.ravel()
+
     def store(
-        self, layer: int, places: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
+        self, layer: int, rows: tuple[torch.Tensor, torch.Tensor], key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Write K and V ``[kv_heads, rows, size]`` of a layer to their pages, and places in these (``places``)."""
-        for part, vectors in ((self.pages.keys, key), (self.pages.values, value)):
-            part[:, layer].index_put_(places, self._narrowed(vectors.transpose(0, 1)))
+        """Write K and V ``[kv_heads, tokens, size]`` of a layer; ``rows`` are those of layer 0."""
+        pool = self._rows[layer * self.block_size * sum(self._rows_of) :]
+        for own, vectors in zip(rows, (key, value), strict=True):
+            pool.index_copy_(0, own, self._narrowed(vectors.transpose(0, 1)).reshape(-1, *pool.shape[1:]))
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of whole pages of a layer, each ``[pages, block_size, kv_heads, size]``."""

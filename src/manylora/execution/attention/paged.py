@@ -73,7 +73,8 @@ class PagedBatch:
         self.num_rows = row
         positions, slots = kv.places(sequences)
         self.positions = self._index(positions)
-        self._places = self._index(slots // kv.block_size), self._index(slots % kv.block_size)
+        keys, values = kv.rows(slots)
+        self._rows = self._index(keys), self._index(values)
         self._decode_rows = self._index(np.asarray(decode_rows, dtype=np.int64))
         self._decode_indices: dict[int | None, tuple[np.ndarray, np.ndarray]] = {}  # by window, as are the next
         self._decode_gathers: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -85,7 +86,7 @@ class PagedBatch:
         """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, value_dim]``."""
         assert call.rotation is None, "only the Triton kernels rotate"
         layer = int(call.module.layer_idx)  # type: ignore[arg-type]
-        self._kv.store(layer, self._places, call.key, call.value)
+        self._kv.store(layer, self._rows, call.key, call.value)
         if not self._prompts:
             return self._attend_decode(layer, call, call.query.transpose(0, 1))
         out = call.query.new_empty(self.num_rows, call.query.shape[0], call.value.shape[2])
