@@ -354,12 +354,14 @@ def test_soak_under_pressure() -> None:
         (one for seed, (_, _, one) in enumerate(soaks) if "mode" not in COLD_STARTS[seed % len(COLD_STARTS)]), Counter()
     )
     assert chosen[IN_HOST] > NUM_SOAKS and chosen[ARRIVING] > 0
+    by_mode = Counter[str]()
     for seed, (_, _, placements) in enumerate(soaks):
         cold = COLD_STARTS[seed % len(COLD_STARTS)]
         if "mode" in cold:
-            assert placements[IN_HOST if cold["mode"] == "assist" else ARRIVING] > 0
+            by_mode[str(cold["mode"])] += placements[IN_HOST if cold["mode"] == "assist" else ARRIVING]
         assert not placements[IN_HOST] or cold.get("reads_host")
         assert not placements[ARRIVING] or cold.get("waits_by_layer")
+    assert by_mode["assist"] > 0 and by_mode["layers"] > 0
 
 
 def soak(seed: int) -> tuple[EngineStats, int, Counter[Placement]]:

@@ -66,6 +66,9 @@ OF_COMMANDS = {
     "version": "",
     "check": "adapter base against name prompt max_tokens tolerance api_key as_json",
     "check-vllm": "url",
+    "tenant": "",
+    "tenant key": "",
+    "usage": "ledger by since as_csv",
 }
 """Options of commands that are no fields of the configuration: inputs, outputs and the workload of a measurement."""
 
