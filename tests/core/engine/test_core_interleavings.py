@@ -194,7 +194,7 @@ class EngineMachine(RuleBasedStateMachine):
         # Few distinct prompts, so that prefixes are shared.
         stops = STOPS if may_stop else ()
         made = request(f"r{self.count}", 1, max_tokens, model, stop_token_ids=stops)
-        made = replace(made, prompt=tuple(range(num_prompt)))
+        made = replace(made, prompt=tuple(range(num_prompt)), tenant=f"t{self.count % 4}", weight=1.0 + self.count % 2)
         if self.count % 3 == 0:
             made = replace(made, sampling=replace(made.sampling, prompt_logprobs=self.count % 2))
         try:
