@@ -11,12 +11,14 @@ pytest.importorskip("trl", reason="TRL is not installed: pip install trl peft re
 
 import requests
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from trl.experimental.async_grpo.async_grpo_trainer import select_adapter_sync
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 
 def test_policies_are_published_as_adapters(url: str) -> None:
+    PartialState()  # its log asks for it
     client = VLLMClient(url, server_timeout=60.0)
     client.wait_for_server_ready()
     assert client.get_max_model_len() > 0
