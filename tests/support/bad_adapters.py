@@ -349,7 +349,7 @@ _bad_config("modules-to-save", "modules_to_save names 'lm_head'", modules_to_sav
 _bad_config("tokens-absent", "tokens are not in its weight file", trainable_token_indices=[1, 2], error=WeightsMissing)
 _bad_config("tokens-twice", "expected a list of different token ids", trainable_token_indices=[1, 1])
 _bad_config("tokens-text", "expected a list of different token ids", trainable_token_indices={"embed_tokens": "1"})
-_bad_config("target-parameters", "target_parameters", target_parameters=["experts.down_proj"])
+_bad_config("target-parameters", "target_parameters names 'experts.down", target_parameters=["experts.down_proj"])
 _bad_config("layer-replication", "layer_replication", layer_replication=[[0, 2], [1, 2]])
 _bad_config("pissa", "init_lora_weights is 'pissa_niter_4'", "base", init_lora_weights="pissa_niter_4")
 _bad_config("olora", "init_lora_weights is 'olora'", init_lora_weights="olora")

@@ -14,7 +14,7 @@ import io
 import json
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,10 +29,12 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTJConfig,
     GPTJForCausalLM,
@@ -43,6 +45,7 @@ from transformers import (
     MixtralConfig,
     NemotronConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -105,6 +108,7 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_MIXTURE = _COMMON | {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
 
 _GPT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -184,6 +188,28 @@ OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 """Architectures whose attention, or whose way to it, is another: sinks, values of another size than keys, layers that
 hand down no keywords or attend by themselves, a decoder inside the model, vision beside it."""
+MIXTURES: dict[str, PreTrainedConfig] = {
+    "mixtral": MixtralConfig(**_MIXTURE, num_local_experts=5, num_experts_per_tok=2),
+    "qwen3_moe": Qwen3MoeConfig(
+        **_MIXTURE, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True
+    ),
+    "olmoe": OlmoeConfig(**_MIXTURE, num_experts=5, num_experts_per_tok=2),
+    "glm4_moe": Glm4MoeConfig(
+        **_MIXTURE,
+        head_dim=8,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
+    "ernie4_5_moe": Ernie4_5_MoeConfig(
+        **_MIXTURE, moe_num_experts=5, moe_k=2, moe_intermediate_size=24, moe_num_shared_experts=1
+    ),
+}
+"""Mixtures of experts with LoRA on the experts and routers: two layers, small."""
 
 if GPTJForCausalLM._supports_attention_backend:  # transformers 5.24; its k and v stand before its q
     FURTHER_ARCHITECTURES["gptj"] = GPTJConfig(**_GPT, rotary_dim=8, tie_word_embeddings=False)
@@ -312,7 +338,7 @@ def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
     """Return the twelve variants by name, in the names of the architecture's modules."""
     attention, mlp = _MODULES.get(architecture, _MODULES["llama"])
     embedding = {"gptj": "wte", "gpt2": "wte", "falcon": "word_embeddings"}.get(architecture, "embed_tokens")
-    # On a mixture of experts PEFT takes "all-linear" to mean the experts' bare weights too, which we refuse.
+    # On a mixture of experts PEFT takes "all-linear" to mean the experts too: ``expert_cases``.
     is_mixture = architecture in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
     every_linear = attention if is_mixture else "all-linear"
     first, last = attention[0], attention[-1]
@@ -412,11 +438,12 @@ def run_oracle(
     kv_cache_dtype: str = "float32",
     make: Callable[[str, Path, Path], dict[str, Path]] | None = None,
     make_cases: Callable[[Sequence[str]], list[Case]] = make_cases,
+    configs: Mapping[str, PreTrainedConfig] = ARCHITECTURES | FURTHER_ARCHITECTURES | OTHER_ARCHITECTURES,
 ) -> OracleResult:
     """Serve the cases, compare with the reference and return the differences.
 
     Args:
-        architecture: A name in ``ARCHITECTURES``, ``FURTHER_ARCHITECTURES`` or ``OTHER_ARCHITECTURES``.
+        architecture: A name in ``configs``.
         path: Where model and adapters are written.
         lora_kernel: The implementation of adapters' arithmetic.
         cold_start: Serve as ``COLD`` says, in this mode, and the ``DOOMED`` requests as well; ``None`` for warm.
@@ -428,9 +455,9 @@ def run_oracle(
         kv_cache_dtype: Type of KV in pages.
         make: Makes the adapters, given the architecture, the base and a folder; ``make_adapters`` by default.
         make_cases: Makes the requests, given the names of the adapters.
+        configs: Models by architecture.
     """
-    config = (ARCHITECTURES | FURTHER_ARCHITECTURES | OTHER_ARCHITECTURES)[architecture]
-    make_model(config, path / "base")
+    make_model(configs[architecture], path / "base")
     if stored is not None:
         store(path / "base", path / "stored", stored)
     folders = (make or make_adapters)(architecture, path / "base", path / "adapters")

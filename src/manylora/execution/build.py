@@ -194,14 +194,15 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _
     """Put the weights into the model, replace its linears, and make as many pages as fit beside it."""
     device, model, ops = loaded.device, loaded.model, make_device_ops(loaded.device)
     ops.enter_thread()
+    kernel = choose_kernel(config.model.lora_kernel, device)
     base = describe_model(
         loaded,
         weights.manifest.probe,
         block_size=config.memory.block_size,
         max_model_len=_context(config.model, loaded),
         kv_dtype=_kv_dtype(config.memory.kv_cache_dtype, loaded, weights),
+        adapts_experts=device.type == "cpu" and kernel not in TABLE_KERNELS,
     )
-    kernel = choose_kernel(config.model.lora_kernel, device)
     step = StepContext(LORA_KERNELS[kernel])
     weights.install(model)
     own = adapt_modules(model, weights.tensors, base, step, loaded.dtype)

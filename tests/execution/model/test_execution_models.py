@@ -69,9 +69,10 @@ def save(config: PreTrainedConfig, path: Path) -> str:
     return str(path)
 
 
-def build(model: str, **options: object) -> BaseShape:
+def build(model: str, *, lora_kernel: str = "auto", **options: object) -> BaseShape:
     memory = MemoryConfig(**{"block_size": 4, "num_pages": 64} | options)  # type: ignore[arg-type]
-    parts = build_parts(EngineConfig(model=ModelConfig(model=model, device="cpu"), memory=memory), WallClock())
+    config = ModelConfig(model=model, device="cpu", lora_kernel=lora_kernel)
+    parts = build_parts(EngineConfig(model=config, memory=memory), WallClock())
     parts.close()
     return parts.base
 
@@ -106,11 +107,22 @@ def test_fingerprint_follows_the_configuration_not_the_place(tmp_path: Path) -> 
     assert first.fingerprint == second.fingerprint != other.fingerprint
 
 
-def test_experts_and_routers_are_named_as_unsupported(tmp_path: Path) -> None:
-    base = build(save(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path))
-    reasons = dict(base.unsupported)
-    assert "three-dimensional" in reasons["model.layers.0.mlp.experts"]
-    assert "Router" in reasons["model.layers.0.mlp.gate"]
+def test_experts_and_routers_are_described(tmp_path: Path) -> None:
+    path = save(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path)
+    modules = {module.name: module for module in build(path).modules}
+    both, down = (modules[f"model.layers.0.mlp.experts.{leaf}"] for leaf in ("gate_up_proj", "down_proj"))
+    assert (both.kind, both.in_features, both.out_features, both.num_experts) == (ModuleKind.EXPERTS, 32, 96, 2)
+    assert (down.kind, down.in_features, down.out_features, down.num_experts) == (ModuleKind.EXPERTS, 48, 32, 2)
+    router = modules["model.layers.1.mlp.gate"]
+    assert (router.kind, router.in_features, router.out_features) == (ModuleKind.ROUTER, 32, 2)
+
+
+def test_experts_are_refused_by_name_where_kernels_find_weights_by_table(tmp_path: Path) -> None:
+    path = save(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path)
+    base = build(path, lora_kernel="ragged")
+    assert "kernels of a GPU need them before" in dict(base.unsupported)["model.layers.0.mlp.experts"]
+    kinds = {module.kind for module in base.modules}
+    assert ModuleKind.ROUTER in kinds and ModuleKind.EXPERTS not in kinds
 
 
 def test_the_embedding_of_positions_takes_no_adapter(tmp_path: Path) -> None:
@@ -122,7 +134,7 @@ def test_the_embedding_of_positions_takes_no_adapter(tmp_path: Path) -> None:
 
 def test_experts_whose_product_asks_for_strides_pass_the_probe(tmp_path: Path) -> None:
     base = build(save(GraniteMoeConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path))
-    assert any("three-dimensional" in reason for _, reason in base.unsupported)
+    assert any("another form" in reason for _, reason in base.unsupported)
 
 
 def test_of_a_multimodal_checkpoint_the_text_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,8 +13,10 @@ from manylora.core.types import AdapterKey, AdapterVersion
 from manylora.lab.catalog.dims import ATTENTION_TARGETS, ModelDims
 from manylora.lab.catalog.hardware import HARDWARE, Hardware, find_hardware
 from manylora.lab.catalog.models import MODELS, base_shape, dims_from_config, find_dims
-from manylora.lab.costs.adapters import COPY_PATHS, copy_time_s, find_copy_path
+from manylora.lab.costs.adapters import COPY_PATHS, adapter_targets, copy_time_s, find_copy_path
 from manylora.lab.costs.roofline import RooflineCost, memory_for_pool
+from manylora.lab.sim.run.contents import adapter_versions
+from manylora.lab.workloads import AdapterSpec
 
 QWEN_2_5_7B = {
     "hidden_size": 3584,
@@ -184,6 +186,16 @@ def test_shapes_follow_from_dimensions() -> None:
     assert base_shape("llama-2-7b", block_size=8).page.num_bytes == 4 << 20
     mixture = base_shape("mixtral-8x7b")
     assert {name.rpartition(".")[2] for name in mixture.all_linear} == set(ATTENTION_TARGETS)
+    by_name = {module.name: module for module in mixture.modules}
+    down = by_name["model.layers.31.mlp.experts.down_proj"]
+    assert (down.in_features, down.out_features, down.num_experts) == (14336, 4096, 8)
+    spec = AdapterSpec(name="x", rank=4, targets=("gate_up_proj", "down_proj"))
+    (version,) = adapter_versions([spec], mixture).values()
+    assert version.rank == 4
+    elements = find_dims("mixtral-8x7b").adapter_elements(spec.targets)
+    assert version.weight_bytes == 4 * 2 * elements == 4 * 2 * 32 * 8 * (4096 + 2 * 14336 + 14336 + 4096)
+    # A token is routed to two of the eight.
+    assert adapter_targets(find_dims("mixtral-8x7b"), spec.targets).weights == elements // 4
     with pytest.raises(ConfigError, match="gate_proj"):
         RooflineCost("mixtral-8x7b", "h100", tensor_parallel=2, targets=("gate_proj",))
 

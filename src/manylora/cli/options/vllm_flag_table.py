@@ -44,6 +44,7 @@ _NO_VALUE: Mapping[str, str] = {
     "/load always answers": "--enable-server-load-tracking",
     "engines have processes of their own; --in-process is for debuggers": "--disable-frontend-multiprocessing",
     "/docs is a page without assets of others": "--enable-offline-docs",
+    "both forms of LoRA on experts are read": "--enable-mixed-moe-lora-format",
     "it is how pages are managed": "--use-v2-block-manager",
     "model code and weights are loaded without progress bars": "--use-tqdm-on-load --no-use-tqdm-on-load",
     "the server takes text only": "--language-model-only",
@@ -189,7 +190,7 @@ _REFUSED: Mapping[str, str] = {
     " --enable-mamba-shared-prefix-checkpoint --mamba-cache-philox-rounds --mamba-ssu-algorithm --gdn-prefill-backend"
     " --kda-decode-backend --kda-prefill-backend --replayssm-buffer-len --use-replayssm --sparse-indexer-topk-backend",
     "an adapter changes the modules that its folder says": "--lora-target-modules",
-    "LoRA on experts is not served": "--enable-mixed-moe-lora-format --enable-moe-shared-loras",
+    "every expert has LoRA of its own": "--enable-moe-shared-loras",
     "only LoRA adapters are served": "--enable-prompt-adapter --max-prompt-adapters --max-prompt-adapter-token"
     " --prompt-adapters --enable-lora-bias --long-lora-scaling-factors",
     "system_fingerprint names the server and the adapter's version": "--fingerprint-mode --fingerprint-value",

@@ -34,7 +34,7 @@ from functools import lru_cache
 from itertools import chain, count, groupby, pairwise
 from typing import TypeAlias
 
-from manylora.core.adapters.shape import ELEMENT_BYTES, BaseShape, PageShape, TargetModule
+from manylora.core.adapters.shape import ELEMENT_BYTES, BaseShape, ModuleKind, PageShape, TargetModule
 from manylora.core.adapters.tensors import ModuleWeights, Replaced, VectorKind
 from manylora.core.types import AdapterKey, AdapterVersion
 
@@ -110,6 +110,12 @@ class GroupLayout:
     a: tuple[Tile, ...]  # tiles of the A stack ``[rank, in_features]``
     modules: tuple[ModuleLayout, ...]  # the modules with weights, in order of ``row``
     num_pages_needed: int  # the group is complete once so many of the adapter's pages, from the first on, have arrived
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that its rank is divided among, in order; 0 if it is no group of experts."""
+        module = self.modules[0].module
+        return module.num_experts if module.kind is ModuleKind.EXPERTS else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +358,7 @@ def make_version(
     return AdapterVersion(
         key=AdapterKey(key),
         source=source,
-        rank=max(part.rank for part in modules),
+        rank=max(part.rank // part.module.num_experts for part in modules),
         num_modules=len(modules),
         target_modules=tuple(sorted({part.module.name.rpartition(".")[2] for part in modules})),
         num_pages=layout.num_pages,

@@ -27,6 +27,10 @@ class ModuleKind(Enum):
     EMBEDDING = "embedding"
     NUMBERS = "numbers"
     """The output of a norm, or the input of a linear (``INPUT``): each number by itself, no products."""
+    EXPERTS = "experts"
+    """The linears of a mixture's experts as one parameter, of which a row uses those of the experts chosen for it."""
+    ROUTER = "router"
+    """A product by a bare weight whose outputs choose a row's experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +41,10 @@ class TargetModule:
     lie side by side in the group's output, this one's at ``[offset, offset + out_features)``.
     """
 
-    name: str  # path as PEFT writes it below ``base_model.model.`` (``model.layers.0.self_attn.q_proj``)
-    kind: ModuleKind  # linear or embedding
+    # Path as PEFT writes it below ``base_model.model.`` (``model.layers.0.self_attn.q_proj``); of experts, the
+    # parameter's (``model.layers.0.mlp.experts.down_proj``).
+    name: str
+    kind: ModuleKind
     in_features: int  # columns of A (the vocabulary for an embedding; the length of a norm's weight)
     out_features: int  # rows of B (a norm of each head has a multiple of its weight's length)
     layer: int | None  # index of the decoder layer; ``None`` outside the layers
@@ -46,6 +52,8 @@ class TargetModule:
     offset: int  # first column of the module's output in the group's
     has_bias: bool = field(default=False, repr=False)  # whether the base adds one to its output; not in fingerprints
     token_axis: int = field(default=1, repr=False)  # axis of the tokens in a norm's output
+    # Experts, each with a pair of its own; the pairs lie one behind the other as one of their ranks together.
+    num_experts: int = field(default=1, repr=False)
 
     @property
     def turn(self) -> tuple[int, int]:

@@ -164,7 +164,7 @@ class FoldedTensor:
     # Returns the result, float32, from the numbers of the sources. Each number is a product or a sum of a few numbers,
     # so that the same file gives the same bits on every machine.
     fold: Callable[..., NDArray[np.float32]]
-    dtype = "F32"
+    dtype: str = "F32"  # a type that holds every number: the sources' where they are moved, not multiplied
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -176,7 +176,7 @@ class FoldedTensor:
         with np.errstate(over="ignore", invalid="ignore"):
             values = self.fold(*(source.filled(contents).as_float32() for source in self.sources))
         assert values.shape == self.shape, f"{values.shape} != {self.shape}"
-        return StoredTensor(self.dtype, self.shape, np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8))
+        return StoredTensor("F32", self.shape, np.ascontiguousarray(values, "<f4").reshape(-1).view(np.uint8))
 
     @property
     def data(self) -> NDArray[np.uint8]:
@@ -256,6 +256,7 @@ class Located:
     stored_name: str  # its name in the file
     parts: Parts
     is_target: bool  # whether the settings name it as a target
+    parameter: str | None = None  # name of its weight, if they name that in place of the module
 
 
 def gather_parts(name: str, tensors: Mapping[str, StoredTensor], key: re.Pattern[str]) -> dict[str, Parts]:

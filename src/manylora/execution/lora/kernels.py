@@ -71,7 +71,7 @@ def group_tables(kernels: CompiledKernels, parts: GroupParts) -> GroupTables:
     """Return the tables of a group; the first group of a batch makes the tables of all."""
     step = parts.step or StepRows.of(parts.parts)
     if "grouped" not in step.prepared:
-        step.prepared["grouped"] = kernels.lora_tables(step.rows, step.groups)
+        step.prepared["grouped"] = kernels.lora_tables(step.rows, step.groups, step.experts)
     tables = cast("dict[str, GroupTables]", step.prepared["grouped"])
     return tables[parts.parts[0].weights.layout.group]
 

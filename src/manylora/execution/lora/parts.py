@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from manylora.execution.storage.resident import AdapterRows, ResidentGroup
+from manylora.execution.storage.resident import AdapterRows, ResidentExpert, ResidentGroup
 
 if TYPE_CHECKING:
     from manylora.execution.lora.tables import StepTables
@@ -35,6 +35,7 @@ class StepRows:
 
     rows: tuple[AdapterRows, ...]  # in order
     groups: tuple[str, ...]  # the groups that any of the adapters changes
+    experts: tuple[int, ...] = ()  # the expert of each of the rows, in the one group of the experts' linears
     # A kernel's data for all groups, by the kernel's key; lives as long as the batch.
     prepared: dict[str, object] = field(default_factory=dict)
 
@@ -42,7 +43,8 @@ class StepRows:
     def of(cls, parts: Sequence[Part]) -> StepRows:
         """Return the rows of one group's parts."""
         rows = tuple([(part.start, part.stop, part.weights.memory) for part in parts])
-        return cls(rows, (parts[0].weights.layout.group,))
+        experts = tuple([part.weights.expert for part in parts if isinstance(part.weights, ResidentExpert)])
+        return cls(rows, (parts[0].weights.layout.group,), experts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

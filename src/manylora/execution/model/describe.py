@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from manylora.core.adapters.shape import INPUT, BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.execution.model.experts import expert_sizes
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import ModelProbe
 
@@ -26,11 +27,23 @@ _VOLATILE = ("_name_or_path", "transformers_version", "use_cache", "torch_dtype"
 
 
 def describe_model(
-    loaded: LoadedModel, probe: ModelProbe, *, block_size: int, max_model_len: int, kv_dtype: torch.dtype
+    loaded: LoadedModel,
+    probe: ModelProbe,
+    *,
+    block_size: int,
+    max_model_len: int,
+    kv_dtype: torch.dtype,
+    adapts_experts: bool = True,
 ) -> BaseShape:
     """Describe a model whose modules are not replaced yet, without its weights.
 
-    ``block_size`` is the tokens of KV in a page, ``max_model_len`` the longest context that is served, in tokens.
+    Args:
+        loaded: The model.
+        probe: Its behaviour.
+        block_size: Tokens of KV in a page.
+        max_model_len: The longest context that is served, in tokens.
+        kv_dtype: Type of KV.
+        adapts_experts: Whether the LoRA kernel takes rows that are known only when experts have been chosen.
     """
     model, config = loaded.model, loaded.text_config
     page = PageShape(
@@ -42,6 +55,8 @@ def describe_model(
         element_bytes=kv_dtype.itemsize,
         dtype=str(kv_dtype).removeprefix("torch."),
     )
+    if not adapts_experts:
+        probe = replace(probe, experts=())
     modules = describe_modules(model, probe)
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     return BaseShape(
@@ -56,7 +71,7 @@ def describe_model(
         modules=modules,
         all_linear=_all_linear(model),
         eos_token_ids=_eos_token_ids(model),
-        unsupported=tuple(_unsupported(model, {module.name for module in modules})),
+        unsupported=tuple(_unsupported(model, probe, modules, adapts_experts=adapts_experts)),
         tied_head=probe.head if getattr(config, "tie_word_embeddings", False) else None,
     )
 
@@ -70,25 +85,15 @@ def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule,
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     modules: list[TargetModule] = []
     for name, module in model.named_modules():
-        if name not in probe.inputs and name not in probe.norms and name != probe.head:
-            continue
-        axis = 1
-        if name in probe.norms:
-            kind, in_features, (out_features, axis) = ModuleKind.NUMBERS, module.weight.shape[0], probe.norms[name]
-        elif type(module) is nn.Linear:
-            kind, in_features, out_features = ModuleKind.LINEAR, module.in_features, module.out_features
-        elif module is embedding:
-            kind, in_features, out_features = ModuleKind.EMBEDDING, module.num_embeddings, module.embedding_dim
-        else:
-            continue
         match = re.search(r"\.(\d+)\.", name)
         layer = int(match.group(1)) if match else None
-        group, offset = groups.get(name, (name, 0))
-        sizes = {"in_features": in_features, "out_features": out_features, "token_axis": axis}
         has_bias = getattr(module, "bias", None) is not None
-        modules.append(
-            TargetModule(name=name, kind=kind, layer=layer, group=group, offset=offset, has_bias=has_bias, **sizes)
-        )
+        for leaf, kind, sizes in _targets(name, module, probe, embedding):
+            path = name + leaf
+            group, offset = groups.get(path, (path, 0))
+            modules.append(
+                TargetModule(name=path, kind=kind, layer=layer, group=group, offset=offset, has_bias=has_bias, **sizes)
+            )
     last = {one.layer: one.name for one in modules if one.kind is ModuleKind.LINEAR and one.group == one.name}
     return tuple(
         part
@@ -100,6 +105,32 @@ def describe_modules(model: nn.Module, probe: ModelProbe) -> tuple[TargetModule,
 def _input_of(linear: TargetModule) -> TargetModule:
     name, width = linear.name + INPUT, linear.in_features
     return replace(linear, name=name, group=name, kind=ModuleKind.NUMBERS, out_features=width, offset=0, has_bias=False)
+
+
+def _targets(
+    name: str, module: nn.Module, probe: ModelProbe, embedding: nn.Module
+) -> Iterator[tuple[str, ModuleKind, dict[str, int]]]:
+    """Yield the targets that a module is or has: the rest of their names, their kinds and sizes."""
+
+    def sizes(inputs: int, outputs: int, **more: int) -> dict[str, int]:
+        return {"in_features": inputs, "out_features": outputs, **more}
+
+    if name in probe.experts and (found := expert_sizes(module)) is not None:
+        num, hidden, inner = found
+        yield ".gate_up_proj", ModuleKind.EXPERTS, sizes(hidden, 2 * inner, num_experts=num)
+        yield ".down_proj", ModuleKind.EXPERTS, sizes(inner, hidden, num_experts=num)
+    elif name in probe.routers:
+        num_out, hidden = cast(torch.Tensor, module.weight).shape
+        yield "", ModuleKind.ROUTER, sizes(hidden, num_out)
+    elif name in probe.norms:
+        num_out, axis = probe.norms[name]
+        yield "", ModuleKind.NUMBERS, sizes(cast(torch.Tensor, module.weight).shape[0], num_out, token_axis=axis)
+    elif name not in probe.inputs and name != probe.head:
+        return
+    elif type(module) is nn.Linear:
+        yield "", ModuleKind.LINEAR, sizes(module.in_features, module.out_features)
+    elif module is embedding and isinstance(module, nn.Embedding):
+        yield "", ModuleKind.EMBEDDING, sizes(module.num_embeddings, module.embedding_dim)
 
 
 def siblings(model: nn.Module) -> dict[str, list[str]]:
@@ -134,13 +165,20 @@ def _all_linear(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
 
 
-def _unsupported(model: nn.Module, adaptable: set[str]) -> Iterable[tuple[str, str]]:
+def _unsupported(
+    model: nn.Module, probe: ModelProbe, modules: Iterable[TargetModule], *, adapts_experts: bool
+) -> Iterable[tuple[str, str]]:
+    adaptable = {module.name for module in modules}.union(probe.experts)
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if not own or name in adaptable:
             continue
         if any(parameter.ndim == 3 for parameter in own.values()):
-            yield name, "its experts are one three-dimensional weight, which LoRA on modules cannot reach"
+            if not adapts_experts and expert_sizes(module) is not None:
+                why = "the rows of an expert are known only once it is chosen, and kernels of a GPU need them before"
+            else:
+                why = "its experts are of another form than gate and up in one weight, and down, without biases"
+            yield name, why
         elif isinstance(module, nn.Embedding):
             yield name, "it is an embedding of other things than the tokens of the vocabulary (positions, mostly)"
         elif isinstance(module, nn.Linear):

@@ -206,7 +206,7 @@ def _pieces(model: nn.Module, modules: Sequence[TargetModule]) -> list[_Piece]:
         if model.get_submodule(module.name) is head
         else _Role.LINEAR
         for module in modules
-        if module.kind is not ModuleKind.NUMBERS
+        if module.kind in (ModuleKind.LINEAR, ModuleKind.EMBEDDING)
     }
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, tensor in _tensors(model):

@@ -31,6 +31,7 @@ from manylora.execution.kernels.linear import BaseLinear, Weight
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import add_embedding
 from manylora.execution.lora.vectors import AdaptedNumbers, apply_epilogue
+from manylora.execution.model.experts import adapt_mixture
 from manylora.execution.model.settle import BaseGroup, BaseNorm
 
 __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "adapt_modules"]
@@ -217,6 +218,8 @@ def adapt_modules(
                     own[group] = BaseNorm.of(norm)
                 norm.numbers = numbers[group]  # type: ignore[assignment]
                 norm.register_forward_hook(_adapt_output)
+        elif members[0].kind in (ModuleKind.EXPERTS, ModuleKind.ROUTER):
+            adapt_mixture(model, members[0], step)
         elif members[0].kind is ModuleKind.EMBEDDING:
             embedding = cast(nn.Embedding, model.get_submodule(name))
             table = weights[f"{name}.weight"]

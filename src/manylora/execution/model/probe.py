@@ -8,8 +8,8 @@ token and which share one input. A model that does anything else is refused by n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from manylora.core.errors import ConfigError
 from manylora.execution.attention.call import AttentionCall, attending
+from manylora.execution.model.experts import ProductWatch, expert_sizes, is_bare_product, is_expert_call
 from manylora.execution.model.head import RecordedPass
 
 __all__ = ["ModelProbe", "is_norm", "measure_activations", "probe_model", "stand_ins"]
@@ -61,6 +62,8 @@ class ModelProbe:
     head: str | None  # name of the output head, called once on the sampled rows
     # Numbers that a norm returns for a token, and the axis of tokens, per norm that was called once on every token.
     norms: dict[str, tuple[int, int]]
+    experts: tuple[str, ...] = ()  # modules of experts (``expert_sizes``) that were called once, on every token
+    routers: tuple[str, ...] = ()  # modules that multiply every token once by a weight of their own
 
 
 @dataclass(slots=True)
@@ -144,10 +147,11 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     """
     sink = _ProbeSink(architecture)
     seen: dict[str, list[torch.Tensor]] = {}
+    mixtures = _Mixtures()
     if model.base_model is model:
         raise sink.refusal("its decoder is no module of its own")
     recorded = RecordedPass(model)
-    with torch.inference_mode(), recorded.recording(), _watching(model, seen):
+    with torch.inference_mode(), recorded.recording(), _watching(model, seen), mixtures.watching(model):
         device = next(model.parameters()).device
         tokens = torch.arange(NUM_TOKENS, device=device)[None]
         keep = torch.arange(NUM_TOKENS - NUM_SAMPLED, NUM_TOKENS, device=device)
@@ -182,7 +186,47 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     shapes = sorted(set(sink.layers.values()))
     if len(shapes) != 1:
         raise sink.refusal(f"its layers have keys of different shapes: {shapes} (heads, size of keys, of values)")
-    return _summary(model, seen, num_layers, shapes[0])
+    probe = _summary(model, seen, num_layers, shapes[0])
+    return replace(probe, experts=_once(mixtures.experts), routers=_once(mixtures.routers))
+
+
+@dataclass(slots=True)
+class _Mixtures:
+    """The calls of experts and of modules with a bare weight, by name: whether each got every token."""
+
+    experts: dict[str, list[bool]] = field(default_factory=dict)
+    routers: dict[str, list[bool]] = field(default_factory=dict)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Record the calls inside."""
+        with ExitStack() as undo:
+            for name, module in model.named_modules():
+                if expert_sizes(module) is not None:
+                    calls = self.experts.setdefault(name, [])
+                    hook = module.register_forward_pre_hook(
+                        lambda _, args, calls=calls: calls.append(is_expert_call(args, NUM_TOKENS))
+                    )
+                    undo.callback(hook.remove)
+                elif is_bare_product(module):
+                    calls = self.routers.setdefault(name, [])
+                    vars(module)["forward"] = partial(self._run, module.forward, module.weight.shape, calls)
+                    undo.callback(vars(module).pop, "forward")
+            yield
+
+    @staticmethod
+    def _run(
+        forward: Callable[..., object], shape: torch.Size, calls: list[bool], *args: object, **kwargs: object
+    ) -> object:
+        def note(x: torch.Tensor, out: torch.Tensor) -> None:
+            calls.append(x.shape[:-1].numel() == NUM_TOKENS)
+
+        with ProductWatch(shape, note):
+            return forward(*args, **kwargs)
+
+
+def _once(calls: dict[str, list[bool]]) -> tuple[str, ...]:
+    return tuple(name for name, all_tokens in calls.items() if all_tokens == [True])
 
 
 def _summary(
@@ -206,8 +250,15 @@ def _summary(
         elif num_rows == NUM_TOKENS:
             inputs[name] = numbers.setdefault(id(tensors[0]), len(numbers))
     heads, head_dim, value_dim = kv_shape
-    sizes = {"num_kv_heads": heads, "head_dim": head_dim, "value_dim": value_dim}
-    return ModelProbe(num_layers=num_layers, **sizes, inputs=inputs, head=head, norms=norms)
+    return ModelProbe(
+        num_layers=num_layers,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        inputs=inputs,
+        head=head,
+        norms=norms,
+    )
 
 
 def is_norm(module: nn.Module) -> bool:

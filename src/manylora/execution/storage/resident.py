@@ -21,6 +21,7 @@ __all__ = [
     "AdapterMemory",
     "AdapterRows",
     "ResidentAdapter",
+    "ResidentExpert",
     "ResidentGroup",
     "ResidentModule",
     "WeightPiece",
@@ -108,6 +109,41 @@ class ResidentGroup:
             WeightPiece(piece.weight.view(torch.float32), piece.row, piece.col // width)
             for piece in _pieces(tiles, self.memory)
         )
+
+
+class ResidentExpert(ResidentGroup):
+    """LoRA weights of one expert, out of a group that holds those of all.
+
+    Args:
+        group: The group.
+        expert: Its number.
+    """
+
+    def __init__(self, group: ResidentGroup, expert: int) -> None:
+        super().__init__(group.memory, group.layout)
+        self.expert = expert
+        self.rank = group.rank // group.layout.num_experts
+        self._group = group
+
+    @cached_property
+    def a(self) -> tuple[WeightPiece, ...]:
+        """Pieces of its A ``[rank, in_features]``."""
+        return self._own(self._group.a)
+
+    @cached_property
+    def modules(self) -> tuple[ResidentModule, ...]:
+        """Its one module."""
+        (module,) = self._group.modules
+        return (ResidentModule(0, self.rank, module.offset, self._own(module.b)),)
+
+    def _own(self, pieces: Sequence[WeightPiece]) -> tuple[WeightPiece, ...]:
+        own = []
+        for piece in pieces:
+            first = self.expert * self.rank - piece.row  # in the piece
+            weight = piece.weight[max(first, 0) : max(first + self.rank, 0)]
+            if len(weight):
+                own.append(WeightPiece(weight, max(-first, 0), piece.col))
+        return tuple(own)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

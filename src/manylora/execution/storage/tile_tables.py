@@ -73,7 +73,7 @@ class GroupDirectory:
         inputs: dict[str, int] = {}
         places: dict[str, tuple[str, int]] = {}
         for module in base.modules:
-            if module.kind is not ModuleKind.EMBEDDING:
+            if module.kind not in (ModuleKind.EMBEDDING, ModuleKind.EXPERTS):
                 members = modules.setdefault(module.group, [])
                 places[module.name] = (module.group, len(members))
                 members.append((module.offset, module.out_features))

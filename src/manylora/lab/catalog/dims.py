@@ -128,7 +128,7 @@ class ModelDims:
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Modules of a layer that are computed as one product."""
-        mlp = (("gate_proj", "up_proj"), ("down_proj",))
+        mlp = (("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",))
         if self.latent is not None:
             return (*((name,) for name in self.attention_modules), *mlp)
         return (("q_proj", "k_proj", "v_proj"), ("o_proj",), *mlp)
@@ -208,23 +208,35 @@ class ModelDims:
             dtype=dtype,
         )
 
-    def adapter_elements(self, targets: tuple[str, ...] = ATTENTION_TARGETS) -> int:
+    def adapter_elements(self, targets: tuple[str, ...] = ATTENTION_TARGETS, *, num_experts: int | None = None) -> int:
         """Return the weights per unit of rank of an adapter on these modules (by last name) of every layer.
+
+        ``num_experts`` counts the weights of so many experts of a layer, in place of all.
 
         Raises:
             ConfigError: This model has no such module.
         """
-        return self.num_layers * sum(sum(self.module_shape(target)) for target in targets)
+        dense, sparse = self.num_layers, self.num_layers - self.num_dense_layers
+        sparse *= self.num_experts if num_experts is None else num_experts
+        return sum(
+            sum(self.module_shape(target)) * (sparse if self.is_of_experts(target) else dense) for target in targets
+        )
+
+    def is_of_experts(self, target: str) -> bool:
+        """Return whether every expert has a module of this name of its own."""
+        return self.num_experts > 0 and target in ("gate_up_proj", "down_proj")
 
     def module_shape(self, target: str) -> tuple[int, int]:
-        """Return the numbers of inputs and outputs of a module that adapters may change.
+        """Return the numbers of inputs and outputs of a module that adapters may change, of one expert in a mixture.
 
         Raises:
-            ConfigError: This model has no such module (MLPs of experts take no adapter).
+            ConfigError: This model has no such module.
         """
         hidden, inner = self.hidden_size, self.intermediate_size
         shapes = self.attention_modules
-        if not self.num_experts:
+        if self.num_experts:  # gate and up are one weight
+            shapes |= {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
+        else:
             shapes |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
         if target not in shapes:
             raise ConfigError(f"Got {target = }, expected one of {', '.join(shapes)} for {self.name}")

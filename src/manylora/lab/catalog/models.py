@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
@@ -150,7 +150,7 @@ def find_dims(model: str | ModelDims) -> ModelDims:
 def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
     """Return the shape of a Llama-like decoder with pages of ``block_size`` tokens.
 
-    Modules are named as in ``transformers`` and PEFT. MLPs of experts take no adapter.
+    Modules are named as in ``transformers`` and PEFT.
     """
     dims = find_dims(model)
     hidden, inner, q_size, kv_size = dims.hidden_size, dims.intermediate_size, dims.q_size, dims.kv_size
@@ -185,10 +185,12 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
     all_linear = tuple(module.name for module in modules if module.kind is ModuleKind.LINEAR)
     modules.append(_at_the_end("lm_head", ModuleKind.LINEAR, hidden, dims.vocab_size))
     page = dims.page_shape(block_size)
+    digest = hashlib.blake2b(repr((dims.name, modules, page)).encode(), digest_size=16)  # without experts, as ever
+    modules += _experts(dims)
     return BaseShape(
         name=dims.name,
         architecture="llama",
-        fingerprint=hashlib.blake2b(repr((dims.name, modules, page)).encode(), digest_size=16).hexdigest(),
+        fingerprint=digest.hexdigest(),
         vocab_size=dims.vocab_size,
         hidden_size=hidden,
         num_layers=dims.num_layers,
@@ -198,6 +200,24 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
         all_linear=all_linear,
         eos_token_ids=(),
     )
+
+
+def _experts(dims: ModelDims) -> Iterator[TargetModule]:
+    """Yield the parameters of the experts of a mixture, layer by layer."""
+    hidden, inner = dims.hidden_size, dims.intermediate_size
+    for layer in range(dims.num_dense_layers, dims.num_layers if dims.num_experts else 0):
+        for leaf, inputs, outputs in (("gate_up_proj", hidden, 2 * inner), ("down_proj", inner, hidden)):
+            name = f"model.layers.{layer}.mlp.experts.{leaf}"
+            yield TargetModule(
+                name=name,
+                kind=ModuleKind.EXPERTS,
+                in_features=inputs,
+                out_features=outputs,
+                layer=layer,
+                group=name,
+                offset=0,
+                num_experts=dims.num_experts,
+            )
 
 
 def _at_the_end(name: str, kind: ModuleKind, in_features: int, out_features: int) -> TargetModule:

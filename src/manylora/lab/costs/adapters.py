@@ -70,7 +70,9 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTargets:
-    """The modules that adapters change, summed over layers.
+    """The modules that adapters change, summed over layers; of experts, those that one token is routed to.
+
+    A step of many tokens reads the pairs of more experts, which is not priced.
 
     Args:
         weights: Weights per unit of rank.
@@ -92,10 +94,15 @@ def adapter_targets(dims: ModelDims, targets: tuple[str, ...]) -> AdapterTargets
     Raises:
         ConfigError: The model has no such module.
     """
-    weights = dims.adapter_elements(targets)
+    chosen = dims.experts_per_token
+    weights = dims.adapter_elements(targets, num_experts=chosen)
     groups = [group for group in dims.groups if set(group) & set(targets)]
-    inputs = sum(dims.module_shape(group[0])[0] for group in groups)
-    outputs = sum(dims.module_shape(target)[1] for target in targets)
+
+    def times(target: str) -> int:
+        return chosen if dims.is_of_experts(target) else 1
+
+    inputs = sum(dims.module_shape(group[0])[0] * times(group[0]) for group in groups)
+    outputs = sum(dims.module_shape(target)[1] * times(target) for target in targets)
     return AdapterTargets(
         weights=weights,
         weight_bytes=weights * dims.element_bytes,

@@ -199,5 +199,6 @@ def adapters_in(folder: Path) -> dict[str, Any]:
         modules = ALL_LINEAR if settings.target_modules == "all-linear" else settings.target_modules
         if isinstance(modules, str):
             raise ConfigError(f"{home}: its modules are given by an expression ({modules}), expected names")
-        targets.update(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+        named = [*modules, *settings.target_parameters]
+        targets.update(dict.fromkeys(module.rpartition(".")[2] for module in named))
     return {"count": len(ranks), "ranks": ranks, "targets": list(targets)}

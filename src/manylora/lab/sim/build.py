@@ -66,13 +66,18 @@ class SimulatedReader:
             settings = json.loads(content)
             rank, targets = _rank_in_memory(settings), settings["target_modules"]
             invocation = tuple(map(int, settings.get("alora_invocation_tokens") or ()))
+            parameters = settings.get("target_parameters") or []
         except (ValueError, KeyError, TypeError) as error:
             raise AdapterError(name, f"adapter_config.json is not usable: {error!r}") from error
         if targets == "all-linear":
             ranks = dict.fromkeys(self._base.all_linear, rank)
         else:
-            suffixes = set(targets)
-            ranks = {one.name: rank for one in self._base.modules if one.name.rpartition(".")[2] in suffixes}
+            suffixes = {str(name).rpartition(".")[2] for name in [*targets, *parameters]}
+            ranks = {
+                one.name: rank * one.num_experts
+                for one in self._base.modules
+                if one.name.rpartition(".")[2] in suffixes
+            }
         if not ranks or rank < 1:
             raise AdapterError(name, f"rank {rank} on {targets} applies to no module of {self._base.name}")
         weight_file = config_file.with_name("adapter_model.safetensors")

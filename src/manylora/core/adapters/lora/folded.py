@@ -104,7 +104,8 @@ class FoldedMethod:
             AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
         """
         settings = parse_lora(name, self.as_lora(name, {**config, "peft_type": "LORA"}))
-        for key in ("use_dora", "lora_bias", "trainable_token_indices", "modules_to_save", "alora_invocation_tokens"):
+        keys = ("use_dora", "lora_bias", "trainable_token_indices", "modules_to_save", "alora_invocation_tokens")
+        for key in (*keys, "target_parameters"):
             if config.get(key):
                 _refuse(name, f"{key} is set, which is not supported beside {config['peft_type']}")
         if settings.bias != "none":
@@ -150,8 +151,8 @@ class FoldedSettings(NamedSettings):
         weights = []
         for one in located:
             case = _Case(self.name, one, shared, targeting, self.config, base)
-            if one.module.kind is ModuleKind.EMBEDDING:
-                case.fail(f"is an embedding, which {self.config['peft_type']} does not adapt")
+            if one.module.kind in (ModuleKind.EMBEDDING, ModuleKind.EXPERTS, ModuleKind.ROUTER):
+                case.fail(f"is of the kind {one.module.kind.value}, which {self.config['peft_type']} does not adapt")
             folded = self.method.fold(case)
             if folded is None:
                 continue

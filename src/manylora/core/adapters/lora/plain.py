@@ -20,6 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manylora.core.adapters.folder import shown
+from manylora.core.adapters.lora.experts import (
+    container_of,
+    expert_weights,
+    guess_parameter,
+    name_parameters,
+    parameter_of,
+)
 from manylora.core.adapters.lora.replaced import check_replaced, of_every_head, trained_tokens, trained_weight
 from manylora.core.adapters.lora.settings import LoraSettings, parse_lora
 from manylora.core.adapters.lora.targeting import Targeting
@@ -101,6 +108,8 @@ class PlainSettings(NamedSettings):
             a = parts.get("lora_A", parts.get("lora_embedding_A"))
             rank = a.shape[0] if a is not None and a.shape else 0
             num_elements = sum(math.prod(tensor.shape) for tensor in parts.values())
+            if (parameter := guess_parameter(self.settings, module)) != module:
+                module, rank = parameter, targeting.rank(parameter)
             scale = targeting.scale(module)
             dtype = (a or first).dtype
             modules.append(StoredModule(name=module, rank=rank, scale=scale, dtype=dtype, num_elements=num_elements))
@@ -162,6 +171,10 @@ class PlainSettings(NamedSettings):
     def _weights(self, one: Located, targeting: Targeting) -> ModuleWeights:
         """Return the weights of a module, checked."""
         parts, module = one.parts, one.module
+        if module.kind is ModuleKind.EXPERTS:
+            return expert_weights(self.name, one, self.settings, targeting)
+        if module.kind is ModuleKind.ROUTER and (extra := parts.keys() - {"lora_A", "lora_B"}):
+            raise AdapterError(self.name, f"module {one.stored_name!r} is a router and has {min(extra)}")
         if "tokens" in parts:
             return trained_tokens(self.name, one, self.settings)
         if "saved" in parts:
@@ -201,7 +214,7 @@ class PlainSettings(NamedSettings):
             kind = ModuleKind.LINEAR if is_embedding else ModuleKind.EMBEDDING
             raise AdapterError(name, f"{where} has {kind.value} weights, but is a {module.kind.value} module")
         a, b = (parts[f"lora_embedding_{side}" if is_embedding else f"lora_{side}"] for side in "AB")
-        rank = targeting.rank(one.stored_name)
+        rank = targeting.rank(one.parameter or one.stored_name)
         stored_rank = a.shape[0] if len(a.shape) == 2 and a.shape[1] == module.in_features else rank
         if stored_rank != rank:
             raise AdapterError(
@@ -209,7 +222,7 @@ class PlainSettings(NamedSettings):
             )
         check_tensor(name, f"lora_A of {where}", a, (rank, module.in_features))
         check_tensor(name, f"lora_B of {where}", b, (module.out_features, rank))
-        return ModuleWeights(module, rank, targeting.scale(one.stored_name), a, b)
+        return ModuleWeights(module, rank, targeting.scale(one.parameter or one.stored_name), a, b)
 
 
 _ALONE = ("bias", "saved", "tokens")
@@ -275,13 +288,21 @@ def locate_modules(
         AdapterError: A module does not exist in the base, or tensors belong to no target.
     """
     wrapper = _find_wrapper(modules, base)
-    found = _find_modules(name, modules, wrapper, base)
+    experts = [replace(m, name=_as_stored(m.name, wrapper)) for m in base.modules if m.kind is ModuleKind.EXPERTS]
+    found = _find_modules(name, name_parameters(name, settings, modules, experts), wrapper, base)
     targeting = Targeting(name, settings, [_as_stored(m, wrapper) for m in base.all_linear])
     located, missing = [], []
+    has_parameters = not settings.target_parameters
     for module in base.modules:
         stored_name = _as_stored(module.name, wrapper)
-        is_target = module.kind is not ModuleKind.NUMBERS and targeting.is_target(stored_name)
         parts = found.get(module.name, {})
+        parameter = parameter_of(settings, module, stored_name)
+        has_parameters = has_parameters or parameter is not None
+        is_named = module.kind is not ModuleKind.NUMBERS and targeting.is_target(stored_name)
+        is_target = parameter is not None or is_named
+        if parameter is None and module.kind in (ModuleKind.EXPERTS, ModuleKind.ROUTER):
+            # PEFT makes targets of their former names into parameters, and leaves those without tensors as they are.
+            is_target = bool(parts) and (is_target or module.kind is ModuleKind.EXPERTS)
         if parts.keys() - set(extra):
             if not is_target:
                 raise AdapterError(
@@ -291,7 +312,11 @@ def locate_modules(
         elif is_target:
             missing.append(stored_name)
         if parts:
-            located.append(Located(module, stored_name, parts, is_target))
+            located.append(Located(module, stored_name, parts, is_target, parameter))
+    if not has_parameters:
+        raise AdapterError(
+            name, f"target_parameters names {shown(settings.target_parameters[0])}, which the base has not"
+        )
     return targeting, located, missing
 
 
@@ -306,9 +331,9 @@ def check_missing(name: str, missing: Sequence[str]) -> None:
 
 
 def _find_wrapper(modules: Mapping[str, Parts], base: BaseShape) -> tuple[str, str]:
-    ours = {m.name for m in base.modules}
+    ours = {m.name.rpartition(".")[0] if m.kind is ModuleKind.EXPERTS else m.name for m in base.modules}
     for wrapper in _WRAPPERS:
-        if any(module.startswith(wrapper[0]) and _as_ours(module, wrapper) in ours for module in modules):
+        if any(module.startswith(wrapper[0]) and container_of(_as_ours(module, wrapper)) in ours for module in modules):
             return wrapper
     return ("", "")
 
@@ -332,8 +357,9 @@ def _find_modules(
     unknown: list[str] = []
     for stored_name, parts in modules.items():
         module = _as_ours(stored_name, wrapper)
-        if module in unsupported:
-            raise AdapterError(name, f"module {shown(stored_name)} cannot be adapted: {unsupported[module]}")
+        place = module if module in unsupported else container_of(module)
+        if place in unsupported:
+            raise AdapterError(name, f"module {shown(stored_name)} cannot be adapted: {unsupported[place]}")
         if module not in ours:
             unknown.append(stored_name)
         elif module in found:

@@ -22,7 +22,6 @@ MAX_RANK = 65_536
 MAX_INVOCATION_TOKENS = 128
 
 _REFUSED: Mapping[str, str] = {
-    "target_parameters": "LoRA on bare parameters (mixture-of-experts weights)",
     "layer_replication": "replicated layers",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
@@ -38,6 +37,7 @@ _REFUSED: Mapping[str, str] = {
 _READ = frozenset(
     {"peft_type", "r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern"}
     | {"use_dora", "lora_bias", "trainable_token_indices", "modules_to_save", "alora_invocation_tokens"}
+    | {"target_parameters"}
     | {"alpha_pattern", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"}
     | {"base_model_name_or_path", "task_type", "peft_version"}
 )
@@ -64,6 +64,7 @@ class LoraSettings:
     lora_alpha: float  # numerator of the scale of modules without a pattern
     use_rslora: bool  # scale is alpha / sqrt(rank) instead of alpha / rank
     target_modules: tuple[str, ...] | str  # names, or one regular expression (or ``all-linear``)
+    target_parameters: tuple[str, ...]  # ends of names of parameters that are targets beside modules
     exclude_modules: tuple[str, ...] | str  # names, or one regular expression, that are not targets
     rank_pattern: tuple[tuple[str, int], ...]  # pairs of pattern and rank; the first match counts
     alpha_pattern: tuple[tuple[str, float], ...]  # pairs of pattern and alpha
@@ -99,8 +100,14 @@ class _Parser:
         target_modules = self._names("target_modules")
         layers = self._layers()
         layers_pattern = self._names("layers_pattern")
-        if not target_modules:
+        target_parameters = self._names("target_parameters")
+        if isinstance(target_parameters, str):
+            self._fail(f"target_parameters is {shown(target_parameters)}, expected a list of names")
+        if not target_modules and not target_parameters:
             self._fail("target_modules is empty, expected the names of the adapted modules")
+        for key in ("use_dora", "lora_bias", "alora_invocation_tokens"):
+            if target_parameters and self._fields.get(key):
+                self._fail(f"target_parameters and {key} are both set, which PEFT does not support")
         if isinstance(target_modules, str) and (layers is not None or layers_pattern):
             self._fail("layers_to_transform and layers_pattern need target_modules to be a list of names")
         if layers_pattern and layers is None:
@@ -110,6 +117,7 @@ class _Parser:
             lora_alpha=self._alpha("lora_alpha", self._require("lora_alpha")),
             use_rslora=self._flag("use_rslora"),
             target_modules=target_modules,
+            target_parameters=target_parameters,
             exclude_modules=self._names("exclude_modules"),
             rank_pattern=tuple(
                 (k, self._rank(f"rank_pattern[{shown(k)}]", v)) for k, v in self._mapping("rank_pattern")

@@ -114,6 +114,8 @@ class _ByPattern(Generic[_T]):
         ]
 
     def look_up(self, module: str, default: _T) -> _T:
+        if not self._values:
+            return default
         first = self._names.first(module)
         for number, pattern in self._patterns:
             if first is not None and number > first:

@@ -95,9 +95,11 @@ class LoraTables:
     memory: MemorySpan
 
 
-def make_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, LoraTables]:
-    """Return the tables of each group that any adapter of ``rows`` changes."""
-    step = StepPieces(rows, groups)
+def make_tables(
+    rows: Sequence[AdapterRows], groups: Sequence[str], experts: Sequence[int] = ()
+) -> dict[str, LoraTables]:
+    """Return the tables of each group that any adapter of ``rows`` changes; arguments as for ``StepPieces``."""
+    step = StepPieces(rows, groups, experts)
     # The cost of a weight: its bytes to read; a row's arithmetic costs about as much as one byte.
     cost = step.element_bytes + step.num_rows
     costs = cost[:, None] * np.stack([step.ranks, step.expand_costs])

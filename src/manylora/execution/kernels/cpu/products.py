@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -99,9 +100,11 @@ class ProductTables:
     memory: MemorySpan  # the memory that offsets in ``shrink`` and ``expand`` count from
 
 
-def make_product_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, ProductTables]:
-    """Return the tables of each group that any adapter of ``rows`` changes."""
-    step = StepPieces(rows, groups)
+def make_product_tables(
+    rows: Sequence[AdapterRows], groups: Sequence[str], experts: Sequence[int] = ()
+) -> dict[str, ProductTables]:
+    """Return the tables of each group that any adapter of ``rows`` changes; arguments as for ``StepPieces``."""
+    step = StepPieces(rows, groups, experts)
     work = step.sizes * -(-step.num_rows // AXPY_ROWS)[:, None]
     lines = np.empty((*step.sizes.shape, NUM_PART_FIELDS), dtype=np.int64)
     lines[..., FIRST], lines[..., ROWS] = step.first_row[:, None], step.num_rows[:, None]
@@ -143,13 +146,21 @@ class GroupTables:
         return [*many, *few]
 
 
-def make_group_tables(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, GroupTables]:
-    """Return the tables of each group."""
-    many = [one for one in rows if one[1] - one[0] > MAX_READ_ROWS]
-    few = [one for one in rows if one[1] - one[0] <= MAX_READ_ROWS]
-    products = make_product_tables(many, groups) if many else {}
-    loras = make_tables(few, groups) if few else {}
-    vectors = make_vectors(rows, groups) if any(len(adapter_tables(one).vectors) for _, _, one in rows) else {}
+def make_group_tables(
+    rows: Sequence[AdapterRows], groups: Sequence[str], experts: Sequence[int] = ()
+) -> dict[str, GroupTables]:
+    """Return the tables of each group; arguments as for ``StepPieces``."""
+    is_many = [stop - start > MAX_READ_ROWS for start, stop, _ in rows]
+    is_few = [not one for one in is_many]
+    products: dict[str, ProductTables] = {}
+    loras: dict[str, LoraTables] = {}
+    if any(is_many):
+        products = make_product_tables([*compress(rows, is_many)], groups, [*compress(experts, is_many)])
+    if any(is_few):
+        loras = make_tables([*compress(rows, is_few)], groups, [*compress(experts, is_few)])
+    vectors: dict[str, VectorTables] = {}
+    if not experts and any(len(adapter_tables(one).vectors) for _, _, one in rows):
+        vectors = make_vectors(rows, groups)
     return {group: GroupTables(products.get(group), loras.get(group), vectors.get(group)) for group in groups}
 
 

@@ -35,7 +35,7 @@ class CompiledKernels:
         from manylora.execution.kernels.cpu import attention, coded, decoded, integer_dots, lora, products, tables
 
         self.attend = partial(attention.attend_compiled, team)
-        self.prepare = tables.adapter_tables  # else the first step of an adapter makes its tables
+        self.prepare = tables.prepare_tables  # else the first step of an adapter makes its tables
         self.lora_tables = products.make_group_tables
         self.coded = partial(coded.multiply_coded, team)
         self.decoded = partial(decoded.multiply_decoded, team)

@@ -20,15 +20,16 @@ All work of a group is laid end to end, and every thread takes an equal share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, cast
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manylora.core.adapters.layout import AdapterLayout, Tile, vector_elements
+from manylora.core.adapters.layout import AdapterLayout, GroupLayout, Tile, vector_elements
 from manylora.core.adapters.shape import ELEMENT_BYTES
 from manylora.execution.storage.resident import AdapterMemory, AdapterRows, merge_tiles
 
@@ -52,6 +53,7 @@ __all__ = [
     "Table",
     "adapter_tables",
     "before",
+    "prepare_tables",
     "share",
 ]
 
@@ -101,9 +103,12 @@ class TableLines:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableTemplate:
-    """A layout's pieces before its pages are known."""
+    """A layout's pieces before its pages are known.
 
-    numbers: dict[str, int]  # number of each group, by name
+    Of a group of experts' linears it is another one, in which each expert is a group.
+    """
+
+    numbers: dict[str, int]  # number of each group, by name; empty if experts are the groups
     shrink: TableLines  # pieces of the A stacks
     expand: TableLines  # pieces of B^T; a module's columns begin at BEGIN
     vectors: TableLines  # pieces of factors (RANK_ROW is 0), then of shifts (1), in float32 numbers but for OFFSET
@@ -124,46 +129,67 @@ class AdapterTables:
     memory: MemorySpan
 
 
-def adapter_tables(weights: AdapterMemory) -> AdapterTables:
-    """Return the tables of an adapter, made on first use."""
-    if "compiled" not in weights.prepared:
-        template, flat = _template(weights.layout), weights.flat
+def adapter_tables(weights: AdapterMemory, of_experts: str = "") -> AdapterTables:
+    """Return the tables of an adapter, or those of a group ``of_experts``; made on first use."""
+    key = f"compiled {of_experts}"
+    if key not in weights.prepared:
+        template, flat = _template(weights.layout, of_experts), weights.flat
         pages = np.asarray(weights.pages, dtype=np.int64)
-        weights.prepared["compiled"] = AdapterTables(
+        weights.prepared[key] = AdapterTables(
             template,
             template.shrink.placed(pages, flat.shape[1]),
             template.expand.placed(pages, flat.shape[1]),
             template.vectors.placed(pages, flat.shape[1]),
             MemorySpan(flat.data_ptr(), flat.nbytes),
         )
-    return cast(AdapterTables, weights.prepared["compiled"])
+    return cast(AdapterTables, weights.prepared[key])
 
 
-def _template(layout: AdapterLayout) -> TableTemplate:
-    if "compiled" not in layout.prepared:
-        layout.prepared["compiled"] = _make_template(layout)
-    return cast(TableTemplate, layout.prepared["compiled"])
+def prepare_tables(weights: AdapterMemory) -> None:
+    """Make all tables of an adapter."""
+    adapter_tables(weights)
+    for group in weights.layout.groups.values():
+        if group.num_experts:
+            adapter_tables(weights, group.group)
+
+
+def _template(layout: AdapterLayout, of_experts: str) -> TableTemplate:
+    key = f"compiled {of_experts}"
+    if key not in layout.prepared:
+        group = layout.groups.get(of_experts)
+        layout.prepared[key] = _make_template(layout) if group is None else _expert_template(group, layout.dtype)
+    return cast(TableTemplate, layout.prepared[key])
+
+
+def _line(run: Tile, code: int, row: int, begin: int, start: int, cost: int) -> tuple[int, ...]:
+    """Return a line of a table behind its page."""
+    place = (run.page, 0, 1, run.offset, run.num_rows, run.num_cols, code)
+    return (*place, row + run.row, begin + run.col, begin, start, cost)
 
 
 def _make_template(layout: AdapterLayout) -> TableTemplate:
     code, width = _CODES[layout.dtype], vector_elements(layout.dtype)
-
-    def line(run: Tile, row: int, begin: int, start: int, cost: int) -> tuple[int, ...]:
-        place = (run.page, 0, 1, run.offset, run.num_rows, run.num_cols, code)
-        return (*place, row + run.row, begin + run.col, begin, start, cost)
+    line = partial(_line, code=code)
 
     def number_line(run: Tile, is_shift: bool, offset: int) -> tuple[int, ...]:
         num_cols = run.num_cols // width
         return (run.page, 0, 1, run.offset, 1, num_cols, code, int(is_shift), offset + run.col // width, 0, 0, 0)
 
+    groups = {name: group for name, group in layout.groups.items() if not group.num_experts}
     shrink, expand, vectors, expand_costs = [], [], [], []
-    for group in layout.groups.values():
+    for group in groups.values():
         # By column: the first piece of a row starts its sum, the others add to it.
-        shrink.append([line(run, 0, 0, 0, 1) for run in sorted(merge_tiles(group.a), key=lambda run: run.col)])
+        shrink.append(
+            [
+                line(run, row=0, begin=0, start=0, cost=1)
+                for run in sorted(merge_tiles(group.a), key=lambda run: run.col)
+            ]
+        )
         lines: list[tuple[int, ...]] = []
         total = 0
         for part in group.modules:
-            lines += [line(run, part.row, part.module.offset, total, part.rank) for run in merge_tiles(part.b)]
+            begin = part.module.offset
+            lines += [line(run, row=part.row, begin=begin, start=total, cost=part.rank) for run in merge_tiles(part.b)]
             total += -(-part.module.out_features // UNIT) * part.rank
         expand.append(lines)
         of_group = [(kind, part, tiles) for part in group.modules for kind, tiles in part.vectors]
@@ -178,18 +204,49 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
         expand_costs.append(total)
     sizes = [
         group.rank * group.in_features + sum(part.rank * part.module.out_features for part in group.modules)
-        for group in layout.groups.values()
+        for group in groups.values()
     ]
     return TableTemplate(
-        {name: number for number, name in enumerate(layout.groups)},
+        {name: number for number, name in enumerate(groups)},
         TableLines.of(shrink),
         TableLines.of(expand),
         TableLines.of(vectors),
-        np.array([*(group.rank for group in layout.groups.values()), 0]),
+        np.array([*(group.rank for group in groups.values()), 0]),
         np.array([*expand_costs, 0]),
         np.array([*sizes, 0]),
         ELEMENT_BYTES[layout.dtype],
     )
+
+
+def _expert_template(group: GroupLayout, dtype: str) -> TableTemplate:
+    """Return the pieces of a group of experts' linears, expert by expert."""
+    (part,) = group.modules
+    num, code, num_out = group.num_experts, _CODES[dtype], part.module.out_features
+    rank = part.rank // num
+    shrink: list[list[tuple[int, ...]]] = [[] for _ in range(num)]
+    expand: list[list[tuple[int, ...]]] = [[] for _ in range(num)]
+    a = sorted(group.a, key=lambda tile: (tile.col, tile.row))
+    for tiles, lines, cost in ((a, shrink, 1), (part.b, expand, rank)):
+        for expert, run in _cut(merge_tiles(tiles), rank):
+            lines[expert].append(_line(run, code, 0, 0, 0, cost))
+    ranks, costs, sizes = (
+        np.array([*[value] * num, 0])
+        for value in (rank, -(-num_out // UNIT) * rank, rank * (group.in_features + num_out))
+    )
+    a_lines, b_lines, none = TableLines.of(shrink), TableLines.of(expand), TableLines.of([()] * num)
+    return TableTemplate({}, a_lines, b_lines, none, ranks, costs, sizes, ELEMENT_BYTES[dtype])
+
+
+def _cut(runs: Iterable[Tile], rank: int) -> Iterator[tuple[int, Tile]]:
+    """Yield the parts of pieces that are of one expert each, with its number; rows count from its first one."""
+    for run in runs:
+        row, end = run.row, run.row + run.num_rows
+        while row < end:
+            expert = row // rank
+            stop = min((expert + 1) * rank, end)
+            offset = run.offset + (row - run.row) * run.num_cols
+            yield expert, Tile(run.page, offset, row - expert * rank, stop - row, run.col, run.num_cols)
+            row = stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +262,9 @@ class Pieces:
     def of(cls, tables: Sequence[Table], lines: Sequence[TableLines], numbers: Table, shifts: Table) -> Pieces:
         """Gather the lines of groups ``numbers`` ``[adapters, groups]``; ``shifts`` are added to the offsets."""
         num_adapters, num_groups = numbers.shape
-        begins = np.cumsum([0, *map(len, tables[:-1])])
+        own = {id(table): table for table in tables}  # experts of one adapter share its table
+        ends_of_own = dict(zip(own, np.cumsum([len(table) for table in own.values()]).tolist(), strict=True))
+        begins = np.array([ends_of_own[id(table)] - len(table) for table in tables])
         counts = np.stack([one.count[row] for one, row in zip(lines, numbers, strict=True)])
         first = np.stack([one.first[row] for one, row in zip(lines, numbers, strict=True)]) + begins[:, None]
         flat = counts.T.ravel()
@@ -213,7 +272,7 @@ class Pieces:
         chosen = np.repeat(first.T.ravel() - ends + flat, flat)
         chosen += np.arange(len(chosen))
         adapters = np.repeat(np.tile(np.arange(num_adapters), num_groups), flat)
-        table = np.concatenate(tables)[chosen]
+        table = np.concatenate([*own.values()])[chosen]
         table[:, OFFSET] += shifts[adapters]
         return cls(table, adapters, counts, [0, *ends[num_adapters - 1 :: num_adapters].tolist()])
 
@@ -232,13 +291,16 @@ class _StepTables:
     Args:
         rows: The rows, and their adapters.
         groups: Names.
+        experts: The expert of each of the rows, if there is one group, of experts' linears.
     """
 
-    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str]) -> None:
-        self.tables = [adapter_tables(weights) for _, _, weights in rows]
+    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str], experts: Sequence[int] = ()) -> None:
+        of_experts = groups[0] if experts else ""
+        self.tables = [adapter_tables(weights, of_experts) for _, _, weights in rows]
         self.templates = [table.template for table in self.tables]
         by_template = {id(one): [one.numbers.get(group, -1) for group in groups] for one in self.templates}
-        self.numbers = np.array([by_template[id(one)] for one in self.templates])
+        numbers = np.array(experts)[:, None] if experts else [by_template[id(one)] for one in self.templates]
+        self.numbers = np.asarray(numbers)
         self.first_row = np.array([start for start, _, _ in rows])
         self.num_rows = np.array([stop - start for start, stop, _ in rows])
         self.memory, self.shifts = _common_memory(self.tables)
@@ -258,8 +320,8 @@ class StepVectors(_StepTables):
 class StepPieces(_StepTables):
     """The pieces of the adapters of a step, for some groups."""
 
-    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str]) -> None:
-        super().__init__(rows, groups)
+    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str], experts: Sequence[int] = ()) -> None:
+        super().__init__(rows, groups, experts)
         tables, templates, numbers, shifts = self.tables, self.templates, self.numbers, self.shifts
         self.element_bytes = np.array([one.element_bytes for one in templates])
         self.shrink = Pieces.of([one.shrink for one in tables], [one.shrink for one in templates], numbers, shifts)

@@ -119,9 +119,9 @@ def adapter_versions(adapters: Iterable[AdapterSpec], base: BaseShape) -> dict[s
 
 def _lay_out(spec: AdapterSpec, base: BaseShape) -> AdapterLayout:
     targets = set(spec.targets)
-    modules = [one.name for one in base.modules if one.name.rpartition(".")[2] in targets]
-    if spec.rank < 1 or not modules:
+    ranks = {one.name: spec.rank * one.num_experts for one in base.modules if one.name.rpartition(".")[2] in targets}
+    if spec.rank < 1 or not ranks:
         raise AdapterError(
             spec.name, f"rank {spec.rank} on {', '.join(spec.targets)} applies to no module of {base.name}"
         )
-    return lay_out(dict.fromkeys(modules, spec.rank), base)
+    return lay_out(ranks, base)

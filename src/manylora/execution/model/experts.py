@@ -1,0 +1,231 @@
+"""Mixtures of experts: LoRA of the experts' linears, and of routers, beside transformers' own code.
+
+A layer's router chooses some experts for each row. transformers keeps the linears of all experts as two parameters,
+``gate_up_proj`` ``[experts, 2 inner, hidden]`` and ``down_proj`` ``[experts, hidden, inner]``. In steps in which no
+adapter changes them, its own code runs. In others the choices are sorted by expert, and so, since rows of a step are in
+the order of their adapters, by adapter within an expert::
+
+    sorted     | expert 0: base, base, adapter A, A, B | expert 2: A | expert 3: B, B, B | ...
+    base                      one product                  another          another
+    LoRA                          | A of 0 | B of 0 |      | A of 2 |     | B of 3 |         one call for all
+
+Each stretch of one expert and one adapter is a part of a LoRA kernel's input as any other.
+
+A router is one product by a weight of its own, and code that differs from model to model. That product is found while
+the router runs (``ProductWatch``), and LoRA is added to its result: so an adapter changes which experts are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from manylora.core.adapters.shape import ModuleKind, TargetModule
+from manylora.execution.kernels.linear import linear
+from manylora.execution.lora.batch import StepContext
+from manylora.execution.lora.parts import GroupParts, Part
+from manylora.execution.storage.resident import ResidentExpert
+
+__all__ = [
+    "AdaptedExperts",
+    "AdaptedRouter",
+    "ProductWatch",
+    "adapt_mixture",
+    "expert_sizes",
+    "is_bare_product",
+    "is_expert_call",
+]
+
+_PLAIN_EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+"""What transformers says of experts' forward (``use_experts_implementation``), of the form that is computed here."""
+
+
+def expert_sizes(module: nn.Module) -> tuple[int, int, int] | None:
+    """Return the number of experts, their inputs and their inner width; ``None`` if a module is of another form."""
+    own = dict(module.named_parameters(recurse=False))
+    if list(own) != ["gate_up_proj", "down_proj"]:
+        return None
+    num, double, hidden = own["gate_up_proj"].shape if own["gate_up_proj"].ndim == 3 else (0, 0, 0)
+    is_plain = all(getattr(module, name, None) is value for name, value in _PLAIN_EXPERTS.items())
+    if not is_plain or own["down_proj"].shape != (num, hidden, double // 2) or not num:
+        return None
+    return num, hidden, double // 2
+
+
+def is_expert_call(args: tuple[Any, ...], num_rows: int) -> bool:
+    """Return whether experts were called with all rows, the experts chosen for each, and their weights."""
+    if len(args) != 3 or not all(isinstance(one, torch.Tensor) and one.ndim == 2 for one in args):
+        return False
+    hidden, chosen, weights = args
+    return len(hidden) == num_rows == len(chosen) and chosen.shape == weights.shape and chosen.dtype is torch.int64
+
+
+def is_bare_product(module: nn.Module) -> bool:
+    """Return whether a module has a matrix of its own, and is no linear or embedding: the form of a router."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 2 and not isinstance(module, nn.Linear | nn.Embedding)
+
+
+class ProductWatch(TorchFunctionMode):
+    """Calls a function with input and result of each product by a weight of ``shape``, while it is entered."""
+
+    def __init__(self, shape: torch.Size, note: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self._shape = shape
+        self._note = note
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation of torch."""
+        result = func(*args, **(kwargs or {}))
+        if func is functional.linear and args[1].shape == self._shape:
+            self._note(args[0], result)
+        return result
+
+
+def adapt_mixture(model: nn.Module, target: TargetModule, step: StepContext) -> None:
+    """Let adapters change a router of ``model``, or experts when their last parameter comes."""
+    if target.kind is ModuleKind.ROUTER:
+        router = model.get_submodule(target.name)
+        router.forward = AdaptedRouter(router, target.group, step)
+    elif target.name.endswith(".down_proj"):
+        container = target.name.removesuffix(".down_proj")
+        experts = model.get_submodule(container)
+        groups = f"{container}.gate_up_proj", target.group
+        experts.forward = AdaptedExperts(experts, groups, step)
+
+
+class AdaptedRouter:
+    """The forward of a router with LoRA beside its product.
+
+    Args:
+        router: Its weight, of its own, is ``[experts, hidden]``.
+        group: Name of its group in adapters.
+        step: The running step.
+    """
+
+    def __init__(self, router: nn.Module, group: str, step: StepContext) -> None:
+        self._forward = router.forward
+        self._shape = cast(torch.Tensor, router.weight).shape
+        self._group = group
+        self._step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the router's result, with each row's adapter."""
+        step = self._step
+        if step.assist is None and (step.lora is None or step.lora.parts(self._group) is None):
+            return self._forward(*args, **kwargs)
+        with ProductWatch(self._shape, self._add):
+            return self._forward(*args, **kwargs)
+
+    def _add(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add LoRA of ``x`` ``[..., hidden]`` into ``out`` ``[..., experts]``."""
+        step = self._step
+        parts = step.lora.parts(self._group) if step.lora is not None else None
+        reply = step.assist.send(self._group, x) if step.assist is not None else None
+        rows = out.view(-1, out.shape[-1])
+        if parts is not None:
+            if parts.wait is not None:
+                parts.wait()
+            x = x.reshape(-1, x.shape[-1])
+            dtype = x.dtype if step.space is None else step.space.pool.dtype
+            if x.dtype is dtype:
+                step.kernel(x, rows, parts)
+            else:  # a router computes in float32 what came in 16 bits
+                added = torch.zeros_like(rows, dtype=dtype)
+                step.kernel(x.to(dtype), added, parts)
+                rows += added
+        if reply is not None:
+            reply.add_to(rows)
+
+
+class AdaptedExperts:
+    """The forward of a mixture's experts with LoRA beside their products.
+
+    Args:
+        experts: A module with ``expert_sizes``.
+        groups: Names of the groups of its two parameters in adapters.
+        step: The running step.
+    """
+
+    def __init__(self, experts: nn.Module, groups: tuple[str, str], step: StepContext) -> None:
+        self._experts = experts
+        self._forward = experts.forward
+        self._groups = groups
+        self._step = step
+
+    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of each row's experts.
+
+        Args:
+            hidden: Inputs ``[rows, hidden]``.
+            chosen: Numbers of the experts of each row ``[rows, experts per row]``.
+            weights: Their weights, likewise.
+        """
+        lora, assist = self._step.lora, self._step.assist
+        if assist is not None and any(assist.send(group, hidden) is not None for group in self._groups):
+            raise AssertionError("workers take no rows of experts, whose adapters are served on a CPU alone")
+        parts = [lora.parts(group) if lora is not None else None for group in self._groups]
+        if not any(parts):
+            return cast(torch.Tensor, self._forward(hidden, chosen, weights))
+        experts: Any = self._experts
+        numbers, order = torch.sort(chosen.reshape(-1), stable=True)
+        rows = order // chosen.shape[1]
+        places = _Places(numbers, rows, len(hidden))
+        inner = experts._apply_gate(self._product(hidden[rows], experts.gate_up_proj, places, parts[0]))
+        out = self._product(inner, experts.down_proj, places, parts[1])
+        out = (out * weights.reshape(-1, 1)[order]).to(hidden.dtype)
+        return torch.zeros_like(hidden).index_add_(0, rows, out)
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, places: _Places, parts: GroupParts | None
+    ) -> torch.Tensor:
+        """Return the sorted choices' ``x`` ``[n, in]`` times the weights ``[experts, out, in]`` of their experts."""
+        products = [linear(x[first:last], weight[expert]) for expert, first, last in places.of_experts]
+        out = torch.cat(products)
+        if parts is not None:
+            if parts.wait is not None:
+                parts.wait()
+            own = places.parts(parts)
+            if own.parts:
+                self._step.kernel(x.contiguous(), out, own)
+        return out
+
+
+class _Places:
+    """The stretches of choices that are sorted by expert, then by row.
+
+    Args:
+        numbers: The expert of each choice ``[n]``.
+        rows: Its row ``[n]``.
+        num_rows: The rows of the step.
+    """
+
+    def __init__(self, numbers: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
+        experts = numbers.numpy()
+        self._keys = experts * num_rows + rows.numpy()
+        self._num_rows = num_rows
+        self._experts, firsts = np.unique(experts, return_index=True)
+        ends = [*firsts.tolist()[1:], len(experts)]
+        self.of_experts = list(zip(self._experts.tolist(), firsts.tolist(), ends, strict=True))
+        """Each expert that was chosen, its first choice, and one past its last."""
+
+    def parts(self, parts: GroupParts) -> GroupParts:
+        """Return the parts by expert and adapter, in order, of those by adapter."""
+        front = self._experts * self._num_rows
+        own: list[Part] = []
+        for part in parts.parts:
+            firsts, lasts = (np.searchsorted(self._keys, front + at) for at in (part.start, part.stop))
+            for at in np.flatnonzero(lasts > firsts).tolist():
+                expert = ResidentExpert(part.weights, int(self._experts[at]))
+                own.append(Part(int(firsts[at]), int(lasts[at]), expert))
+        own.sort(key=lambda one: one.start)
+        return replace(parts, parts=tuple(own), step=None)
