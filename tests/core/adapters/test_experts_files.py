@@ -110,6 +110,20 @@ def test_one_parameter_lies_at_the_front(tmp_path: Path) -> None:
     assert packed.version.target_modules == ("gate_up_proj",)
 
 
+def test_a_base_may_have_the_name_that_mixtral_had(tmp_path: Path) -> None:
+    """Granite MoE calls the module around its experts so today."""
+
+    def moved(name: str) -> str:
+        return name.replace(".mlp.", ".block_sparse_moe.")
+
+    modules = tuple(replace(m, name=moved(m.name), group=moved(m.group)) for m in BASE.modules)
+    tensors = {moved(key): tensor for key, tensor in fused().items()}
+    tensors |= pair(f"{FORMER}.gate", HIDDEN, NUM)
+    folder = write(tmp_path, tensors, target_parameters=["experts.gate_up_proj", "experts.down_proj", "gate.weight"])
+    rules = replace(RULES, base=replace(BASE, modules=modules))
+    assert read_adapter("x", folder, rules).version.num_modules == 3
+
+
 def test_linears_of_single_experts_become_one_pair(tmp_path: Path) -> None:
     tensors = single()
     packed = read_adapter("x", write(tmp_path, tensors, target_modules=["gate", "w1", "w2", "w3"]), RULES)

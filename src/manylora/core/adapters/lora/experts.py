@@ -62,14 +62,14 @@ def parameter_of(settings: LoraSettings, module: TargetModule, stored_name: str)
 
 
 def container_of(stored_name: str) -> str:
-    """Return today's name of the module of experts that a name in a file is of; another module's is unchanged."""
+    """Return the name of the module of experts that a name in a file is of; another module's is unchanged."""
     return _place(stored_name)[0]
 
 
 def _place(stored_name: str) -> tuple[str, int]:
-    """Return today's name of a module without its wrappers, or of the module around an expert, and the wrappers."""
+    """Return the name of a module without its wrappers, or of the module around an expert, and the wrappers."""
     one = _ONE.fullmatch(stored_name)
-    path = (stored_name if one is None else one["container"]).replace(*_MOVED)
+    path = stored_name if one is None else one["container"]
     container = path
     while container.endswith(_WRAPPED):
         container = container.removesuffix(_WRAPPED)
@@ -107,12 +107,14 @@ def name_parameters(
     parameters: dict[str, list[TargetModule]] = defaultdict(list)
     for module in experts:
         parameters[module.name.rpartition(".")[0]].append(module)
+    is_moved = not any(_MOVED[0] in container for container in parameters)
     found: dict[str, Parts] = {}
     for stored_name, parts in modules.items():
-        container, depth = _place(stored_name)
+        name_today = stored_name.replace(*_MOVED) if is_moved else stored_name
+        container, depth = _place(name_today)
         one = _ONE.fullmatch(stored_name)
         if container not in parameters:
-            key, own = stored_name.replace(*_MOVED), parts
+            key, own = name_today, parts
         elif parts.keys() != {"lora_A", "lora_B"}:
             given = ", ".join(sorted(parts))
             raise AdapterError(

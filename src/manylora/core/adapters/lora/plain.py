@@ -357,8 +357,10 @@ def _find_modules(
     unknown: list[str] = []
     for stored_name, parts in modules.items():
         module = _as_ours(stored_name, wrapper)
-        place = module if module in unsupported else container_of(module)
-        if place in unsupported:
+        container = container_of(module)
+        names = (module, container, container.replace(".block_sparse_moe.", ".mlp."))
+        place = next((name for name in names if name in unsupported), None)
+        if place is not None:
             raise AdapterError(name, f"module {shown(stored_name)} cannot be adapted: {unsupported[place]}")
         if module not in ours:
             unknown.append(stored_name)
