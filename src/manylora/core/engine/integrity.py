@@ -56,10 +56,15 @@ def check_integrity(
 
 
 def _holds(cache: AdapterCache, part: PlannedSequence) -> bool:
-    """Whether weights are where a step in flight reads them; missing layers may be loading, or not come."""
+    """Whether weights are where a step in flight reads them; missing layers may be loading, or not come.
+
+    The executor keeps the host image of a step in flight, so the tier may drop it once the adapter is on the device.
+    """
     if part.adapter is None:
         return True
     residency = cache.residencies[part.adapter]
     state = residency.host if part.placement.tier is Tier.HOST else residency.device
+    if part.placement.tier is Tier.HOST and residency.device is TierState.RESIDENT:
+        return True
     may_miss = part.placement.num_layers is not None
     return state is TierState.RESIDENT or (may_miss and state is not TierState.ABSENT)
