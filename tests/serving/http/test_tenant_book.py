@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from reciter import engine_config
 
 from manylora.core.config import ServerConfig
-from manylora.core.errors import CapacityError, ConfigError
+from manylora.core.errors import CapacityError, ConfigError, ModelNotFound
+from manylora.serving.api.request import Context
 from manylora.serving.http.room import CallerLimits, CallerRoom
-from manylora.serving.http.tenants import MAX_FILE_BYTES, TenantBook
+from manylora.serving.http.tenants import MAX_FILE_BYTES, Tenant, TenantBook
 from manylora.serving.server import BackgroundServer
 
 SAY = {"model": "base", "prompt": "say", "max_tokens": 1}
@@ -197,3 +199,16 @@ def test_a_refusal_states_the_limit_and_when_to_try_again(served):
     assert refused.status_code == 429 and 50 <= int(refused.headers["retry-after"]) <= 60
     assert "1 requests a minute" in refused.json()["error"]["message"]
     assert ask(http, "all").status_code == 200
+
+
+def test_an_adapter_behind_the_bases_name_is_checked_by_its_own():
+    """With ``--lora-on-demand`` it is loaded under its own name, so a pattern of the base's must not let it through."""
+    fleet = SimpleNamespace(served_name="base", adapters=SimpleNamespace(find=lambda model: None))
+    made = {"a": Tenant(models=("b*", "p"))}
+    context = SimpleNamespace(
+        fleet=fleet, gate=SimpleNamespace(tenants=made), may_call=lambda name, model: made[name].may_call(model)
+    )
+    for model in ("base", "base:p", "p"):
+        Context.check_model(context, "a", model)
+    with pytest.raises(ModelNotFound):
+        Context.check_model(context, "a", "base:secret")

@@ -102,8 +102,11 @@ class Context:
         """Raise ``ModelNotFound``, as for a name that does not exist, unless a caller may call a model or version."""
         if self.gate.tenants is None:
             return
-        version = None if model == self.fleet.served_name else self.fleet.adapters.find(model)
-        if not self.may_call(tenant, model if version is None else version.name):
+        served_name = self.fleet.served_name
+        version = None if model == served_name else self.fleet.adapters.find(model)
+        # An adapter that is not loaded yet may be named behind the base's name, too.
+        name = model.removeprefix(f"{served_name}:") if version is None else version.name
+        if not self.may_call(tenant, name):
             raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
 
 
