@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 import torch
 from cold_disk import make_model
-from publishing import Others, arguments, publish, table
+from publishing import Others, arguments, publish, reason_if_busy, table
 
 from manylora.cli.commands.adapters import describe_base
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, ServerConfig
@@ -43,7 +43,6 @@ from registry_server import serving_folder
 from registry_stubs import HUB_TOKEN, HubHandler, HubServer
 
 NUM_ADAPTERS, RANK = 8, 48
-MOST_BUSY = 0.1  # of the machine's processor time; readers are killed, and count as strangers then
 ROUND_TRIP_S, BYTES_PER_S = 0.02, 100e6
 HUB, CACHE, DISK, LOADED = "from the hub", "from the cache on disk", "registered, on disk", "loaded"
 
@@ -101,8 +100,7 @@ def page(figures: dict[str, Any]) -> str:
     lines = [
         "# First token of an adapter that no one has loaded",
         "",
-        f"`{figures['command']}` on {figures['machine']}, other processes, and readers of servers that have ended, "
-        f"took {figures['others']:.0%} of it. "
+        f"`{figures['command']}` on {figures['machine']}, other processes took {figures['others']:.0%} of it. "
         f"{figures['num_adapters']} adapters of {figures['adapter_bytes'] / 1e6:.0f} MB on 12 layers, one request at a "
         f"time, for one token. The hub is on loopback, answers after {1000 * ROUND_TRIP_S:.0f} ms, and sends "
         f"{BYTES_PER_S / 1e6:.0f} MB/s: all bytes take {1000 * figures['adapter_bytes'] / BYTES_PER_S:.0f} ms.",
@@ -135,8 +133,7 @@ def main() -> None:
             "adapter_bytes": (work / "web" / "org" / names[0] / "adapter_model.safetensors").stat().st_size,
             "times_s": times,
         }
-    refused = None if busy < MOST_BUSY else f"other processes took {busy:.0%} of the machine"
-    publish("registries", figures, page(figures), is_kept=not options.quick, refused=refused)
+    publish("registries", figures, page(figures), is_kept=not options.quick, refused=reason_if_busy(busy))
 
 
 if __name__ == "__main__":
