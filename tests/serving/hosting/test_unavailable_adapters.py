@@ -34,7 +34,7 @@ class Client:
         self.error: AdapterError | None = AdapterUnavailable("a", "no answer")
         self.calls: list[str] = []
 
-    async def load_adapter(self, name: str, path: str) -> Any:
+    async def load_adapter(self, name: str, path: str, *, by_header: bool = False) -> Any:
         self.calls.append("load")
         if self.error is not None:
             raise self.error

@@ -230,7 +230,7 @@ class EngineCore:
         answered: list[Sequence] = []
         token_s = (now - step.began_at) / step.num_tokens
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
-            sequence.engine_s += part.num_tokens * token_s
+            sequence.took_time(part.num_tokens * token_s)
             if not part.is_sampled:
                 sequence.took_chunk()
             elif (token := tokens.get(part.seq_id)) is None:

@@ -263,6 +263,10 @@ class Sequence:
         """Its adapter's weights have moved."""
         self.placement = placement
 
+    def took_time(self, seconds: float) -> None:
+        """A step ran tokens of it, which were this part of the step's time."""
+        self.engine_s += seconds
+
     def took_chunk(self) -> None:
         """A step ran a part of its prompt and yielded no token."""
         self.num_in_flight -= 1
