@@ -99,7 +99,7 @@ def test_cold_requests_equal_peft(architecture: str, lora_kernel: str, tmp_path:
     assert result.stats.num_disk_loads > 0
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3", "gptj", "mixtral", "qwen3_moe"])
 def test_requests_that_wait_layer_by_layer_equal_peft(architecture: str, tmp_path: Path) -> None:
     """Steps begin with the load, from host memory and from disk; how far the weights are then is up to the machine."""
     result = run_oracle(architecture, tmp_path, cold_start="layers")
@@ -125,7 +125,7 @@ def test_requests_that_start_as_predicted_equal_peft(architecture: str, mode: st
     assert result.stats.num_disk_loads > 0
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3", "phi3", "mixtral", "gemma2", "qwen3_moe", "gptj"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3", "mixtral", "qwen3_moe", "gptj"])
 def test_assisted_requests_equal_peft(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers compute adapters in host memory, on the path of a GPU whose stream is a thread."""
     pytest.importorskip("numba")
