@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,22 @@ def first_token_s(http: httpx.Client, name: str) -> float:
     return time.perf_counter() - begun
 
 
-def measure(web: Path, model: Path, work: Path, names: list[str]) -> dict[str, list[float]]:
-    """Return the times of each way, one for each adapter."""
+def readers_s() -> float:
+    """Return the processor time of readers that run: they outlive their engine's end, and count as strangers then."""
+    import psutil
+
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any("reader_service" in word or "registry_process" in word for word in child.cmdline()):
+                total += sum(child.cpu_times()[:2])
+    return total
+
+
+def measure(web: Path, model: Path, work: Path, names: list[str]) -> tuple[dict[str, list[float]], float]:
+    """Return the times of each way, one for each adapter, and the processor time of readers that ended."""
     times: dict[str, list[float]] = {}
+    ended_s = 0.0
     engine = EngineConfig(
         model=ModelConfig(model=str(model), tokenizer=str(demo_model_path()), served_model_name="base", device="cpu"),
         memory=MemoryConfig(memory_bytes=1 << 30),
@@ -89,7 +103,8 @@ def measure(web: Path, model: Path, work: Path, names: list[str]) -> dict[str, l
             times[way] = [first_token_s(http, name) for name in names]
             if way is DISK:
                 times[LOADED] = [first_token_s(http, name) for name in names]
-    return times
+            ended_s += readers_s()
+    return times, ended_s
 
 
 def page(figures: dict[str, Any]) -> str:
@@ -122,9 +137,10 @@ def main() -> None:
             write_synthetic_adapter(work / "web" / "org" / name, base, rank, rng)
         with serving_folder(work / "web", lambda root: HubServer(root, _FarHandler)) as hub:
             os.environ |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": HUB_TOKEN}
-            others = Others()
-            times = measure(work / "web", model, work, names)
-            busy = others.share()
+            others, began = Others(), time.perf_counter()
+            times, ended_s = measure(work / "web", model, work, names)
+            elapsed_s = (time.perf_counter() - began) * (os.cpu_count() or 1)
+            busy = max(0.0, others.share() - ended_s / elapsed_s)
         figures = {
             "command": "python bench/registries.py",
             "machine": describe_machine(torch.device("cpu")),
