@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import MODEL as SMALL
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -40,19 +41,6 @@ from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.model.load import context_limit
 from manylora.execution.model.modules import FusedLinear, FusedPart, adapt_modules
-
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture(autouse=True)

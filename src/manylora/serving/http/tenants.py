@@ -3,7 +3,7 @@
 ::
 
     [tenants.acme]
-    keys = [{ sha256 = "9f86d0...", expires = 2027-01-01T00:00:00Z }]   # of `manylora tenants key`
+    keys = [{ sha256 = "9f86d0...", expires = 2027-01-01T00:00:00Z }]   # of `manylora tenant key`
     models = ["base", "acme/*"]       # patterns of names; without it, all
     weight = 3.0                      # of its share, under --policy fair
     requests_per_minute = 600
