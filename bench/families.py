@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import transformers
 from publishing import RESULTS
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
@@ -33,6 +32,7 @@ from manylora.core.plan import PlannedSequence, StepPlan
 from manylora.core.types import SamplingParams
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
+from manylora.execution.model.load import auto_class
 
 MODEL: dict[str, Any] = {
     "vocab_size": 100,
@@ -184,8 +184,7 @@ def main() -> None:
 def compare(make: Callable[[], Any], folder: str) -> tuple[str, str]:
     """Return the largest difference of logits and their spread, or nothing and the reason why there are none."""
     config = make()
-    own = AutoModelForCausalLM
-    own = own if type(config) in own._model_mapping else AutoModelForImageTextToText
+    own = auto_class(config)
     save(own, config, folder)
     try:
         found = serve(folder)

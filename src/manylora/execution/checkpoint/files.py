@@ -48,9 +48,6 @@ MAX_HEADER_BYTES = 100_000_000  # largest header, as in the safetensors library
 NUMBERS = ("F64", "F32", "F16", "BF16")
 """Types of a base's weights that are numbers by themselves, by safetensors' names; smaller ones have scales."""
 
-NUMBERS = ("F64", "F32", "F16", "BF16")
-"""Types of weights that are no codes, by safetensors' names."""
-
 _OBSOLETE = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that old checkpoints of many architectures hold; transformers computes them."""
 

@@ -21,7 +21,7 @@ from manylora.execution.attention.call import AttentionCall, attending
 from manylora.execution.model.experts import ProductWatch, expert_sizes, is_bare_product, is_expert_call
 from manylora.execution.model.head import RecordedPass
 
-__all__ = ["ModelProbe", "is_norm", "measure_activations", "probe_model", "stand_ins"]
+__all__ = ["ModelProbe", "measure_activations", "probe_model", "stand_ins"]
 
 NUM_TOKENS = 5
 NUM_SAMPLED = 2
@@ -243,7 +243,7 @@ def _summary(
         num_rows = tensors[0].shape[:-1].numel() if tensors[0].is_floating_point() else tensors[0].numel()
         if model.get_submodule(name) is head_module:
             head = name if num_rows == NUM_SAMPLED else None
-        elif is_norm(model.get_submodule(name)):
+        elif _is_norm(model.get_submodule(name)):
             axes = [axis for axis, size in enumerate(tensors[0].shape[1:-1], 1) if size == NUM_TOKENS]
             if len(axes) == 1 and len(tensors[0]) == 1:
                 norms[name] = tensors[0].numel() // NUM_TOKENS, axes[0]
@@ -261,7 +261,7 @@ def _summary(
     )
 
 
-def is_norm(module: nn.Module) -> bool:
+def _is_norm(module: nn.Module) -> bool:
     """Return whether a module is a norm with a weight, and perhaps a bias, over its last dimension."""
     parameters = dict(module.named_parameters())
     is_vector = all(parameter.ndim == 1 for parameter in parameters.values())
@@ -282,7 +282,7 @@ def _watching(model: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator
     hooks = [
         module.register_forward_pre_hook(note(name))
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding) or is_norm(module)
+        if isinstance(module, nn.Linear | nn.Embedding) or _is_norm(module)
     ]
     try:
         yield

@@ -64,7 +64,7 @@ class SimulatedReader:
         content = config_file.read_bytes()
         try:
             settings = json.loads(content)
-            rank, targets = _rank_in_memory(settings), settings["target_modules"]
+            rank, targets = _rank_in_memory(settings), settings["target_modules"] or []
             invocation = tuple(map(int, settings.get("alora_invocation_tokens") or ()))
             parameters = settings.get("target_parameters") or []
         except (ValueError, KeyError, TypeError) as error:

@@ -37,7 +37,7 @@ from manylora.core.adapters.shape import ModuleKind, TargetModule
 from manylora.core.adapters.tensors import FoldedTensor, Located, ModuleWeights, Parts, StoredTensor, check_tensor
 from manylora.core.errors import AdapterError, WeightsMissing
 
-__all__ = ["container_of", "expert_weights", "guess_parameter", "name_parameters", "parameter_of"]
+__all__ = ["MOVED", "container_of", "expert_weights", "guess_parameter", "name_parameters", "parameter_of"]
 
 _LINEARS = {"gate_up_proj": (("w1", "w3"), ("gate_proj", "up_proj")), "down_proj": (("w2",), ("down_proj",))}
 """The linears that became one parameter, in order, by its name: in Mixtral's names, and in those of all others."""
@@ -47,7 +47,7 @@ _PARAMETERS = {one: name for name, families in _LINEARS.items() for linears in f
 _ONE = re.compile(rf"(?P<container>.+)\.(?P<expert>0|[1-9]\d{{0,5}})\.(?P<linear>{'|'.join(_PARAMETERS)})")
 """The name of a linear of one expert."""
 
-_MOVED = (".block_sparse_moe.", ".mlp.")
+MOVED = (".block_sparse_moe.", ".mlp.")
 """Mixtral's name of the module around the experts before transformers 5, and since."""
 
 _WRAPPED = ".base_layer"
@@ -107,10 +107,10 @@ def name_parameters(
     parameters: dict[str, list[TargetModule]] = defaultdict(list)
     for module in experts:
         parameters[module.name.rpartition(".")[0]].append(module)
-    is_moved = not any(_MOVED[0] in container for container in parameters)
+    is_moved = not any(MOVED[0] in container for container in parameters)
     found: dict[str, Parts] = {}
     for stored_name, parts in modules.items():
-        name_today = stored_name.replace(*_MOVED) if is_moved else stored_name
+        name_today = stored_name.replace(*MOVED) if is_moved else stored_name
         container, depth = _place(name_today)
         one = _ONE.fullmatch(stored_name)
         if container not in parameters:

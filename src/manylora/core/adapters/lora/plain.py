@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from manylora.core.adapters.folder import shown
 from manylora.core.adapters.lora.experts import (
+    MOVED,
     container_of,
     expert_weights,
     guess_parameter,
@@ -358,7 +359,7 @@ def _find_modules(
     for stored_name, parts in modules.items():
         module = _as_ours(stored_name, wrapper)
         container = container_of(module)
-        names = (module, container, container.replace(".block_sparse_moe.", ".mlp."))
+        names = (module, container, container.replace(*MOVED))
         place = next((name for name in names if name in unsupported), None)
         if place is not None:
             raise AdapterError(name, f"module {shown(stored_name)} cannot be adapted: {unsupported[place]}")

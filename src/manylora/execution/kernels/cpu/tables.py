@@ -298,9 +298,12 @@ class _StepTables:
         of_experts = groups[0] if experts else ""
         self.tables = [adapter_tables(weights, of_experts) for _, _, weights in rows]
         self.templates = [table.template for table in self.tables]
-        by_template = {id(one): [one.numbers.get(group, -1) for group in groups] for one in self.templates}
-        numbers = np.array(experts)[:, None] if experts else [by_template[id(one)] for one in self.templates]
-        self.numbers = np.asarray(numbers)
+        if experts:
+            self.numbers = np.array(experts)[:, None]
+        else:  # adapters of one layout share a template
+            templates = {id(one): one for one in self.templates}
+            found = {key: [one.numbers.get(group, -1) for group in groups] for key, one in templates.items()}
+            self.numbers = np.array([found[id(one)] for one in self.templates])
         self.first_row = np.array([start for start, _, _ in rows])
         self.num_rows = np.array([stop - start for start, stop, _ in rows])
         self.memory, self.shifts = _common_memory(self.tables)
