@@ -166,7 +166,9 @@ def make_app(config: ProxyConfig, relay: ASGIApp, routes: RouterRoutes) -> ASGIA
         routes=[*(Route(path, relay, methods=["POST"]) for path in PASSED_ON), *routes.routes()],
         exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
     )
-    return without_foreign_pages(app, host=config.host, api_keys=config.api_keys, allowed_hosts=config.allowed_hosts)
+    return without_foreign_pages(
+        app, host=config.host, is_keyed=bool(config.api_keys), allowed_hosts=config.allowed_hosts
+    )
 
 
 def _status_of(backend: Backend, now: float) -> dict[str, Any]:

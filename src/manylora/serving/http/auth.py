@@ -201,7 +201,7 @@ def without_foreign_pages(
     app: ASGIApp,
     *,
     host: str,
-    api_keys: Collection[str],
+    is_keyed: bool,
     allowed_hosts: Collection[str],
     allowed_origins: Collection[str] = (),
 ) -> ASGIApp:
@@ -210,7 +210,7 @@ def without_foreign_pages(
     It is ``app`` itself where keys, or the address that it listens on (``host``), keep them out. ``allowed_hosts`` are
     more values of ``Host``, and ``allowed_origins`` pages that may call it, as in CORS; ``*`` is any.
     """
-    if api_keys or not is_loopback(host):
+    if is_keyed or not is_loopback(host):
         return app
     hosts = frozenset((host.lower(), *(one.lower() for one in allowed_hosts)))
 

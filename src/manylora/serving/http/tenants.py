@@ -94,7 +94,9 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantBook:
-    """The tenants of a file, as it was when last read without a mistake. For one thread.
+    """The tenants of a file, as it was when last read without a mistake.
+
+    ``find`` is for one thread; ``reread`` may run on another.
 
     Args:
         path: The file.
@@ -141,7 +143,7 @@ class TenantBook:
                 raise ConfigError(
                     f"Got tenants = {str(self._path)!r} of {self._stamp[1]} bytes, expected at most {MAX_FILE_BYTES}"
                 )
-            text = self._path.read_bytes()[: MAX_FILE_BYTES + 1].decode()
+            text = self._path.read_bytes().decode()
             by_name = _tenants(text)
         except OSError as error:
             raise ConfigError(f"Got tenants = {str(self._path)!r}, which cannot be read: {error.strerror}") from None

@@ -99,7 +99,8 @@ class UsageLedger:
     async def close(self) -> None:
         """Write the rest, and close the file."""
         await self._flush()
-        self._db.close()
+        with self._writing:  # a write that ``run`` has left behind
+            self._db.close()
 
     async def _flush(self) -> None:
         pending, self._pending = self._pending, {}

@@ -214,7 +214,7 @@ def make_app(context: Context) -> ASGIApp:
     inner = without_foreign_pages(
         inner,
         host=context.config.host if web.uds is None else "",
-        api_keys=context.config.api_keys or tuple(filter(None, [context.config.tenants])),  # either keeps pages out
+        is_keyed=bool(context.config.api_keys) or context.config.tenants is not None,
         allowed_hosts=web.allowed_hosts,
         allowed_origins=web.allowed_origins,
     )
