@@ -19,7 +19,7 @@ from manylora.core.config import (
 )
 from manylora.core.options import Option, option_of
 from manylora.core.plugins import options_of
-from manylora.core.server_config import FleetConfig, PublishConfig, WebConfig
+from manylora.core.server_config import FleetConfig, PublishConfig, TlsConfig, WebConfig
 from manylora.lab.costs.workers import CpuWorkers
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
@@ -66,7 +66,8 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Replicas", FleetConfig, ""),
     ("Server", ServerConfig, ""),
     ("Server: published adapters", PublishConfig, ""),
-    ("Server: address, TLS, browsers, names, log", WebConfig, ""),
+    ("Server: address, browsers, names, log", WebConfig, ""),
+    ("TLS towards clients", TlsConfig, "Of `manylora serve` and `manylora route`."),
     ("Route", ProxyConfig, "Of `manylora route`, which takes a file by `--config` as well."),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("CPU workers of a simulation", CpuWorkers, "In scenarios and experiments: `[setup.workers]`."),

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -137,9 +138,9 @@ class FakeServer:
     def completions(self) -> list[Call]:
         return [call for call in self.calls if call.path.endswith("completions")]
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    async def start(self, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = await asyncio.start_server(self._serve, host, port)
+        self._server = await asyncio.start_server(self._serve, host, port, ssl=tls)
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def crash(self) -> None:
@@ -243,7 +244,7 @@ class Client:
     """A client that opens a connection for each request, and sees every byte."""
 
     def __init__(self, url: str) -> None:
-        self._host, _, port = url.removeprefix("http://").partition(":")
+        self._host, _, port = url.partition("://")[2].partition(":")
         self._port = int(port)
 
     async def open(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
 from manylora.core.types import MAX_LOGPROBS, USUAL_LOGPROBS
 
-__all__ = ["FleetConfig", "PublishConfig", "WebConfig"]
+__all__ = ["FleetConfig", "PublishConfig", "TlsConfig", "WebConfig"]
 
 _http, _replicas = partial(option, panel="HTTP"), partial(option, panel="Replicas")
 _adapters = partial(option, panel="Adapters")
@@ -153,8 +153,31 @@ class PublishConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TlsConfig:
+    """TLS towards clients, of a server and of a router, 1.2 at least. Files that change are read again."""
+
+    ssl_keyfile: str | None = _http(None, metavar="FILE", help="Private key of --ssl-certfile.")
+    ssl_certfile: str | None = _http(
+        None, metavar="FILE", help="Certificate of the server, which then speaks TLS. Files that change are read again."
+    )
+    ssl_ca_certs: str | None = _http(None, metavar="FILE", help="Certificates that clients' certificates must lead to.")
+    ssl_cert_reqs: int = _http(
+        0, at_least=0, at_most=2, help="Certificates of clients, as in Python's ssl: 0 none, 1 optional, 2 required."
+    )
+    ssl_ciphers: str | None = _http(None, metavar="CIPHERS", help="Ciphers of TLS 1.2, in OpenSSL's format.")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"Got {name} without ssl_certfile, expected both")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(f"Got ssl_cert_reqs = {self.ssl_cert_reqs} without ssl_ca_certs, expected both")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WebConfig:
-    """Address, TLS, CORS, names and logs. The flags are vLLM's, so that its manifests start this server."""
+    """Address, CORS, names and logs. The flags are vLLM's, so that its manifests start this server."""
 
     uds: str | None = _http(
         None,
@@ -165,13 +188,6 @@ class WebConfig:
         "600", metavar="MODE", help="Permissions of the --uds socket, as of chmod: 660 lets its group connect as well."
     )
     root_path: str = _http("", metavar="PATH", help="Path of the server behind a proxy that cuts it off, such as /llm.")
-    ssl_keyfile: str | None = _http(None, metavar="FILE", help="Private key of --ssl-certfile.")
-    ssl_certfile: str | None = _http(None, metavar="FILE", help="Certificate of the server, which then speaks TLS.")
-    ssl_ca_certs: str | None = _http(None, metavar="FILE", help="Certificates that clients' certificates must lead to.")
-    ssl_cert_reqs: int = _http(
-        0, at_least=0, at_most=2, help="Certificates of clients, as in Python's ssl: 0 none, 1 optional, 2 required."
-    )
-    ssl_ciphers: str | None = _http(None, metavar="CIPHERS", help="Ciphers of TLS 1.2, in OpenSSL's format.")
     allowed_origins: tuple[str, ...] = _http(
         (),
         metavar="ORIGIN",
@@ -225,11 +241,10 @@ class WebConfig:
         help="Answer GET /tokenizer_info: settings of the tokenizer, and the chat template.",
     )
     disable_docs: bool = _http(False, flag="--disable-fastapi-docs", help="Leave out /openapi.json and /docs.")
+    tls: TlsConfig = field(default_factory=TlsConfig)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ConfigError("Got ssl_keyfile without ssl_certfile, expected both")
         if re.fullmatch(r"0?[0-7]{3}", self.uds_mode) is None:
             raise ConfigError(f"Got uds_mode = {self.uds_mode!r}, expected permissions from 000 to 777, such as 660")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

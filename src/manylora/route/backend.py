@@ -175,7 +175,7 @@ class Backend:
     def __init__(self, address: Address, config: ProxyConfig, *, is_warm: bool) -> None:
         self.address = address
         self.url = address.url
-        self.pool = Pool(address, connect_timeout_s=config.connect_timeout_s)
+        self.pool = Pool(address, connect_timeout_s=config.connect_timeout_s, ca_certs=config.backend_ca_certs)
         self.health = Health(fall=config.fall, rise=config.rise, slow_start_s=config.slow_start_s, is_warm=is_warm)
         self.view = ReplicaView()  # the requests of this router there, and those of others
         self.kind = ServerKind.OTHER

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
+from manylora.core.server_config import TlsConfig
 
 __all__ = ["ProxyConfig"]
 
@@ -30,6 +31,11 @@ class ProxyConfig:
     )
     backend_key: str | None = _backends(
         None, envvar="MANYLORA_BACKEND_KEY", help="The API key that backends get, in place of the client's own."
+    )
+    backend_ca_certs: str | None = _backends(
+        None,
+        metavar="FILE",
+        help="Certificates that the certificates of backends must lead to; by default those of the system.",
     )
     max_in_flight: int = _backends(
         256, unit="requests", at_least=1, help="Most requests at one backend at once; beyond it on all, 429."
@@ -119,6 +125,7 @@ class ProxyConfig:
         help="The key for /status and for loading adapters; by default an API key, or any client on this machine.",
     )
     drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="Time that SIGTERM waits for requests in flight.")
+    tls: TlsConfig = field(default_factory=TlsConfig)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -24,9 +24,11 @@ from manylora.route.fleet.polls import Polls, Resolve, resolve
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.relay.relay import Relay
 from manylora.route.relay.selection import Selection
+from manylora.route.upstream.pool import backend_tls
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
+from manylora.serving.http.tls import server_tls
 
 __all__ = ["Proxy", "max_connections", "run"]
 
@@ -68,11 +70,14 @@ class Proxy:
         gate = Gate(config.api_keys, config.admin_key)
         relay = Relay(config, gate, self.backends, selection, placement, metrics)
         self._app = make_app(config, relay, RouterRoutes(config, gate, self.backends, adapters, metrics))
+        if config.backend_ca_certs is not None:
+            backend_tls(config.backend_ca_certs)  # names of backends may be looked up later
+        self._tls = server_tls(config.tls)
         self._config = config
         self._http: HttpServer | None = None
         self._is_stopping = False
         self._socket = bind(config.host, config.port, reuse_port=config.reuse_port)
-        self.url = url_of(self._socket)
+        self.url = url_of(self._socket, is_tls=self._tls is not None)
 
     @property
     def is_stopping(self) -> bool:
@@ -97,7 +102,7 @@ class Proxy:
         bounds = ConnectionBounds(
             max_connections=most, max_per_address=most, keep_alive_s=KEEP_ALIVE_S, backlog=BACKLOG
         )
-        self._http = HttpServer(self._app, bounds, on_ready, drain_s=self._config.drain_timeout_s)
+        self._http = HttpServer(self._app, bounds, on_ready, drain_s=self._config.drain_timeout_s, tls=self._tls)
         self._http.should_exit = self._is_stopping
         try:
             await self._http.serve(sockets=[self._socket])

@@ -7,7 +7,6 @@ import logging
 import os
 import ssl
 import stat
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,15 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
 from reciter import engine_config
 from serving import wait_for
 
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
-from manylora.core.server_config import WebConfig
+from manylora.core.server_config import TlsConfig, WebConfig
 from manylora.serving.api.docs import BODIES
+from manylora.serving.http import tls
 from manylora.serving.http.listening import bind_unix
 from manylora.serving.server import BackgroundServer, LoraModule
 
@@ -179,29 +180,50 @@ def test_a_path_before_all_routes(tokenizer: Path, lora_dir: Path) -> None:
         assert http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
 
 
-def test_tls_and_a_certificate_that_is_none(tokenizer: Path, lora_dir: Path, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    web = {"ssl_keyfile": str(key), "ssl_certfile": str(certificate)}
-    context, older = (ssl.create_default_context(cafile=str(certificate)) for _ in range(2))
+def test_tls_with_a_certificate_that_is_renewed_and_one_that_is_none(
+    tokenizer: Path,
+    lora_dir: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tls, "REREAD_S", 0.02)
+    authorities = trustme.CA(), trustme.CA()
+    chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
+
+    def issue(authority: trustme.CA) -> None:
+        issued = authority.issue_cert("127.0.0.1")
+        key.write_bytes(issued.private_key_pem.bytes())
+        chain.write_bytes(b"".join(one.bytes() for one in issued.cert_chain_pems))
+
+    def trusting(authority: trustme.CA) -> ssl.SSLContext:
+        context = ssl.create_default_context()
+        authority.configure_trust(context)
+        return context
+
+    issue(authorities[0])
+    old, older, new = (trusting(one) for one in (authorities[0], *authorities))
     older.maximum_version = ssl.TLSVersion.TLSv1_2
-    with (
-        serving(tokenizer, lora_dir, **web) as server,
-        client(server, verify=context) as http,
-        client(server, verify=older) as old_http,
-    ):
+    web = {"tls": TlsConfig(ssl_keyfile=str(key), ssl_certfile=str(chain))}
+    with serving(tokenizer, lora_dir, **web) as server, client(server, verify=old) as http:
         assert server.url.startswith("https://")
         assert http.post("/v1/completions", json={**ASK, "stream": True}).text.endswith("data: [DONE]\n\n")
-        assert old_http.get("/health").status_code == 200
+        with client(server, verify=older) as old_http:
+            assert old_http.get("/health").status_code == 200
+        key.write_text("no key")
+        wait_for(lambda: "certificate_kept" in caplog.text)
+        with client(server, verify=old) as again:
+            assert again.get("/health").status_code == 200
+        caplog.set_level(logging.INFO)
+        issue(authorities[1])
+        wait_for(lambda: "certificate_read" in caplog.text)
+        with client(server, verify=new) as renewed:
+            assert renewed.get("/health").status_code == 200
+        with client(server, verify=old) as again, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            again.get("/health")
+        assert http.get("/health").status_code == 200  # the connection that was there goes on
     key.write_text("no key")
-    with pytest.raises(ConfigError, match=r"cert\.pem"), serving(tokenizer, lora_dir, **web):
+    with pytest.raises(ConfigError, match=r"chain\.pem"), serving(tokenizer, lora_dir, **web):
         raise AssertionError
 
 
@@ -240,7 +262,6 @@ def test_a_unix_socket(tokenizer: Path, lora_dir: Path, tmp_path: Path, options:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"ssl_keyfile": "k"}, "without ssl_certfile"),
         ({"root_path": "llm"}, "something like /llm"),
         ({"aliases": ("",)}, "not empty"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, "origins by name"),
@@ -250,3 +271,15 @@ def test_a_unix_socket(tokenizer: Path, lora_dir: Path, tmp_path: Path, options:
 def test_options_that_contradict(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         WebConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ssl_keyfile": "k"}, "ssl_keyfile without ssl_certfile"),
+        ({"ssl_certfile": "c", "ssl_cert_reqs": 2}, "ssl_cert_reqs = 2 without ssl_ca_certs"),
+    ],
+)
+def test_options_of_tls_that_contradict(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TlsConfig(**fields)

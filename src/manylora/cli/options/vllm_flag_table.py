@@ -41,6 +41,7 @@ _NO_VALUE: Mapping[str, str] = {
     "responses are logged only with --enable-log-requests": "--disable-uvicorn-access-log",
     "figures are at /metrics, not in the log": "--disable-log-stats --aggregate-engine-logging"
     " --enable-logging-iteration-details",
+    "certificates that change are read again": "--enable-ssl-refresh",
     "/load always answers": "--enable-server-load-tracking",
     "engines have processes of their own; --in-process is for debuggers": "--disable-frontend-multiprocessing",
     "/docs is a page without assets of others": "--enable-offline-docs",
@@ -163,7 +164,6 @@ _REFUSED: Mapping[str, str] = {
     "texts are never logged": "--enable-log-outputs --enable-log-deltas",
     "--log-level and the log on standard error are the settings": "--log-config-file --log-error-stack"
     " --logging-config",
-    "restart the server with new certificates": "--enable-ssl-refresh",
     "there is no such route": "--enable-per-request-metrics --grpc --grpc-port"
     " --enable-scale-out --anthropic-disabled-thinking-effort --cohere-format --cohere-is-reasoning-model",
     "answers have no such field": "--return-sampling-mask --enable-return-routed-experts --aux-output-config"

@@ -48,6 +48,7 @@ from manylora.serving.http.connections import ConnectionBounds
 from manylora.serving.http.errors import HttpError
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
+from manylora.serving.http.tls import ServerTls
 
 __all__ = ["LEDGER", "ControllerServer", "bind_guarded", "exit_code_of", "make_app", "member_of", "run_controller"]
 
@@ -177,7 +178,9 @@ class ControllerServer:
         self.url = url_of(self._socket, is_tls=setup.tls is not None)
         self.is_stopping = False
         self._app = make_app(controller, setup.token, has_adapters=setup.has_adapters)
-        self._tls = None if setup.tls is None else tls_context(setup.tls, ssl.PROTOCOL_TLS_SERVER)
+        self._tls = None
+        if (tls := setup.tls) is not None:
+            self._tls = ServerTls(partial(tls_context, tls, ssl.PROTOCOL_TLS_SERVER), (tls.cert, tls.key, tls.ca))
         self._http: HttpServer | None = None
         if setup.parent_pipe is not None:
             asyncio.get_running_loop().add_reader(setup.parent_pipe, os._exit, 1)  # its other end has gone

@@ -6,16 +6,18 @@ Idle connections are used again, the last one first.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import ssl
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
+from manylora.core.errors import ConfigError
 from manylora.route.upstream.address import Address
 from manylora.route.upstream.connection import Failure, Headers, UpstreamConnection
 
-__all__ = ["CannotConnect", "FetchFailed", "Pool", "fetch"]
+__all__ = ["CannotConnect", "FetchFailed", "Pool", "backend_tls", "fetch"]
 
 IDLE_S = 4.0
 """Longest use of an idle connection again, in seconds: uvicorn, and so vLLM, closes them after five."""
@@ -28,21 +30,39 @@ class CannotConnect(Exception):
     """No connection could be made; the text is the reason."""
 
 
+@functools.lru_cache
+def backend_tls(ca_certs: str | None) -> ssl.SSLContext:
+    """Return the settings of TLS towards backends, whose certificates lead to these, or to those of the system.
+
+    One for all: reading the system's takes tens of milliseconds.
+
+    Raises:
+        ConfigError: The file cannot be used.
+    """
+    try:
+        context = ssl.create_default_context(cafile=ca_certs)
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigError(f"Got backend_ca_certs = {ca_certs!r}, which cannot be used: {error}") from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
+
+
 class Pool:
     """The connections to one address; ``num_surplus`` counts connections closed for bytes behind an answer.
 
     Args:
         address: Address of the backend.
         connect_timeout_s: Time that a connection may take, in seconds.
+        ca_certs: Certificates that the backend's must lead to; ``None`` for those of the system.
     """
 
-    def __init__(self, address: Address, *, connect_timeout_s: float) -> None:
+    def __init__(self, address: Address, *, connect_timeout_s: float, ca_certs: str | None = None) -> None:
         self.num_surplus = 0
         self._address = address
         self._connect_timeout_s = connect_timeout_s
         self._idle: deque[UpstreamConnection] = deque()
         self._open: set[UpstreamConnection] = set()
-        self._tls = ssl.create_default_context() if address.is_tls else None
+        self._tls = backend_tls(ca_certs) if address.is_tls else None
         self._is_closed = False
 
     def idle(self) -> UpstreamConnection | None:

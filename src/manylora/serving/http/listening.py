@@ -11,7 +11,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from manylora.core.errors import ConfigError
 from manylora.serving.http.acceptor import Acceptor
 from manylora.serving.http.connections import ConnectionBounds
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
+from manylora.serving.http.tls import ServerTls
 
 __all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "bind_unix", "new_event_loop", "run_until_stopped", "url_of"]
 
@@ -53,7 +53,7 @@ class HttpServer(uvicorn.Server):
         on_listening: Called when clients can connect.
         drain_s: Time that answers under way have once it stops, in seconds.
         protocol: Makes the protocol of a connection.
-        tls: Settings of TLS; ``None`` for none.
+        tls: TLS, whose files are read again when they change; ``None`` for none.
         root_path: Path below which a proxy serves the application.
         on_shutdown: Called when the last connection is closed.
     """
@@ -66,7 +66,7 @@ class HttpServer(uvicorn.Server):
         *,
         drain_s: float,
         protocol: Callable[..., asyncio.Protocol] = ChunkWritingProtocol,
-        tls: ssl.SSLContext | None = None,
+        tls: ServerTls | None = None,
         root_path: str = "",
         on_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
@@ -86,9 +86,11 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, int(drain_s)),
         )
         config.load()
-        config.ssl = tls
+        config.ssl = None if tls is None else tls.context
         super().__init__(config)
         self._bounds = bounds
+        self._tls = tls
+        self._watching: asyncio.Task[None] | None = None
         self._on_listening = on_listening
         self._on_shutdown = on_shutdown
 
@@ -96,6 +98,8 @@ class HttpServer(uvicorn.Server):
         """Listen, then call ``on_listening``."""
         await self.lifespan.startup()
         self.servers = [await self._accept(one) for one in sockets or ()]  # type: ignore[misc]
+        if self._tls is not None:
+            self._watching = asyncio.create_task(self._tls.watch())
         self.started = True
         self._on_listening()
 
@@ -120,6 +124,8 @@ class HttpServer(uvicorn.Server):
         try:
             await super().shutdown(sockets)
         finally:
+            if self._watching is not None:
+                self._watching.cancel()
             self._on_shutdown()
 
     @contextlib.contextmanager

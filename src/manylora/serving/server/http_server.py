@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +17,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
-from uvicorn.config import create_ssl_context
 
 from manylora.core.adapters.request_files import names_of_base
 from manylora.core.config import EngineConfig, ServerConfig
-from manylora.core.errors import CapacityError, ConfigError, ManyloraError
-from manylora.core.server_config import WebConfig
+from manylora.core.errors import CapacityError, ManyloraError
 from manylora.serving.api.adapters import admin_routes
 from manylora.serving.api.chat import chat_routes
 from manylora.serving.api.completions import completion_routes
@@ -45,6 +42,7 @@ from manylora.serving.http.errors import HttpError, error_response, on_http_exce
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer
 from manylora.serving.http.tenants import TenantBook
+from manylora.serving.http.tls import server_tls
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
@@ -112,28 +110,10 @@ def make_http_server(
         on_listening,
         drain_s=LAST_WRITES_S,
         protocol=functools.partial(ChunkWritingProtocol, refusals=_refusals(context)),
-        tls=_tls(web),
+        tls=server_tls(web.tls),
         root_path=web.root_path,
         on_shutdown=context.forms.close,
     )
-
-
-def _tls(web: WebConfig) -> ssl.SSLContext | None:
-    """Return the settings of TLS; raise ``ConfigError`` for files that cannot be used."""
-    if web.ssl_certfile is None:
-        return None
-    try:
-        return create_ssl_context(
-            certfile=web.ssl_certfile,
-            keyfile=web.ssl_keyfile,
-            password=None,
-            ssl_version=ssl.PROTOCOL_TLS_SERVER,
-            cert_reqs=web.ssl_cert_reqs,
-            ca_certs=web.ssl_ca_certs,
-            ciphers=web.ssl_ciphers,
-        )
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"Got ssl_certfile = {web.ssl_certfile!r}, which cannot be used: {error}") from error
 
 
 def _refusals(context: Context) -> Refusals | None:

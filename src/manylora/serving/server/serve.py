@@ -219,7 +219,7 @@ def _listen(server: ServerConfig) -> tuple[socket.socket, str]:
     if web.uds is not None:
         return bind_unix(web.uds, int(web.uds_mode, 8)), f"unix:{web.uds}"
     bound = bind(server.host, server.port)
-    return bound, url_of(bound, is_tls=web.ssl_certfile is not None)
+    return bound, url_of(bound, is_tls=web.tls.ssl_certfile is not None)
 
 
 def _fleet_policy(engine: EngineConfig, server: ServerConfig, served_name: str, restarts: RestartPolicy) -> FleetPolicy:

@@ -1,0 +1,110 @@
+"""TLS of a listening socket: its settings, and certificates that are renewed while it listens.
+
+An authority issues certificates for weeks, and a program beside the server replaces their files. A context of ``ssl``
+cannot forget what it has read, so changed files make a new one. A socket keeps the context that it listens with; each
+handshake takes the present one, in the callback for the client's name, which is called without a name as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from manylora.core.errors import ConfigError
+from manylora.core.server_config import TlsConfig
+
+__all__ = ["ServerTls", "server_tls"]
+
+REREAD_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class ServerTls:
+    """The settings of TLS of one listening socket, as its files were when last read without a mistake.
+
+    ``reread`` may run on a thread. Of files that are replaced one by one, those between are a mistake for a moment.
+
+    Args:
+        make: Reads the files and returns the settings.
+        files: The files.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+
+    def __init__(self, make: Callable[[], ssl.SSLContext], files: Sequence[str]) -> None:
+        self._make = make
+        self._files = files
+        self._stamp = self._stamp_of()  # before they are read: a change meanwhile is seen the next time
+        self.context = self._present = make()
+        """To listen with."""
+        self.context.sni_callback = self._choose
+
+    def reread(self) -> None:
+        """Read the files again if one has changed; a mistake is logged, and changes nothing."""
+        stamp = self._stamp_of()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._present = self._make()
+        except ConfigError as error:
+            logger.error("certificate_kept error=%r", str(error))
+        else:
+            logger.info("certificate_read file=%s", Path(self._files[0]).name)
+
+    async def watch(self) -> None:
+        """Read the files again, on a thread, within ``REREAD_S`` of each change."""
+        while True:
+            await asyncio.sleep(REREAD_S)
+            await asyncio.to_thread(self.reread)
+
+    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        connection.context = self._present
+
+    def _stamp_of(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(path) for path in self._files]
+
+
+def server_tls(config: TlsConfig) -> ServerTls | None:
+    """Return the TLS of a server; ``None`` without a certificate.
+
+    Raises:
+        ConfigError: The files cannot be used.
+    """
+    if config.ssl_certfile is None:
+        return None
+    files = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
+    return ServerTls(functools.partial(_context, config), [one for one in files if one is not None])
+
+
+def _context(config: TlsConfig) -> ssl.SSLContext:
+    assert config.ssl_certfile is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")  # none is asked for on a terminal
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+        if config.ssl_ciphers is not None:
+            context.set_ciphers(config.ssl_ciphers)
+    except (ssl.SSLError, OSError) as error:
+        given = ", ".join(f"{name} = {value!r}" for name, value in asdict(config).items() if value)
+        raise ConfigError(f"Got {given}, which cannot be used: {error}") from error
+    return context
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        stat = os.stat(path)
+    except OSError:  # between the removal of a file and the next
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
