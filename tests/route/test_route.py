@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from pathlib import Path
 from random import Random
@@ -131,6 +132,28 @@ def test_keys_of_the_router_and_of_its_backends_are_apart() -> None:
             async with routing(*urls, api_keys=("mine",)) as (_, client):
                 assert (await client.complete("base", authorization="Bearer mine")).status == 200
                 assert all("authorization" not in call.headers for call in fake.calls)
+
+    run(test)
+
+
+def test_a_tenant_s_key_is_passed_on_and_other_models_do_not_exist_for_it(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"acme").hexdigest()
+    (tmp_path / "tenants.toml").write_text(f'[tenants.acme]\nkeys = [{{sha256 = "{digest}"}}]\nmodels = ["a*"]\n')
+
+    async def test() -> None:
+        fake = FakeServer(adapters={"a1": "/a1", "b1": "/b1"})
+        keys = {"tenants": str(tmp_path / "tenants.toml"), "backend_key": "theirs", "admin_key": "admin"}
+        async with servers(fake) as urls, routing(*urls, **keys) as (_, client):
+            acme, admin = {"authorization": "Bearer acme"}, {"authorization": "Bearer admin"}
+            assert {call.headers["authorization"] for call in fake.calls} == {"Bearer theirs"}
+            for model, status in (("a1", 200), ("b1", 404), ("base", 404), ("none", 404)):
+                assert (await client.complete(model, **acme)).status == status
+                assert (await client.ask("GET", f"/v1/models/{model}", **acme)).status == status
+            assert (await client.complete("b1", **admin)).status == 200
+            assert [call.headers["authorization"] for call in fake.completions] == ["Bearer acme", "Bearer theirs"]
+            listed = (await client.ask("GET", "/v1/models", **acme)).json["data"]
+            assert [card["id"] for card in listed] == ["a1"]
+            assert (await client.complete("a1")).status == 401
 
     run(test)
 

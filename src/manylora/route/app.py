@@ -87,16 +87,17 @@ class RouterRoutes:
         ]
 
     async def _list_models(self, request: Request) -> Response:
-        self.gate.check_inference(request)
+        tenant = self.gate.tenant(self.gate.check_inference(request))
         if not len(self.backends.catalog):
             raise self.backends.none_up()
-        return Response(self.backends.catalog.listing(), media_type="application/json")
+        may_call = None if tenant is None else tenant.may_call
+        return Response(self.backends.catalog.listing(may_call), media_type="application/json")
 
     async def _get_model(self, request: Request) -> Response:
-        self.gate.check_inference(request)
+        tenant = self.gate.tenant(self.gate.check_inference(request))
         name = request.path_params["name"]
         card = self.backends.catalog.card(name)
-        if card is None:
+        if card is None or (tenant is not None and not tenant.may_call(name)):
             raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
         return Response(bytes(card), media_type="application/json")
 
@@ -167,7 +168,10 @@ def make_app(config: ProxyConfig, relay: ASGIApp, routes: RouterRoutes) -> ASGIA
         exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
     )
     return without_foreign_pages(
-        app, host=config.host, is_keyed=bool(config.api_keys), allowed_hosts=config.allowed_hosts
+        app,
+        host=config.host,
+        is_keyed=bool(config.api_keys) or config.tenants is not None,
+        allowed_hosts=config.allowed_hosts,
     )
 
 

@@ -113,6 +113,12 @@ class ProxyConfig:
         envvar="MANYLORA_API_KEY",
         help="A key that clients must send; it is not passed on. Repeatable; without one, the client's is passed on.",
     )
+    tenants: str | None = _http(
+        None,
+        metavar="FILE",
+        help="The servers' file of tenants: their keys open the router and are passed on, and each sees the models "
+        "that it may call. --backend-key is then for the router's own requests. It is read again when it changes.",
+    )
     allowed_hosts: tuple[str, ...] = _http(
         (),
         metavar="NAME",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 from manylora.core.routing import RouterContext, make_router
@@ -28,6 +29,7 @@ from manylora.route.upstream.pool import backend_tls
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
+from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.tls import server_tls
 
 __all__ = ["Proxy", "max_connections", "run"]
@@ -67,7 +69,8 @@ class Proxy:
         adapters = RoutedAdapters(self.backends, changes, placement)
         self._polls = Polls(config, self.backends, adapters, choice, metrics, rng=rng, resolve=resolve)
         selection = Selection(config, self.backends, choice, changes, placement)
-        gate = Gate(config.api_keys, config.admin_key)
+        self._tenants = None if config.tenants is None else TenantBook(Path(config.tenants).expanduser())
+        gate = Gate(config.api_keys, config.admin_key, tenants=self._tenants)
         relay = Relay(config, gate, self.backends, selection, placement, metrics)
         self._app = make_app(config, relay, RouterRoutes(config, gate, self.backends, adapters, metrics))
         if config.backend_ca_certs is not None:
@@ -97,7 +100,9 @@ class Proxy:
         except BaseException:
             self._socket.close()
             raise
-        looking_up = asyncio.create_task(self._polls.run())
+        watching = [asyncio.create_task(self._polls.run())]
+        if self._tenants is not None:
+            watching.append(asyncio.create_task(self._tenants.watch()))
         most = max_connections()
         bounds = ConnectionBounds(
             max_connections=most, max_per_address=most, keep_alive_s=KEEP_ALIVE_S, backlog=BACKLOG
@@ -107,7 +112,8 @@ class Proxy:
         try:
             await self._http.serve(sockets=[self._socket])
         finally:
-            looking_up.cancel()
+            for task in watching:
+                task.cancel()
             await self._polls.stop()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -118,13 +118,18 @@ class Catalog:
         """Return the path that an adapter was loaded from, by its first holder that says."""
         return next((card.root for card in self._holders.get(adapter, {}).values() if card.root), None)
 
-    def listing(self) -> bytes:
-        """Return the answer to ``/v1/models``: the bases, then adapters by name."""
+    def listing(self, may_call: Callable[[str], bool] | None = None) -> bytes:
+        """Return the answer to ``/v1/models``: the bases, then adapters by name; to a tenant those that it may call."""
+        if may_call is not None:
+            return self._encode(name for name in self._holders if may_call(name))
         if self._listing is None:
-            names = sorted(self._holders, key=lambda name: (_card_of(self._holders[name]).parent is not None, name))
-            cards = [next(iter(self._holders[name])).raw_cards[name] for name in names]
-            self._listing = msgspec.json.encode({"object": "list", "data": cards})
+            self._listing = self._encode(self._holders)
         return self._listing
+
+    def _encode(self, names: Iterable[str]) -> bytes:
+        ordered = sorted(names, key=lambda name: (_card_of(self._holders[name]).parent is not None, name))
+        cards = [next(iter(self._holders[name])).raw_cards[name] for name in ordered]
+        return msgspec.json.encode({"object": "list", "data": cards})
 
     def _drop(self, name: str, backend: Backend) -> None:
         holders = self._holders.get(name, {})

@@ -30,6 +30,7 @@ from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError, error_body, error_response
 from manylora.serving.http.http_protocol import chunk_writer, connection_breaker
 from manylora.serving.http.room import BodyRoom
+from manylora.serving.http.tenants import Tenant
 
 __all__ = ["Relay"]
 
@@ -71,8 +72,7 @@ class Relay:
         """Answer a request."""
         client = Client(receive, self._bodies.enter(lambda: self.gate.caller_of(Request(scope))))
         try:
-            self.gate.check_inference(Request(scope))
-            request = await self._read(scope, client)
+            request = await self._read(scope, client, self.gate.check_inference(Request(scope)))
             while not await self._try(request, client, send):
                 pass
         except ClientClosed:
@@ -85,7 +85,7 @@ class Relay:
         finally:
             client.close()
 
-    async def _read(self, scope: Scope, client: Client) -> RelayedRequest:
+    async def _read(self, scope: Scope, client: Client, caller: str) -> RelayedRequest:
         """Read the body of a request and find its model.
 
         Raises:
@@ -93,19 +93,22 @@ class Relay:
         """
         body = await client.body(MAX_BODY_BYTES)
         model, num_prompt_tokens = read_fields(body)
-        return RelayedRequest(scope, model, num_prompt_tokens, await self._find(model), body)
+        tenant = self.gate.tenant(caller)
+        found = await self._find(model, tenant)
+        return RelayedRequest(scope, model, num_prompt_tokens, found, body, passes_key=tenant is not None)
 
-    async def _find(self, model: str | None) -> Found:
+    async def _find(self, model: str | None, tenant: Tenant | None) -> Found:
         """Return a model; for an unknown name the lists of models are read anew first.
+
+        For a tenant, names that it may not call are unknown, and take as long.
 
         Raises:
             ModelNotFound: No backend lists it.
             CapacityError: No backend is up.
         """
-        found = self.backends.catalog.find(model)
-        if found is None:
+        if (found := self._known(model, tenant)) is None:
             await asyncio.shield(self.backends.refresh())
-            found = self.backends.catalog.find(model)
+            found = self._known(model, tenant)
         if found is not None:
             return found
         if not len(self.backends.catalog):
@@ -113,6 +116,10 @@ class Relay:
         if model is None:
             raise ModelNotFound("The request names no model, and there is more than one base.", param="model")
         raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+
+    def _known(self, model: str | None, tenant: Tenant | None) -> Found | None:
+        found = self.backends.catalog.find(model)
+        return found if found is None or tenant is None or tenant.may_call(found.name) else None
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -169,8 +176,8 @@ class Relay:
             scope["path"].encode() + (b"?" + query if query else b""),
             num_body_bytes=len(body),
             headers=scope["headers"],
-            authorization=backend.authorization,
-            passes_authorization=not self.config.api_keys,
+            authorization=None if request.passes_key else backend.authorization,
+            passes_authorization=request.passes_key or not self.config.api_keys,
             client=peer[0].encode() if peer else None,
         )
         connection, was_stale = backend.pool.idle(), False

@@ -44,6 +44,7 @@ class RelayedRequest:
         num_sent: Times that it was sent.
         num_lost: Backends that died on it.
         refusal: The last answer that sent it elsewhere, or an error for the lack of one.
+        passes_key: Whether its key is passed on: a tenant's, which the backends know.
     """
 
     scope: Scope
@@ -55,6 +56,7 @@ class RelayedRequest:
     num_sent: int = 0
     num_lost: int = 0
     refusal: ManyloraError | None = None
+    passes_key: bool = False
 
 
 @dataclass(slots=True, eq=False)
