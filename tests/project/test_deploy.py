@@ -1,19 +1,72 @@
-"""The images and their compose file: linted here, and built and run where a container engine is at hand."""
+"""The images, the compose file and the chart: linted, rendered, validated; built and run where an engine is at hand.
+
+Helm's own library renders the chart, hadolint reads the Dockerfile, and resources are validated against Kubernetes'
+schemas. All three come as packages (the extra `test`); where a platform has none, their tests are skipped.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 import yaml
 
 import manylora
+from manylora.cli.app import make_app
 
 ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "manylora"
+
+VALUES: Mapping[str, dict[str, Any]] = {
+    "as given": {},
+    "with keys, tenants and TLS": {
+        "keys": {"existingSecret": "keys"},
+        "tenants": {"existingSecret": "tenants"},
+        "router": {"tls": {"secretName": "public"}, "service": {"port": 443}, "manageAdapters": True},
+        "server": {
+            "tls": {"secretName": "inner"},
+            "servedModelName": "llama",
+            "models": {"existingClaim": "models"},
+            "adapters": {"existingClaim": "adapters"},
+        },
+    },
+    "on GPUs, scaled and watched": {
+        "server": {
+            "gpus": 2,
+            "image": {"tag": "0.2.0-cuda"},
+            "cache": {"size": "50Gi", "storageClass": "fast"},
+            "autoscaling": {"enabled": True},
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "args": ["--max-num-seqs=64"],
+        },
+        "router": {
+            "ingress": {"enabled": True, "host": "llm.example", "tlsSecretName": "public"},
+            "policy": "affinity",
+        },
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "networkPolicy": {"clients": [{"namespaceSelector": {}}]},
+    },
+    "with functions": {
+        "functions": {
+            "enabled": True,
+            "config": '[backbones.base]\nmodel = "/models/base"\n',
+            "adapters": {"existingClaim": "adapters"},
+            "podAnnotations": {"a": "b"},
+        },
+        "preStopSeconds": 20,
+        "server": {"drainSeconds": 300},
+    },
+}
 
 
 def stages() -> dict[str, list[str]]:
@@ -24,28 +77,162 @@ def stages() -> dict[str, list[str]]:
     for line in lines:
         if line.startswith("FROM "):
             found[line.split(" AS ")[1]] = []
-        else:
+        elif found:
             found[list(found)[-1]].append(line)
     return found
 
 
-@pytest.mark.parametrize("stage", ["cpu", "cuda"])
-def test_an_image_runs_as_an_ordinary_user_and_tells_its_health(stage: str) -> None:
-    lines = stages()[stage]
+def parse(args: Sequence[str]) -> None:
+    """Parse a command line as `manylora` does; raise for an option that does not exist or a value of another type."""
+    command: Any = typer.main.get_command(make_app())
+    rest = list(args)
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    command.make_context("manylora", rest)
+
+
+@pytest.mark.parametrize("stage", ["cpu", "cuda", "route"])
+def test_an_image_runs_as_an_ordinary_user_without_a_compiler(stage: str) -> None:
+    lines = stages()["base"] + stages()[stage]
     kinds = [line.split()[0] for line in lines]
     assert kinds.index("USER") > max(index for index, kind in enumerate(kinds) if kind == "RUN")
-    assert lines[kinds.index("USER")] != "USER root"
+    assert lines[kinds.index("USER")] == "USER 10001:10001"
     assert "/health" in lines[kinds.index("HEALTHCHECK")]
-    for line in lines:
-        if line.startswith("COPY "):
-            assert all((ROOT / source).exists() for source in line.split()[1:-1])
+    assert 'ENTRYPOINT ["tini", "--", "manylora"]' in lines
+    assert not any("gcc" in line for line in lines)
+    parse(json.loads(lines[-1].removeprefix("CMD ").replace('"--help"', '"--backend", "http://server:8000"')))
 
 
-def test_the_compose_file_serves_with_a_key_and_mounts_models_to_be_read() -> None:
-    service = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["manylora"]
-    assert service["build"]["target"] in stages()
-    assert "--api-key" in service["command"]
-    assert all(volume.endswith(":ro") for volume in service["volumes"])
+def test_the_dockerfile_copies_what_there_is_and_its_context_lets_through() -> None:
+    kept = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    sources = {
+        source
+        for lines in stages().values()
+        for line in lines
+        if line.startswith("COPY ") and "--from" not in line
+        for source in line.split()[1:-1]
+    }
+    for source in sources:
+        assert (ROOT / source).exists()
+        assert any(source == one or source.startswith(one + "/") for one in kept)
+
+
+def test_the_libraries_of_an_image_are_those_of_the_project() -> None:
+    (line,) = [line for line in stages()["requirements"] if line.startswith("RUN")]
+    files = {"pyproject.toml": ROOT / "pyproject.toml", "light.toml": ROOT / "packages" / "light" / "pyproject.toml"}
+    for command in line.removeprefix("RUN ").split("&&"):
+        _, script, file, *extras, _, _ = command.split()
+        done = subprocess.run(
+            [sys.executable, DEPLOY / "image" / script, files[file], *extras],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        project = tomllib.loads(files[file].read_text())["project"]
+        wanted = [
+            *project["dependencies"],
+            *(one for extra in extras for one in project["optional-dependencies"][extra]),
+        ]
+        assert done.stdout.splitlines() == wanted
+
+
+def test_the_dockerfile_is_linted() -> None:
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("needs hadolint")
+    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_compose_file_is_locked_down_and_its_options_exist() -> None:
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    for one in services.values():
+        assert one["build"]["target"] in stages()
+        assert one["read_only"]
+        assert one["cap_drop"] == ["ALL"]
+        assert all(
+            volume.endswith(":ro") or volume.partition(":")[2] in ("/cache", "/state") for volume in one["volumes"]
+        )
+        parse(one["command"])
+
+
+def rendered(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the resources of the chart, by Helm's own library."""
+    helm = pytest.importorskip("helm_python", reason="needs Helm's library")
+    with helm.Chart.load(str(CHART)) as chart:
+        files = chart.render(values, name="r", namespace="space")
+    texts = [text for path, text in files.items() if not path.endswith(".txt")]
+    return [one for text in texts for one in yaml.safe_load_all(text) if one]
+
+
+def pods(resources: Sequence[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for one in resources:
+        if "template" in one.get("spec", {}):
+            yield one["metadata"]["name"], one["spec"]["template"]
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_chart_s_resources_are_valid(name: str) -> None:
+    validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas")
+    custom = set()
+    for one in rendered(VALUES[name]):
+        try:
+            validation.validate(one, "1.34", strict=True)
+        except validation.SchemaNotFoundError:
+            custom.add(one["kind"])
+    assert custom <= {"ServiceMonitor", "ScaledObject"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_chart_s_pods_drain_and_their_options_and_volumes_exist(name: str) -> None:
+    resources = rendered(VALUES[name])
+    labels = []
+    for _, template in pods(resources):
+        spec = template["spec"]
+        labels.append(template["metadata"]["labels"])
+        (container,) = spec["containers"]
+        parse(container["args"])
+        (drain,) = (word for word in container["args"] if word.startswith("--drain-timeout="))
+        pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert spec["terminationGracePeriodSeconds"] > pause + float(drain.partition("=")[2])
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+        assert container["livenessProbe"]["httpGet"]["path"] == "/version"
+        claims = [one["metadata"]["name"] for one in _claims(resources, template)]
+        volumes = {one["name"] for one in spec["volumes"]} | set(claims)
+        assert {one["name"] for one in container["volumeMounts"]} <= volumes
+        folders = [one["mountPath"] for one in container["volumeMounts"]]
+        for word in container["args"]:
+            path = word.partition("=")[2]
+            if path.startswith("/"):
+                assert any(path == one or path.startswith(one + "/") for one in folders), word
+    for one in resources:  # budgets, services, monitors and policies choose pods that there are
+        selector = one["spec"].get("podSelector") or one["spec"].get("selector") if "spec" in one else None
+        if selector is not None:
+            chosen = selector.get("matchLabels", selector)
+            assert any(chosen.items() <= one.items() for one in labels), one["kind"]
+
+
+def _claims(resources: Sequence[dict[str, Any]], template: dict[str, Any]) -> list[dict[str, Any]]:
+    (owner,) = (one for one in resources if one.get("spec", {}).get("template") is template)
+    claims: list[dict[str, Any]] = owner["spec"].get("volumeClaimTemplates", [])
+    return claims
+
+
+def test_the_chart_is_linted_and_refuses_values_that_it_does_not_know() -> None:
+    helm = pytest.importorskip("helm_python", reason="needs Helm's library")
+    report = helm.lint(str(CHART), strict=True, kube_version="v1.34.0")
+    assert report["errors"] == []
+    assert [one["error"] for one in report["messages"]] == ["icon is recommended"]
+    for wrong in ({"server": {"gpu": 1}}, {"preStopSeconds": "5"}, {"image": {"digest": "latest"}}):
+        with pytest.raises(helm.HelmError, match=next(iter(wrong))):
+            rendered(wrong)
+
+
+def test_the_chart_has_the_version_of_the_program() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["appVersion"] == manylora.__version__
 
 
 def test_the_workflow_runs_what_developers_run() -> None:
@@ -65,7 +252,10 @@ def test_the_image_serves_its_demo() -> None:
         pytest.skip("needs a container engine")
     subprocess.run(["docker", "build", "--target", "cpu", "--tag", "manylora:test", str(ROOT)], check=True)
     done = subprocess.run(
-        ["docker", "run", "--rm", "manylora:test", "demo", "--once"], capture_output=True, text=True, check=False
+        ["docker", "run", "--rm", "--read-only", "--tmpfs", "/tmp", "-v", "/cache", "manylora:test", "demo", "--once"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
