@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,10 @@ class DeviceOps:
     def upload_bits(self, bits: NDArray[np.uint8], num_columns: int) -> torch.Tensor:
         """Return bits ``[n, width]``, the lowest of a byte first, as bools ``[n, num_columns]`` on the device."""
         return torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little", count=num_columns).view(np.bool_))
+
+    def read(self, *tensors: torch.Tensor) -> list[NDArray[Any]]:
+        """Return the content of tensors of the device, by one wait for all work that makes them."""
+        return [tensor.numpy() for tensor in tensors]
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` once it has run; return a function that repeats it on the current values of its tensors.
@@ -85,6 +90,15 @@ class CudaOps(DeviceOps):
         shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
         unpacked = (self.upload(bits)[:, :, None] >> shifts) & 1
         return unpacked.view(torch.bool).flatten(1)[:, :num_columns]
+
+    def read(self, *tensors: torch.Tensor) -> list[NDArray[Any]]:
+        """Copy all behind the device's work, then wait once."""
+        copies = [
+            torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        ]
+        self.wait()
+        return [copy.numpy() for copy in copies]
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` as a graph in the shared pool.

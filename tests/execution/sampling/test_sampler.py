@@ -10,10 +10,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from launch_counter import counted_launches
+from triton_cases import DEVICE
 
 from manylora.core.plan import PlannedSequence
-from manylora.core.types import Constraint, SamplingParams
+from manylora.core.types import Constraint, SampledToken, SamplingParams
+from manylora.execution.device import DeviceOps
 from manylora.execution.sampling.draw import draw_at, philox4x32, philox_uniform
+from manylora.execution.sampling.logprobs import most_likely, most_likely_by_keys
 from manylora.execution.sampling.sampler import Sampler
 
 EOS = 2
@@ -45,11 +49,7 @@ def sequence(
 
 def sample_ids(logits: torch.Tensor, sequences: Sequence[PlannedSequence], **kwargs) -> list[int]:
     sampler = Sampler(logits.shape[1], (EOS,), **kwargs)
-    tokens = [token.token_id for token in sampler.sample(logits, sequences) if token is not None]
-    if len(sequences) < 8:  # without looking at values on the way, as for a GPU: the same tokens
-        sampler._can_branch = False
-        assert [token.token_id for token in sampler.sample(logits, sequences) if token is not None] == tokens
-    return tokens
+    return [token.token_id for token in sampler.sample(logits, sequences) if token is not None]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -167,6 +167,69 @@ def test_every_row_agrees_with_the_oracle(batch: tuple[torch.Tensor, list[Planne
         decided += 1
         assert token == expected, seq.sampling
     assume(decided)
+
+
+def both_ways(logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> list[SampledToken | None]:
+    """Return the tokens, which the kernel of a GPU must choose too."""
+    pytest.importorskip("triton")
+    found = Sampler(logits.shape[1], (EOS,)).sample(logits, sequences)
+    on_device = logits.to(DEVICE)
+    assert Sampler(logits.shape[1], (EOS,), DEVICE, is_fused=True).sample(on_device, sequences) == found
+    return found
+
+
+@settings(max_examples=8)
+@given(batches())
+def test_the_kernel_chooses_the_same_tokens(batch: tuple[torch.Tensor, list[PlannedSequence]]) -> None:
+    both_ways(*batch)
+
+
+@pytest.mark.parametrize("few", [4, 64])
+def test_the_kernel_cuts_in_candidates_and_in_whole_rows(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of many equals, of few likely tokens, flat ones and broken ones; most have more candidates than fit."""
+    monkeypatch.setattr("manylora.execution.sampling.draw.FUSED_FEW", few)
+    monkeypatch.setattr("manylora.execution.sampling.draw.FUSED_BLOCK", 64)
+    logits = torch.stack(
+        [
+            torch.zeros(150),
+            torch.randn(150, generator=torch.Generator().manual_seed(1)).mul_(8).round_(),
+            torch.cat((torch.full((140,), -torch.inf), torch.arange(10.0))),
+            torch.full((150,), torch.nan),
+            torch.full((150,), -torch.inf),
+            torch.cat((torch.zeros(149), torch.tensor([torch.inf]))),
+        ]
+    )
+    for params in ({"top_k": 7}, {"top_p": 0.3}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01}, {"temperature": 0.0}):
+        tokens = both_ways(logits, [sequence(SamplingParams(**params), seed=17 + i) for i in range(len(logits))])
+        assert [token is None for token in tokens] == [False] * 3 + [True] * 3
+
+
+def test_sampling_on_a_device_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and log-probabilities of any parameters come by one read; nothing else looks at a value of the device."""
+    pytest.importorskip("triton")
+    reads: list[int] = []
+    read = DeviceOps.read
+    monkeypatch.setattr(DeviceOps, "read", lambda self, *found: reads.append(len(found)) or read(self, *found))
+    rows = [
+        SamplingParams(temperature=0.0, logprobs=3),
+        SamplingParams(top_k=3, top_p=0.5, logprobs=30),
+        SamplingParams(repetition_penalty=1.3, logit_bias=((5, 2.0),), min_tokens=3, allowed_token_ids=(5, 9)),
+        SamplingParams(temperature=0.0, logprobs=1, logprob_token_ids=(4, 8)),
+    ]
+    sampler = Sampler(40, (EOS,), is_fused=True)
+    monkeypatch.setattr("manylora.execution.sampling.sampler.most_likely", most_likely_by_keys)
+    with counted_launches() as counts:
+        sampler.sample(torch.randn(4, 40), [sequence(one) for one in rows])
+    assert len(reads) == 1
+    assert not counts.keys() & {"_local_scalar_dense", "nonzero", "item", "masked_select", "equal"}
+
+
+def test_the_search_by_keys_finds_what_the_search_for_equals_does() -> None:
+    logits = torch.randn(6, 50).mul_(2).round_()
+    logits[0], logits[1, 7] = 0.0, -0.0
+    totals = logits.logsumexp(-1)
+    for found, expected in zip(most_likely_by_keys(logits, totals, 9), most_likely(logits, totals, 9), strict=True):
+        assert torch.equal(found, expected)
 
 
 @settings(max_examples=40)

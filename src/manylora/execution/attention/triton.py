@@ -163,7 +163,7 @@ class TritonAttention:
             BLOCK_N=max(16, (16384 if self.is_decode else 8192) // (block_d * query.dtype.itemsize)),
             BLOCK_D=block_d,
             BLOCK_V=block_v,
-            num_warps=4,
+            num_warps=8 if lines >= 128 or lines * block_v >= 16384 else 4,  # fewer spill registers
             num_stages=2,
         )
         if splits > 1:

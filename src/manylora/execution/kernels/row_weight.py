@@ -166,7 +166,7 @@ class RowWeight:
         shape = (16, 64, 8, 2, 4) if num_rows <= 16 else (64, 128, 4, 8, 3)
         block_m, block_n, most_splits, num_warps, num_stages = shape
         low, high = "", ""
-        if not is_interpreted():
+        if not is_interpreted() and torch.version.hip is None:  # PTX is NVIDIA's
             low, high = (widening_ptx(form.numbers, half, _name(rows.dtype)) for half in range(2))
         num_programs_wide = -(-form.num_out // block_n)
         wanted = min(num_programs(self.device) // num_programs_wide, form.num_blocks // MIN_SPLIT_BLOCKS)

@@ -219,7 +219,7 @@ class StepTables:
             MODULES=directory.num_modules,
             BLOCK_M=max(16, self._block_rows),
             BLOCK_N=block_n,
-            num_warps=4,
+            num_warps=16 if self._block_rows == PROMPT_ROWS else 8,  # fewer spill registers
         )
 
 

@@ -1,5 +1,7 @@
 """Top-k, top-p and the draw: the tokens left in each row, a uniform number for it, and the token for that number.
 
+``choose_tokens`` is the code of the CPU and the definition, ``choose_fused`` the launch of a GPU.
+
 Rows are unnormalised weights, so nothing is divided by a sum over the vocabulary. Top-k and top-p look at a few hundred
 sorted candidates first.
 
@@ -10,19 +12,111 @@ replaces a generator object per request, which would have to be kept, saved at p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["cut_weights", "draw_at", "philox4x32", "philox_uniform"]
+from manylora.core.plan import PlannedSequence
+from manylora.execution.device import DeviceOps
+from manylora.execution.kernels.triton.support import power_of_two
+
+__all__ = [
+    "choose_fused",
+    "choose_tokens",
+    "cut_weights",
+    "draw_at",
+    "num_generated",
+    "philox4x32",
+    "philox_uniform",
+    "row_numbers",
+]
+
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy: a division by them would only lose digits
 
 PREFIX = 256  # sorted candidates for top-k and top-p: nearly always enough, and far cheaper than a full sort
 BLOCK = 256  # columns of a block: a draw finds the block, then the token in it
 
 LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
+FUSED_BLOCK, FUSED_FEW = 4096, 2048  # columns of a pass of the kernel, and of the candidates that it searches
+
 Words = NDArray[np.uint64]
+
+
+def num_generated(sequence: PlannedSequence) -> int:
+    """Return the number of generated tokens: the position of the next draw."""
+    return sequence.start + sequence.num_tokens - sequence.num_prompt_tokens
+
+
+def row_numbers(sequences: Sequence[PlannedSequence], vocab: int) -> NDArray[np.float64]:
+    """Return temperature (0 is greedy), min_p, top_k (from 1), top_p and a uniform number of each row ``[n, 5]``."""
+    numbers = np.zeros((len(sequences), 5))
+    for row, sequence in zip(numbers, sequences, strict=True):
+        sampling = sequence.sampling
+        if sampling.temperature >= GREEDY_BELOW:
+            row[:4] = sampling.temperature, sampling.min_p, min(sampling.top_k or vocab, vocab), sampling.top_p
+    drawn = [i for i, row in enumerate(numbers) if row[0]]
+    numbers[drawn, 4] = philox_uniform(
+        np.array([sequences[i].seed % 2**64 for i in drawn], dtype=np.uint64),
+        np.array([num_generated(sequences[i]) for i in drawn], dtype=np.uint64),
+    )
+    return numbers
+
+
+def choose_fused(raw: Tensor, logits: Tensor, numbers: NDArray[np.float64], dead: int, ops: DeviceOps) -> Tensor:
+    """Return the token of each row, int64 ``[n]``, by one launch: -1 for a row of ``raw`` with logits not finite.
+
+    ``logits`` are ``raw`` after edits, both float32 ``[n, vocab]``; a row without any finite logit gets ``dead``.
+    """
+    from manylora.execution.kernels.triton import sampling as triton_sampling
+
+    num_rows, vocab = raw.shape
+    assert raw.stride(1) == logits.stride(1) == 1 and raw.stride(0) == logits.stride(0), "rows lie as they come"
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=ops.device)
+    values = torch.empty((num_rows, FUSED_FEW), dtype=torch.float32, device=ops.device)
+    triton_sampling.choose[(num_rows,)](
+        *(raw, logits, raw.stride(0), ops.upload(numbers), values, torch.empty_like(values, dtype=torch.int32), tokens),
+        *(vocab, dead),
+        IS_EDITED=logits is not raw,
+        FEW=FUSED_FEW,
+        BLOCK=min(FUSED_BLOCK, power_of_two(vocab)),
+        num_warps=8,  # more leave a thread too few registers
+    )
+    return tokens
+
+
+def choose_tokens(logits: Tensor, highest: Tensor, best: Tensor, numbers: NDArray[np.float64]) -> Tensor:
+    """Return ``best`` with the tokens of the rows that draw, each by its ``numbers``.
+
+    A draw inverts the row's cumulative distribution at one uniform number. Logits are float32 ``[n, vocab]``,
+    ``highest`` ``[n]`` is the largest of each row and ``best`` its place. The token is undefined for rows whose
+    ``highest`` is -inf.
+    """
+    own = numbers[numbers[:, 0] > 0]
+    if not len(own):
+        return best
+    is_all_rows = len(own) == len(numbers)
+    rows = torch.from_numpy(np.flatnonzero(numbers[:, 0] > 0)).to(logits.device)
+    if not is_all_rows:
+        logits, highest = logits[rows], highest[rows]
+    temperature, min_p = (torch.from_numpy(own[:, i].astype(np.float32))[:, None].to(logits.device) for i in range(2))
+    cut = np.flatnonzero((own[:, 2] < logits.shape[1]) | (own[:, 3] < 1.0))
+    # In place where possible: new buffers of this size cost more (page faults) than the arithmetic.
+    scaled = (logits - highest[:, None]).div_(temperature)  # largest is 0: no overflow however cold
+    weights = scaled.exp() if len(cut) else scaled.exp_()  # [n, vocab], the most likely token weighs 1
+    if own[:, 1].any():
+        weights *= weights >= min_p
+    if len(cut):
+        at = slice(None) if len(cut) == len(own) else torch.from_numpy(cut).to(logits.device)
+        some = weights[at]
+        top_k, top_p = (torch.from_numpy(own[cut, i]).to(logits.device) for i in (2, 3))
+        cut_weights(scaled[at], some, min_p[at], top_k.long(), top_p)
+        weights[at] = some
+    tokens = draw_at(weights, torch.from_numpy(own[:, 4].copy()).to(logits.device))
+    return tokens if is_all_rows else best.index_copy(0, rows, tokens)
 
 
 def cut_weights(

@@ -12,7 +12,9 @@ from torch import Tensor
 from manylora.core.types import PromptLogprobs
 from manylora.execution.device import DeviceOps
 
-__all__ = ["TokenReport", "finite", "most_likely", "report_tokens", "reportable"]
+__all__ = ["TokenReport", "finite", "most_likely", "most_likely_by_keys", "report_tokens", "reportable"]
+
+_TOKENS = 2**31 - 1  # no token has a larger number
 
 LEAST_LOGPROB = -9999.0
 """Log-probability reported for a token of probability zero, as by vLLM: JSON has no infinity."""
@@ -28,7 +30,7 @@ def finite(logits: Tensor) -> Tensor:
     return logits.nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
 
 
-def most_likely(logits: Tensor, totals: Tensor, num_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def most_likely(logits: Tensor, totals: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Return the ``num_tokens`` most likely tokens of each row and their log-probabilities, both ``[n, num_tokens]``.
 
     Most likely first, equal ones in the order of their ids. ``logits`` are ``[n, vocab]`` without NaN, and ``totals``
@@ -36,15 +38,29 @@ def most_likely(logits: Tensor, totals: Tensor, num_tokens: int) -> tuple[NDArra
     """
     num_tokens = min(num_tokens, logits.shape[1])
     if not num_tokens:
-        return np.empty((len(logits), 0), np.int32), np.empty((len(logits), 0), np.float32)
+        return torch.empty((len(logits), 0), dtype=torch.int64), torch.empty((len(logits), 0))
+    if logits.device.type != "cpu":
+        return most_likely_by_keys(logits, totals, num_tokens)
     least = logits.topk(num_tokens, dim=-1).values[:, -1:]
     found = (logits >= least).nonzero()  # at least as many per row, more where equals straddle the cut
-    values = (logits[found[:, 0], found[:, 1]] - totals[found[:, 0]]).cpu().numpy()
-    rows, tokens = found.cpu().numpy().T
-    order = np.lexsort((tokens, -values, rows))
+    values = (logits[found[:, 0], found[:, 1]] - totals[found[:, 0]]).numpy()
+    rows, ids = found.numpy().T
+    order = np.lexsort((ids, -values, rows))
     firsts = np.searchsorted(rows, np.arange(len(logits)))  # found is in the order of rows
     chosen = order[firsts[:, None] + np.arange(num_tokens)]
-    return tokens[chosen].astype(np.int32), reportable(values[chosen])
+    return torch.from_numpy(ids[chosen]), torch.from_numpy(values[chosen])
+
+
+def most_likely_by_keys(logits: Tensor, totals: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the same without reading a value of the device: no equals are looked for.
+
+    A token's key is the bits of its logit, ordered as an integer, and the token below.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # of both zeros one
+    ordered = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
+    keys = (ordered << 32) + (_TOKENS - torch.arange(logits.shape[1], device=logits.device))
+    tokens = _TOKENS - keys.topk(num_tokens, dim=-1).values.bitwise_and(_TOKENS)
+    return tokens, logits.gather(1, tokens) - totals[:, None]
 
 
 class TokenReport(NamedTuple):
@@ -77,10 +93,10 @@ def report_tokens(logits: Tensor, tokens: NDArray[np.int64], most: int, ops: Dev
     totals = logits.logsumexp(dim=-1)
     own = logits.gather(1, ops.upload(tokens)[:, None])
     ranks = (logits > own).sum(dim=-1) + 1
-    logprobs = reportable((own[:, 0] - totals).cpu().numpy())
-    top_ids, top = most_likely(logits, totals, most)
+    found = ops.read(own[:, 0] - totals, ranks, *most_likely(logits, totals, most))
+    logprobs, ranks_read, top_ids, top = found
     return TokenReport(
-        token_ids=np.concatenate((tokens[:, None].astype(np.int32), top_ids), axis=1),
-        logprobs=np.concatenate((logprobs[:, None], top), axis=1),
-        ranks=ranks.cpu().numpy().astype(np.int32),
+        token_ids=np.concatenate((tokens[:, None], top_ids), axis=1).astype(np.int32),
+        logprobs=reportable(np.concatenate((logprobs[:, None], top), axis=1)),
+        ranks=ranks_read.astype(np.int32),
     )

@@ -7,7 +7,8 @@ The order is vLLM's, so that parameters have vLLM's meaning::
 
 A draw needs one uniform number, a pure function of ``(seed, tokens generated so far)`` (``philox``). So a seed gives
 the same tokens in any batch, and after any recomputation of the request. Rows pay only for the options that they use:
-an all-greedy batch is one ``max``, edits are sparse scatters, and only rows with top-k or top-p are sorted.
+an all-greedy batch is one ``max``, edits are sparse scatters, and only rows with top-k or top-p are sorted. On a GPU
+all but the edits and the log-probabilities is one launch (``kernels/triton/sampling.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from manylora.core.config import ModelConfig
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import USUAL_LOGPROBS, Constraint, SampledToken
 from manylora.execution.device import find_device, make_device_ops
-from manylora.execution.sampling.draw import cut_weights, draw_at, philox_uniform
+from manylora.execution.sampling.draw import choose_fused, choose_tokens, num_generated, row_numbers
 from manylora.execution.sampling.grammar import Grammars
 from manylora.execution.sampling.logprobs import finite, most_likely, reportable
 
@@ -33,7 +34,6 @@ __all__ = ["Sampler", "make_sampler"]
 
 logger = logging.getLogger(__name__)
 
-GREEDY_BELOW = 1e-5  # lower temperatures are greedy: a division by them would only lose digits
 BROKEN = -1  # stands for the token of a row that has none, in the one tensor that is read back from the device
 
 
@@ -44,7 +44,7 @@ class Sampler:
     weights that overflow) has no token, and neither has a row whose grammar is over its budget of time. A row whose
     choices are all masked ends with the model's end-of-sequence token, or token 0 if it has none.
     Without ``grammar`` a row with a constraint ends at once, since an unconstrained answer would be silently wrong
-    (the server refuses such requests before).
+    (the server refuses such requests before). ``is_fused`` chooses by the kernel in Triton, by default on a GPU.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class Sampler:
         device: torch.device | str = "cpu",
         *,
         grammar: Grammars | None = None,
+        is_fused: bool | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._eos = tuple(t for t in eos_token_ids if 0 <= t < vocab_size)
         self._ops = make_device_ops(torch.device(device))
-        # On the CPU, reading a flag saves a pass; on a GPU the read would wait for all work before it.
-        self._can_branch = self._ops.device.type == "cpu"
+        # One launch, of which nothing is read back before the tokens are; a CPU is quicker by vectorised operations.
+        self._is_fused = self._ops.device.type == "cuda" if is_fused is None else is_fused
         self._grammar = grammar
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -87,48 +88,31 @@ class Sampler:
         """Return a token per row of ``logits`` ``[n, vocab]``, with log-probabilities of them where requested.
 
         Logits may be of any float type and are not modified. Row ``i`` is the next token of ``sequences[i]``; it is
-        ``None`` if the row's largest logit is not finite, or its grammar over its budget.
+        ``None`` if the row's largest logit is not finite, or its grammar over its budget. All is read from the device
+        at once, at the end: nothing before waits for it.
         """
         if not sequences:
             return []
-        logits = logits.float()
-        highest, best = logits.max(dim=-1)  # the first of equals, as documented by torch
-        broken = ~highest.isfinite()  # a NaN or +inf anywhere in a row is its largest
-        if not (self._can_branch and not bool(broken.any())):
-            logits = finite(logits)
-            highest, best = logits.max(dim=-1)
-        raw = logits
-        edited = self._edit(logits, sequences)
-        if edited is not logits:
-            logits = edited
-            highest, best = logits.max(dim=-1)
-
-        drawn = [i for i, s in enumerate(sequences) if s.sampling.temperature >= GREEDY_BELOW]
-        if drawn:
-            rows = self._upload(drawn, np.int64)
-            is_all_rows = len(drawn) == len(sequences)
-            tokens = self._draw(
-                logits if is_all_rows else logits[rows],
-                highest if is_all_rows else highest[rows],
-                [sequences[i] for i in drawn],
-            )
-            best = tokens if is_all_rows else best.index_copy(0, rows, tokens)
-        dead = highest == -torch.inf
-        if not (self._can_branch and not bool(dead.any())):
-            best = best.masked_fill(dead, self._eos[0] if self._eos else 0).masked_fill(broken, BROKEN)
-        chosen: list[int] = best.tolist()
-        for row, sequence in enumerate(sequences):
-            if sequence.sampling.constraint is not None and self.is_over_budget(sequence.seq_id):
-                chosen[row] = BROKEN
-
-        reported = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
-        if not reported:
-            return [SampledToken(token_id=token) if token != BROKEN else None for token in chosen]
-        known = [token if token != BROKEN else 0 for token in chosen]
-        logprobs = self._logprobs(raw, reported, sequences, known)
+        raw = logits.float()
+        numbers = row_numbers(sequences, self._vocab_size)
+        dead = self._eos[0] if self._eos else 0
+        if self._is_fused:
+            tokens = choose_fused(raw, self._edit(raw, sequences), numbers, dead, self._ops)
+        else:
+            highest, best = raw.max(dim=-1)  # the first of equals, as documented by torch
+            broken = ~highest.isfinite()  # a NaN or +inf anywhere in a row is its largest
+            if is_any_broken := bool(broken.any()):
+                raw = finite(raw)
+            edited = self._edit(raw, sequences)
+            if is_any_broken or edited is not raw:
+                highest, best = edited.max(dim=-1)
+            tokens = choose_tokens(edited, highest, best, numbers)
+            tokens = tokens.masked_fill(highest == -torch.inf, dead).masked_fill(broken, BROKEN)
+        chosen, reported = self._read(raw, tokens, sequences)
+        over = {row for row, s in enumerate(sequences) if s.sampling.constraint and self.is_over_budget(s.seq_id)}
         return [
-            (logprobs.get(i) or SampledToken(token_id=token)) if token != BROKEN else None
-            for i, token in enumerate(chosen)
+            None if token == BROKEN or row in over else reported.get(row) or SampledToken(token_id=token)
+            for row, token in enumerate(chosen)
         ]
 
     def _edit(self, logits: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
@@ -195,94 +179,60 @@ class Sampler:
             return torch.ones((len(sequences), self._vocab_size), dtype=torch.bool, device=self._ops.device)
         return self._ops.upload_bits(~self._grammar.masks(sequences), self._vocab_size)
 
-    def _draw(self, logits: Tensor, highest: Tensor, sequences: Sequence[PlannedSequence]) -> Tensor:
-        """Draw a token per row by inverting its cumulative distribution at one uniform number.
-
-        Logits are float32 ``[n, vocab]``, edited, and ``highest`` ``[n]`` is the largest of each row. The result,
-        ``[n]`` int64, is undefined for rows whose ``highest`` is -inf.
-        """
-        samplings = [s.sampling for s in sequences]
-        temperature = self._column([s.temperature for s in samplings])
-        cut = [i for i, s in enumerate(samplings) if s.top_p < 1.0 or 0 < s.top_k < self._vocab_size]
-        # In place where possible: new buffers of this size cost more (page faults) than the arithmetic.
-        scaled = (logits - highest[:, None]).div_(temperature)  # largest is 0: no overflow however cold
-        weights = scaled.exp() if cut else scaled.exp_()  # [n, vocab], the most likely token weighs 1
-        min_p = self._column([s.min_p for s in samplings])
-        if any(s.min_p > 0.0 for s in samplings):
-            weights *= weights >= min_p
-        if cut:
-            rows = self._upload(cut, np.int64)
-            top_k = self._upload([min(samplings[i].top_k or self._vocab_size, self._vocab_size) for i in cut], np.int64)
-            top_p = self._upload([samplings[i].top_p for i in cut], np.float64)
-            is_all_rows = len(cut) == len(sequences)
-            if is_all_rows:
-                cut_weights(scaled, weights, min_p, top_k, top_p)
-            else:
-                some = weights[rows]
-                cut_weights(scaled[rows], some, min_p[rows], top_k, top_p)
-                weights[rows] = some
-        uniform = philox_uniform(
-            np.array([s.seed % 2**64 for s in sequences], dtype=np.uint64),
-            np.array([num_generated(s) for s in sequences], dtype=np.uint64),
-        )
-        return draw_at(weights, self._ops.upload(uniform))
-
-    def _column(self, values: list[float]) -> Tensor:
-        return self._upload(values, np.float32)[:, None]
-
     def _upload(self, values: Sequence[float], dtype: DTypeLike) -> Tensor:
         return self._ops.upload(np.asarray(values, dtype=dtype))
 
-    def _logprobs(
-        self, raw: Tensor, rows: list[int], sequences: Sequence[PlannedSequence], chosen: list[int]
-    ) -> dict[int, SampledToken]:
-        """Report the chosen token, and the most likely ones (equal ones in the order of their ids) or given ones."""
-        wanted = raw[self._upload(rows, np.int64)]
-        totals = wanted.logsumexp(dim=-1)
-        mine = wanted.gather(1, self._upload([chosen[i] for i in rows], np.int64)[:, None]).squeeze(1) - totals
+    def _read(
+        self, raw: Tensor, tokens: Tensor, sequences: Sequence[PlannedSequence]
+    ) -> tuple[list[int], dict[int, SampledToken]]:
+        """Read the tokens, and of rows that ask for them log-probabilities: of the chosen token and others.
+
+        Others are the most likely ones (equal ones in the order of their ids) or given ones.
+        """
+        rows = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
+        if not rows:
+            return self._ops.read(tokens)[0].tolist(), {}
         given = [sequences[i].sampling.logprob_token_ids for i in rows]
-        counts = [
-            0 if token_ids else sequences[i].sampling.logprobs or 0 for i, token_ids in zip(rows, given, strict=True)
-        ]
-        top = self._most_likely(wanted, totals, counts)
-        if any(given):
-            at = [(row, token) for row, token_ids in enumerate(given) for token in token_ids]
-            in_rows, tokens = (self._upload(column, np.int64) for column in zip(*at, strict=True))
-            values = iter(reportable((wanted[in_rows, tokens] - totals[in_rows]).cpu().numpy()).tolist())
-            for row, token_ids in enumerate(given):
-                if token_ids:
-                    top[row] = tuple([(token, next(values)) for token in token_ids])
-        return {
-            i: SampledToken(token_id=chosen[i], logprob=own, top=pairs)
-            for i, own, pairs in zip(rows, reportable(mine.cpu().numpy()).tolist(), top, strict=True)
+        wanted = raw if len(rows) == len(sequences) else raw[self._upload(rows, np.int64)]
+        own = tokens if len(rows) == len(sequences) else tokens[self._upload(rows, np.int64)]
+        totals = wanted.logsumexp(dim=-1)
+        mine = wanted.gather(1, own.clamp(min=0)[:, None]).squeeze(1) - totals
+        pairs = [(row, token) for row, ids in enumerate(given) for token in ids]
+        in_rows, at = (self._ops.upload(column) for column in np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+        counts = [0 if ids else sequences[i].sampling.logprobs or 0 for i, ids in zip(rows, given, strict=True)]
+        searches = _searches(counts)
+        found: list[Tensor] = []
+        for part, most in searches:
+            own_rows = slice(None) if len(part) == len(rows) else self._upload(part, np.int64)
+            found += most_likely(wanted[own_rows], totals[own_rows], most)
+        chosen, mine_read, others, *tops = self._ops.read(tokens, mine, wanted[in_rows, at] - totals[in_rows], *found)
+        top: list[list[tuple[int, float]]] = [[] for _ in rows]
+        for (row, token), value in zip(pairs, reportable(others).tolist(), strict=True):
+            top[row].append((token, value))
+        for (part, _), ids, values in zip(searches, tops[::2], tops[1::2], strict=True):
+            for row, row_ids, row_values in zip(part, ids.tolist(), reportable(values).tolist(), strict=True):
+                top[row] += zip(row_ids[: counts[row]], row_values[: counts[row]], strict=True)
+        known = chosen.tolist()
+        return known, {
+            i: SampledToken(token_id=known[i], logprob=logprob, top=tuple(others_of))
+            for i, logprob, others_of in zip(rows, reportable(mine_read).tolist(), top, strict=True)
         }
 
-    def _most_likely(self, logits: Tensor, totals: Tensor, counts: list[int]) -> list[tuple[tuple[int, float], ...]]:
-        """Return the most likely tokens of each row, as many as it asks for; rows that ask for many are on their own.
 
-        All rows of one search pay for the largest number among them.
-        """
-        top: list[tuple[tuple[int, float], ...]] = [()] * len(counts)
-        few = [row for row, count in enumerate(counts) if count <= USUAL_LOGPROBS]
-        many = [[row] for row, count in enumerate(counts) if count > USUAL_LOGPROBS]
-        for rows in (few, *many) if few else many:
-            at = slice(None) if len(rows) == len(counts) else self._upload(rows, np.int64)
-            ids, values = most_likely(logits[at], totals[at], max(counts[row] for row in rows))
-            for row, row_ids, row_values in zip(rows, ids, values, strict=True):
-                count = counts[row]
-                top[row] = tuple(zip(row_ids[:count].tolist(), row_values[:count].tolist(), strict=True))
-        return top
+def _searches(counts: Sequence[int]) -> list[tuple[list[int], int]]:
+    """Return the rows that are searched together for their most likely tokens, and the most that any of them asks for.
+
+    All rows of one search pay for the largest number among them, so a row that asks for many is on its own.
+    """
+    few = [row for row, count in enumerate(counts) if count <= USUAL_LOGPROBS]
+    many = [[row] for row, count in enumerate(counts) if count > USUAL_LOGPROBS]
+    return [(part, max(counts[row] for row in part)) for part in (few, *many) if part]
 
 
 def make_sampler(config: ModelConfig, base: BaseShape) -> Sampler:
     """Return the sampler of a live engine, with grammars for requests with a constraint."""
     grammar = Grammars(config.tokenizer or config.model, base.vocab_size, base.eos_token_ids, revision=config.revision)
     return Sampler(base.vocab_size, base.eos_token_ids, find_device(config.device), grammar=grammar)
-
-
-def num_generated(sequence: PlannedSequence) -> int:
-    """Return the number of generated tokens: the position of the next draw."""
-    return sequence.start + sequence.num_tokens - sequence.num_prompt_tokens
 
 
 def _bad_tokens(sequence: PlannedSequence) -> list[int]:
