@@ -1,8 +1,10 @@
 """The cost of a routing decision: 64 replicas, 10,000 adapters, 2,000 requests under way.
 
 A decision is one dispatch. An older request ends before it, and all replicas report ten times while 2,000 requests
-arrive; reports are timed apart. The first decisions fill the fleet and are not counted. The decision of `manylora
-route` is timed apart, with 64 backends and with 256, every one of which can take each request.
+arrive; reports are timed apart. The first decisions fill the fleet and are not counted. Prompts of 20 to 300 tokens
+begin with one of 40 shared beginnings of 128 tokens. The decision of `manylora route` is timed apart, with 64 backends
+and with 256, every one of which can take each request: with prompts of that length, and of 32,000 tokens, of which as
+many blocks are hashed as are at most.
 
     python bench/router.py
 """
@@ -16,10 +18,11 @@ from collections import deque
 from publishing import arguments, publish, table
 
 from manylora.core.costs.step_model import PRIOR
-from manylora.core.routing import ROUTERS, Dispatcher, ReplicaReport, RouterContext, make_router
+from manylora.core.routing import DEFAULT_ROUTER, ROUTERS, Dispatcher, ReplicaReport, RouterContext, make_router
+from manylora.core.routing.prefixes import MOST_BYTES
 from manylora.core.types import Request, SamplingParams
 from manylora.route.backend import Backend
-from manylora.route.choice import Choice, Ticket
+from manylora.route.choice import Choice, PromptText, Ticket
 from manylora.route.config import ProxyConfig
 from manylora.route.upstream.address import parse_backend
 
@@ -38,11 +41,10 @@ def measure(name: str, num: int, *, replicas: int, adapters: int, under_way: int
     ranks = {f"adapter-{index}": 8 << index % 4 for index in range(adapters)}
     context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=128)
     dispatcher = Dispatcher(make_router(name, context, {"tbt_s": 0.05}), replicas, ranks)
-    prompt = tuple(range(300))
     requests = [
         Request(
             request_id=str(index),
-            prompt=prompt[: rng.randint(20, 300)],
+            prompt=(*[rng.randrange(40)] * 128, *[index] * 172)[: rng.randint(20, 300)],
             model=model,
             sampling=SamplingParams(max_tokens=256),
         )
@@ -74,10 +76,13 @@ def measure(name: str, num: int, *, replicas: int, adapters: int, under_way: int
     return {**statistics_of(decisions), "report_us": sum(reports) / len(reports)}
 
 
-def measure_proxy(num: int, *, backends: int, adapters: int, under_way: int) -> dict[str, float]:
-    """Return microseconds per decision of `manylora route` with its default router."""
+def measure_proxy(
+    router: str, num: int, *, backends: int, adapters: int, under_way: int, num_tokens: int | None = None
+) -> dict[str, float]:
+    """Return microseconds per decision of `manylora route`; prompts are of 20 to 300 tokens, or of ``num_tokens``."""
     rng, ranks = random.Random(1), dict[str, int]()
-    choice = Choice(make_router("affinity", RouterContext(rng=rng, ranks=ranks, max_num_seqs=256), {}), ranks)
+    choice = Choice(make_router(router, RouterContext(rng=rng, ranks=ranks, max_num_seqs=256), {}), ranks)
+    shared = [rng.randbytes(512) for _ in range(40)]
     urls = tuple(f"http://10.0.0.1:{port}" for port in range(1, backends + 1))
     config = ProxyConfig(backends=urls)
     available = [Backend(parse_backend(url), config, is_warm=True) for url in urls]
@@ -88,8 +93,10 @@ def measure_proxy(num: int, *, backends: int, adapters: int, under_way: int) -> 
     for index, model in enumerate(adapters_asked(rng, under_way + num, adapters)):
         if len(in_flight) == under_way:
             in_flight.popleft().end()
+        asked = num_tokens or rng.randint(20, 300)
+        text = (rng.choice(shared) + rng.randbytes(4 * asked))[: 4 * asked]
         begin = time.thread_time()
-        ticket = choice.choose(model, rng.randint(20, 300), available)
+        ticket = choice.choose(model, PromptText(text[:MOST_BYTES], len(text), asked), available)
         took = time.thread_time() - begin
         in_flight.append(ticket)
         if index >= under_way:
@@ -114,10 +121,32 @@ def main() -> None:
     found = {name: measure(name, num, replicas=64, adapters=10_000, under_way=2_000) for name in ROUTERS}
     keys = ("mean_us", "p50_us", "p99_us")
     rows = [[name, *(f"{one[key]:.1f}" for key in (*keys, "report_us"))] for name, one in found.items()]
+    cases = [
+        (router, backends, num_tokens)
+        for router in ("affinity", DEFAULT_ROUTER)
+        for backends in (64, 256)
+        for num_tokens in (None, 32_000)
+    ]
     proxies = {
-        str(backends): measure_proxy(num, backends=backends, adapters=10_000, under_way=2_000) for backends in (64, 256)
+        case: measure_proxy(
+            case[0],
+            num if case[2] is None else num // 10,
+            backends=case[1],
+            adapters=10_000,
+            under_way=2_000,
+            num_tokens=case[2],
+        )
+        for case in cases
     }
-    proxy_rows = [[backends, *(f"{one[key]:.1f}" for key in keys)] for backends, one in proxies.items()]
+    proxy_rows = [
+        [
+            router,
+            backends,
+            "20 to 300" if num_tokens is None else f"{num_tokens:,}",
+            *(f"{one[key]:.1f}" for key in keys),
+        ]
+        for (router, backends, num_tokens), one in proxies.items()
+    ]
     lines = [
         "# Cost of a routing decision",
         "",
@@ -128,13 +157,13 @@ def main() -> None:
         "",
         f"Goal: at most {LIMIT_US:.0f} us on average.",
         "",
-        "`manylora route`, with `affinity`:",
+        f"`manylora route`; its default is `{DEFAULT_ROUTER}`:",
         "",
-        *table(["backends", "mean", "median", "P99"], proxy_rows),
+        *table(["router", "backends", "tokens of a prompt", "mean", "median", "P99"], proxy_rows),
     ]
     publish(
         "router",
-        {"limit_us": LIMIT_US, "routers": found, "proxy": proxies},
+        {"limit_us": LIMIT_US, "routers": found, "proxy": [[*case, one] for case, one in proxies.items()]},
         "\n".join(lines),
         is_kept=not options.quick,
     )

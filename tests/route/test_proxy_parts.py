@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from manylora.core.errors import RequestError
 from manylora.core.routing import AffinityRouter, LeastLoadedRouter, ReplicaView
 from manylora.route.backend import BackendState, Health
-from manylora.route.choice import Choice
+from manylora.route.choice import Choice, PromptText
 from manylora.route.fleet.changes import ChangeLog
 from manylora.route.relay.exchange import read_fields, with_model
-from manylora.route.report import MetricsReader, ServerKind, read_models
+from manylora.route.report import BackendMetrics, MetricsReader, ServerKind, read_models
 from manylora.route.upstream.address import answer_headers, parse_backend, request_head
 
 FALL = 3
@@ -180,6 +180,7 @@ def test_tokens_of_all_engines_are_summed() -> None:
 class Member:
     name: str
     view: ReplicaView = field(default_factory=ReplicaView)
+    place: int = 0
 
 
 def test_adapters_keep_their_homes_when_others_fail_leave_and_come() -> None:
@@ -192,7 +193,7 @@ def test_adapters_keep_their_homes_when_others_fail_leave_and_come() -> None:
     def homes(among: list[Member]) -> dict[str, Member]:
         chosen = {}
         for name in adapters:
-            ticket = choice.choose(name, 10, among)
+            ticket = choice.choose(name, PromptText(b"", 40, 10), among)
             ticket.end()
             ticket.end()  # twice is the same
             chosen[name] = ticket.member
@@ -245,19 +246,19 @@ def test_own_requests_and_reports_never_make_a_load_negative(steps: list[tuple[i
         member = members[place]
         own = sum(ticket.member is member for ticket in tickets)
         if step == "send":
-            tickets.append(choice.choose("big", 100, [member]))
+            tickets.append(choice.choose("big", PromptText(b"", 400, 100), [member]))
         elif step == "end" and tickets:
             tickets.pop(rng.randrange(len(tickets))).end()
         elif step == "report":
-            choice.correct(member, own + 5, own)
+            choice.correct(member, own, BackendMetrics(num_running=own + 5))
         else:
-            choice.correct(member, None, 0)
+            choice.correct(member, 0, None)
         own_by_member = [sum(ticket.member is one for ticket in tickets) for one in members]
         assert all(0 <= one.view.load - own <= 5 for one, own in zip(members, own_by_member, strict=True))
     for ticket in tickets:
         ticket.end()
     for member in members:
-        choice.correct(member, 0, 0)
+        choice.correct(member, 0, BackendMetrics(num_running=0))
         assert (member.view.load, member.view.sum_rank, member.view.max_rank) == (0, 0, 0)
 
 
@@ -272,9 +273,9 @@ def test_own_requests_and_reports_never_make_a_load_negative(steps: list[tuple[i
     ],
 )
 def test_fields_of_a_body(body: str, model: str | None, tokens: int) -> None:
-    found, num_prompt_tokens = read_fields(body.encode())
+    found, prompt = read_fields(body.encode())
     assert found == model
-    assert abs(num_prompt_tokens - tokens) <= 1
+    assert abs(prompt.num_tokens - tokens) <= 1
 
 
 @given(st.dictionaries(st.text(), st.recursive(st.integers() | st.text(), st.lists, max_leaves=5)), st.text())

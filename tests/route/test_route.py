@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from proxying import Behaviour, Call, FakeServer, names, recite, routing, run, servers, until
 
+from manylora.route.serve import Proxy
 from manylora.route.upstream.address import Address
 
 ADAPTERS = {name: f"/adapters/{name}" for name in names(12)}
@@ -89,6 +90,43 @@ def test_a_router_that_knows_adapters_waits_for_fewer_loads_than_round_robin() -
         assert await loads_of("affinity") < blind / 2
 
     run(test)
+
+
+def test_a_conversation_returns_to_its_server_and_another_caller_s_never_counts_as_cached() -> None:
+    system = {"role": "system", "content": "You are a helpful assistant. " * 300}
+
+    def turn(number: int, tool: str = "") -> dict[str, Any]:
+        talk = [{"role": ("user", "assistant")[one % 2], "content": f"{one}: {'word ' * 200}"} for one in range(number)]
+        return {"model": "base", "tools": [tool], "messages": [system, *talk]}
+
+    async def test() -> None:
+        fakes = [FakeServer() for _ in range(3)]
+        async with servers(*fakes) as urls, routing(*urls) as (proxy, client):
+
+            async def ask(body: dict[str, Any], key: str) -> tuple[int, float]:
+                before = [len(fake.completions) for fake in fakes]
+                cached = expected(proxy)
+                answer = await client.ask("POST", "/v1/chat/completions", body, authorization=f"Bearer {key}")
+                assert answer.status == 200
+                now = [len(fake.completions) for fake in fakes]
+                return next(place for place in range(3) if now[place] > before[place]), expected(proxy) - cached
+
+            home, cached = await ask(turn(1), "mine")
+            assert cached == 0
+            for number in (3, 5, 7):
+                place, cached = await ask(turn(number), "mine")
+                assert place == home
+                assert cached > 2000 + 500 * (number - 3) / 2
+            assert (await ask(turn(9), "other"))[1] == 0
+            assert (await ask(turn(9, tool="a"), "mine"))[1] == 0
+
+    run(test)
+
+
+def expected(proxy: Proxy) -> float:
+    """Return the prompt tokens that were expected in prefix caches so far."""
+    lines = proxy.metrics.render(proxy.backends).decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("manylora_route_cached_tokens_total{"))
 
 
 def test_bytes_of_a_body_and_its_headers_pass_unchanged() -> None:

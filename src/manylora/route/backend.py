@@ -178,6 +178,7 @@ class Backend:
         self.pool = Pool(address, connect_timeout_s=config.connect_timeout_s, ca_certs=config.backend_ca_certs)
         self.health = Health(fall=config.fall, rise=config.rise, slow_start_s=config.slow_start_s, is_warm=is_warm)
         self.view = ReplicaView()  # the requests of this router there, and those of others
+        self.place = 0  # its place among all backends, as routers know it; see ``Choice``
         self.kind = ServerKind.OTHER
         self.cards: Mapping[str, Card] = {}
         self.raw_cards: Mapping[str, msgspec.Raw] = {}

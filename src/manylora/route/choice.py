@@ -1,48 +1,79 @@
 """The choice among backends by a policy of ``core/routing``: their slots, their load, a ticket for each request.
 
 The load of a backend is the router's own count of the requests under way there, corrected by reports: requests that
-others sent to it are added, and fade as the report grows old.
+others sent to it are added, and fade as the report grows old. The prompts that were sent to it tell which beginnings
+its prefix cache is likely to hold. Callers share none, whatever their prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 
 from manylora.core.routing import ReplicaReport, ReplicaView, Router
-from manylora.core.routing.view import Sent
-from manylora.core.types import Request
+from manylora.core.routing.prefixes import PromptBlocks, SentPrefixes, text_blocks
+from manylora.core.routing.view import AnswerLengths, Sent
+from manylora.core.types import Request, SamplingParams
 from manylora.route.backend import Backend
+from manylora.route.report import BackendMetrics
 
-__all__ = ["Choice", "Ticket"]
+__all__ = ["Choice", "PromptText", "Ticket"]
 
 ROUND_TOKENS = 64
+USUAL_RANK = 16
+"""Rank of an adapter whose rank no backend reports."""
 MOST_RANKS = 200_000
 """Ranks that are kept: adapters come and go, and backends say their names."""
+
+
+class PromptText:
+    """The prompt of a request as its body has it: text or token ids in JSON, cut into blocks when that is asked for.
+
+    Args:
+        beginning: Its first ``MOST_BYTES``.
+        num_bytes: Its whole length.
+        num_tokens: Its length in tokens, as estimated.
+        salt: Prompts share blocks only under equal salts.
+    """
+
+    __slots__ = ("_beginning", "_blocks", "_num_bytes", "num_tokens", "salt")
+
+    def __init__(self, beginning: bytes, num_bytes: int, num_tokens: int, salt: bytes = b"") -> None:
+        self.num_tokens = num_tokens
+        self.salt = salt
+        self._beginning, self._num_bytes = beginning, num_bytes
+        self._blocks: PromptBlocks | None = None
+
+    def blocks(self, model: str) -> PromptBlocks:
+        """Return its blocks for a model, which is always the same."""
+        if self._blocks is None:
+            self._blocks = text_blocks(model, self.salt, self._beginning, self._num_bytes, self.num_tokens)
+            self._beginning = b""
+        return self._blocks
 
 
 class Ticket:
     """A request that counts at a backend until it is returned."""
 
-    __slots__ = ("_sent", "is_open", "member")
+    __slots__ = ("is_open", "member", "sent")
 
     def __init__(self, member: Backend, sent: Sent) -> None:
         self.member = member
         self.is_open = True
-        self._sent = sent
+        self.sent = sent
         member.view.add(sent)
 
     def started(self) -> None:
         """Learn that the answer has begun: the prompt has run."""
         if self.is_open:
-            self.member.view.start(self._sent)
+            self.member.view.start(self.sent)
 
     def end(self) -> None:
         """Count the request out; once is enough, and twice is the same."""
         if self.is_open:
             self.is_open = False
-            self.member.view.remove(self._sent)
+            self.member.view.remove(self.sent)
 
 
 class Choice:
@@ -60,14 +91,19 @@ class Choice:
         self._ranks = ranks
         self._router = router
         self._slots: list[Backend | None] = []
+        self._views: list[ReplicaView] = []
+        self._places: list[int] = []  # of all backends
+        self._prefixes = SentPrefixes()
+        self._answers = AnswerLengths()
 
     def join(self, member: Backend) -> None:
         """Give a backend a slot."""
-        for place, other in enumerate(self._slots):
-            if other is None:
-                self._slots[place] = member
-                return
-        self._slots.append(member)
+        if None in self._slots:
+            self._slots[self._slots.index(None)] = member
+        else:
+            self._slots.append(member)
+        self._prefixes.join(member.view)
+        self._number()
 
     def leave(self, member: Backend) -> None:
         """Free a backend's slot; when more than a quarter of the slots are free, the others move up."""
@@ -76,28 +112,57 @@ class Choice:
             self._slots.pop()
         if 4 * self._slots.count(None) > len(self._slots):
             self._slots = [other for other in self._slots if other is not None]
+        self._prefixes.leave(member.view)
+        self._number()
 
-    def choose(self, model: str, num_prompt_tokens: int, available: Seq[Backend]) -> Ticket:
+    def returned(self, member: Backend) -> None:
+        """Learn that a backend came up: it may be another process, which holds no adapter and no prefix."""
+        member.view.forget()
+        self._prefixes.forget(member.view)
+
+    def choose(self, model: str, prompt: PromptText, available: Seq[Backend]) -> Ticket:
         """Choose a backend among the ``available``, of which there is at least one, and count the request there.
 
         Args:
             model: The adapter; empty for the base.
-            num_prompt_tokens: Length of the prompt, as estimated.
+            prompt: The prompt.
             available: The backends that can take the request.
         """
-        ids = {id(member) for member in available}
-        among = [place for place, member in enumerate(self._slots) if id(member) in ids]
-        chosen = available[0]
-        if len(among) > 1:
-            request = Request(request_id="", prompt=_prompt(-(-num_prompt_tokens // ROUND_TOKENS)), model=model)
-            views = [_EMPTY if member is None else member.view for member in self._slots]
-            member = self._slots[self._router.choose(request, views, among)]
-            assert member is not None
-            chosen = member
+        if model and model not in self._ranks:
+            self.learn_ranks({model: USUAL_RANK})
+        chosen, num_cached = available[0], 0
+        if len(self._slots) > 1:
+            blocks = prompt.blocks(model)
+            self._prefixes.expect(blocks)
+            if len(available) > 1:
+                chosen = self._chosen(model, prompt.num_tokens, available)
+            num_cached = chosen.view.cached_tokens
+            self._prefixes.note(chosen.view, blocks)
         sent = Sent(
-            replica=0, adapter=model or None, rank=self._ranks.get(model, 0), num_prompt_tokens=num_prompt_tokens
+            replica=0,
+            adapter=model or None,
+            rank=self._ranks.get(model, 0),
+            num_prompt_tokens=prompt.num_tokens,
+            num_cached_tokens=num_cached,
         )
         return Ticket(chosen, sent)
+
+    def _chosen(self, model: str, num_tokens: int, available: Seq[Backend]) -> Backend:
+        prompt = _prompt(-(-num_tokens // ROUND_TOKENS))
+        request = Request(request_id="", prompt=prompt, model=model, sampling=_DEFAULTS)
+        among = self._places
+        if len(available) < len(among):
+            among = sorted([member.place for member in available])
+        member = self._slots[self._router.choose(request, self._views, among)]
+        assert member is not None
+        return member
+
+    def _number(self) -> None:
+        self._places = [place for place, member in enumerate(self._slots) if member is not None]
+        for place, member in enumerate(self._slots):
+            if member is not None:
+                member.place = place
+        self._views = [_EMPTY if member is None else member.view for member in self._slots]
 
     def learn_ranks(self, ranks: Mapping[str, int]) -> None:
         """Learn the ranks of adapters; once there are too many, ranks of earlier reports are forgotten."""
@@ -105,24 +170,36 @@ class Choice:
             self._ranks.clear()
         self._ranks.update(ranks)
 
-    def correct(
-        self, member: Backend, num_reported: int | None, num_own: int, resident: Iterable[str] | None = None
-    ) -> None:
+    def correct(self, member: Backend, num_own: int, metrics: BackendMetrics | None) -> None:
         """Take in a report of a backend.
 
         Args:
             member: The backend.
-            resident: Adapters that it says are on its device; ``None`` if it does not say.
-            num_reported: Requests that it says it has; ``None`` for no report, which halves the correction.
             num_own: Requests of this router that were there when it was asked.
+            metrics: Its report; ``None`` for none, which halves the correction.
         """
         view = member.view
-        foreign = view.num_foreign // 2 if num_reported is None else max(0, num_reported - num_own)
-        view.learn(ReplicaReport(resident=resident))
-        view.num_foreign = foreign
+        if metrics is None:
+            report, num_foreign = ReplicaReport(), view.num_foreign // 2
+        else:
+            report = ReplicaReport(
+                resident=metrics.on_device,
+                num_queued=metrics.num_waiting,
+                kv_usage=metrics.kv_usage,
+                num_answers=metrics.num_answers,
+                num_answer_tokens=metrics.num_answer_tokens,
+            )
+            reported = metrics.num_requests
+            num_foreign = view.num_foreign // 2 if reported is None else max(0, reported - num_own)
+            self._answers.count(view, report)
+        view.learn(report)
+        view.num_foreign, view.load_then = num_foreign, view.num_requests + num_foreign
+        for one in self._views:
+            one.guess(None, self._answers.mean)
 
 
 _EMPTY = ReplicaView()
+_DEFAULTS = SamplingParams()
 
 
 @lru_cache(maxsize=512)

@@ -9,6 +9,7 @@ from typing import Any
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
+from manylora.core.routing.policies import DEFAULT_ROUTER
 from manylora.core.server_config import TlsConfig
 
 __all__ = ["ProxyConfig"]
@@ -42,7 +43,7 @@ class ProxyConfig:
     )
     resolve_s: float = _backends(10.0, unit="s", above=0, help="Time between two look-ups of a DNS name.")
 
-    router: str = _routing("affinity", plugin="router", help="Routing policy: chooses the backend of a request.")
+    router: str = _routing(DEFAULT_ROUTER, plugin="router", help="Routing policy: chooses the backend of a request.")
     router_options: Mapping[str, Any] = _routing(
         factory=dict, flag="--router-option", metavar="KEY=VALUE", help="An option of the router. Repeatable."
     )

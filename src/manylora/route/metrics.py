@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from manylora.core.routing.view import Sent
 from manylora.route.backend import Backend, BackendState
 
 __all__ = ["AttemptEnd", "ProxyMetrics"]
@@ -47,6 +48,10 @@ class ProxyMetrics(Collector):
         self._adapters = self._counter(
             "adapter_requests", "Requests for adapters, by residency when they were sent.", ["backend", "resident"]
         )
+        self._prompt = self._counter("prompt_tokens", "Prompt tokens of answered requests, as estimated.", one)
+        self._cached = self._counter(
+            "cached_tokens", "Of these, tokens that the backend's prefix cache was expected to hold.", one
+        )
         self._first_byte = self._histogram("first_byte_seconds", "Time to the first byte of a body.", one)
         self._duration = self._histogram("request_seconds", "Time of answered requests at the backend.", one)
 
@@ -72,6 +77,12 @@ class ProxyMetrics(Collector):
         if not backend.is_leaving:
             self._adapters.labels(backend.url, RESIDENT[is_resident]).inc()
 
+    def prompt(self, backend: Backend, sent: Sent) -> None:
+        """Count the prompt of an answered request."""
+        if not backend.is_leaving:
+            self._prompt.labels(backend.url).inc(sent.num_prompt_tokens)
+            self._cached.labels(backend.url).inc(sent.num_cached_tokens)
+
     def first_byte(self, backend: Backend, seconds: float) -> None:
         """Observe a time to the first byte."""
         if not backend.is_leaving:
@@ -79,7 +90,8 @@ class ProxyMetrics(Collector):
 
     def left(self, backend: Backend) -> None:
         """Drop the series of a backend."""
-        for metric in (self._attempts, self._failures, self._adapters, self._first_byte, self._duration):
+        by_backend = self._attempts, self._failures, self._adapters, self._prompt, self._cached
+        for metric in (*by_backend, self._first_byte, self._duration):
             metric.remove_by_labels({"backend": backend.url})
 
     def render(self, backends: Iterable[Backend]) -> bytes:

@@ -22,6 +22,8 @@ MAX_SAMPLES = 4 * MAX_ADAPTERS
 MAX_NAME = 512
 
 _PREFIXES = (b"vllm:", b"sglang:", b"manylora:lora_adapter_loaded")
+ANSWERS = (b"vllm:request_success_total", b"sglang:num_requests_total")
+ANSWER_TOKENS = (b"vllm:generation_tokens_total", b"sglang:generation_tokens_total")
 _NAME = re.compile(rb"[a-z:_]{1,64}")
 _LABEL = re.compile(rb'([a-z_]{1,64})="((?:[^"\\\n]|\\.)*)",?')
 
@@ -55,6 +57,8 @@ class BackendMetrics:
         in_use: Adapters with requests running or waiting, by the latest ``lora_requests_info``.
         ranks: Rank by adapter, where reported.
         num_tokens: Tokens so far; their growth is a sign of life. 0 where they are not reported.
+        num_answers: Requests that have ended, so far.
+        num_answer_tokens: Tokens of answers, so far.
     """
 
     num_running: int | None = None
@@ -64,6 +68,8 @@ class BackendMetrics:
     in_use: frozenset[str] = frozenset()
     ranks: dict[str, int] = field(default_factory=dict)
     num_tokens: float = 0.0
+    num_answers: int = 0
+    num_answer_tokens: int = 0
 
     @property
     def num_requests(self) -> int | None:
@@ -107,6 +113,10 @@ class MetricsReader:
             metrics.num_waiting = _plus(metrics.num_waiting, _value(line))
         elif name in TOKENS:
             metrics.num_tokens += _value(line) or 0.0
+            if name in ANSWER_TOKENS:
+                metrics.num_answer_tokens = _total(metrics.num_answer_tokens, _value(line))
+        elif name in ANSWERS:
+            metrics.num_answers = _total(metrics.num_answers, _value(line))
         elif name in KV_USAGE:
             value = _value(line)
             if value is not None and 0 <= value <= 1:
@@ -206,6 +216,11 @@ def _plus(total: int | None, value: float | None) -> int | None:
     if value is None or not 0 <= value < 1e9:
         return total
     return (total or 0) + int(value)
+
+
+def _total(total: int, value: float | None) -> int:
+    """Return a counter with one more sample; a sample that is no count is left out."""
+    return total if value is None or not 0 <= value < 1e15 else total + int(value)
 
 
 def _labels(line: bytes) -> dict[str, str]:

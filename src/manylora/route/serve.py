@@ -62,7 +62,7 @@ class Proxy:
         rng, ranks = Random(), dict[str, int]()
         context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=config.max_in_flight)
         choice = Choice(make_router(config.router, context, config.router_options), ranks)
-        metrics = ProxyMetrics()
+        self.metrics = metrics = ProxyMetrics()
         self.backends = Backends(config, choice)
         changes = BackendChanges(config, self.backends)
         placement = AdapterPlacement(config, self.backends, changes)

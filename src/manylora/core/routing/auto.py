@@ -3,15 +3,25 @@
 ::
 
     candidates   replicas that hold the adapter | the first few in its own order | the least loaded
-    cost         time added to the request and to all others there
+                 of the base: the least loaded | the few that hold most of the prompt's beginning
+    cost         prefill of the tokens that no prefix cache holds, for the request and for all others there
+                 + decode steps of the answer, and the time that the request adds to those of the others
                  + added time by which tokens are expected to miss the SLO, ten times over
-                 + wait for a seat or for memory
+                 + wait for a seat or for memory: requests that must end first, times the time between two ends
                  + price of a copy: whole where the adapter is not, less at copies beyond those that its load needs
 
 An adapter that no replica holds goes to the cheapest candidate: placing it is a chance to even out the load. From then
 on its requests go there as long as that costs less than another copy. A hot adapter gets copies one by one. Once its
 load falls, the last copies in its order are asked no more, and their engines drop them. There is no state beside the
 views of the replicas: another router, or this one after a restart, decides alike (docs/routing.md).
+
+All terms are seconds, predicted by the step-time model of each replica (``core/costs/step_model.py``). With load ``n``,
+answers of ``a`` tokens, a prompt of ``p`` tokens of which ``c`` are cached, and decode steps of ``d``::
+
+    (n + 1) * prefill(p - c)  +  a * (d + added)  +  n * a/2 * added  +  over * a * d / (n + 1)
+
+A prefix saves its prefill to all requests at a replica, and a full replica costs each request more than an idle one: a
+hot prefix spills over to another replica as soon as the load that it brings costs more than computing it once more.
 """
 
 from __future__ import annotations
@@ -19,7 +29,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
+from manylora.core.options import option
 from manylora.core.routing.rank_aware import added_time
 from manylora.core.routing.router import Rendezvous, SloOptions
 from manylora.core.routing.view import ReplicaView
@@ -50,6 +62,15 @@ The requests that arrive and end during an answer are unknown: replicas predicte
 MOST_EXCESS = 30.0  # spreads beyond the SLO from which on the excess itself is the expectation, to the last digit
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoOptions(SloOptions):
+    """Options of ``AutoRouter``."""
+
+    prefixes: bool = option(
+        True, help="Count the prompt tokens that a replica's prefix cache is likely to hold as computed."
+    )
+
+
 class AutoRouter:
     """The cheapest of a few replicas, by added time, SLO, memory and copies.
 
@@ -57,14 +78,18 @@ class AutoRouter:
         ranks: Rank of each adapter by name.
         max_num_seqs: Requests that a replica runs at once.
         tbt_s: SLO of the time between tokens, in seconds; ``None`` for none.
+        prefixes: Whether tokens count that a replica's prefix cache is likely to hold.
     """
 
-    Options = SloOptions
+    Options = AutoOptions
 
-    def __init__(self, ranks: Mapping[str, int], *, max_num_seqs: int, tbt_s: float | None = None) -> None:
+    def __init__(
+        self, ranks: Mapping[str, int], *, max_num_seqs: int, tbt_s: float | None = None, prefixes: bool = True
+    ) -> None:
         self._ranks = ranks
         self._max_num_seqs = max_num_seqs
         self._tbt_s = tbt_s
+        self._prefixes = prefixes
         self._price = COPY_PRICE_WITHOUT_SLO if tbt_s is None else COPY_PRICE
         self._rendezvous = Rendezvous()
 
@@ -74,8 +99,11 @@ class AutoRouter:
             return among[0]
         rank = self._ranks.get(request.model)
         if rank is None:
-            by_load = sorted(among, key=lambda index: replicas[index].load)
+            by_load = sorted(among, key=[view.load for view in replicas].__getitem__)
             prices = dict.fromkeys(by_load[:CHOICES], 0.0)
+            if self._prefixes and (warm := [index for index in by_load if replicas[index].cached_tokens]):
+                warm.sort(key=lambda index: -replicas[index].cached_tokens)
+                prices |= dict.fromkeys(warm[:CHOICES], 0.0)
         else:
             prices = self._copy_prices(request.model, replicas, among)
         num_tokens, most_tokens = len(request.prompt), request.sampling.max_tokens
@@ -91,7 +119,7 @@ class AutoRouter:
         if len(among) < len(replicas):
             serving = set(among)
             order = [index for index in order if index in serving]
-        loads = [replicas[index].load for index in among]
+        loads = [view.num_requests + view.num_foreign for view in map(replicas.__getitem__, among)]
         holders = [index for index in order if adapter in replicas[index].resident]
         asked = sum([replicas[index].adapters[adapter] for index in holders])
         needed = 1 + int(asked * len(among) / (sum(loads) + 1))
@@ -108,7 +136,8 @@ class AutoRouter:
         """Return the cost of a request at a replica, in seconds over all requests there."""
         load, mean_answer = view.load, view.mean_answer_tokens
         answer = mean_answer if most_tokens is None else min(mean_answer, most_tokens)
-        prefill_s, decode_s = added_time(view, num_tokens, rank, answer)
+        num_cached = view.cached_tokens if self._prefixes else 0
+        prefill_s, decode_s = added_time(view, num_tokens, rank, answer, num_cached)
         times = view.times()
         step_s = times.decode_s + decode_s
         # All wait for the prompt; the others have half of their answers before them.
@@ -127,8 +156,16 @@ class AutoRouter:
         return cost_s
 
     def _num_over(self, view: ReplicaView, num_tokens: float) -> float:
-        """Return the number of requests that must end before one of that many tokens has a seat and memory."""
+        """Return the number of requests that must end before one of that many tokens has a seat and memory.
+
+        Where requests were queued, all that came since wait behind them. Where a share ``u`` of memory was held by
+        ``n`` requests, it is enough for ``n / u``.
+        """
         num_over = float(view.load + 1 - self._max_num_seqs)
+        if view.num_queued:
+            num_over = max(num_over, view.num_queued + 1 + view.load - view.load_then)
+        if view.kv_usage and view.load_then:
+            num_over = max(num_over, view.load + 1 - view.load_then / view.kv_usage)
         if view.kv_tokens is not None:
             held = view.num_prompt_tokens + view.num_requests * view.mean_answer_tokens
             num_over = max(num_over, (held + num_tokens - view.kv_tokens) / num_tokens)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
+from manylora.core.routing.prefixes import SentPrefixes, token_blocks
 from manylora.core.routing.router import Router
-from manylora.core.routing.view import MEAN_ANSWER_TOKENS, ReplicaReport, ReplicaView, Sent
+from manylora.core.routing.view import AnswerLengths, ReplicaReport, ReplicaView, Sent
 from manylora.core.types import Request
 
 __all__ = ["Dispatcher"]
-
-MEMORY = 1000.0  # answers over which their mean length is taken
-PRIOR_ANSWERS = 4.0  # weight of the assumed mean length, in answers
 
 
 class Dispatcher:
@@ -21,18 +19,28 @@ class Dispatcher:
         router: Chooses.
         num_replicas: Replicas, serving or not.
         ranks: Rank of each adapter by name; a name that is missing counts as the base.
+        caches_prefixes: Whether replicas keep the KV of finished prompts.
     """
 
-    def __init__(self, router: Router, num_replicas: int, ranks: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        num_replicas: int,
+        ranks: Mapping[str, int] | None = None,
+        *,
+        caches_prefixes: bool = True,
+    ) -> None:
         assert num_replicas >= 1
         self._router = router
         self._ranks = {} if ranks is None else ranks
         self.views = [ReplicaView() for _ in range(num_replicas)]
         self._every = range(num_replicas)
         self._in_flight: dict[str, Sent] = {}
-        self._counted = [(0, 0)] * num_replicas  # answers and their tokens in the last report
-        self._num_answers = PRIOR_ANSWERS
-        self._num_answer_tokens = PRIOR_ANSWERS * MEAN_ANSWER_TOKENS
+        self._answers = AnswerLengths()
+        self._prefixes = SentPrefixes() if caches_prefixes else None
+        if self._prefixes is not None:
+            for view in self.views:
+                self._prefixes.join(view)
 
     def dispatch(self, request: Request, serving: Container[int] | None = None, num_answered: int | None = None) -> int:
         """Return the replica for a request, and count it there until ``ended``. The router is asked once.
@@ -43,17 +51,23 @@ class Dispatcher:
             num_answered: Tokens of its answer so far, if it was at a replica that was lost; ``None`` for a new one.
         """
         among = self._every if serving is None else [index for index in self._every if index in serving]
+        if self._prefixes is not None:
+            blocks = token_blocks(request.model, request.cache_salt, request.prompt)
+            self._prefixes.expect(blocks)
         replica = self._router.choose(request, self.views, among)
         assert replica in among, f"the router chose {replica = }, expected one of {among}"
-        rank = self._ranks.get(request.model)
+        rank, view = self._ranks.get(request.model), self.views[replica]
         sent = Sent(
             replica=replica,
             adapter=None if rank is None else request.model,
             rank=rank or 0,
             num_prompt_tokens=len(request.prompt) + (num_answered or 0),
+            num_cached_tokens=view.cached_tokens,
         )
         self._in_flight[request.request_id] = sent
-        self.views[replica].add(sent)
+        view.add(sent)
+        if self._prefixes is not None:
+            self._prefixes.note(view, blocks)
         return replica
 
     def started(self, request_id: str) -> None:
@@ -74,24 +88,13 @@ class Dispatcher:
         Replicas without a step-time model of their own are taken to be as fast as the one that reported last.
         """
         self.views[replica].learn(report)
-        self._count_answers(replica, report)
-        mean_answer_tokens = self._num_answer_tokens / self._num_answers
+        self._answers.count(self.views[replica], report)
         for view in self.views:
-            view.guess(report.steps, mean_answer_tokens)
+            view.guess(report.steps, self._answers.mean)
 
     def restarted(self, replica: int) -> None:
-        """Learn that a replica's memory is empty: no adapter is on its device any more."""
-        self.views[replica].forget()
-        self._counted[replica] = 0, 0
-
-    def _count_answers(self, replica: int, report: ReplicaReport) -> None:
-        """Learn the mean length of an answer."""
-        answers, tokens = self._counted[replica]
-        self._counted[replica] = report.num_answers, report.num_answer_tokens
-        if report.num_answers <= answers:  # none, or its counters began again
-            return
-        self._num_answers += report.num_answers - answers
-        self._num_answer_tokens += max(0, report.num_answer_tokens - tokens)
-        if self._num_answers > MEMORY:
-            self._num_answer_tokens *= MEMORY / self._num_answers
-            self._num_answers = MEMORY
+        """Learn that a replica's memory is empty: no adapter and no prefix is on its device any more."""
+        view = self.views[replica]
+        view.forget()
+        if self._prefixes is not None:
+            self._prefixes.forget(view)

@@ -180,7 +180,8 @@ def _rank_aware(context: RouterContext) -> Router:
 
 @takes(AutoRouter.Options)
 def _auto(context: RouterContext) -> Router:
-    return AutoRouter(context.ranks, max_num_seqs=context.max_num_seqs, tbt_s=context.options.tbt_s)
+    options = context.options
+    return AutoRouter(context.ranks, max_num_seqs=context.max_num_seqs, tbt_s=options.tbt_s, prefixes=options.prefixes)
 
 
 ROUTERS: dict[str, Callable[[RouterContext], Router]] = {

@@ -22,7 +22,9 @@ __all__ = ["RankAwareRouter", "added_time"]
 PENALTY_S = 1.0  # added where the SLO would be missed: longer than any step, so that such a replica is the last resort
 
 
-def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: float) -> tuple[float, float]:
+def added_time(
+    view: ReplicaView, num_tokens: int, rank: int, answer_tokens: float, num_cached: int = 0
+) -> tuple[float, float]:
     """Return the time that a request would add at a replica to the next step and to each decode step, in seconds.
 
     The next step runs the prompts that wait, beside the requests that decode; without any it is a decode step.
@@ -32,19 +34,20 @@ def added_time(view: ReplicaView, num_tokens: int, rank: int, answer_tokens: flo
         num_tokens: Tokens of the prompt.
         rank: Rank of its adapter, 0 for the base.
         answer_tokens: Expected length of its answer.
+        num_cached: Tokens of the prompt that need not run.
     """
-    prefill_s = _added_prefill_s(view, view.times(), num_tokens, rank)
+    prefill_s = _added_prefill_s(view, view.times(), num_tokens, rank, num_cached)
     return prefill_s, _added_decode_s(view, num_tokens, rank, answer_tokens)
 
 
-def _added_prefill_s(view: ReplicaView, times: StepTimes, num_tokens: int, rank: int) -> float:
+def _added_prefill_s(view: ReplicaView, times: StepTimes, num_tokens: int, rank: int, num_cached: int = 0) -> float:
     _, next_s, _, context, num_rows, num_adapted, row_rank = times
-    max_rank = view.max_rank
+    max_rank, num_run = view.max_rank, num_tokens - num_cached
     added_s = view.steps.prefill_s(
-        num_rows + num_tokens,
+        num_rows + num_run,
         context + num_tokens,
-        num_adapted + num_tokens if rank else num_adapted,
-        row_rank + num_tokens * rank,
+        num_adapted + num_run if rank else num_adapted,
+        row_rank + num_run * rank,
         rank if rank > max_rank else max_rank,
     )
     added_s -= next_s

@@ -47,6 +47,7 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self._orders: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._hashers: list[blake2b] = []  # each has the number of a replica, and takes the name of an adapter
 
     def order(self, adapter: str, num_replicas: int) -> tuple[int, ...]:
         """Return the order of an adapter."""
@@ -54,10 +55,13 @@ class Rendezvous:
         if order is None:
             if len(self._orders) >= MOST_KEPT:
                 self._orders.clear()
-            order = tuple(sorted(range(num_replicas), key=lambda index: _weight(adapter, index)))
+            encoded, weights = adapter.encode(), []
+            while len(self._hashers) < num_replicas:
+                self._hashers.append(blake2b(f"{len(self._hashers)}/".encode(), digest_size=8))
+            for hasher in self._hashers[:num_replicas]:
+                weight = hasher.copy()
+                weight.update(encoded)
+                weights.append(weight.digest())
+            order = tuple(sorted(range(num_replicas), key=weights.__getitem__))
             self._orders[adapter, num_replicas] = order
         return order
-
-
-def _weight(adapter: str, replica: int) -> bytes:
-    return blake2b(f"{replica}/{adapter}".encode(), digest_size=8).digest()

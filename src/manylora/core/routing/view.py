@@ -21,10 +21,13 @@ from manylora.core.costs.rank_fit import model_of
 from manylora.core.costs.step_model import PRIOR, StepModel
 from manylora.core.engine.status import EngineStats
 
-__all__ = ["MEAN_ANSWER_TOKENS", "ReplicaReport", "ReplicaView", "Sent", "StepTimes"]
+__all__ = ["AnswerLengths", "ReplicaReport", "ReplicaView", "Sent", "StepTimes"]
 
 MEAN_ANSWER_TOKENS = 200.0
 """Length of an answer before any answer has ended."""
+
+MEMORY = 1000.0  # answers over which their mean length is taken
+PRIOR_ANSWERS = 4.0  # weight of the assumed mean length, in answers
 
 MOST_BELIEVED = 4096  # adapters that are believed to be on one device; the oldest are forgotten first
 
@@ -40,6 +43,8 @@ class ReplicaReport:
         steps: Its step-time model.
         num_answers: Requests that have ended with an answer, since its start.
         num_answer_tokens: Their tokens.
+        num_queued: Requests that wait for a seat or for memory, where the router does not know the number of seats.
+        kv_usage: Share of KV memory in use, 0 to 1, where it does not know their size.
     """
 
     num_requests: int | None = None
@@ -48,6 +53,8 @@ class ReplicaReport:
     steps: StepModel | None = None
     num_answers: int = 0
     num_answer_tokens: int = 0
+    num_queued: int | None = None
+    kv_usage: float | None = None
 
     @classmethod
     def of(cls, stats: EngineStats, block_size: int) -> ReplicaReport:
@@ -71,7 +78,13 @@ class Sent:
     adapter: str | None  # name of the adapter; ``None`` for the base, and for names that no replica knows
     rank: int  # rank of the adapter; 0 without one
     num_prompt_tokens: int  # tokens of the prompt
+    num_cached_tokens: int = 0  # of these, the tokens that the replica's prefix cache was expected to hold
     has_started: bool = False  # whether its first token has come
+
+    @property
+    def num_run_tokens(self) -> int:
+        """Tokens of the prompt that steps must run."""
+        return self.num_prompt_tokens - self.num_cached_tokens
 
 
 class StepTimes(NamedTuple):
@@ -96,10 +109,14 @@ class ReplicaView:
     rank 0) are over all requests in flight, ``adapters`` counts them by adapter. ``num_waiting`` and ``waiting_tokens``
     are those whose first token has not come, ``waiting_row_rank`` the sum of ranks over their tokens. ``num_foreign``
     are requests of other routers, by report. ``resident`` are the adapters believed to be on the device.
+    ``num_cached_tokens`` are the prompt tokens of requests in flight that the prefix cache was expected to hold, and
+    ``cached_tokens`` those of the request that is being placed. ``num_queued`` and ``kv_usage`` are as reported, and
+    ``load_then`` is the load at that time. ``num_answers`` and ``num_answer_tokens`` are as reported last.
     """
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     num_waiting: int = 0
     waiting_tokens: int = 0
     waiting_row_rank: int = 0
@@ -109,7 +126,13 @@ class ReplicaView:
     adapters: Counter[str] = field(default_factory=Counter)
     resident: dict[str, None] = field(default_factory=dict)  # in order of use
     num_foreign: int = 0
+    cached_tokens: int = 0
     kv_tokens: int | None = None
+    num_queued: int | None = None
+    kv_usage: float | None = None
+    load_then: int = 0
+    num_answers: int = 0
+    num_answer_tokens: int = 0
     steps: StepModel = PRIOR
     is_guessed: bool = True  # its step-time model is the prior, or another replica's
     mean_answer_tokens: float = MEAN_ANSWER_TOKENS
@@ -142,8 +165,9 @@ class ReplicaView:
         if self.num_requests:
             share, mean_rank = adapted / self.num_requests, self.sum_rank / self.num_requests
             prompt = self.num_prompt_tokens / self.num_requests
+            run = prompt - self.num_cached_tokens / self.num_requests
             prompt_s = steps.prefill_s(
-                load + prompt, context + prompt, adapted + share * prompt, self.sum_rank + mean_rank * prompt, max_rank
+                load + run, context + prompt, adapted + share * run, self.sum_rank + mean_rank * run, max_rank
             )
             stall_s = max(0.0, prompt_s - decode_s) * load / self.mean_answer_tokens
             if self.waiting_tokens:
@@ -160,9 +184,10 @@ class ReplicaView:
         self._times = None
         self.num_requests += 1
         self.num_prompt_tokens += sent.num_prompt_tokens
+        self.num_cached_tokens += sent.num_cached_tokens
         self.num_waiting += 1
-        self.waiting_tokens += sent.num_prompt_tokens
-        self.waiting_row_rank += sent.num_prompt_tokens * rank
+        self.waiting_tokens += sent.num_run_tokens
+        self.waiting_row_rank += sent.num_run_tokens * rank
         self.sum_rank += rank
         self.ranks[rank] += 1
         self.max_rank = max(self.max_rank, rank)
@@ -180,8 +205,8 @@ class ReplicaView:
             sent.has_started = True
             self._times = None
             self.num_waiting -= 1
-            self.waiting_tokens -= sent.num_prompt_tokens
-            self.waiting_row_rank -= sent.num_prompt_tokens * sent.rank
+            self.waiting_tokens -= sent.num_run_tokens
+            self.waiting_row_rank -= sent.num_run_tokens * sent.rank
 
     def remove(self, sent: Sent) -> None:
         """Count a request out."""
@@ -190,6 +215,7 @@ class ReplicaView:
         rank = sent.rank
         self.num_requests -= 1
         self.num_prompt_tokens -= sent.num_prompt_tokens
+        self.num_cached_tokens -= sent.num_cached_tokens
         self.sum_rank -= rank
         self.ranks[rank] -= 1
         if not self.ranks[rank]:
@@ -211,6 +237,7 @@ class ReplicaView:
             self.num_foreign = max(0, report.num_requests - self._most_sent)
         self._most_sent = self.num_requests
         self.kv_tokens = report.kv_tokens
+        self.num_queued, self.kv_usage, self.load_then = report.num_queued, report.kv_usage, self.load
         if report.resident is not None:
             reported = dict.fromkeys(report.resident)
             known = [name for name in self.resident if name in reported or name in self.adapters]
@@ -229,5 +256,31 @@ class ReplicaView:
             self.steps = steps
 
     def forget(self) -> None:
-        """Assume that the device holds the adapters of requests in flight and no others."""
+        """Assume that the device holds the adapters of requests in flight and no others; counters begin anew."""
         self.resident = dict.fromkeys(self.adapters)
+        self.num_answers = self.num_answer_tokens = 0
+
+
+class AnswerLengths:
+    """The ``mean`` length of answers, over all replicas, by their counters."""
+
+    def __init__(self) -> None:
+        self._num_answers = PRIOR_ANSWERS
+        self._num_tokens = PRIOR_ANSWERS * MEAN_ANSWER_TOKENS
+
+    @property
+    def mean(self) -> float:
+        """Tokens of an answer."""
+        return self._num_tokens / self._num_answers
+
+    def count(self, view: ReplicaView, report: ReplicaReport) -> None:
+        """Learn the answers that a replica has given since its last report."""
+        answers, tokens = view.num_answers, view.num_answer_tokens
+        view.num_answers, view.num_answer_tokens = report.num_answers, report.num_answer_tokens
+        if report.num_answers <= answers:  # none, or its counters began again
+            return
+        self._num_answers += report.num_answers - answers
+        self._num_tokens += max(0, report.num_answer_tokens - tokens)
+        if self._num_answers > MEMORY:
+            self._num_tokens *= MEMORY / self._num_answers
+            self._num_answers = MEMORY

@@ -93,6 +93,7 @@ class WatchedDispatcher(Dispatcher):
         ranks: Rank of each adapter by name.
         watch: Learns of every request.
         now: Returns the time in seconds.
+        caches_prefixes: As for ``Dispatcher``.
     """
 
     def __init__(
@@ -103,8 +104,9 @@ class WatchedDispatcher(Dispatcher):
         *,
         watch: LoadWatch,
         now: Callable[[], float],
+        caches_prefixes: bool = True,
     ) -> None:
-        super().__init__(router, num_replicas, ranks)
+        super().__init__(router, num_replicas, ranks, caches_prefixes=caches_prefixes)
         self._watch = watch
         self._now = now
 

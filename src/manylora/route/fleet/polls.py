@@ -165,6 +165,7 @@ class Polls:
             self._failed(backend, f"the poll broke: {error!r}")
         else:
             if backend.health.poll_succeeded(monotonic()):
+                self._choice.returned(backend)
                 logger.info("backend_up url=%s kind=%s models=%d", backend.url, backend.kind.value, len(backend.cards))
 
     async def _ask(self, backend: Backend) -> None:
@@ -203,7 +204,7 @@ class Polls:
         backend.health.answered()
 
     def _failed(self, backend: Backend, reason: str) -> None:
-        self._choice.correct(backend, None, 0)
+        self._choice.correct(backend, 0, None)
         before = backend.health.state, backend.health.reason
         if backend.health.poll_failed(backend.num_reads, reason):
             if before[0] is BackendState.UP:
@@ -223,7 +224,7 @@ class Polls:
         except FetchFailed:
             status = 0
         if status != 200:  # not every server has them
-            self._choice.correct(backend, None, 0)
+            self._choice.correct(backend, 0, None)
             return
         num_own = max(num_own, backend.num_in_flight)
         metrics = reader.result()
@@ -231,4 +232,4 @@ class Polls:
             backend.num_pieces += 1
         backend.metrics, backend.metrics_at = metrics, monotonic()
         self._choice.learn_ranks(metrics.ranks)
-        self._choice.correct(backend, metrics.num_requests, num_own, metrics.on_device)
+        self._choice.correct(backend, num_own, metrics)

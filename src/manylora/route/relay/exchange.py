@@ -15,7 +15,9 @@ import msgspec
 from starlette.types import Receive
 
 from manylora.core.errors import RequestError
+from manylora.core.routing.prefixes import BYTES_PER_TOKEN, MOST_BYTES
 from manylora.route.backend import Backend
+from manylora.route.choice import PromptText
 from manylora.route.upstream.connection import Failure, Headers, UpstreamConnection
 from manylora.serving.http.errors import HttpError
 from manylora.serving.http.http_protocol import WriteChunk
@@ -26,12 +28,16 @@ __all__ = ["Client", "ClientClosed", "Exchange", "read_fields", "with_model"]
 MAX_HELD_BYTES = 256 * 1024
 """Bytes of a body that are held before the backend's connection is no longer read."""
 
-BYTES_PER_TOKEN = 4
+MAX_SALT_BYTES = 1024
 _NONE = msgspec.Raw(b"")
 
 
 class _Body(msgspec.Struct):
     model: str | None = None
+    cache_salt: msgspec.Raw = _NONE
+    tools: msgspec.Raw = _NONE
+    system: msgspec.Raw = _NONE
+    instructions: msgspec.Raw = _NONE
     prompt: msgspec.Raw = _NONE
     messages: msgspec.Raw = _NONE
     input: msgspec.Raw = _NONE
@@ -41,8 +47,8 @@ _decoder = msgspec.json.Decoder(_Body)
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def read_fields(body: bytes) -> tuple[str | None, int]:
-    """Return the model that a body names, if it names one, and the length of its prompt in tokens.
+def read_fields(body: bytes) -> tuple[str | None, PromptText]:
+    """Return the model that a body names, if it names one, and its prompt, in the order in which templates have it.
 
     Token ids are counted; of text every four bytes count as one token.
 
@@ -53,7 +59,12 @@ def read_fields(body: bytes) -> tuple[str | None, int]:
         read = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"The body is not a JSON object as expected: {error}") from None
-    return read.model, _num_tokens(bytes(read.prompt or read.messages or read.input))
+    asked = bytes(read.prompt or read.messages or read.input)
+    before = bytes(read.tools) + bytes(read.system) + bytes(read.instructions)
+    beginning = before[:MOST_BYTES] + asked[: max(0, MOST_BYTES - len(before))]
+    num_tokens = _num_tokens(asked) + len(before) // BYTES_PER_TOKEN
+    salt = bytes(read.cache_salt)[:MAX_SALT_BYTES]
+    return read.model, PromptText(beginning, len(before) + len(asked), num_tokens, salt)
 
 
 def with_model(body: bytes, model: str) -> bytes:

@@ -88,14 +88,18 @@ class Relay:
     async def _read(self, scope: Scope, client: Client, caller: str) -> RelayedRequest:
         """Read the body of a request and find its model.
 
+        Prompts of two tenants share nothing, and without keys those of two callers that the backends tell apart.
+
         Raises:
             ManyloraError: The body is too large or no JSON object, or its model cannot be found.
         """
         body = await client.body(MAX_BODY_BYTES)
-        model, num_prompt_tokens = read_fields(body)
+        model, prompt = read_fields(body)
         tenant = self.gate.tenant(caller)
+        salt = caller.encode() or next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        prompt.salt = b"%d %b %b" % (len(salt), salt, prompt.salt)
         found = await self._find(model, tenant)
-        return RelayedRequest(scope, model, num_prompt_tokens, found, body, passes_key=tenant is not None)
+        return RelayedRequest(scope, model, prompt, found, body, passes_key=tenant is not None)
 
     async def _find(self, model: str | None, tenant: Tenant | None) -> Found:
         """Return a model; for an unknown name the lists of models are read anew first.
@@ -143,6 +147,7 @@ class Relay:
                 if adapter:
                     self.placement.note_used(backend, adapter)
                     self.metrics.adapter_request(backend, is_resident)
+                self.metrics.prompt(backend, ticket.sent)
                 self.metrics.first_byte(backend, monotonic() - began_at)
                 await _pass_on(request.scope, client, send, exchange, idle_timeout_s=self.config.idle_timeout_s)
                 outcome = AttemptEnd.ANSWERED if exchange.is_whole else AttemptEnd.BROKEN

@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from manylora.core.errors import CapacityError, ManyloraError
 from manylora.route.backend import Backend
-from manylora.route.choice import Choice, Ticket
+from manylora.route.choice import Choice, PromptText, Ticket
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import AdapterPlacement
 from manylora.route.fleet.changes import BackendChanges
@@ -37,7 +37,7 @@ class RelayedRequest:
     Args:
         scope: Its line and headers.
         model: The model's name in its body; ``None`` if it has none.
-        num_prompt_tokens: Length of the prompt, as estimated.
+        prompt: Its prompt.
         found: The model.
         body: Its body, until the first byte of its answer.
         tried: Backends that are not asked again: it was sent there, or its adapter could not be loaded there.
@@ -49,7 +49,7 @@ class RelayedRequest:
 
     scope: Scope
     model: str | None
-    num_prompt_tokens: int
+    prompt: PromptText
     found: Found
     body: bytes
     tried: list[Backend] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Selection:
                 ticket.end()
 
     def _take(self, request: RelayedRequest, among: Sequence[Backend]) -> Ticket:
-        return self.choice.choose(request.found.adapter, request.num_prompt_tokens, among)
+        return self.choice.choose(request.found.adapter, request.prompt, among)
 
     def _available(self, among: Iterable[Backend], request: RelayedRequest) -> list[Backend]:
         """Return the backends that can take the request; slow starts and requests to wait count if others are left."""

@@ -233,6 +233,7 @@ def _fleet_policy(engine: EngineConfig, server: ServerConfig, served_name: str, 
         make_router=functools.partial(_make_router, engine, server.fleet, served_name),
         scaling=_scaling_policy(engine, server.fleet),
         drain_timeout_s=server.drain_timeout_s,
+        caches_prefixes=engine.memory.prefix_caching,
     )
 
 

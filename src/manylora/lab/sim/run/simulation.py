@@ -209,14 +209,14 @@ class _Fleet:
             self._dispatcher = _OnlyReplica()
             self.cores[0] = self._start(0)
             return
-        router = _make_router(config, ranks)
+        router, caches = _make_router(config, ranks), config.memory.prefix_caching
         if config.scaling is None:
-            self._dispatcher = Dispatcher(router, config.num_replicas, ranks)
+            self._dispatcher = Dispatcher(router, config.num_replicas, ranks, caches_prefixes=caches)
             self.cores.update((replica, self._start(replica)) for replica in range(config.num_replicas))
             return
         watch = LoadWatch(config.scaling.policy.ttft_s)
         self._dispatcher = watched = WatchedDispatcher(
-            router, config.num_replicas, ranks, watch=watch, now=self.clock.now
+            router, config.num_replicas, ranks, watch=watch, now=self.clock.now, caches_prefixes=caches
         )
         scaler = None if config.scaling.make_scaler is None else config.scaling.make_scaler()
         controller = ScalingController(config.scaling.policy, watched.views, watch, scaler=scaler)

@@ -51,6 +51,7 @@ class FleetPolicy:
     # Whether an engine that starts again needs the adapters required at the start; if not, an adapter that it cannot
     # load is unloaded.
     keeps_required: bool = False
+    caches_prefixes: bool = True  # whether engines keep the KV of finished prompts
 
 
 class Fleet:
@@ -83,7 +84,12 @@ class Fleet:
         routing = None  # of one engine, which saves its counting
         if len(links) > 1:
             routing = FleetRouting.of(
-                len(links), book.ranks, served_name=served_name, make_router=policy.make_router, scaling=scaling
+                len(links),
+                book.ranks,
+                served_name=served_name,
+                make_router=policy.make_router,
+                scaling=scaling,
+                caches_prefixes=policy.caches_prefixes,
             )
         route = None if routing is None else routing.dispatcher.dispatch
         self.requests = requests = FleetRequests(engines, self.adapters, route=route, policy=policy.resumes)

@@ -64,6 +64,7 @@ class FleetRouting:
         served_name: str,
         make_router: MakeRouter | None,
         scaling: ScalingPolicy | None,
+        caches_prefixes: bool = True,
     ) -> FleetRouting:
         """Return the routing of a fleet; ``ranks`` are those of the adapters, by name, and change with them."""
         if make_router is None:
@@ -72,9 +73,11 @@ class FleetRouting:
             made = make_router(ranks)
         router = FallbackRouter(made)
         if scaling is None:
-            return cls(Dispatcher(router, num_engines, ranks))
+            return cls(Dispatcher(router, num_engines, ranks, caches_prefixes=caches_prefixes))
         watch = LoadWatch(scaling.ttft_s)
-        dispatcher = WatchedDispatcher(router, num_engines, ranks, watch=watch, now=time.monotonic)
+        dispatcher = WatchedDispatcher(
+            router, num_engines, ranks, watch=watch, now=time.monotonic, caches_prefixes=caches_prefixes
+        )
         return cls(dispatcher, ScalingController(scaling, dispatcher.views, watch))
 
     async def report(self, keepers: Sequence[EngineKeeper]) -> None:
