@@ -48,10 +48,10 @@ MEAN_TURNS, GAP_S = 4.0, 8.0
 ROUTERS: Mapping[str, Mapping[str, Any]] = {
     "least-loaded": {"router": "least-loaded"},
     "affinity": {"router": "affinity"},
-    "auto, no prefixes": {"router": "auto", "router_options": {"prefixes": False}},
+    "auto without prefixes": {"router": "auto", "router_options": {"prefixes": False}},
     "auto": {"router": "auto"},
 }
-BEFORE = {"simulated": "auto, no prefixes", "live": "affinity"}
+BEFORE = {"simulated": "auto without prefixes", "live": "affinity"}
 """The default before prefixes counted: of fleets and simulations, and of `manylora route`."""
 
 BACKENDS: Mapping[str, Mapping[str, Any]] = {
@@ -78,7 +78,8 @@ def conversations(
     blocks = iter(range(10**9))
     systems = [[next(blocks) for _ in range(max(1, round(scale * (4 + 3 * place))))] for place in range(NUM_SYSTEMS)]
     rng.shuffle(systems)  # a long one may be popular or not
-    requests, begins_s = [], 0.0
+    requests: list[RequestSpec] = []
+    begins_s = 0.0
     while len(requests) < 3 * num_requests:
         begins_s += rng.exponential(MEAN_TURNS / rate)
         adapter = None if rng.random() < BASE_SHARE else names[_zipf(rng, len(names))]
@@ -266,8 +267,8 @@ def main() -> None:
         f" {100 * BASE_SHARE:.0f} % for the base. The choice before was `{before}`. Medians over seeds; ratios are"
         " taken within a seed, with the 95 % interval of their median.",
     ]
-    for backend, found in results.items():
-        lines += ["", *([] if is_live else [f"Backends {backend}:", ""]), *table(HEADS, rows_of(found, before))]
+    for backend, of_backend in results.items():
+        lines += ["", *([] if is_live else [f"Backends {backend}:", ""]), *table(HEADS, rows_of(of_backend, before))]
     refused = reason_to_refuse(rounds, others.share()) if is_live else None
     publish(
         f"route_prefixes_{options.which}",
