@@ -63,7 +63,7 @@ Figures = dict[str, float]
 
 
 def conversations(
-    rate: float, num_requests: int, seed: int, *, names: Sequence[str], scale: float = 1.0
+    rate: float, num_requests: int, seed: int, *, names: Sequence[str], most_tokens: int, scale: float = 1.0
 ) -> tuple[RequestSpec, ...]:
     """Draw requests: conversations arrive by Poisson's law, and their turns follow one another.
 
@@ -72,6 +72,7 @@ def conversations(
         num_requests: The first so many, by time.
         seed: Of all draws.
         names: The adapters, the most popular first.
+        most_tokens: Longest prompt, at which a conversation ends.
         scale: Factor on the lengths of system prompts and turns.
     """
     rng = Streams(seed).of("conversations")
@@ -88,6 +89,8 @@ def conversations(
             prefix += [next(blocks) for _ in range(1 + int(rng.exponential(2.0 * scale)))]
             num_answer = 1 + int(min(400, rng.exponential(120 * scale)))
             num_prompt = BLOCK * len(prefix) + 1 + int(rng.integers(BLOCK))
+            if num_prompt > most_tokens:
+                break
             requests.append(
                 RequestSpec(
                     arrival_s=at_s,
@@ -116,7 +119,7 @@ def _zipf(rng: np.random.Generator, count: int) -> int:
 def simulated(backend: str, router: str, rate: float, num_requests: int, seed: int) -> Figures:
     """Serve the requests of a round by four simulated replicas."""
     adapters = AdapterSet(count=48, ranks=(8, 16, 32, 64)).specs()
-    requests = conversations(rate, num_requests, seed, names=[one.name for one in adapters])
+    requests = conversations(rate, num_requests, seed, names=[one.name for one in adapters], most_tokens=7000)
     setup = Setup(
         model="llama-3-8b",
         hardware="a40",
@@ -164,11 +167,10 @@ def counters(urls: Iterable[str]) -> Figures:
 def live(urls: Sequence[str], router: str, rate: float, num_requests: int, seed: int, turn: int) -> Figures:
     """Send the requests of a round through one router; ``turn`` makes their tokens new to all servers."""
     names = sorted(demo_adapters())
-    requests = conversations(rate, num_requests, seed, names=names, scale=0.4)
+    requests = conversations(rate, num_requests, seed, names=names, most_tokens=1900, scale=0.4)
     own = tuple(
         replace(one, num_output_tokens=min(40, one.num_output_tokens), prefix=tuple(name + turn for name in one.prefix))
         for one in requests
-        if one.num_prompt_tokens < 1900
     )
     options = ROUTERS[router]
     given = [f"{key}={str(value).lower()}" for key, value in options.get("router_options", {}).items()]
@@ -257,7 +259,7 @@ def main() -> None:
         f" on {about['cpu']}, {about['cores']} cores: {NUM_SERVERS} servers of the demo model with 12 adapters, each"
         " with 24 MiB for KV and adapters, behind `manylora route`; servers, router and client share the machine."
         if is_live
-        else ": four replicas of Llama-3-8B on A40 with 48 adapters of rank 8 to 64."
+        else ": four simulated replicas of Llama-3-8B on A40 with 48 adapters of rank 8 to 64."
     )
     lines = [
         f"# Prefixes in the choice: {options.which} backends",
