@@ -79,7 +79,7 @@ def token_blocks(model: str, salt: str, tokens: tuple[int, ...]) -> PromptBlocks
     return PromptBlocks(hashes, 1 / BYTES_PER_TOKEN, num_tokens)
 
 
-class _Held:
+class _ReplicaBlocks:
     """The blocks of block replica in order of use, and their bytes; ``bit`` stands for it among holders of a block."""
 
     __slots__ = ("bit", "blocks", "num_bytes", "view")
@@ -95,8 +95,8 @@ class SentPrefixes:
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}  # bits of the replicas that hold a block
-        self._held: dict[ReplicaView, _Held] = {}
-        self._by_place: list[_Held | None] = []  # by the place of the bit
+        self._held: dict[ReplicaView, _ReplicaBlocks] = {}
+        self._by_place: list[_ReplicaBlocks | None] = []  # by the place of the bit
         self._expecting: list[ReplicaView] = []
         self._most_each = MOST_BLOCKS_EACH
 
@@ -110,7 +110,7 @@ class SentPrefixes:
         place = self._by_place.index(None) if None in self._by_place else len(self._by_place)
         if place == len(self._by_place):
             self._by_place.append(None)
-        self._held[view] = self._by_place[place] = _Held(view, 1 << place)
+        self._held[view] = self._by_place[place] = _ReplicaBlocks(view, 1 << place)
         self._most_each = min(MOST_BLOCKS_EACH, MOST_BLOCKS // len(self._held))
 
     def leave(self, view: ReplicaView) -> None:
@@ -170,7 +170,7 @@ class SentPrefixes:
             held.view.cached_tokens = num_tokens
             self._expecting.append(held.view)
 
-    def _drop_oldest(self, held: _Held) -> None:
+    def _drop_oldest(self, held: _ReplicaBlocks) -> None:
         block, num_bytes = held.blocks.popitem(last=False)
         held.num_bytes -= num_bytes
         if rest := self._holders[block] & ~held.bit:
