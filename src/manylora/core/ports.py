@@ -110,6 +110,7 @@ class CoreParts:
     host_bytes: int = DEFAULT_HOST_BYTES  # size of the host tier where the configuration gives none
     # How the base's weights are kept and multiplied: a line for each kind, the largest first.
     base_weights: tuple[str, ...] = ()
+    base_bytes: int = 0  # size of the base's weights; 0 where there are none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -288,6 +288,7 @@ def _parts(
         reads_host=executor.reads_host,
         host_bytes=_host_bytes(config.num_engines),
         base_weights=base_weights,
+        base_bytes=weights.manifest.num_bytes,
         waits_by_layer=True,
         shared=share_weights(weights),
         prepare=runner.prepare,

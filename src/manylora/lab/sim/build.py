@@ -26,6 +26,7 @@ from manylora.core.plan import PlannedSequence
 from manylora.core.ports import EngineParts, check_each
 from manylora.core.types import AdapterVersion, SampledToken
 from manylora.lab.costs.profile import read_profile
+from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.sim.run.cold_steps import ColdSteps
 from manylora.lab.sim.run.contents import synthetic_token
 from manylora.lab.sim.run.executor import SimulatedExecutor
@@ -136,6 +137,7 @@ def simulated_parts(target: SimulationConfig, machine: str) -> EngineParts:
         reader=SimulatedReader(base),
         close=lambda: None,
         machine=f"simulated: {machine}",
+        base_bytes=target.cost.dims.weight_bytes if isinstance(target.cost, RooflineCost) else 0,
         reads_host=target.reads_host,
         waits_by_layer=target.waits_by_layer,
     )

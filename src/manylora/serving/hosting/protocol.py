@@ -24,12 +24,13 @@ from manylora.core.config import EngineConfig
 from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.isolation import Measure
 from manylora.core.ports import SharedBase
-from manylora.core.types import AdapterKey, Output, Request
+from manylora.core.types import AdapterKey, Output, Request, Tier
 from manylora.serving.hosting.request_fields import RequestFields
 from manylora.serving.hosting.sockets import EngineSockets
 
 __all__ = [
     "AdapterIdentity",
+    "AdapterMove",
     "AddRequests",
     "Cancel",
     "ChangeAdapter",
@@ -86,6 +87,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     page_bytes: int
     eos_token_ids: tuple[int, ...] = ()  # tokens that end an answer
+    base_bytes: int = 0  # size of the base's weights; 0 where there are none
+    is_accelerated: bool = False  # whether base and pages are in memory of a device beside the machine's
 
 
 class Ending(NamedTuple):
@@ -218,6 +221,16 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     engine_s: float = 0.0
 
 
+class AdapterMove(msgspec.Struct, frozen=True, array_like=True):
+    """A version of an adapter came to a tier, left one, or could not be loaded."""
+
+    key: AdapterKey
+    tier: Tier
+    kind: Literal["loaded", "evicted", "failed"]
+    took_s: float = 0.0  # duration of the load
+    error: str = ""
+
+
 class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The events since the last message, as numbers for histograms; times in seconds."""
 
@@ -231,6 +244,7 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
     host_loads_s: list[float] = msgspec.field(default_factory=list)  # durations of adapter reads to the host tier
     num_failed_loads: int = 0
     step_tokens: list[int] = msgspec.field(default_factory=list)
+    moves: list[AdapterMove] = msgspec.field(default_factory=list)  # of adapters between tiers, the first few
 
 
 class StartReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Latency of the last minute, in total and by adapter, for ``GET /status``.
+"""The recent past: latency of the last minute, in total and by adapter, and the last moves of adapters.
 
 Prometheus keeps histograms since the start and leaves windows to the system that scrapes. For a person at a terminal
 the API process keeps the last minute itself, in slices that are dropped whole as they age::
@@ -16,16 +16,19 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
+from typing import NamedTuple
 
-from manylora.serving.hosting.protocol import Observations
+from manylora.core.types import AdapterKey
+from manylora.serving.hosting.protocol import AdapterMove, Observations
 from manylora.serving.metrics.status_report import Latency, Percentiles
 
-__all__ = ["LatencyWindow", "LogHistogram"]
+__all__ = ["AdapterMoves", "LatencyWindow", "LogHistogram", "TimedMove"]
 
 WINDOW_S = 60.0
 NUM_SLICES = 12
 MAX_ADAPTERS = 2048
+MAX_MOVES = 8192  # moves that are kept, of all adapters
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -33,6 +36,28 @@ RATIO = 1.04  # each bucket's upper edge over its lower one; a bucket's middle i
 
 LEAST_S = 1e-6
 _PER_LOG = 1.0 / math.log(RATIO)
+
+
+class TimedMove(NamedTuple):
+    """A move of an adapter, and the time at which its message came, in seconds since the epoch."""
+
+    at: float
+    move: AdapterMove
+
+
+class AdapterMoves:
+    """The last moves of adapters between tiers: the life of each, for the live page."""
+
+    def __init__(self) -> None:
+        self._moves: deque[TimedMove] = deque(maxlen=MAX_MOVES)
+
+    def observe(self, observed: Observations, epoch_s: float) -> None:
+        """Add an engine's moves since its last message."""
+        self._moves.extend(TimedMove(epoch_s, move) for move in observed.moves)
+
+    def of(self, key: AdapterKey, most: int) -> list[TimedMove]:
+        """Return the last moves of a version, the latest first."""
+        return list(islice((one for one in reversed(self._moves) if one.move.key == key), most))
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from manylora.core.config import EngineConfig
 from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.snapshot import Snapshot
 from manylora.serving.hosting.protocol import FinishedRequest, Observations
-from manylora.serving.metrics.latency import LatencyWindow
+from manylora.serving.metrics.latency import AdapterMoves, LatencyWindow
 from manylora.serving.metrics.scrape import (
     LEVELS,
     SharedScrape,
@@ -117,6 +117,7 @@ class Metrics:
         monotonic_s: Callable[[], float],
     ) -> None:
         self.latency = LatencyWindow()
+        self.moves = AdapterMoves()
         self.scrapes = SharedScrape()
         self._config = config
         self._served_name = served_name
@@ -173,6 +174,8 @@ class Metrics:
             self._failed_loads.inc(observed.num_failed_loads)
         self._by_adapter.observe(observed)
         self.latency.observe(observed, self._monotonic_s())
+        if observed.moves:
+            self.moves.observe(observed, self._epoch_s())
 
     def count_answers(self, num_tokens: Sequence[int]) -> None:
         """Add the answers of one request of a client, by their numbers of tokens: vLLM keeps number and maximum."""

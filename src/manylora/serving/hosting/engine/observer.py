@@ -7,8 +7,10 @@ A few floats per turn leave on the message that carries the tokens, and no recor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from manylora.core.events import (
+    AdapterEvicted,
     AdapterLoaded,
     Event,
     RequestAdmitted,
@@ -17,10 +19,12 @@ from manylora.core.events import (
     StepFinished,
     TokensEmitted,
 )
-from manylora.core.types import FinishReason, Tier
-from manylora.serving.hosting.protocol import FinishedRequest, Observations
+from manylora.core.types import AdapterKey, FinishReason, Tier
+from manylora.serving.hosting.protocol import AdapterMove, FinishedRequest, Observations
 
 __all__ = ["Observer"]
+
+MOST_MOVES = 64  # moves of adapters that a message carries; thousands may be unloaded at once
 
 
 @dataclass(slots=True)
@@ -70,13 +74,16 @@ class Observer:
                 gathered.queue_s.append(waited_s)
             case RequestFinished():
                 self._finish(event)
-            case AdapterLoaded(tier=tier, took_s=took_s, error=error):
+            case AdapterLoaded(adapter=key, tier=tier, took_s=took_s, error=error):
+                self._note_move(key, tier, "loaded" if error is None else "failed", took_s, error or "")
                 if error is not None:
                     gathered.num_failed_loads += 1
                 elif tier is Tier.DEVICE:
                     gathered.device_loads_s.append(took_s)
                 else:
                     gathered.host_loads_s.append(took_s)
+            case AdapterEvicted(adapter=key, tier=tier):
+                self._note_move(key, tier, "evicted")
 
     def note_stopped(self, request_ids: list[str]) -> None:
         """Report the coming cancellation of these requests as ``stop``: their text reached a stop string."""
@@ -88,6 +95,17 @@ class Observer:
         """Return the observations since the last call."""
         gathered, self._gathered = self._gathered, Observations()
         return gathered
+
+    def _note_move(
+        self,
+        key: AdapterKey,
+        tier: Tier,
+        kind: Literal["loaded", "evicted", "failed"],
+        took_s: float = 0.0,
+        error: str = "",
+    ) -> None:
+        if len(self._gathered.moves) < MOST_MOVES:
+            self._gathered.moves.append(AdapterMove(key, tier, kind, took_s, error))
 
     def _finish(self, event: RequestFinished) -> None:
         request = self._in_flight.pop(event.request_id)

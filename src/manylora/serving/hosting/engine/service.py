@@ -138,6 +138,8 @@ class EngineService:
                 block_size=page.block_size,
                 page_bytes=page.num_bytes,
                 eos_token_ids=base.eos_token_ids,
+                base_bytes=parts.base_bytes,
+                is_accelerated=parts.is_accelerated,
             )
             self.send(Ready(info, parts.shared))
             loop.run()
