@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections import OrderedDict
 from pathlib import Path
 from random import Random
@@ -391,6 +392,11 @@ def test_state_and_metrics_tell_of_every_backend() -> None:
             assert [row["url"] for row in status["backends"]] == urls
             assert status["backends"][0]["reported"] == {"num_running": 2, "num_waiting": 0, "kv_usage": 0.25}
             assert {row["state"] for row in status["backends"]} == {"up"}
+            reader, page = await client.open("GET", "/ui/events")  # open until the router stops, without delay
+            while not (line := await reader.readline()).startswith(b"data: "):
+                assert line
+            shown = json.loads(line.removeprefix(b"data: "))["route"]
+            assert [row["url"] for row in shown["backends"]] == urls and shown["manages_adapters"] is False
             text = (await client.ask("GET", "/metrics")).body.decode()
             assert f'manylora_route_backend_up{{backend="{urls[0]}"}} 1.0' in text
             assert 'manylora_route_adapter_requests_total{backend="' + urls[0] + '",resident="yes"} 1.0' in text
@@ -405,6 +411,7 @@ def test_state_and_metrics_tell_of_every_backend() -> None:
             answer = await client.complete("base")
             assert answer.status == 503
             assert int(answer.headers["retry-after"]) >= 1
+        page.close()
 
     run(test)
 

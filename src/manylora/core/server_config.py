@@ -241,6 +241,7 @@ class WebConfig:
         help="Answer GET /tokenizer_info: settings of the tokenizer, and the chat template.",
     )
     disable_docs: bool = _http(False, flag="--disable-fastapi-docs", help="Leave out /openapi.json and /docs.")
+    disable_ui: bool = _http(False, help="Leave out the live page, /ui.")
     tls: TlsConfig = field(default_factory=TlsConfig)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from manylora.route.fleet.members import Backends
 from manylora.route.metrics import ProxyMetrics
 from manylora.serving.http.auth import Gate, without_foreign_pages
 from manylora.serving.http.errors import HttpError, error_response, on_error, on_http_exception
+from manylora.serving.http.page import LivePage, PageAction
 
 __all__ = ["RouterRoutes", "make_app"]
 
@@ -68,11 +69,15 @@ class RouterRoutes:
     backends: Backends
     adapters: RoutedAdapters
     metrics: ProxyMetrics
+    is_stopping: bool = False
     _started_at: float = field(default_factory=time.time)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
+        unload = PageAction("DELETE", "/adapters/{name:path}", self._unload)
+        page = LivePage(self.gate, self._page_snapshot, lambda: self.is_stopping, [unload])
         return [
+            *page.routes(),
             Route("/v1/models", self._list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._get_model, methods=["GET"]),
             Route("/v1/load_lora_adapter", self._load, methods=["POST"]),
@@ -114,17 +119,21 @@ class RouterRoutes:
 
     async def _status(self, request: Request) -> Response:
         self.gate.check_admin(request)
-        return _json(
-            {
-                "version": __version__,
-                "time": time.time(),
-                "started_at": self._started_at,
-                "router": self.config.router,
-                "models": len(self.backends.catalog),
-                "bases": self.backends.catalog.bases,
-                "backends": [_status_of(backend, monotonic()) for backend in self.backends],
-            }
-        )
+        return _json(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "time": time.time(),
+            "started_at": self._started_at,
+            "router": self.config.router,
+            "models": len(self.backends.catalog),
+            "bases": self.backends.catalog.bases,
+            "backends": [_status_of(backend, monotonic()) for backend in self.backends],
+        }
+
+    async def _page_snapshot(self) -> bytes:
+        return msgspec.json.encode({"route": {**self._state(), "manages_adapters": self.config.manage_adapters}})
 
     async def _load(self, request: Request) -> Response:
         """Load an adapter, or replace it in place."""

@@ -72,7 +72,8 @@ class Proxy:
         self._tenants = None if config.tenants is None else TenantBook(Path(config.tenants).expanduser())
         gate = Gate(config.api_keys, config.admin_key, tenants=self._tenants)
         relay = Relay(config, gate, self.backends, selection, placement, metrics)
-        self._app = make_app(config, relay, RouterRoutes(config, gate, self.backends, adapters, metrics))
+        self._routes = RouterRoutes(config, gate, self.backends, adapters, metrics)
+        self._app = make_app(config, relay, self._routes)
         if config.backend_ca_certs is not None:
             backend_tls(config.backend_ca_certs)  # names of backends may be looked up later
         self._tls = server_tls(config.tls)
@@ -89,7 +90,7 @@ class Proxy:
 
     def drain(self) -> None:
         """Begin to stop: the router no longer listens, and requests under way may finish."""
-        self._is_stopping = True
+        self._is_stopping = self._routes.is_stopping = True
         if self._http is not None:
             self._http.should_exit = True
 

@@ -119,6 +119,11 @@ def test_functions_answer_as_a_plain_engine_whatever_is_killed(folder: Path) -> 
         assert [one["name"] for one in status] == ["f0"]
         assert set(status[0]["last_start"]["stages_s"]) >= {"fork", "confine", "map", "build", "adapter"}
 
+        with httpx.stream("GET", url + "/ui/events", timeout=PATIENCE_S) as stream:
+            line = next(line for line in stream.iter_lines() if line.startswith("data: "))
+        shown = json.loads(line.removeprefix("data: "))
+        assert [one["name"] for one in shown["report"]["functions"]] == ["f0"] and shown["memory_bytes"]["other"] > 0
+
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
     assert not (folder / "state" / "backbone-tiny").exists()

@@ -32,7 +32,7 @@ from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
 from manylora.serving.ports import AdaptersPort
 
-__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "adapter_fields", "admin_context", "admin_routes"]
+__all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "adapter_fields", "admin_context", "admin_routes", "status_json"]
 
 
 UNAVAILABLE_RETRY_S = 5  # seconds after which a load may be tried again whose registry did not answer
@@ -174,7 +174,8 @@ def adapter_fields(status: AdapterStatus, *, shows_paths: bool) -> dict[str, Any
     }
 
 
-def _status_json(status: AdapterStatus, *, shows_paths: bool) -> dict[str, Any]:
+def status_json(status: AdapterStatus, *, shows_paths: bool) -> dict[str, Any]:
+    """Return the fields of an adapter that ``GET /adapters`` shows."""
     version = status.version
     return {
         **adapter_fields(status, shows_paths=shows_paths),
@@ -207,7 +208,7 @@ async def list_adapters(request: Request) -> Response:
     _, statuses = merge_snapshots((await context.fleet.engines.snapshots()).values())
     hidden, shows_paths = hidden_from_caller(context, request), context.gate.is_admin(request)
     by_name = sorted((one for one in statuses if one.name not in hidden), key=lambda status: status.name)
-    data = [_status_json(one, shows_paths=shows_paths) for one in by_name]
+    data = [status_json(one, shows_paths=shows_paths) for one in by_name]
     for name, unavailable in sorted(context.fleet.adapters.unavailable.items()):
         if name not in hidden:
             data.append(_unavailable_json(name, unavailable, shows_paths=shows_paths))
@@ -225,7 +226,7 @@ async def get_adapter(request: Request) -> Response:
     _, statuses = merge_snapshots((await context.fleet.engines.snapshots(name=name)).values())
     if not statuses:
         raise _unknown(name)
-    return json_response(_status_json(statuses[0], shows_paths=shows_paths))
+    return json_response(status_json(statuses[0], shows_paths=shows_paths))
 
 
 def _action(verb: str, act: Callable[[AdaptersPort, str], Awaitable[AdapterStatus]]) -> Route:
@@ -242,7 +243,7 @@ def _action(verb: str, act: Callable[[AdaptersPort, str], Awaitable[AdapterStatu
             raise _unknown(name) from None
         except AdapterError as error:
             raise RequestError(str(error), param="name") from None
-        return json_response(_status_json(status, shows_paths=context.gate.is_admin(request)))
+        return json_response(status_json(status, shows_paths=context.gate.is_admin(request)))
 
     return Route(f"/adapters/{{name:path}}/{verb}", route, methods=["POST"])
 

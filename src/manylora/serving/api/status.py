@@ -30,7 +30,7 @@ from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
 from manylora.serving.http.errors import HttpError, hide_paths
 from manylora.serving.metrics.status_report import AdapterRow, ReplicaRow, StatusReport
 
-__all__ = ["status_routes"]
+__all__ = ["process_report", "replica_row", "replicas_in_use", "status_routes"]
 
 NUM_ADAPTERS = 100  # default number of adapters in a report
 
@@ -44,7 +44,7 @@ async def status(request: Request) -> Response:
     context.gate.check_admin(request)
     num_adapters = _number(request.query_params.get("adapters"), "adapters", NUM_ADAPTERS)
     hidden, shows_paths = hidden_from_caller(context, request), context.gate.is_admin(request)
-    report = _report(context, num_adapters, hidden, shows_paths=shows_paths)
+    report = process_report(context, num_adapters, hidden, shows_paths=shows_paths)
     try:
         snapshots = await context.fleet.engines.snapshots(None if hidden else num_adapters)
     except (CapacityError, EngineDead):  # no engine serves: the report of the API process alone
@@ -68,8 +68,8 @@ async def status(request: Request) -> Response:
             for one in statuses[:num_adapters]
         ),
         replicas=tuple(
-            _replica_row(one, snapshots.get(one.index), num_adapters)
-            for one in _in_use(context)
+            replica_row(one, snapshots.get(one.index), num_adapters)
+            for one in replicas_in_use(context)
             if not hidden or one.index in snapshots
         ),
     )
@@ -86,7 +86,7 @@ def _visible(snapshots: Mapping[int, Snapshot], hidden: Collection[str]) -> dict
     return found
 
 
-def _report(context: Context, num_functions: int, hidden: Collection[str], *, shows_paths: bool) -> StatusReport:
+def process_report(context: Context, num_functions: int, hidden: Collection[str], *, shows_paths: bool) -> StatusReport:
     """Return the report of the API process, without the engines."""
     fleet, latency, now = context.fleet, context.metrics.latency, context.monotonic_s()
     functions = [one for one in context.functions() if one.name not in hidden][:num_functions]
@@ -103,7 +103,7 @@ def _report(context: Context, num_functions: int, hidden: Collection[str], *, sh
         window_s=latency.window_s,
         latency=latency.total(now),
         base=latency.of_adapter("", now),
-        replicas=() if hidden else tuple(_replica_row(one, None, 0) for one in _in_use(context)),
+        replicas=() if hidden else tuple(replica_row(one, None, 0) for one in replicas_in_use(context)),
         resumes=fleet.resumes,
         generation_defaults=context.settings.base.defaults.given(),
         scaling=fleet.scaling,
@@ -111,12 +111,12 @@ def _report(context: Context, num_functions: int, hidden: Collection[str], *, sh
     )
 
 
-def _in_use(context: Context) -> list[Replica]:
+def replicas_in_use(context: Context) -> list[Replica]:
     """Return the engines without those that scaling has not started."""
     return [one for one in context.fleet.engines.replicas() if one.state is not EngineState.IDLE]
 
 
-def _replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int) -> ReplicaRow:
+def replica_row(replica: Replica, snapshot: Snapshot | None, num_adapters: int) -> ReplicaRow:
     """Return an engine's row, with at most ``num_adapters`` names of each kind."""
     row = ReplicaRow(**{**dataclasses.asdict(replica), "state": replica.state.value})
     if snapshot is None:

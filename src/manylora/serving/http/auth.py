@@ -31,9 +31,12 @@ from manylora.serving.http.errors import HttpError, error_response
 from manylora.serving.http.room import NO_LIMITS, CallerLimits
 from manylora.serving.http.tenants import Tenant, TenantBook
 
-__all__ = ["Gate", "exposure", "host_name", "is_loopback", "without_foreign_pages"]
+__all__ = ["IS_ADMIN", "Gate", "digest_of", "exposure", "host_name", "is_loopback", "without_foreign_pages"]
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+IS_ADMIN = "manylora.is_admin"
+"""In the scope of a request that the live page has let in by its session: it is the administrator's."""
 
 
 def exposure(api_keys: Collection[str], admin_key: str | None, *, has_address: bool = True) -> str | None:
@@ -55,7 +58,8 @@ def exposure(api_keys: Collection[str], admin_key: str | None, *, has_address: b
     )
 
 
-def _digest(key: str) -> bytes:
+def digest_of(key: str) -> bytes:
+    """Return the digest by which a key is known."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -65,11 +69,20 @@ class Gate:
     def __init__(
         self, api_keys: Iterable[str] = (), admin_key: str | None = None, *, tenants: TenantBook | None = None
     ) -> None:
-        self._api_keys = tuple(_digest(key) for key in api_keys)
-        self._admin_key = None if admin_key is None else _digest(admin_key)
+        self._api_keys = tuple(digest_of(key) for key in api_keys)
+        self._admin_key = None if admin_key is None else digest_of(admin_key)
         self.tenants = tenants
         self.tells_tenants = tenants is not None or len(set(self._api_keys)) > 1
         """Whether there are several API keys: one alone names no tenant among others."""
+        self.asks_for_key = bool(self._api_keys) or admin_key is not None or tenants is not None
+        """Whether there is any key; without one the administrator is a caller on this machine."""
+
+    @property
+    def administrator(self) -> bytes | None:
+        """The digest of the administrator's key: the admin key, or the only API key; ``None`` if there is neither."""
+        if self._admin_key is None and not self.tells_tenants and self._api_keys:
+            return self._api_keys[0]
+        return self._admin_key
 
     def tenant(self, name: str) -> Tenant | None:
         """Return the tenant of that name in the file of tenants; ``None`` for a caller that is not in it."""
@@ -111,6 +124,8 @@ class Gate:
 
         401 for no key or an unknown one; 403 for an inference key, or a caller that is not on this machine.
         """
+        if IS_ADMIN in request.scope:
+            return
         if self._admin_key is not None:
             given = self._bearer(request)
             if not self._matches(given, (self._admin_key,)):
@@ -158,7 +173,7 @@ class Gate:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _unauthorized()
-        return _digest(key.strip())
+        return digest_of(key.strip())
 
     def _is_of_tenant(self, given: bytes) -> bool:
         return self.tenants is not None and self.tenants.find(given, time.time()) is not None

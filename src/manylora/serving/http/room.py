@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import math
 import time
@@ -25,10 +26,12 @@ from manylora.serving.http.errors import HttpError
 __all__ = [
     "NO_LIMITS",
     "SHORT_BODY_BYTES",
+    "Allowance",
     "ArrivingBody",
     "BodyRoom",
     "CallerLimits",
     "CallerRoom",
+    "CallerUse",
     "Places",
     "WaitingAnswers",
     "default_body_bytes",
@@ -81,6 +84,21 @@ class CallerLimits:
 
 
 NO_LIMITS = CallerLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerUse:
+    """What a caller has of its limits now: answers and adapters under way; requests and tokens that do not fill up yet.
+
+    The last two are ``None`` where it has no such limit.
+    """
+
+    name: str
+    num_answers: int
+    num_adapters: int
+    requests: float | None
+    tokens: float | None
+    limits: CallerLimits
 
 
 @dataclass(slots=True, eq=False)
@@ -234,6 +252,23 @@ class CallerRoom:
                 del one.adapters[adapter]
         if not one.num_answers and limits.requests is None and limits.tokens is None:
             del self._callers[caller]
+
+    def in_use(self, most: int) -> list[CallerUse]:
+        """Return the use of callers that have taken something lately: those with most answers under way."""
+        now, found = self._now(), []
+        for name, one in heapq.nlargest(most, self._callers.items(), key=lambda item: item[1].num_answers):
+            limits = self._limits_of(name)
+            found.append(
+                CallerUse(
+                    name=name,
+                    num_answers=one.num_answers,
+                    num_adapters=len(one.adapters),
+                    requests=None if limits.requests is None else one.requests.taken(limits.requests, now),
+                    tokens=None if limits.tokens is None else one.tokens.taken(limits.tokens, now),
+                    limits=limits,
+                )
+            )
+        return found
 
     def headers(self, caller: str) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers about the limits a minute of a caller with answers under way."""

@@ -28,6 +28,7 @@ from manylora.serving.api.docs import docs_routes
 from manylora.serving.api.invocations import invocation_routes
 from manylora.serving.api.model_settings import ModelSettings
 from manylora.serving.api.models import model_routes, tokenizer_routes
+from manylora.serving.api.page import live_page
 from manylora.serving.api.publishing import publish_routes
 from manylora.serving.api.request import Context, context_of, make_context
 from manylora.serving.api.respond import DIGEST_HEADER, VERSION_HEADER
@@ -176,6 +177,8 @@ def make_app(context: Context) -> ASGIApp:
         routes += tokenizer_routes
     if not web.disable_docs:
         routes += docs_routes(routes, root_path=web.root_path)
+    if not web.disable_ui:
+        routes = [*routes, *live_page(context).routes()]
     app = Starlette(
         routes=routes,
         exception_handlers={ManyloraError: _on_error, HTTPException: on_http_exception, Exception: _on_bug},
