@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from manylora.execution.kernels.triton.support import num_programs, power_of_two
-from manylora.execution.storage.tile_tables import BLOCK_FIELDS, AdapterTable, GroupDirectory, GroupSpan
+from manylora.execution.storage.tile_tables import BLOCK_FIELDS, PART_FIELDS, AdapterTable, GroupDirectory, GroupSpan
 
 __all__ = [
     "PADDED",
@@ -136,6 +136,9 @@ class StepTables:
         self._step = torch.zeros_like(self._host, device=device)
         self._work = torch.empty((num_groups, room.num_items), dtype=torch.int32, device=device)
         self._sizes = torch.zeros((num_groups, 2), dtype=torch.int32, device=device)
+        self._parts = torch.empty(
+            (num_groups, room.num_blocks, directory.num_modules, PART_FIELDS), dtype=torch.int64, device=device
+        )
         self._partials = torch.empty(
             (room.max_planes * self._splits, room.num_rows, room.max_rank), dtype=torch.float32, device=device
         )
@@ -151,7 +154,7 @@ class StepTables:
 
     def write(self, rows: Sequence[TableRows]) -> bool:
         """Write the step's row blocks to the device, on the current stream; return False if they do not fit."""
-        if not self.room.holds(measure(rows, self._block_rows)):
+        if rows and not self.room.holds(measure(rows, self._block_rows)):
             return False
         lines = [
             (first, min(self._block_rows, stop - first), table.data.data_ptr())
@@ -171,6 +174,7 @@ class StepTables:
         directory = self._space.directory
         triton_lora.plan[(len(directory.groups),)](
             *(self._step, self._work, self._work.stride(0), self._sizes, directory.line),
+            *(self._parts, self._parts.stride(0)),
             MODULES=directory.num_modules,
             PAD=self._block_rows == PADDED.decode,
             BLOCKS=power_of_two(self.room.num_blocks),
@@ -202,9 +206,12 @@ class StepTables:
         triton_lora.shrink[(-(-programs // splits), splits)](
             x, x.stride(0), pages, self._step, *work, self._sizes, *group, *partials, **options, BLOCK_K=block_k
         )
-        blocks = (columns, columns.shape[0])
+        blocks = (columns, columns.shape[0], span.index, self._parts, self._parts.stride(0))
         triton_lora.expand[(programs,)](
-            out, out.stride(0), pages, self._step, self._sizes, *blocks, *group, *partials, **options, BLOCK_N=block_n
+            *(out, out.stride(0), pages, self._step, self._sizes, *blocks, *partials),
+            **options,
+            BLOCK_N=block_n,
+            MODULES=self._space.directory.num_modules,
         )
 
     def apply_vectors(self, out: torch.Tensor, span: GroupSpan) -> None:

@@ -32,6 +32,7 @@ from manylora.core.adapters.shape import BaseShape, ModuleKind
 __all__ = [
     "BLOCK_FIELDS",
     "GROUP_FIELDS",
+    "PART_FIELDS",
     "TILE_FIELDS",
     "AdapterTable",
     "GroupDirectory",
@@ -46,6 +47,9 @@ then two each for the factor, then two each for the shift."""
 
 TILE_FIELDS = 6
 BLOCK_FIELDS = 3
+
+PART_FIELDS = 5
+"""A row block and a module: first row, rows, address of the first tile of B, its tiles, planes of the group's A."""
 
 
 @dataclass(frozen=True, slots=True)

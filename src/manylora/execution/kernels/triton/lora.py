@@ -2,7 +2,8 @@
 
 ::
 
-    plan     once per step    program g lists group g's work: one item per (row block, A tile)
+    plan     once per step    program g lists group g's work: one item per (row block, A tile), and where each row
+                              block finds each module's B, so that ``expand`` reads it at once
     shrink   per group        item, K split -> partial sums [rows, 16] in float32, each to its own place
     expand   per group        row block x columns: add up the partials in a fixed order, times B, into the output
     vectors  per group        row block x columns: times the adapter's factor, plus its shift; only where a step has any
@@ -26,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.execution.storage.tile_tables import BLOCK_FIELDS, GROUP_FIELDS, TILE_FIELDS
+from manylora.execution.storage.tile_tables import BLOCK_FIELDS, GROUP_FIELDS, PART_FIELDS, TILE_FIELDS
 
 __all__ = ["ITEM_TILES", "TILE_ROWS", "expand", "plan", "shrink", "vectors"]
 
@@ -38,12 +39,27 @@ _ITEM_TILES = tl.constexpr(ITEM_TILES)
 _GROUP_FIELDS = tl.constexpr(GROUP_FIELDS)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
+_PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 
 # Numbers without meaning for alignment are not specialised: a compilation during serving is a pause.
-@triton.jit(do_not_specialize=["work_stride", "line"])
-def plan(step, work, work_stride, sizes, line, MODULES: tl.constexpr, PAD: tl.constexpr, BLOCKS: tl.constexpr):
-    """List group ``program_id(0)``'s work; write its number of items, and of tiles to pad to, to ``sizes[group]``."""
+@triton.jit(do_not_specialize=["work_stride", "line", "part_stride"])
+def plan(
+    step,
+    work,
+    work_stride,
+    sizes,
+    line,
+    parts,
+    part_stride,
+    MODULES: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """List group ``program_id(0)``'s work; write its number of items, and of tiles to pad to, to ``sizes[group]``.
+
+    ``parts`` ``[groups, row blocks, modules, PART_FIELDS]`` gets the places of B.
+    """
     group = tl.program_id(0)
     num_blocks = tl.load(step)
     index = tl.arange(0, BLOCKS)
@@ -64,6 +80,18 @@ def plan(step, work, work_stride, sizes, line, MODULES: tl.constexpr, PAD: tl.co
         tl.store(work + group.to(tl.int64) * work_stride + starts + tile, item, mask=tile < counts)
     tl.store(sizes + 2 * group, tl.sum(counts, 0))
     tl.store(sizes + 2 * group + 1, padded)
+    block = step + 1 + index * _BLOCK_FIELDS
+    first_row, num_rows = tl.load(block, mask=inside, other=0), tl.load(block + 1, mask=inside, other=0)
+    planes = tl.load(header + 2, mask=inside, other=0)
+    for module in tl.static_range(MODULES):
+        tiles = header + _GROUP_FIELDS + 2 * module
+        first = address + tl.load(tiles, mask=inside, other=0) * 8
+        part = parts + group.to(tl.int64) * part_stride + (index * MODULES + module) * _PART_FIELDS
+        tl.store(part, first_row, mask=inside)
+        tl.store(part + 1, num_rows, mask=inside)
+        tl.store(part + 2, first, mask=inside)
+        tl.store(part + 3, tl.load(tiles + 1, mask=inside, other=0), mask=inside)
+        tl.store(part + 4, planes, mask=inside)
 
 
 @triton.jit(do_not_specialize=["work_stride", "group", "line", "rank_stride", "split_stride"])
@@ -128,7 +156,7 @@ def sum_partials(places, mask, num_planes, split_stride, SPLITS: tl.constexpr, B
     return total
 
 
-@triton.jit(do_not_specialize=["num_column_blocks", "group", "line", "rank_stride", "split_stride"])
+@triton.jit(do_not_specialize=["num_column_blocks", "group", "part_stride", "rank_stride", "split_stride"])
 def expand(
     out,
     out_stride,
@@ -138,7 +166,8 @@ def expand(
     columns,
     num_column_blocks,
     group,
-    line,
+    parts,
+    part_stride,
     partials,
     rank_stride,
     split_stride,
@@ -146,32 +175,31 @@ def expand(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
+    MODULES: tl.constexpr,
 ):
     """Add ``shrunk B^T`` into ``out``.
 
-    ``columns`` lists blocks of its columns: (module, first column in it, columns of it, its place in ``out``).
+    ``columns`` lists blocks of its columns: (module, first column in it, columns of it, its place in ``out``), and
+    ``parts`` is as by ``plan``.
     """
     rows, ranks = tl.arange(0, BLOCK_M), tl.arange(0, _TILE_ROWS)
     num_items = tl.load(step).to(tl.int32) * num_column_blocks
     num_padded = tl.load(sizes + 2 * group + 1)
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        block = step + 1 + (number // num_column_blocks) * _BLOCK_FIELDS
-        first_row, num_rows = tl.load(block), tl.load(block + 1)
-        table = tl.load(block + 2).to(tl.pointer_type(tl.int64))
         place = columns + (number % num_column_blocks) * 4
-        header = table + group * line
-        num_planes = tl.load(header + 2)
-        module = header + _GROUP_FIELDS + 2 * tl.load(place)
-        first_tile, num_tiles = tl.load(module), tl.load(module + 1).to(tl.int32)
+        index = (number // num_column_blocks) * MODULES + tl.load(place)
+        part = parts + group.to(tl.int64) * part_stride + index * _PART_FIELDS
+        first_row, num_rows = tl.load(part), tl.load(part + 1)
+        tiles = tl.load(part + 2).to(tl.pointer_type(tl.int64))
+        num_tiles, num_planes = tl.load(part + 3).to(tl.int32), tl.load(part + 4)
         if num_tiles > 0:
-            first_col = tl.multiple_of(tl.load(place + 1), BLOCK_N)
-            own_cols = first_col + tl.arange(0, BLOCK_N)
+            own_cols = tl.multiple_of(tl.load(place + 1), BLOCK_N) + tl.arange(0, BLOCK_N)
             width = tl.multiple_of(tl.load(place + 2), ALIGN)
             is_row, is_col = (rows < num_rows)[:, None], own_cols < width
             sums = partials + (first_row + rows)[:, None] * rank_stride
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for number_of_tile in range(tl.maximum(num_tiles, num_padded)):
-                tile = table + first_tile + tl.minimum(number_of_tile, num_tiles - 1) * _TILE_FIELDS
+                tile = tiles + tl.minimum(number_of_tile, num_tiles - 1) * _TILE_FIELDS
                 weight = tl.multiple_of(tl.load(tile), ALIGN)
                 first_rank, num_ranks = tl.load(tile + 1), tl.load(tile + 2)
                 is_rank = (ranks < num_ranks) & (number_of_tile < num_tiles)
