@@ -8,11 +8,16 @@ holds them is there for anyone.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from manylora.core.adapters.layout import AdapterLayout
 from manylora.core.adapters.packed import PackedAdapter
@@ -23,7 +28,12 @@ from manylora.execution.storage.page_tensor import image_tensor
 from manylora.execution.storage.resident import ResidentAdapter, read_in_place
 from manylora.execution.storage.tile_tables import GroupDirectory, TileTemplate, make_template
 
-__all__ = ["HostAdapter", "HostTier", "ImageSettling", "Settle"]
+__all__ = ["HostAdapter", "HostTier", "ImageSettling", "PinnedMemory", "Settle"]
+
+CHUNK_BYTES = 256 * 2**20
+"""Page-locked memory that is asked for at once: the driver takes tens of milliseconds, whatever an adapter needs."""
+
+ALIGN_BYTES = 4096
 
 
 class ImageSettling(Protocol):
@@ -88,6 +98,57 @@ class HostAdapter:
         self.arrival.advance(num_pages)
 
 
+class PinnedMemory:
+    """Page-locked memory for images, in large chunks that are kept: none is rounded up, and few wait for the driver.
+
+    For one thread at a time. A part is free again once no tensor of it is left, on whatever thread that happens.
+    ``allocate`` returns so many bytes.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._chunks: list[NDArray[np.uint8]] = []
+        self._free: list[tuple[int, int, int]] = []  # chunk, first byte and one past the last, in order
+        self._freed: deque[tuple[int, int, int]] = deque()
+
+    @classmethod
+    def of_torch(cls) -> PinnedMemory:
+        """Return memory that torch asks the driver for."""
+        return cls(partial(torch.empty, dtype=torch.uint8, pin_memory=True))
+
+    def empty_like(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the shape and type of ``source``, not initialised."""
+        chunk, first = self._take(-(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
+        part = self._chunks[chunk][first : first + source.nbytes]
+        last = first + -(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        # A tensor keeps the array that it was made of, and so do its views.
+        weakref.finalize(part, self._freed.append, (chunk, first, last)).atexit = False
+        return torch.from_numpy(part).view(source.dtype).view(source.shape)
+
+    def _take(self, num_bytes: int) -> tuple[int, int]:
+        """Return the chunk and the first byte of a part, which is not free from now on."""
+        self._merge()
+        for place, (chunk, first, last) in enumerate(self._free):
+            if last - first >= num_bytes:
+                self._free[place : place + 1] = [(chunk, first + num_bytes, last)] * (last - first > num_bytes)
+                return chunk, first
+        size = max(CHUNK_BYTES, num_bytes)
+        self._chunks.append(self._allocate(size).numpy())
+        self._free += [(len(self._chunks) - 1, num_bytes, size)] * (size > num_bytes)
+        return len(self._chunks) - 1, 0
+
+    def _merge(self) -> None:
+        """Put what was freed meanwhile among the free parts, and neighbours together."""
+        while self._freed:
+            self._free.append(self._freed.popleft())
+        merged: list[tuple[int, int, int]] = []
+        for chunk, first, last in sorted(self._free):
+            if merged and merged[-1][0] == chunk and merged[-1][2] == first:
+                first = merged.pop()[1]
+            merged.append((chunk, first, last))
+        self._free = merged
+
+
 class HostTier:
     """Packed adapters by key.
 
@@ -102,7 +163,7 @@ class HostTier:
     ) -> None:
         self._settle = settle
         self._directory = directory
-        self._is_pinned = is_pinned
+        self._pinned = PinnedMemory.of_torch() if is_pinned else None
         self._lock = threading.Lock()
         self._adapters: dict[AdapterKey, HostAdapter] = {}
 
@@ -129,13 +190,16 @@ class HostTier:
         source = image_tensor(packed.image)
         template = make_template(packed.layout, self._directory) if self._directory is not None else None
         # Page-locked memory is of our own making, so pages are copied once more as they come.
-        image = torch.empty_like(source, pin_memory=True) if self._is_pinned else source
+        image = source
+        if self._pinned is not None:
+            with self._lock:
+                image = self._pinned.empty_like(source)
         arrival = Arrival(len(source))
         settling = None
         if packed.layout.needs_base:
             assert self._settle is not None, "a tier without a base has only adapters that need none"
             settling = self._settle(packed.version.source, packed.layout, source)
-        adapter = HostAdapter(packed.layout, image, arrival, template, source if self._is_pinned else None, settling)
+        adapter = HostAdapter(packed.layout, image, arrival, template, None if image is source else source, settling)
         with self._lock:
             self._adapters[key] = adapter
         return adapter
