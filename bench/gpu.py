@@ -1,31 +1,54 @@
-"""Every figure that needs a GPU, in one run of less than nine minutes; see `gpu.sh`.
+"""Everything that needs a GPU, in four calls of less than nine and a half minutes each; see `gpu.sh`.
 
-    python bench/gpu.py [--out DIR] [--minutes 7] [--sections machine,kernels,...] [--cpu-smoke]
+    python bench/gpu.py --call RIGHT|SPEED|WHERE|LOADS [--out DIR] [--minutes 9] [--sections ...] [--cpu-smoke]
 
-Sections, in order: `machine` (copy bandwidth, host link), `kernels` (LoRA, attention, and the base's products in 16, 8
-and 4 bits: bytes per second and share of the copy's), `steps` (decoding with adapters against the base alone, and
-against the floor), `families` (naive, grouped, one launch), `loads` (adapter copies, and what decoding feels of them),
-`assist` (prompts whose adapter is computed by the CPU: handoff, and against synchronous calls), `live` (Chameleon
-against FIFO without a cache, and the simulator's prediction). Each writes its rows at once; one that fails leaves its
-error in its place.
-`--cpu-smoke` walks the same code on a toy model in Triton's interpreter: its figures mean nothing.
+::
+
+    RIGHT  kernel_tests  every kernel against its reference, compiled
+           device_tests  whole steps: graphs, launches and torch; tokens beside loads and evictions
+           sanitizer     a step under compute-sanitizer, where there is one
+    SPEED  machine       copy bandwidth, host link
+           kernels       LoRA, attention, and the base's products in 16, 8 and 4 bits, against the copy's bandwidth
+           steps         decoding with adapters against the base alone, and against the floor
+           families      naive, grouped, padded, ragged, captured
+    WHERE  replay        kernels of a captured step by time
+           mixed         steps of decoding beside a prompt, captured and eager
+           imbalance     127 short contexts and a long one
+           prefill       attention of prompts against the library's
+           sampler       tokens by one launch, and by many
+           pauses        what the host adds to a step
+    LOADS  machine
+           loads         adapter copies, and what decoding feels of them
+           assist        prompts whose adapter is computed by the CPU: handoff, and against synchronous calls
+           live          Chameleon against FIFO without a cache, and the simulator's prediction
+
+Each section writes its rows at once to `gpu_CALL.json` and `.md`; one that fails leaves its error in its place. The
+last line is the verdict, and the exit status is 1 unless it is good. `--cpu-smoke` walks the same code on a toy model
+in Triton's interpreter: its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import platform
+import re
+import shutil
+import subprocess
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from gpu_rig import ALL_LINEAR, DTYPES, LLAMA_3_8B, SMOKE, Engine, Report, Sizes, captured, seconds, wait, wall_seconds
+from gpu_where import Where
 from live import live_arrivals
 
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -34,8 +57,7 @@ from manylora.core.engine.loop import EngineLoop
 from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion
 from manylora.execution.attention.call import AttentionCall, Rotation
-from manylora.execution.attention.kv import KvPages
-from manylora.execution.attention.triton import PageTables, TritonAttention, attend_step
+from manylora.execution.attention.triton import TritonAttention, TritonAttentionKernel
 from manylora.execution.device import make_device_ops
 from manylora.execution.fusion.layers import FusedNorm, activate
 from manylora.execution.kernels.linear import BaseLinear
@@ -57,11 +79,34 @@ CODES = (("int8", 128, False), ("int4", 32, False), ("int4", 128, True), ("float
 """Kinds of codes, inputs that share a scale, and whether they have shifts."""
 
 
+CALLS = {
+    "RIGHT": ("kernel_tests", "device_tests", "sanitizer"),
+    "SPEED": ("machine", "kernels", "steps", "families"),
+    "WHERE": ("replay", "mixed", "imbalance", "prefill", "sampler", "pauses"),
+    "LOADS": ("machine", "loads", "assist", "live"),
+}
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = "tests/execution"
+KERNEL_TESTS = (
+    "lora/test_triton_lora.py",
+    "attention/test_triton_attention.py",
+    "kernels/test_row_weight.py",
+    "fusion/test_triton_norm.py",
+    "fusion/test_triton_gate.py",
+    "fusion/test_triton_fused.py",
+    "sampling/test_sampler.py",
+    "assist/test_assist_cuda.py",
+    "model/test_device_memory.py",
+)
+DEVICE_TESTS = ("test_on_device.py",)
+
+
 class Bench:
     """The sections; each is a method and returns its rows."""
 
-    def __init__(self, sizes: Sizes, device: torch.device, report: Report) -> None:
-        self.sizes, self.device, self.report = sizes, device, report
+    def __init__(self, sizes: Sizes, device: torch.device, report: Report, ends_at: float) -> None:
+        self.sizes, self.device, self.report, self.ends_at = sizes, device, report, ends_at
         self.copy_bytes_per_s = self.link_bytes_per_s = 1.0
         self._engine: Engine | None = None
 
@@ -83,6 +128,86 @@ class Bench:
         for version in versions:
             page = self.engine.load(version, page)
         return versions, page
+
+    def kernel_tests(self) -> list[dict[str, Any]]:
+        # On a CPU one is enough: all have run by themselves.
+        return self._tests("kernel_tests", KERNEL_TESTS if self.device.type == "cuda" else KERNEL_TESTS[4:5], 300.0)
+
+    def device_tests(self) -> list[dict[str, Any]]:
+        return self._tests("device_tests", DEVICE_TESTS, 150.0)
+
+    def sanitizer(self) -> list[dict[str, Any]]:
+        program = shutil.which("compute-sanitizer")
+        if program is None:
+            return [{"left out": "there is no compute-sanitizer"}]
+        options, before = ("-k", "llama and float32"), (program, "--error-exitcode", "9")
+        return self._tests("sanitizer", DEVICE_TESTS, 150.0, *options, before=before)
+
+    def _tests(
+        self, section: str, files: tuple[str, ...], limit_s: float, *options: str, before: tuple[str, ...] = ()
+    ) -> list[dict[str, Any]]:
+        """Run tests by file, each in a process: one that crashes takes no other with it."""
+        rows: list[dict[str, Any]] = []
+        ends_at = min(self.ends_at, time.monotonic() + limit_s)
+        parallel = ("-n", "8") if find_spec("xdist") and self.device.type == "cuda" and not before else ()
+        is_gpu = self.device.type == "cuda"
+        environment = {**os.environ, "TRITON_INTERPRET": str(int(not is_gpu)), "ON_DEVICE": self.device.type}
+        settings = ("-p", "no:cacheprovider", "--noconftest", "-o", "addopts=", "-o", "filterwarnings=default")
+        for file in files:
+            command = (*before, sys.executable, "-m", "pytest", "-q", *settings, *parallel, *options)
+            left_s = ends_at - time.monotonic()
+            try:
+                done = subprocess.run(
+                    (*command, f"{TESTS}/{file}"),
+                    cwd=ROOT,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                    timeout=max(1.0, left_s),
+                )
+            except subprocess.TimeoutExpired:
+                rows.append({"file": file, "error": f"not done in the {left_s:.0f} s that were left"})
+                break
+            print(done.stdout[-3000:], flush=True)
+            found = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)
+            counts = {name: int(number) for number, name in found}
+            row: dict[str, Any] = {"file": file, "passed": 0, "failed": 0, "skipped": 0} | counts
+            missing = re.search(r"No module named '?([\w.]+)", done.stdout + done.stderr)
+            if done.returncode == 5 or (missing and not counts.get("failed")):
+                row = {"file": file, "left out": f"{missing[1]} is missing" if missing else "no test was chosen"}
+            elif done.returncode:
+                lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+                row["error"] = f"exit status {done.returncode}: {' '.join(lines)[:300] or done.stderr[-300:]}"
+            rows.append(row)
+            self.report.put(section, rows)
+        return rows
+
+    @property
+    def where(self) -> Where:
+        return Where(self.engine, self.sizes, self.device)
+
+    def _some(self) -> tuple[list[AdapterVersion], int]:
+        """Return adapters of every rank, as many as a usual step has."""
+        return self.adapters(self.sizes.adapters[-1], None, QV)
+
+    def replay(self) -> list[dict[str, Any]]:
+        return self.where.replay(*self._some())
+
+    def mixed(self) -> list[dict[str, Any]]:
+        return self.where.mixed(*self._some())
+
+    def imbalance(self) -> list[dict[str, Any]]:
+        return self.where.imbalance()
+
+    def prefill(self) -> list[dict[str, Any]]:
+        return self.where.prefill()
+
+    def sampler(self) -> list[dict[str, Any]]:
+        return self.where.sampler()
+
+    def pauses(self) -> list[dict[str, Any]]:
+        return self.where.pauses()
 
     def machine(self) -> list[dict[str, Any]]:
         num = self.sizes.copy_bytes
@@ -139,7 +264,7 @@ class Bench:
                     took = self._product_s([BaseLinear(weight, None) for weight in weights], x)
                     exact = x.float() @ weights[0].rows(chosen).float().T
                     error = (weights[0].product(x)[:, chosen].float() - exact).norm() / exact.norm()
-                    own = {"over 16 bits": took / of_plain[batch], "error": float(error)}
+                    own = {"over 16 bits": took / of_plain[batch], "relative error": float(error)}
                     what = {"kernel": f"{numbers}/{group}{' shifted' * has_shift} {name}", "rows": batch}
                     rows.append(what | self._speed(took, num * weights[0].nbytes, num) | own)
         return rows
@@ -198,13 +323,12 @@ class Bench:
     def _attention_kernels(self) -> list[dict[str, Any]]:
         rows = []
         engine, pool = self.engine, self.engine.executor._copies.pages
-        ops = make_device_ops(self.device)
         shape, dtype = pool.shape, pool.dtype
         heads = self.sizes.model["num_attention_heads"]
         for batch in self.sizes.batches:
             plan = engine.plan(batch, (), 0)
-            width = len(plan.sequences[0].pages)
-            step = attend_step(ops, KvPages(pool), PageTables(ops, num_lines=batch, width=width), plan.sequences)
+            ops, most = make_device_ops(self.device), engine.base.max_model_len
+            step = TritonAttentionKernel(ops, pool, max_num_seqs=batch, max_model_len=most).prepare(plan.sequences)
             query = torch.randn(heads, batch, shape.head_dim, device=self.device).to(dtype)
             key, value = (
                 torch.randn(shape.num_kv_heads, batch, shape.head_dim, device=self.device).to(dtype) for _ in range(2)
@@ -468,25 +592,41 @@ def _table_elements(template: Any, group: int) -> int:
     return total
 
 
+def verdict(call: str, sections: tuple[str, ...], content: dict[str, Any]) -> tuple[str, bool]:
+    """Return the last line of a call, and whether all of it ran without a failure."""
+    rows = {name: content.get(name, [{"left out": "not begun"}]) for name in sections}
+    failed = [name for name, own in rows.items() if any("error" in row for row in own)]
+    left_out = [name for name, own in rows.items() if any(row.get("left out") for row in own)]
+    is_good = not failed and not any(content.get(name) in (None, NO_TIME) for name in sections)
+    parts = [f"{len(sections) - len(failed) - len(left_out)} of {len(sections)} sections whole"]
+    for what, names in (("failed", failed), ("left out in part", left_out)):
+        parts += [f"{what}: {', '.join(names)}"] * bool(names)
+    return f"VERDICT {call}: {'good' if is_good else 'NOT GOOD'}; {'; '.join(parts)}", is_good
+
+
+NO_TIME = [{"left out": "no time"}]
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--call", choices=CALLS, required=True)
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
-    parser.add_argument("--minutes", type=float, default=7.0, help="no section starts after this")
-    parser.add_argument("--sections", default="machine,kernels,steps,families,loads,assist,live")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no section starts after this")
+    parser.add_argument("--sections", help="some of the call's, divided by commas")
     parser.add_argument("--cpu-smoke", action="store_true")
     options = parser.parse_args()
     if not (options.cpu_smoke or torch.cuda.is_available()):
-        print("There is no GPU; --cpu-smoke shows that the script works")
-        return
-    began = time.monotonic()
+        raise SystemExit("There is no GPU; --cpu-smoke shows that the script works")
+    sections = CALLS[options.call] if options.sections is None else tuple(options.sections.split(","))
+    ends_at = time.monotonic() + 60 * options.minutes
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
-    report = Report(options.out)
-    bench = Bench(SMOKE if options.cpu_smoke else LLAMA_3_8B, device, report)
+    report = Report(options.out, options.call)
+    bench = Bench(SMOKE if options.cpu_smoke else LLAMA_3_8B, device, report, ends_at)
     # Not inference mode: adapters are copied on threads that are not in it, and could not write to its tensors.
     with torch.no_grad():
-        for section in options.sections.split(","):
-            if time.monotonic() - began > 60 * options.minutes:
-                report.put(section, {"left out": "no time"})
+        for section in sections:
+            if time.monotonic() > ends_at:
+                report.put(section, NO_TIME)
                 continue
             run: Callable[[], list[dict[str, Any]]] = getattr(bench, section)
             at = time.monotonic()
@@ -503,6 +643,10 @@ def main() -> None:
     if bench._engine is not None:
         bench._engine.parts.close()
     print(report.markdown())
+    line, is_good = verdict(options.call, sections, report.content)
+    report.put("verdict", [{"verdict": line}])
+    print(line, flush=True)
+    sys.exit(not is_good)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class Sizes:
     adapters: tuple[int, ...]
     ranks: tuple[int, ...]
     context: int
+    step_tokens: int
     rounds: int
     num_pages: int | None  # ``None``: as many as fit
     copy_bytes: int
@@ -71,6 +72,7 @@ LLAMA_3_8B = Sizes(
     adapters=(1, 8, 64),
     ranks=(8, 16, 32, 64, 128),
     context=512,
+    step_tokens=2048,
     rounds=20,
     num_pages=None,  # 64 adapters of rank 128 on all linears are 43 GB, beside KV of the largest batch
     copy_bytes=1 << 30,
@@ -93,6 +95,7 @@ SMOKE = Sizes(
     adapters=(1, 2),
     ranks=(4, 20),
     context=9,
+    step_tokens=32,
     rounds=1,
     num_pages=120,
     copy_bytes=1 << 16,
@@ -106,16 +109,17 @@ class Report:
     """Figures by section, on disk after each, so that a section that fails takes no other with it."""
 
     folder: Path
+    call: str
     content: dict[str, Any] = field(default_factory=dict)
 
     def put(self, section: str, value: Any) -> None:
         self.content[section] = value
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "gpu.json").write_text(json.dumps(self.content, indent=1) + "\n")
-        (self.folder / "gpu.md").write_text(self.markdown())
+        (self.folder / f"gpu_{self.call}.json").write_text(json.dumps(self.content, indent=1) + "\n")
+        (self.folder / f"gpu_{self.call}.md").write_text(self.markdown())
 
     def markdown(self) -> str:
-        parts = ["# GPU figures\n"]
+        parts = [f"# GPU figures: {self.call}\n"]
         for section, value in self.content.items():
             parts.append(f"\n## {section}\n\n")
             rows = value if isinstance(value, list) else [value]
@@ -198,10 +202,12 @@ class Engine:
                 decode_graphs="on",
             ),
             memory=MemoryConfig(num_pages=sizes.num_pages, prefix_caching=False),
-            scheduler=SchedulerConfig(max_num_seqs=max(sizes.batches)),
+            scheduler=SchedulerConfig(max_num_seqs=max(sizes.batches), max_num_batched_tokens=sizes.step_tokens),
             adapters=AdapterConfig(look_ahead=10),
         )
-        self.parts: EngineParts = build_parts(self.config, self.clock, load=self._make_model)
+        self.parts: EngineParts = build_parts(
+            self.config, self.clock, load=self._make_model, is_checked=device.type != "cuda"
+        )
         assert isinstance(self.parts.executor, TorchExecutor)
         self.executor = self.parts.executor
         self.runner = self.executor.runner
@@ -306,7 +312,7 @@ class Engine:
         """Let graphs be captured for the groups that the next step's adapters change, not for all there ever were."""
         if (graphs := self.runner._graphs) is not None:
             graphs._present = np.zeros_like(graphs._present)
-            graphs._written = None
+            graphs._templates = set()
             graphs.narrow_after = 0
 
     def use_kernel(self, name: str | None) -> None:

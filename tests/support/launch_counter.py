@@ -22,7 +22,7 @@ _FREE = frozenset({"_unsafe_view", "empty", "empty_like", "empty_strided", "new_
 
 class _Operations(TorchDispatchMode):
     def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts = counts
         self.is_off = False
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
@@ -25,6 +24,8 @@ BLOCK = 4
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from peft import LoraConfig, get_peft_model  # not on every machine with a GPU
+
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -49,6 +50,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def save_head_adapter(base: Path, path: Path) -> Path:
     """Save an adapter of the output head, whose weights come last."""
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(2)
     lora = LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     with warnings.catch_warnings():
