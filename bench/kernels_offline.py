@@ -37,9 +37,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from manylora.core.adapters.shape import PageShape
+from manylora.core.plan import PlannedSequence
+from manylora.core.types import SamplingParams
 from manylora.execution.attention.call import AttentionCall, Rotation
-from manylora.execution.attention.kv import KvPages
-from manylora.execution.attention.triton import TritonAttention
+from manylora.execution.attention.triton import TritonAttentionKernel
 from manylora.execution.device import DeviceOps
 from manylora.execution.fusion.layers import FusedNorm, activate
 from manylora.execution.kernels.row_weight import RowWeight, write_rows
@@ -173,7 +174,8 @@ def attention(heads: Heads) -> None:
         dtype="bfloat16",
         value_dim=heads.value_dim,
     )
-    kv = KvPages(PageTensor(shape, 2, torch.device("cpu")))
+    cpu = torch.device("cpu")
+    kernel = TritonAttentionKernel(DeviceOps(cpu), PageTensor(shape, 2, cpu), max_num_seqs=4, max_model_len=4096)
     rows = 4
     query = torch.zeros(rows, heads.num, heads.dim, dtype=DTYPE).transpose(0, 1)
     key = torch.zeros(rows, heads.num_kv, heads.dim, dtype=DTYPE).transpose(0, 1)
@@ -182,17 +184,24 @@ def attention(heads: Heads) -> None:
     sinks = torch.zeros(heads.num, dtype=DTYPE) if heads.has_sinks else None
     module: Any = SimpleNamespace(layer_idx=0)
     call = AttentionCall(module, query, key, value, 0.1, heads.window, heads.softcap, None, {}, rotation, sinks)
-    numbers = torch.zeros(rows, dtype=torch.int64)
-    blocks = torch.zeros(rows, 4, dtype=torch.int64)
-    for is_decode in (True, False):
-        TritonAttention(
-            kv=kv,
-            positions=numbers,
-            slots=numbers,
-            tables=torch.zeros(4, 4, dtype=torch.int32),
-            blocks=lambda _: blocks,
-            is_decode=is_decode,
-        ).attend(call)
+    for start, count in ((2000, 1), (0, rows)):  # a context in parts, and a prompt
+        kernel.prepare([_sequence(start, count)]).attend(call)
+
+
+def _sequence(start: int, num_tokens: int) -> PlannedSequence:
+    return PlannedSequence(
+        seq_id=start,
+        tokens=(),
+        num_prompt_tokens=0,
+        start=start,
+        num_tokens=num_tokens,
+        pages=range(256),
+        adapter=None,
+        rank=0,
+        sampling=SamplingParams(),
+        is_sampled=True,
+        seed=0,
+    )
 
 
 def adapters() -> None:

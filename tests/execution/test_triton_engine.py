@@ -17,10 +17,10 @@ from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.attention.call import choose_attention
 from manylora.execution.build import build_parts
-from manylora.execution.decode_graphs import batch_buckets
 from manylora.execution.device import DeviceOps
 from manylora.execution.lora.kernels import choose_kernel
 from manylora.execution.model.precision import Precision, round_to_codes
+from manylora.execution.step_graphs import batch_buckets, token_buckets
 
 pytest.importorskip("triton")
 
@@ -38,9 +38,9 @@ def build(folders: dict[str, Path], kernels: str) -> EngineParts:
     config = EngineConfig(
         model=ModelConfig(model=str(folders["base"]), device="cpu", **KERNELS[kernels]),
         memory=MemoryConfig(block_size=BLOCK, num_pages=64, kv_cache_dtype="float32"),
-        scheduler=SchedulerConfig(max_num_seqs=4),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
     )
-    return build_parts(config, WallClock())
+    return build_parts(config, WallClock(), is_checked=True)
 
 
 def serve(parts: EngineParts, folders: dict[str, Path]) -> list[torch.Tensor]:
@@ -80,14 +80,14 @@ def test_logits_equal_those_of_torch(
     kernels: str, folders: dict[str, Path], expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Little room at first: the second adapter must make the tables grow.
-    monkeypatch.setattr("manylora.execution.decode_graphs.ROOM_RANK", 1)
-    monkeypatch.setattr("manylora.execution.decode_graphs.ROOM_TILES", 1)
+    monkeypatch.setattr("manylora.execution.step_graphs.ROOM_RANK", 1)
+    monkeypatch.setattr("manylora.execution.step_graphs.ROOM_TILES", 1)
     parts = build(folders, kernels)
     try:
         found = serve(parts, folders)
         graphs = executor_of(parts).runner._graphs
         assert (graphs is not None) == ("graphs" in kernels)
-        assert graphs is None or {key[0] for key in graphs._graphs} == {1, 2, 4}
+        assert graphs is None or {(1, False), (2, False), (4, False), (32, True)} <= {key[0] for key in graphs._graphs}
     finally:
         parts.close()
     for rows, of_torch in zip(found, expected, strict=True):
@@ -154,7 +154,7 @@ def test_rows_of_padding_hold_numbers(folders: dict[str, Path]) -> None:
     try:
         run(parts, *(sequence([s + 1], 0, 1, 8 * s, None, seq_id=s) for s in range(3)))
         graphs = executor_of(parts).runner._graphs
-        assert graphs is not None and {key[0] for key in graphs._graphs} == {4}
+        assert graphs is not None and (4, False) in {key[0] for key in graphs._graphs}
         assert graphs._logits.isfinite().all()
     finally:
         parts.close()
@@ -165,6 +165,7 @@ def test_buckets() -> None:
     assert batch_buckets(30) == (1, 2, 4, 8, 16, 24, 30)
     sizes = batch_buckets(512)
     assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == 512 and len(sizes) < 36
+    assert token_buckets(8) == (8,) and token_buckets(20) == (8, 16, 20) and token_buckets(512)[-2:] == (384, 512)
 
 
 def test_kernels_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +198,7 @@ def test_a_bucket_in_use_gets_a_graph_of_its_own_groups(
         graphs._space.compile(8)
         graphs.narrow_after = 1
         graphs.warm()
-        assert len(captured) == 2 * len(graphs._buckets)
+        assert len(captured) == len(graphs._graphs) == 2 * sum(map(len, graphs._sizes.values()))
         found = serve(parts, folders)
         own = {key for key in graphs._graphs if key[1] not in (b"", graphs._every)}
         assert own and len({key[1] for key in own}) == 1, "graphs of fewer groups have gone"

@@ -81,7 +81,7 @@ class ModelConfig:
     decode_graphs: str = option(
         "auto",
         choices=("auto", "off", "on"),
-        help="Replay captured graphs for steps that only decode: auto is on a GPU. They need triton attention.",
+        help="Replay captured graphs for steps of up to 512 tokens: auto is on a GPU. They need triton attention.",
     )
     generation_config: str = _model(
         "auto",

@@ -5,7 +5,7 @@
     weights     loaded, fused, packed and frozen; or mapped from another process     model/freeze, model/base_weights
     model       a module tree over them, its linears replaced for LoRA               model/modules
     pages       as many as fit beside it                                             page_budget, storage
-    attention   with fused launches, and decode steps as captured graphs             attention, fusion, decode_graphs
+    attention   with fused launches, and steps as captured graphs                    attention, fusion, step_graphs
     assistant   workers for adapters that are not on the device yet                  assist
     runner      runs one step; checked on two sequences                              runner, self_check
     executor    threads for steps, copies and reads                                  executor
@@ -34,7 +34,6 @@ from manylora.core.ports import EngineParts, SharedBase
 from manylora.execution.attention.call import AttentionKernel, choose_attention
 from manylora.execution.attention.paged import TorchAttentionKernel
 from manylora.execution.attention.triton import TritonAttentionKernel
-from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps, describe_machine, make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.layers import fuse_launches
@@ -55,6 +54,7 @@ from manylora.execution.page_budget import count_pages, fit_context
 from manylora.execution.runner import ModelRunner
 from manylora.execution.sampling.sampler import make_sampler
 from manylora.execution.self_check import check_sequences_are_separate
+from manylora.execution.step_graphs import StepGraphs
 from manylora.execution.storage.host_tier import HostTier
 from manylora.execution.storage.page_tensor import Link, PageTensor
 from manylora.execution.storage.reader import FileReader, HostReader, open_processes
@@ -125,17 +125,14 @@ def build_parts(
         assistant = start_assistant(loaded.device, model.base)
         if assistant is not None:
             undo.callback(assistant.close)
-        runner, graphs = _runner(config, model, assistant)
+        runner = _runner(config, model, assistant)
         stages.done("modules", then="kernels, compiled at the first start on a machine, and a check of the model")
         if not is_checked:
             check_sequences_are_separate(runner, model.base, model.pages.num_pages)
         if loaded.device.type == "cuda":
-            stages.done("check", then="kernels of adapters, and graphs of decode steps")
-            if model.step.space is not None:
-                model.step.space.compile(config.scheduler.max_num_batched_tokens)
-            if graphs is not None:
-                graphs.warm()
-        stages.done("graphs" if graphs is not None else "check", then="adapters")
+            stages.done("check", then="kernels of adapters, and graphs of steps")
+            runner.compile(config.scheduler.max_num_batched_tokens)
+        stages.done("compilation", then="adapters")
         parts = _parts(config, clock, model, runner, assistant, readers, weights)
         undo.pop_all()
     release_threads()  # steps run on a thread of their own, and so on OpenMP threads of their own
@@ -216,10 +213,8 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _
     return _Model(module=model, base=base, kernel=kernel, step=step, pages=pages, dtype=loaded.dtype, ops=ops, own=own)
 
 
-def _runner(
-    config: EngineConfig, model: _Model, assistant: Assistant | None
-) -> tuple[ModelRunner, DecodeGraphs | None]:
-    """Return the runner, and its graphs of decode steps where there are any; Triton's attention fuses launches too."""
+def _runner(config: EngineConfig, model: _Model, assistant: Assistant | None) -> ModelRunner:
+    """Return the runner, with graphs of steps where there are any; Triton's attention fuses launches too."""
     base, device, scheduler = model.base, model.ops.device, config.scheduler
     attention: AttentionKernel = TorchAttentionKernel(model.pages, model.dtype)
     graphs = None
@@ -230,16 +225,17 @@ def _runner(
         )
         wanted = config.model.decode_graphs
         if wanted == "on" or (wanted == "auto" and device.type == "cuda"):
-            graphs = DecodeGraphs(
+            graphs = StepGraphs(
                 ops=model.ops,
                 model=model.module,
                 step=model.step,
                 attention=triton,
                 vocab_size=base.vocab_size,
                 max_num_seqs=scheduler.max_num_seqs,
+                max_num_tokens=scheduler.max_num_batched_tokens,
             )
     sampler = make_sampler(config.model, base)
-    return ModelRunner(model.module, model.step, attention, sampler, model.ops, graphs, assistant), graphs
+    return ModelRunner(model.module, model.step, attention, sampler, model.ops, graphs, assistant)
 
 
 def _parts(

@@ -83,7 +83,8 @@ class CudaOps(DeviceOps):
 
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
         """Return ``values`` on the device; torch keeps the page-locked copy until the transfer has read it."""
-        return torch.from_numpy(np.ascontiguousarray(values)).pin_memory().to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return (tensor.pin_memory() if tensor.numel() else tensor).to(self.device, non_blocking=True)
 
     def upload_bits(self, bits: NDArray[np.uint8], num_columns: int) -> torch.Tensor:
         """Upload the packed bytes and unpack them on the device: an eighth of the bytes of bools."""

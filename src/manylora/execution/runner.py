@@ -17,13 +17,13 @@ from manylora.core.plan import PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
 from manylora.execution.assist.take_over import TakeOver
 from manylora.execution.attention.call import AttentionKernel, attending
-from manylora.execution.decode_graphs import DecodeGraphs
 from manylora.execution.device import DeviceOps
 from manylora.execution.lora.batch import ArrivingBatch, LoraBatch, LoraSegment, StepContext, StepLora
 from manylora.execution.lora.parts import Assist
 from manylora.execution.model.head import PromptPiece, RecordedPass, cut_into_slices, pieces_of, rows_and_targets
 from manylora.execution.sampling.logprobs import TokenReport, report_tokens
 from manylora.execution.sampling.sampler import Sampler
+from manylora.execution.step_graphs import StepGraphs
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.device_load import DeviceLoad
 from manylora.execution.storage.resident import ResidentAdapter
@@ -88,7 +88,7 @@ class ModelRunner:
     _attention: AttentionKernel  # attention over the pages
     _sampler: Sampler  # chooses tokens from logits
     _ops: DeviceOps  # operations of the device
-    _graphs: DecodeGraphs | None = None  # runs decode steps, where it can
+    _graphs: StepGraphs | None = None  # runs steps, where it can
     # Computes adapters in host memory beside the device; without one, kernels read them in place.
     _assistant: Assistant | None = None
     _last_lora: LoraBatch | None = None
@@ -123,7 +123,7 @@ class ModelRunner:
             lora = take_over = TakeOver(segments, assist, loads, self._batch)
         with _assisting(assist) as lost:
             logits: torch.Tensor | None = None
-            if self._graphs is not None and assist is None and not adapters.arriving:
+            if self._graphs is not None and assist is None and not (adapters.arriving or plan.prompt_rows):
                 logits = self._graphs.run(sequences, segments)
             if logits is None:
                 if adapters.arriving:
@@ -220,6 +220,14 @@ class ModelRunner:
     def _begin_assist(self, segments: tuple[LoraSegment, ...]) -> AssistedStep | None:
         """Wake the workers for the segments that they compute, if there are any."""
         return self._assistant.begin(segments) if self._assistant is not None and segments else None
+
+    def compile(self, num_tokens: int) -> None:
+        """Compile the kernels that a step of up to ``num_tokens`` tokens may need, and capture graphs."""
+        self._sampler.compile()
+        if self._step.space is not None:
+            self._step.space.compile(num_tokens)
+        if self._graphs is not None:
+            self._graphs.warm()
 
     def prepare(self, constraint: Constraint) -> None:
         """Compile a request's constraint before the request; see ``Sampler.prepare``."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from triton_cases import DEVICE, DTYPES, HALVES, TOLERANCE, poison, relative_error
 
 from manylora.core.adapters.shape import PageShape
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import SamplingParams
 from manylora.execution.attention.call import AttentionCall, Rotation, rotate
-from manylora.execution.attention.kv import KvPages
-from manylora.execution.attention.triton import PageTables, attend_step
+from manylora.execution.attention.triton import PageTables, TritonAttentionKernel
 from manylora.execution.device import make_device_ops
 from manylora.execution.storage.page_tensor import PageTensor
 
@@ -69,7 +70,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
     softcap: float | None = None,
-    splits: int | None = None,
+    part: int = 512,
     rotary: int = 0,
     has_sinks: bool = False,
     seed: int = 0,
@@ -111,7 +112,9 @@ def check(
     before = [part.cpu().clone() for part in (pool.keys, pool.values)]
     sinks = torch.randn(heads).to(dtype) if has_sinks else None
     ops = make_device_ops(DEVICE)
-    batch = attend_step(ops, KvPages(pool), PageTables(ops, num_lines=8, width=NUM_PAGES), sequences, splits)
+    kernel = TritonAttentionKernel(ops, pool, max_num_seqs=8, max_model_len=NUM_PAGES * block)
+    with patch("manylora.execution.attention.triton.LEAST_PART", part):
+        batch = kernel.prepare(sequences)
     module = SimpleNamespace(layer_idx=LAYER)
     own_sinks = None if sinks is None else sinks.to(DEVICE)
     call = AttentionCall(module, *given, 0.3, window, softcap, None, {}, rotation, own_sinks)  # type: ignore[arg-type]
@@ -156,9 +159,37 @@ def test_masks(spans: list[tuple[int, int]], window: int | None, softcap: float 
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("splits", "window"), [(1, None), (2, None), (8, None), (4, 6)])
-def test_splits_of_the_context(splits: int, window: int | None) -> None:
-    check([(99, 1), (0, 1), (40, 1)], splits=splits, window=window, head_dim=160)
+@pytest.mark.parametrize(("part", "window"), [(512, None), (50, None), (13, None), (30, 6)])
+def test_parts_of_the_context(part: int, window: int | None) -> None:
+    check([(99, 1), (0, 1), (40, 1), (2, 3)], part=part, window=window, head_dim=160)
+
+
+@pytest.mark.parametrize("lengths", [[1], [600] * 128, [500] * 127 + [32000], [32768] * 16, [1, 5000, 513, 512]])
+def test_contexts_are_cut_by_their_lengths(lengths: list[int]) -> None:
+    """Parts cover each context once, are of about the same size, and fit the room that a graph has for them."""
+    ops = make_device_ops(torch.device("cpu"))
+    pool = PageTensor(
+        PageShape(block_size=1, num_layers=1, num_kv_heads=1, head_dim=2, element_bytes=4, dtype="float32"),
+        1,
+        torch.device("cpu"),
+    )
+    kernel = TritonAttentionKernel(ops, pool, max_num_seqs=len(lengths), max_model_len=1)
+    kernel.fill = 66
+    kernel.tables = SimpleNamespace(place=lambda sequences: list(range(len(sequences))))  # type: ignore[assignment]
+    pages: list[int] = [0] * 40000
+    blocks = kernel.blocks([replace(planned(i, 0, 1, []), start=n - 1, pages=pages) for i, n in enumerate(lengths)])
+    assert len(blocks.parts) <= len(lengths) + kernel.fill and len(blocks.merges) <= kernel.fill
+    longest = max(512, -(-sum(lengths) // kernel.fill), -(-max(lengths) // 64))
+    seen: dict[int, int] = {}
+    for row, count, position, line, start, stop in blocks.parts.tolist():
+        assert count == 1 and line == row and position == lengths[row] - 1
+        assert start == seen.get(row, 0) < stop <= start + longest
+        seen[row] = stop
+    assert [seen[row] for row in range(len(lengths))] == lengths
+    for row, first, number in blocks.merges.tolist():
+        assert number > 1 and (blocks.parts[first : first + number, 0] == row).all()
+    cut = {int(row) for row in blocks.merges[:, 0]}
+    assert cut == {row for row, length in enumerate(lengths) if length > longest}
 
 
 @pytest.mark.usefixtures("poison")
@@ -168,36 +199,36 @@ def test_splits_of_the_context(splits: int, window: int | None) -> None:
 )
 def test_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
     for spans in ([(3, 7), (12, 1)], [(12, 1), (2, 1)]):
-        check(spans, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block, splits=None)
+        check(spans, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block=block)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (24, 24), (40, 12), (5, 2)])
 def test_queries_and_keys_are_rotated_on_the_way(head_dim: int, rotary: int) -> None:
     check([(3, 7), (12, 1), (0, 2)], heads=6, head_dim=head_dim, rotary=rotary)
-    check([(50, 1), (0, 1)], head_dim=head_dim, rotary=rotary, splits=2)
+    check([(50, 1), (0, 1)], head_dim=head_dim, rotary=rotary, part=30)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(24, 16), (12, 40)])
 def test_values_of_another_size_than_keys(head_dim: int, value_dim: int) -> None:
     check([(3, 7), (12, 1), (0, 2)], kv_heads=4, head_dim=head_dim, value_dim=value_dim, rotary=4)
-    check([(50, 1), (0, 1)], head_dim=head_dim, value_dim=value_dim, splits=2)
+    check([(50, 1), (0, 1)], head_dim=head_dim, value_dim=value_dim, part=30)
 
 
 @pytest.mark.usefixtures("poison")
 def test_sinks_take_a_share_of_the_weights() -> None:
     check(MIXED, window=6, has_sinks=True)
-    check(DECODE, splits=4, has_sinks=True)
+    check(DECODE, part=8, has_sinks=True)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("half", HALVES)
 def test_half_precision(half: str) -> None:
     check(MIXED, dtype=DTYPES[half])
-    check(DECODE, dtype=DTYPES[half], splits=2)
+    check(DECODE, dtype=DTYPES[half], part=20)
     check(MIXED, dtype=DTYPES[half], rotary=16)
-    check(DECODE, dtype=DTYPES[half], rotary=8, splits=2)
+    check(DECODE, dtype=DTYPES[half], rotary=8, part=20)
 
 
 @pytest.mark.usefixtures("poison")
@@ -216,6 +247,7 @@ def test_random_steps(seed: int) -> None:
         rotary=2 * int(rng.integers(0, head_dim // 2 + 1)),
         window=int(rng.integers(1, 30)) if rng.random() < 0.5 else None,
         seed=seed,
+        part=int(rng.integers(4, 40)),
     )
 
 

@@ -182,8 +182,6 @@ def test_launches_of_a_layer(
     """What documents say of Llama's layer: what one more of them adds to a step that decodes."""
     if fuse is not None:
         monkeypatch.setattr("manylora.execution.build.fuse_launches", fuse)
-    # Contexts are not split: a GPU has more programs than these sequences have work for.
-    monkeypatch.setattr("manylora.execution.attention.triton.num_programs", lambda device: 1)
     added = launches(2, 2, 2) - launches(1, 2, 2)
     assert added.total() == num_launches, added
     if fuse is None:
@@ -197,5 +195,6 @@ def test_launches_of_a_layer(
 
 
 @pytest.mark.usefixtures("quick_start")
-def test_a_split_context_takes_a_launch_more() -> None:
+def test_a_cut_context_takes_a_launch_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora.execution.attention.triton.LEAST_PART", 1)
     assert launches(1, 1, 1)["triton combine"] == 1

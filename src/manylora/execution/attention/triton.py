@@ -2,6 +2,11 @@
 
 A sequence keeps its line of the table while it runs, wherever it is in the batch, and gains a page every ``block_size``
 tokens. So a step of many sequences with long contexts uploads a few numbers instead of all tables.
+
+Rows of one token and longer chunks have a launch each, of shapes of their own, in any mix of them. Contexts of the
+former are cut by their lengths, so that one long context among short ones does not keep the device waiting::
+
+    lengths   500 | 480 | 30,000           parts   500 | 480 | 1,000 | 1,000 | ...
 """
 
 from __future__ import annotations
@@ -9,23 +14,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from manylora.core.plan import PlannedSequence
 from manylora.execution.attention.call import AttentionCall, Rotation
 from manylora.execution.attention.kv import KvPages
 from manylora.execution.device import DeviceOps
-from manylora.execution.kernels.triton.support import num_programs, power_of_two
+from manylora.execution.kernels.triton.support import BLOCK_FIELDS, num_programs, power_of_two
 from manylora.execution.storage.page_tensor import PageTensor
 
-__all__ = ["PageTables", "TritonAttention", "TritonAttentionKernel", "attend_step"]
+__all__ = ["CutContexts", "PageTables", "StepBlocks", "TritonAttention", "TritonAttentionKernel"]
 
 MIN_LINES = 16  # rows of a matrix instruction; query blocks are padded to it
 
-PROMPT_LINES = 64
-MAX_SPLITS = 16
+PROMPT_LINES = 64  # of large heads; twice as many of usual ones
+USUAL_DIM = 128
+
+TILE_BYTES = 8192
+"""Keys of a tile. With stages enough to load pages' numbers and the pages ahead, registers and shared memory let two
+blocks or more run on each processor, without spills on any of the GPUs of ``bench/kernels_offline.py``."""
+
+LEAST_PART = 512  # tokens of a part of a context: fewer do not pay for the sum over parts
+MOST_PARTS = 64  # of one context
+LEAST_FILL = 16
+
+Numbers = NDArray[np.int64]
 
 
 class TritonAttentionKernel:
@@ -40,10 +57,29 @@ class TritonAttentionKernel:
         width = -(-max_model_len // self.kv.block_size)
         # Two more for the check at start; further lines for sequences that are pre-empted meanwhile.
         self.tables = PageTables(ops, num_lines=max_num_seqs + max(2, max_num_seqs // 4), width=width)
+        self.fill = max(LEAST_FILL, num_programs(ops.device) // pages.shape.num_kv_heads)
+        """Parts of contexts that fill the device, and most parts beyond one for each row."""
+
+    def blocks(self, sequences: Sequence[PlannedSequence]) -> StepBlocks:
+        """Return the blocks of a step; its rows are the tokens of ``sequences``, in their order."""
+        return StepBlocks.of(self.kv, self.tables, sequences, self.fill)
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonAttention:
         """Return the step's attention."""
-        return attend_step(self._ops, self.kv, self.tables, sequences)
+        blocks, upload = self.blocks(sequences), self._ops.upload
+
+        @cache
+        def prompts(num_tokens: int) -> torch.Tensor:
+            return upload(blocks.prompts(num_tokens))
+
+        return TritonAttention(
+            kv=self.kv,
+            positions=upload(blocks.positions),
+            slots=upload(blocks.slots),
+            tables=self.tables.table,
+            decode=CutContexts(upload(blocks.parts), upload(blocks.merges)) if len(blocks.parts) else None,
+            prompts=prompts if blocks.spans else None,
+        )
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Free the table lines of sequences that have left the engine."""
@@ -104,6 +140,77 @@ class PageTables:
 
 
 @dataclass(frozen=True, slots=True)
+class StepBlocks:
+    """The rows of a step, and the query blocks that attend for them (``BLOCK_FIELDS``); on the host."""
+
+    positions: Numbers  # position of each row in its sequence ``[rows]``
+    slots: Numbers  # place of each token ``[rows]`` (``KvPages.slot``)
+    parts: Numbers  # blocks of chunks of one token, long contexts in several ``[n, BLOCK_FIELDS]``
+    merges: Numbers  # of rows with several parts: the row, its first part, their number ``[m, 3]``
+    spans: Sequence[tuple[int, int, int, int]]  # longer chunks: first row, tokens, start, line of the page table
+
+    @classmethod
+    def of(cls, kv: KvPages, tables: PageTables, sequences: Sequence[PlannedSequence], fill: int) -> StepBlocks:
+        """Return the blocks of a step, contexts cut into about ``fill`` parts where they are long."""
+        size = kv.block_size
+        single: list[tuple[int, int, int, int]] = []
+        spans: list[tuple[int, int, int, int]] = []
+        longer: list[PlannedSequence] = []
+        row = 0
+        for sequence, line in zip(sequences, tables.place(sequences), strict=True):
+            start, count = sequence.start, sequence.num_tokens
+            if count == 1:
+                single.append((row, start, line, sequence.pages[start // size]))
+            else:
+                spans.append((row, count, start, line))
+                longer.append(sequence)
+            row += count
+        positions, slots = np.empty(row, np.int64), np.empty(row, np.int64)
+        rows, at, lines, pages = np.asarray(single, dtype=np.int64).reshape(-1, 4).T
+        positions[rows], slots[rows] = at, pages * size + at % size
+        for sequence, (first, count, _, _) in zip(longer, spans, strict=True):
+            positions[first : first + count], slots[first : first + count] = kv.places([sequence])
+        return cls(positions, slots, *_cut(rows, at, lines, fill), spans)
+
+    def prompts(self, num_tokens: int) -> Numbers:
+        """Return the blocks of the longer chunks, of at most ``num_tokens`` each ``[n, BLOCK_FIELDS]``."""
+        blocks = [
+            (row + done, min(num_tokens, count - done), start + done, line, 0, start + min(done + num_tokens, count))
+            for row, count, start, line in self.spans
+            for done in range(0, count, num_tokens)
+        ]
+        blocks.sort(key=lambda block: -block[2])  # long contexts first: the programs that start last should be short
+        return np.asarray(blocks, dtype=np.int64).reshape(-1, BLOCK_FIELDS)
+
+
+def _cut(rows: Numbers, positions: Numbers, lines: Numbers, fill: int) -> tuple[Numbers, Numbers]:
+    """Return the parts and merges of rows of one token: at most ``fill`` parts more than rows, and ``fill`` merges."""
+    if not len(rows):
+        return np.empty((0, BLOCK_FIELDS), np.int64), np.empty((0, 3), np.int64)
+    order = np.argsort(-positions, kind="stable")  # long contexts first
+    rows, positions, lines = rows[order], positions[order], lines[order]
+    lengths = positions + 1
+    longest = max(LEAST_PART, -(-int(lengths.sum()) // fill), -(-int(lengths[0]) // MOST_PARTS))
+    counts = -(-lengths // longest)
+    shares = -(-lengths // counts)
+    firsts = counts.cumsum() - counts
+    of = np.repeat(np.arange(len(rows)), counts)
+    starts = (np.arange(len(of)) - firsts[of]) * shares[of]
+    parts = np.empty((len(of), BLOCK_FIELDS), np.int64)
+    parts[:, 0], parts[:, 1], parts[:, 2], parts[:, 3] = rows[of], 1, positions[of], lines[of]
+    parts[:, 4], parts[:, 5] = starts, np.minimum(starts + shares[of], lengths[of])
+    is_cut = counts > 1
+    return parts, np.stack((rows, firsts, counts), axis=1)[is_cut]
+
+
+class CutContexts(NamedTuple):
+    """The parts and merges of ``StepBlocks`` on the device."""
+
+    parts: torch.Tensor
+    merges: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TritonAttention:
     """The launches of one step, for any layer."""
 
@@ -111,9 +218,8 @@ class TritonAttention:
     positions: torch.Tensor  # position of each row in its sequence ``[rows]``, int64
     slots: torch.Tensor  # place of each token ``[rows]``, int64 (``KvPages.slot``); below 0 for none
     tables: torch.Tensor  # pages of each sequence ``[lines, width]``, int32
-    blocks: Callable[[int], torch.Tensor]  # returns query blocks (``BLOCK_FIELDS``), given the most tokens of a block
-    is_decode: bool  # whether every block is one token
-    splits: int | None = None  # pieces of a context, for decoding; by default as many as fill the device
+    decode: CutContexts | None  # rows of one token, if there are any
+    prompts: Callable[[int], torch.Tensor] | None  # returns the blocks of longer chunks, given the most tokens of one
     # Results of a batch with rows of padding, which no program writes: zeros ``[most_rows, heads, value_dim]`` by
     # heads, made on first use. Stale memory would pass through the model as numbers that overflow.
     outputs: dict[tuple[int, int], torch.Tensor] | None = None
@@ -126,51 +232,74 @@ class TritonAttention:
         """
         from manylora.execution.kernels.triton import attention as triton_attention
 
-        shape, pool = self.kv.pages.shape, self.kv.pages.flat
         query = call.query if call.query.stride(2) == 1 else call.query.contiguous()
-        num_heads, num_rows, head_dim = query.shape
-        value_dim = call.value.shape[2]
-        group = num_heads // shape.num_kv_heads
-        layer = int(call.module.layer_idx)  # type: ignore[arg-type]
-        angles = _angles(call)
+        num_heads, value_dim = query.shape[0], call.value.shape[2]
+        angles, layer = _angles(call), int(call.module.layer_idx)  # type: ignore[arg-type]
         self._store(call, angles, layer)
-
-        lines = max(MIN_LINES if self.is_decode else PROMPT_LINES, power_of_two(group))
-        blocks = self.blocks(1 if self.is_decode else lines // group)
-        splits = self._num_splits(blocks.shape[0])
         out = self._output(query, value_dim)
-        partials, sums = out, out
-        if splits > 1:
-            partials = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
-            sums = torch.empty((splits, num_rows, num_heads, 2), dtype=torch.float32, device=out.device)
+        if self.decode is not None:
+            parts, merges = self.decode
+            partials = torch.empty((len(parts), num_heads, value_dim), dtype=torch.float32, device=out.device)
+            sums = torch.empty((len(parts), num_heads, 2), dtype=torch.float32, device=out.device)
+            self._attend(call, query, angles, layer, parts, (out, partials, sums), is_decode=True)
+            if len(merges):
+                triton_attention.combine[(len(merges), num_heads)](
+                    *(partials, sums, merges, out),
+                    HEADS=num_heads,
+                    DIM=value_dim,
+                    BLOCK_D=max(16, power_of_two(value_dim)),
+                )
+        if self.prompts is not None:
+            lines = self._lines(num_heads, query.shape[2], is_decode=False)
+            blocks = self.prompts(lines // (num_heads // self.kv.pages.shape.num_kv_heads))
+            self._attend(call, query, angles, layer, blocks, (out, out, out), is_decode=False)
+        return out
+
+    def _lines(self, num_heads: int, head_dim: int, *, is_decode: bool) -> int:
+        group = num_heads // self.kv.pages.shape.num_kv_heads
+        of_prompts = PROMPT_LINES if head_dim > USUAL_DIM else 2 * PROMPT_LINES
+        return max(MIN_LINES if is_decode else of_prompts, power_of_two(group))
+
+    def _attend(
+        self,
+        call: AttentionCall,
+        query: torch.Tensor,
+        angles: Rotation,
+        layer: int,
+        blocks: torch.Tensor,
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        *,
+        is_decode: bool,
+    ) -> None:
+        from manylora.execution.kernels.triton import attention as triton_attention
+
+        shape = self.kv.pages.shape
+        num_heads, _, head_dim = query.shape
+        value_dim = call.value.shape[2]
+        lines = self._lines(num_heads, head_dim, is_decode=is_decode)
         block_d, block_v = (max(16, power_of_two(size)) for size in (head_dim, value_dim))
         queries = (query, query.stride(0), query.stride(1), angles.cos, angles.sin, angles.cos.stride(0))
-        pages = (pool, shape.num_elements, layer, query if call.sinks is None else call.sinks)
-        numbers = (call.scaling, call.window or 0, call.softcap or 1.0, num_rows)
-        sizes = {"HEADS": num_heads, "SPLITS": splits}
-        triton_attention.attend[(blocks.shape[0], shape.num_kv_heads, splits)](
-            *(*queries, *pages, blocks, self.tables, self.tables.stride(0), partials, sums, *numbers),
-            **sizes,
-            GROUP=group,
+        pages = (self.kv.pages.flat, shape.num_elements, layer, query if call.sinks is None else call.sinks)
+        numbers = (call.scaling, call.window or 0, call.softcap or 1.0)
+        triton_attention.attend[(len(blocks), shape.num_kv_heads)](
+            *(*queries, *pages, blocks, self.tables, self.tables.stride(0), *results, *numbers),
+            HEADS=num_heads,
+            GROUP=num_heads // shape.num_kv_heads,
             DIM=head_dim,
             VALUE_DIM=value_dim,
             ROTARY=angles.rotary_dim,
+            IS_CUT=is_decode,
             HAS_WINDOW=call.window is not None,
             HAS_SOFTCAP=call.softcap is not None,
             HAS_SINKS=call.sinks is not None,
             BLOCK_SIZE=shape.block_size,
             BLOCK_M=lines,
-            BLOCK_N=max(16, (16384 if self.is_decode else 8192) // (block_d * query.dtype.itemsize)),
+            BLOCK_N=max(16, TILE_BYTES // (block_d * query.dtype.itemsize)),
             BLOCK_D=block_d,
             BLOCK_V=block_v,
             num_warps=8 if lines >= 128 or lines * block_v >= 16384 else 4,  # fewer spill registers
-            num_stages=2,
+            num_stages=3 if not is_decode else 5 if block_d <= USUAL_DIM else 4,
         )
-        if splits > 1:
-            triton_attention.combine[(blocks.shape[0], num_heads)](
-                partials, sums, blocks, out, num_rows, **sizes, DIM=value_dim, BLOCK_D=block_v
-            )
-        return out
 
     def _output(self, query: torch.Tensor, value_dim: int) -> torch.Tensor:
         num_heads, num_rows, _ = query.shape
@@ -198,50 +327,6 @@ class TritonAttention:
             BLOCK_D=power_of_two(head_dim),
             BLOCK_V=power_of_two(value.shape[2]),
         )
-
-    def _num_splits(self, num_blocks: int) -> int:
-        if not self.is_decode:
-            return 1
-        if self.splits is not None:
-            return self.splits
-        wanted = num_programs(self.kv.device) // max(1, num_blocks * self.kv.pages.shape.num_kv_heads)
-        return min(MAX_SPLITS, power_of_two(max(1, wanted)))
-
-
-def attend_step(
-    ops: DeviceOps,
-    kv: KvPages,
-    tables: PageTables,
-    sequences: Sequence[PlannedSequence],
-    splits: int | None = None,
-) -> TritonAttention:
-    """Return the attention of a step; its rows are the tokens of ``sequences``, in their order."""
-    spans: list[tuple[int, int, int, int]] = []
-    row = 0
-    for sequence, line in zip(sequences, tables.place(sequences), strict=True):
-        spans.append((row, sequence.num_tokens, sequence.start, line))
-        row += sequence.num_tokens
-
-    @cache
-    def blocks(num_tokens: int) -> torch.Tensor:
-        cut = [
-            (row + done, min(num_tokens, count - done), start + done, line)
-            for row, count, start, line in spans
-            for done in range(0, count, num_tokens)
-        ]
-        cut.sort(key=lambda block: -block[2])  # long contexts first: the programs that start last should be short
-        return ops.upload(np.asarray(cut, dtype=np.int64))
-
-    positions, slots = kv.places(sequences)
-    return TritonAttention(
-        kv=kv,
-        positions=ops.upload(positions),
-        slots=ops.upload(slots),
-        tables=tables.table,
-        blocks=blocks,
-        is_decode=all(sequence.num_tokens == 1 for sequence in sequences),
-        splits=splits,
-    )
 
 
 def _angles(call: AttentionCall) -> Rotation:

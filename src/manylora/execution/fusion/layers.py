@@ -26,6 +26,7 @@ from torch import nn
 from manylora.execution.attention.call import attending
 from manylora.execution.fusion.replace import TOLERANCE, Echo, SeenCall, agree, try_forward, watch_calls
 from manylora.execution.fusion.rotation import defer_rotations
+from manylora.execution.kernels.triton.support import power_of_two
 from manylora.execution.lora.vectors import AdaptedNumbers
 
 __all__ = ["FusedNorm", "activate", "fuse_gates", "fuse_launches", "fuse_norms", "fuse_residuals"]
@@ -117,10 +118,13 @@ class FusedNorm(nn.Module):
             *(rows, rows.stride(0), others, others.stride(0)),
             *(first.weight, first._eps, self.weight, self._eps, total, out),
             WIDTH=width,
-            BLOCK=1 << (width - 1).bit_length(),
+            BLOCK=power_of_two(width),
             IS_OFFSET=self.is_offset,
             IS_SUM=residual is not None,
             HAS_INNER=inner is not None,
+            num_warps=min(
+                16, max(4, power_of_two(width) // 512)
+            ),  # a few rows occupy a few processors: threads enough to read ahead
         )
         return total, out if self.numbers is None else self.numbers.apply(out)
 

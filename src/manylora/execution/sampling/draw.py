@@ -21,7 +21,7 @@ from torch import Tensor
 
 from manylora.core.plan import PlannedSequence
 from manylora.execution.device import DeviceOps
-from manylora.execution.kernels.triton.support import power_of_two
+from manylora.execution.kernels.triton.support import SAMPLING_NUMBERS, power_of_two
 
 __all__ = [
     "choose_fused",
@@ -53,7 +53,7 @@ def num_generated(sequence: PlannedSequence) -> int:
 
 def row_numbers(sequences: Sequence[PlannedSequence], vocab: int) -> NDArray[np.float64]:
     """Return temperature (0 is greedy), min_p, top_k (from 1), top_p and a uniform number of each row ``[n, 5]``."""
-    numbers = np.zeros((len(sequences), 5))
+    numbers = np.zeros((len(sequences), SAMPLING_NUMBERS))
     for row, sequence in zip(numbers, sequences, strict=True):
         sampling = sequence.sampling
         if sampling.temperature >= GREEDY_BELOW:

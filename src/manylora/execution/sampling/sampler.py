@@ -26,6 +26,7 @@ from manylora.core.config import ModelConfig
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import USUAL_LOGPROBS, Constraint, SampledToken
 from manylora.execution.device import find_device, make_device_ops
+from manylora.execution.kernels.triton.support import SAMPLING_NUMBERS
 from manylora.execution.sampling.draw import choose_fused, choose_tokens, num_generated, row_numbers
 from manylora.execution.sampling.grammar import Grammars
 from manylora.execution.sampling.logprobs import finite, most_likely, reportable
@@ -76,6 +77,12 @@ class Sampler:
         """Compile a constraint, so that no step does; blocks, safe from any thread. Errors as ``Grammars.prepare``."""
         if self._grammar is not None:
             self._grammar.prepare(constraint)
+
+    def compile(self) -> None:
+        """Compile the kernel for rows as they are and for edited ones, so that no step does."""
+        raw = torch.zeros((1, self._vocab_size), device=self._ops.device)
+        for logits in (raw, raw.clone()) if self._is_fused else ():
+            choose_fused(raw, logits, np.zeros((1, SAMPLING_NUMBERS)), 0, self._ops)
 
     def begin(self, sequences: Sequence[PlannedSequence]) -> None:
         """Begin the work for a step's sampled sequences that needs no logits: the masks of grammars."""

@@ -3,10 +3,11 @@
 ::
 
     store     one program per token     K, rotated, and V of the layer -> their slots in the pages
-    attend    query block x KV head x split of the context
+    attend    query block x KV head
               a query block is a few tokens of one sequence times the query heads that share a KV head,
-              so that K and V are read once for all of them and decoding fills a matrix instruction's rows
-    combine   row x head                adds up the splits in a fixed order; only where the context was split
+              so that K and V are read once for all of them and decoding fills a matrix instruction's rows;
+              a long context of one token is cut into several blocks
+    combine   cut row x head            adds up its parts in a fixed order
 
 Queries are rotated when they are read, keys before they are written: rotary positions cost no launch of their own, and
 no rotated query is written.
@@ -99,7 +100,7 @@ def store(
 def first_sums(sinks, is_first, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return the largest score and the sum of weights of each line before any position is seen.
 
-    A sink is the first score of the first split: its weight is 1, and its value is 0.
+    A sink is the first score of the first part: its weight is 1, and its value is 0.
     """
     highest = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -109,7 +110,7 @@ def first_sums(sinks, is_first, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
     return highest, total
 
 
-@triton.jit(do_not_specialize=["layer", "table_stride", "window", "num_rows"])
+@triton.jit(do_not_specialize=["layer", "table_stride", "window"])
 def attend(
     query,
     query_head_stride,
@@ -125,17 +126,17 @@ def attend(
     tables,
     table_stride,
     out,
+    partials,
     sums,
     scaling,
     window,
     softcap,
-    num_rows,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_CUT: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -145,25 +146,28 @@ def attend(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Attend a query block to a split of its context.
+    """Attend a query block to its part of the context.
 
     ::
 
-        query   [heads, tokens, DIM]
-        cos     [tokens, ROTARY], and sin the same, rotate queries; with ROTARY 0 they are used unchanged
-        pool    pages; in each, the layer's K [BLOCK_SIZE, KV heads, DIM], behind it V [BLOCK_SIZE, KV heads, VALUE_DIM]
-        sinks   with HAS_SINKS, a score of each head that takes a share of the weights [heads]
-        blocks  [blocks, 4], int64, see support.BLOCK_FIELDS; a block of no tokens is skipped
-        tables  page of every BLOCK_SIZE positions [lines, width], int32
-        out     [tokens, heads, VALUE_DIM]; with splits [splits, tokens, heads, VALUE_DIM] in float32, not yet divided
-        sums    with splits, the largest score and the sum of weights [splits, tokens, heads, 2]
+        query     [heads, tokens, DIM]
+        cos       [tokens, ROTARY], and sin the same, rotate queries; with ROTARY 0 they are used unchanged
+        pool      pages; in each, the layer's K [BLOCK_SIZE, KV heads, DIM], and V [BLOCK_SIZE, KV heads, VALUE_DIM]
+        sinks     with HAS_SINKS, a score of each head that takes a share of the weights [heads]
+        blocks    [blocks, 6], int64, see support.BLOCK_FIELDS; a block of no tokens is skipped
+        tables    page of every BLOCK_SIZE positions [lines, width], int32
+        out       [tokens, heads, VALUE_DIM]
+        partials  with IS_CUT, of blocks that see a part of their token's context: not yet divided
+                  [blocks, heads, VALUE_DIM], float32
+        sums      with IS_CUT, the largest score and the sum of weights of those [blocks, heads, 2], float32
     """
     block = blocks + tl.program_id(0) * _BLOCK_FIELDS
-    head, split = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(1)
     num_tokens = tl.load(block + 1)
     if num_tokens > 0:
         first_row, first_position = tl.load(block), tl.load(block + 2).to(tl.int32)
         table = tables + tl.load(block + 3) * table_stride
+        start, stop = tl.load(block + 4).to(tl.int32), tl.load(block + 5).to(tl.int32)
         lines = tl.arange(0, BLOCK_M)
         token = lines // GROUP
         own_head = head * GROUP + lines % GROUP
@@ -175,17 +179,14 @@ def attend(
         source = query + own_head[:, None] * query_head_stride + own_row * query_token_stride
         angles = own_row * angle_stride
         q = load_rotated(source, cos + angles, sin + angles, dims[None, :], is_row[:, None] & is_dim[None, :], ROTARY)
+        highest, total = first_sums(sinks + own_head, is_row & (start == 0), HAS_SINKS, BLOCK_M)
         length = first_position + num_tokens.to(tl.int32)
-        start = 0
+        first = start
         if HAS_WINDOW:
-            start = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
-        share = tl.cdiv(tl.cdiv(length - start, SPLITS), BLOCK_N) * BLOCK_N
-        start += split * share
-        stop = tl.minimum(length, start + share)
-        highest, total = first_sums(sinks + own_head, is_row & (split == 0), HAS_SINKS, BLOCK_M)
+            first = tl.maximum(start, tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N)
         mixed = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
         keys_first = layer * (BLOCK_SIZE * (HEADS // GROUP) * (DIM + VALUE_DIM))
-        for low in range(start, stop, BLOCK_N):
+        for low in range(first, stop, BLOCK_N):
             positions = low + tl.arange(0, BLOCK_N)
             inside = positions < stop
             page = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64) * page_stride
@@ -208,47 +209,39 @@ def attend(
             values = tl.load(pool + at[:, None] + value_dims[None, :], mask=is_value, other=0.0)
             mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
             highest = new_highest
-        row = split.to(tl.int64) * num_rows + first_row + token
-        target = out + (row * HEADS + own_head)[:, None] * VALUE_DIM + value_dims[None, :]
         mask = is_row[:, None] & is_value_dim[None, :]
-        if SPLITS == 1:
-            tl.store(target, (mixed / tl.where(is_row, total, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
-        else:
-            tl.store(target, mixed, mask=mask)
-            place = sums + (row * HEADS + own_head) * 2
-            tl.store(place, highest, mask=is_row)
-            tl.store(place + 1, total, mask=is_row)
+        if IS_CUT:
+            is_part = is_row & ((start > 0) | (stop < length))
+            place = tl.program_id(0).to(tl.int64) * HEADS + own_head
+            tl.store(partials + place[:, None] * VALUE_DIM + value_dims[None, :], mixed, mask=mask & is_part[:, None])
+            tl.store(sums + place * 2, highest, mask=is_part)
+            tl.store(sums + place * 2 + 1, total, mask=is_part)
+            mask = mask & (is_row & (is_part == 0))[:, None]
+        target = out + (own_row * HEADS + own_head[:, None]) * VALUE_DIM + value_dims[None, :]
+        tl.store(target, (mixed / tl.where(total > 0.0, total, 1.0)[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def combine(
-    partials,
-    sums,
-    blocks,
-    out,
-    num_rows,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Combine the partial attention of all splits, for one decoding row and head; block ``i`` is row ``i``."""
-    block = blocks + tl.program_id(0) * _BLOCK_FIELDS
+@triton.jit
+def combine(partials, sums, merges, out, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Combine the parts of a row's attention, for one head.
+
+    ``merges`` ``[rows, 3]`` has the row, its first part and the number of its parts; none is skipped.
+    """
+    merge = merges + tl.program_id(0) * 3
     head = tl.program_id(1)
-    dims = tl.arange(0, BLOCK_D)
-    is_dim = dims < DIM
-    if tl.load(block + 1) > 0:
-        first_row = tl.load(block)
-        highest = -1.0e30
-        for split in tl.static_range(SPLITS):
-            place = (split * num_rows + first_row) * HEADS + head
-            highest = tl.maximum(highest, tl.load(sums + place * 2))
-        total = 0.0
+    row, first, number = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2)
+    if number > 0:
+        dims = tl.arange(0, BLOCK_D)
+        is_dim = dims < DIM
+        highest = tl.full([], -1.0e30, tl.float32)
+        for part in range(first, first + number):
+            highest = tl.maximum(highest, tl.load(sums + (part * HEADS + head) * 2))
+        total = tl.full([], 0.0, tl.float32)
         mixed = tl.zeros((BLOCK_D,), tl.float32)
-        for split in tl.static_range(SPLITS):
-            place = (split * num_rows + first_row) * HEADS + head
+        for part in range(first, first + number):
+            place = part * HEADS + head
             scale = tl.exp(tl.load(sums + place * 2) - highest)
             total += tl.load(sums + place * 2 + 1) * scale
             mixed += tl.load(partials + place * DIM + dims, mask=is_dim, other=0.0) * scale
-        target = out + (first_row * HEADS + head) * DIM + dims
+        target = out + (row * HEADS + head) * DIM + dims
         tl.store(target, (mixed / total).to(out.dtype.element_ty), mask=is_dim)

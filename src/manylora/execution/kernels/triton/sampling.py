@@ -24,12 +24,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["NUMBERS", "choose"]
+from manylora.execution.kernels.triton.support import SAMPLING_NUMBERS
 
-NUMBERS = 5
-"""What a row draws with, float64: temperature (0 is greedy), min_p, top_k, top_p, uniform number."""
+__all__ = ["choose"]
 
-_NUMBERS = tl.constexpr(NUMBERS)
+_NUMBERS = tl.constexpr(SAMPLING_NUMBERS)
 _LAST_KEY = tl.constexpr(0x7F800000)  # of a logit of minus infinity; none is larger
 _BOUNDS = tl.constexpr(4)  # distances to the largest scaled logit: 2, 6, 10, 14
 
@@ -196,7 +195,7 @@ def gather(row, vocab, bound, values, tokens, highest, temperature, BLOCK: tl.co
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["dead"])
 def choose(
     raw,
     logits,
@@ -217,7 +216,7 @@ def choose(
 
         raw      logits [rows, vocab], float32, of which one that is not finite breaks the row: its token is -1
         logits   what to choose from, likewise; with IS_EDITED another tensor than raw
-        numbers  [rows, NUMBERS], float64
+        numbers  [rows, SAMPLING_NUMBERS], float64
         values   scratch [rows, FEW] in float32, and tokens as much in int32
         out      [rows], int64
         dead     token of a row in which no logit is larger than minus infinity

@@ -7,14 +7,26 @@ from functools import cache
 
 import torch
 
-__all__ = ["BLOCK_FIELDS", "MIN_TRITON_PROGRAMS", "find_triton", "is_interpreted", "num_programs", "power_of_two"]
+__all__ = [
+    "BLOCK_FIELDS",
+    "MIN_TRITON_PROGRAMS",
+    "SAMPLING_NUMBERS",
+    "find_triton",
+    "is_interpreted",
+    "num_programs",
+    "power_of_two",
+]
 
 logger = logging.getLogger(__name__)
 
 MIN_TRITON_PROGRAMS = 3  # programs of an interpreted grid: more than one, so that tests cover the strides
 
-BLOCK_FIELDS = 4
-"""A query block: first row of the batch, its tokens, position of the first, line of the page table."""
+BLOCK_FIELDS = 6
+"""A query block: first row of the batch, its tokens, position of the first, line of the page table, and the first
+position of the context that it attends to and one past the last."""
+
+SAMPLING_NUMBERS = 5
+"""What a row draws with, float64: temperature (0 is greedy), min_p, top_k, top_p, a uniform number."""
 
 PROGRAMS_PER_PROCESSOR = 4
 
