@@ -15,6 +15,7 @@ from starlette.requests import Request
 from manylora.core.errors import CapacityError
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError
+from manylora.serving.http.page import LivePage
 from manylora.serving.http.page.session import IDLE_S, LIFE_S, MAX_CLIENTS, WRONG_KEYS_A_MINUTE, PageSessions
 from manylora.serving.http.page.viewers import MOST_MISSED, Viewers
 
@@ -106,6 +107,21 @@ def test_no_key_but_the_administrators_opens_the_page(gate: Gate, opens: bool) -
     else:
         with pytest.raises(HttpError):
             asyncio.run(signing_in)
+
+
+def test_a_client_that_leaves_while_it_signs_in_is_no_bug() -> None:
+    async def take() -> bytes:
+        raise AssertionError
+
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    page = LivePage(Gate(admin_key="root"), take, lambda: False)
+    sign_in = next(route.endpoint for route in page.routes() if route.path == "/ui/session")
+    headers = [(b"content-type", b"application/json"), (b"sec-fetch-site", b"same-origin")]
+    request = Request({"type": "http", "method": "POST", "path": "/ui/session", "headers": headers}, gone)
+    with pytest.raises(HttpError, match="ended early"):
+        asyncio.run(sign_in(request))
 
 
 class Client:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -182,16 +182,19 @@ async def _key_of(request: Request) -> str:
     """Return the key in the body of a sign-in.
 
     Raises:
-        HttpError: 413, 415: the body is too long, or no JSON.
+        HttpError: 413, 415: the body is too long, or no JSON; 400: the client has gone.
         RequestError: It is malformed.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "Expected the media type application/json")
     body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_KEY_BYTES:
-            raise HttpError(413, f"The body is larger than {MAX_KEY_BYTES} bytes", headers={"Connection": "close"})
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_KEY_BYTES:
+                raise HttpError(413, f"The body is larger than {MAX_KEY_BYTES} bytes", headers={"Connection": "close"})
+    except ClientDisconnect:
+        raise HttpError(400, "The body ended early") from None
     try:
         return msgspec.json.decode(body, type=SignInBody).key.strip()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # its text may have the key
