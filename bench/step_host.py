@@ -35,7 +35,7 @@ from manylora.execution.sampling.draw import row_numbers
 from manylora.lab.workloads import AdapterSpec
 
 NUM_SEQS, CONTEXTS, LAYERS = 128, (512, 8192, 32768), 32
-WAITS = ("_local_scalar_dense", "nonzero", "masked_select")
+WAITS = ("_local_scalar_dense", "is_nonzero", "item", "masked_select", "nonzero")
 
 
 def engine_of(num_layers: int, num_seqs: int) -> Engine:

@@ -110,11 +110,13 @@ def choose_tokens(logits: Tensor, highest: Tensor, best: Tensor, numbers: NDArra
     if own[:, 1].any():
         weights *= weights >= min_p
     if len(cut):
-        at = slice(None) if len(cut) == len(own) else torch.from_numpy(cut).to(logits.device)
-        some = weights[at]
+        is_every_row = len(cut) == len(own)
+        at = slice(None) if is_every_row else torch.from_numpy(cut).to(logits.device)
+        some = weights[at]  # of every row a view
         top_k, top_p = (torch.from_numpy(own[cut, i]).to(logits.device) for i in (2, 3))
         cut_weights(scaled[at], some, min_p[at], top_k.long(), top_p)
-        weights[at] = some
+        if not is_every_row:
+            weights[at] = some
     tokens = draw_at(weights, torch.from_numpy(own[:, 4].copy()).to(logits.device))
     return tokens if is_all_rows else best.index_copy(0, rows, tokens)
 
