@@ -36,9 +36,9 @@ FROM base AS requirements
 WORKDIR /src
 COPY pyproject.toml deploy/image/requirements.py ./
 COPY packages/light/pyproject.toml light.toml
-RUN python requirements.py pyproject.toml cpu gguf grammar stores > /cpu.txt \
- && python requirements.py pyproject.toml gguf grammar stores > /cuda.txt \
- && python requirements.py light.toml route > /route.txt
+RUN python requirements.py pyproject.toml cpu gguf grammar otel stores > /cpu.txt \
+ && python requirements.py pyproject.toml gguf grammar otel stores > /cuda.txt \
+ && python requirements.py light.toml otel route > /route.txt
 
 FROM base AS wheels
 WORKDIR /src

@@ -19,7 +19,7 @@ from manylora.core.config import (
 )
 from manylora.core.options import Option, option_of
 from manylora.core.plugins import options_of
-from manylora.core.server_config import FleetConfig, PublishConfig, TlsConfig, WebConfig
+from manylora.core.server_config import FleetConfig, PublishConfig, TlsConfig, TraceConfig, WebConfig
 from manylora.lab.costs.workers import CpuWorkers
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
@@ -40,9 +40,9 @@ _SAME = """
     --config --device --disable-fastapi-docs --download-dir --dtype --enable-log-requests
     --enable-prompt-tokens-details --enable-request-id-headers --enable-tokenizer-info-endpoint --generation-config
     --gpu-memory-utilization --host --log-level --lora-modules --max-cpu-loras --max-logprobs --max-loras
-    --max-model-len --max-num-batched-tokens --max-num-seqs --port --reasoning-parser --revision --root-path --seed
-    --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --tokenizer
-    --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
+    --max-model-len --max-num-batched-tokens --max-num-seqs --otlp-traces-endpoint --port --reasoning-parser --revision
+    --root-path --seed --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile
+    --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds
 """
 SAME_NAMES = tuple(_SAME.split())
 """Flags that mean the same here (``--config`` reads TOML)."""
@@ -68,6 +68,7 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
     ("Server: published adapters", PublishConfig, ""),
     ("Server: address, browsers, names, log", WebConfig, ""),
     ("TLS towards clients", TlsConfig, "Of `manylora serve` and `manylora route`."),
+    ("Traces", TraceConfig, "Of `manylora serve` and `manylora route`."),
     ("Route", ProxyConfig, "Of `manylora route`, which takes a file by `--config` as well."),
     ("Setup of a simulation", Setup, "In scenarios and experiments: `[setup]`; the flags are those of `simulate`."),
     ("CPU workers of a simulation", CpuWorkers, "In scenarios and experiments: `[setup.workers]`."),

@@ -41,6 +41,7 @@ VALUES: Mapping[str, dict[str, Any]] = {
         },
     },
     "on GPUs, scaled and watched": {
+        "tracing": {"endpoint": "http://collector:4317"},
         "server": {
             "gpus": 2,
             "image": {"tag": "0.2.0-cuda"},

@@ -12,7 +12,7 @@ from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
 from manylora.core.types import MAX_LOGPROBS, USUAL_LOGPROBS
 
-__all__ = ["FleetConfig", "PublishConfig", "TlsConfig", "WebConfig"]
+__all__ = ["FleetConfig", "PublishConfig", "TlsConfig", "TraceConfig", "WebConfig"]
 
 _http, _replicas = partial(option, panel="HTTP"), partial(option, panel="Replicas")
 _adapters = partial(option, panel="Adapters")
@@ -176,6 +176,24 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """Where the spans of a server or router go, as vLLM names it."""
+
+    otlp_traces_endpoint: str | None = _http(
+        None,
+        metavar="URL",
+        help="Send a trace of each request to this OpenTelemetry collector: http://host:4317 (gRPC), or "
+        "http://host:4318/v1/traces (HTTP). Needs the extra otel.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        url = self.otlp_traces_endpoint
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"Got otlp_traces_endpoint = {url!r}, expected a URL like http://collector:4317")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WebConfig:
     """Address, CORS, names and logs. The flags are vLLM's, so that its manifests start this server."""
 
@@ -243,6 +261,7 @@ class WebConfig:
     disable_docs: bool = _http(False, flag="--disable-fastapi-docs", help="Leave out /openapi.json and /docs.")
     disable_ui: bool = _http(False, help="Leave out the live page, /ui.")
     tls: TlsConfig = field(default_factory=TlsConfig)
+    traces: TraceConfig = field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -28,7 +28,7 @@ from manylora.serving.http.auth import Gate, without_foreign_pages
 from manylora.serving.http.errors import HttpError, error_response, on_error, on_http_exception
 from manylora.serving.http.page import LivePage, PageAction
 
-__all__ = ["RouterRoutes", "make_app"]
+__all__ = ["PASSED_ON", "RouterRoutes", "make_app"]
 
 _PASSED_ON = """
     /v1/completions /v1/chat/completions /v1/responses /v1/messages /v1/embeddings /v1/score /v1/rerank

@@ -10,7 +10,7 @@ from typing import Any
 from manylora.core.errors import ConfigError
 from manylora.core.options import check_options, option
 from manylora.core.routing.policies import DEFAULT_ROUTER
-from manylora.core.server_config import TlsConfig
+from manylora.core.server_config import TlsConfig, TraceConfig
 
 __all__ = ["ProxyConfig"]
 
@@ -133,6 +133,7 @@ class ProxyConfig:
     )
     drain_timeout_s: float = _http(30.0, unit="s", at_least=0, help="Time that SIGTERM waits for requests in flight.")
     tls: TlsConfig = field(default_factory=TlsConfig)
+    traces: TraceConfig = field(default_factory=TraceConfig)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 
 from manylora.core.routing import RouterContext, make_router
-from manylora.route.app import RouterRoutes, make_app
+from manylora.route.app import PASSED_ON, RouterRoutes, make_app
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import AdapterPlacement, RoutedAdapters
@@ -31,6 +31,7 @@ from manylora.serving.http.connections import ConnectionBounds, within_open_file
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.tls import server_tls
+from manylora.serving.http.traces import TraceLayer, sent_traces
 
 __all__ = ["Proxy", "max_connections", "run"]
 
@@ -77,6 +78,9 @@ class Proxy:
         if config.backend_ca_certs is not None:
             backend_tls(config.backend_ca_certs)  # names of backends may be looked up later
         self._tls = server_tls(config.tls)
+        self._traces = sent_traces(config.traces, "manylora-route")
+        if self._traces is not None:
+            self._app = TraceLayer(self._app, self._traces, PASSED_ON)
         self._config = config
         self._http: HttpServer | None = None
         self._is_stopping = False
@@ -116,6 +120,8 @@ class Proxy:
             for task in watching:
                 task.cancel()
             await self._polls.stop()
+            if self._traces is not None:
+                await self._traces.close()
 
 
 def max_connections() -> int:

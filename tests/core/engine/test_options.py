@@ -28,7 +28,7 @@ from manylora.core.memory import ReloadCosts, make_eviction_policy
 from manylora.core.options import check_options, option, option_of
 from manylora.core.plugins import options_for, options_of
 from manylora.core.scheduling import POLICIES, FifoPolicy, make_policy, make_predictor
-from manylora.core.server_config import FleetConfig, PublishConfig, TlsConfig, WebConfig
+from manylora.core.server_config import FleetConfig, PublishConfig, TlsConfig, TraceConfig, WebConfig
 from manylora.lab.sim.scenario import read_scenario
 
 __all__ = ["served"]  # a fixture
@@ -101,7 +101,7 @@ def test_every_option_of_every_command_is_a_field_or_the_command_s_own() -> None
 def test_every_field_in_a_panel_is_an_option_of_serve() -> None:
     asked = {flag.field.name for path, _, flags in commands() if path == "serve" for flag in flags}
     owners = [ModelConfig, MemoryConfig, SchedulerConfig, AdapterConfig, EngineConfig, FleetConfig, ServerConfig]
-    owners += [WebConfig, TlsConfig, PublishConfig]
+    owners += [WebConfig, TlsConfig, TraceConfig, PublishConfig]
     owners += [owner for kind in ("policy", "predictor", "eviction") for owner in options_of(PLUGINS[kind]).values()]
     assert asked == {flag.field.name for flag in flags_of(*owners)}
 
@@ -260,7 +260,7 @@ def test_predictors_and_evictions_get_theirs_as_an_argument(tmp_path: Path) -> N
 
 def test_every_option_says_what_it_means() -> None:
     owners = [ModelConfig, MemoryConfig, SchedulerConfig, AdapterConfig, EngineConfig, FleetConfig, ServerConfig]
-    owners += [WebConfig, TlsConfig, PublishConfig]
+    owners += [WebConfig, TlsConfig, TraceConfig, PublishConfig]
     for owner in [*owners, *(one for ours in PLUGINS.values() for one in options_of(ours).values())]:
         for name, field in owner.__dataclass_fields__.items():
             known = option_of(field)

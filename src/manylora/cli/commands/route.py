@@ -10,12 +10,12 @@ from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.values import LogLevel, log_to_stderr
 from manylora.core.plugins import options_of
 from manylora.core.routing import ROUTERS
-from manylora.core.server_config import TlsConfig
+from manylora.core.server_config import TlsConfig, TraceConfig
 from manylora.route.config import ProxyConfig
 
 __all__ = ["route"]
 
-_FLAGS = flags_of(ProxyConfig, TlsConfig, *options_of(ROUTERS).values())
+_FLAGS = flags_of(ProxyConfig, TlsConfig, TraceConfig, *options_of(ROUTERS).values())
 
 
 @with_flags(_FLAGS, panels=("Backends", "Routing", "Health", "HTTP", "Debugging"))
@@ -33,7 +33,7 @@ def route(
 
     [bold]manylora route --backend dns:vllm.default.svc:8000 --manage-adapters[/bold]
     """
-    made = chosen.make(ProxyConfig, tls=chosen.make(TlsConfig))
+    made = chosen.make(ProxyConfig, tls=chosen.make(TlsConfig), traces=chosen.make(TraceConfig))
     log_to_stderr(log_level, "route")
     from manylora.route.serve import run  # imports the web framework
 

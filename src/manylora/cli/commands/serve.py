@@ -35,7 +35,7 @@ from manylora.core.memory import EVICTION_POLICIES
 from manylora.core.plugins import options_for, options_of
 from manylora.core.routing import ROUTERS
 from manylora.core.scheduling import POLICIES, PREDICTORS, make_predictor, make_step_composition
-from manylora.core.server_config import FleetConfig, PublishConfig, TlsConfig, WebConfig
+from manylora.core.server_config import FleetConfig, PublishConfig, TlsConfig, TraceConfig, WebConfig
 
 __all__ = ["ServeCommand", "serve"]
 
@@ -45,7 +45,7 @@ _FLAGS = flags_of(
     *options_of(PREDICTORS).values(),
     *options_of(EVICTION_POLICIES).values(),
     *options_of(ROUTERS).values(),
-    *(EngineConfig, FleetConfig, PublishConfig, ServerConfig, WebConfig, TlsConfig),
+    *(EngineConfig, FleetConfig, PublishConfig, ServerConfig, WebConfig, TlsConfig, TraceConfig),
 )
 _PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Debugging", "Simulation")
 
@@ -129,7 +129,7 @@ serve.command_class = ServeCommand  # type: ignore[attr-defined]
 
 def _server_config(chosen: Chosen, cache: AdapterConfig) -> ServerConfig:
     """Return the server's configuration, with folders of this user and what vLLM's environment asks for."""
-    web = chosen.make(WebConfig, tls=chosen.make(TlsConfig))
+    web = chosen.make(WebConfig, tls=chosen.make(TlsConfig), traces=chosen.make(TraceConfig))
     web = replace(web, chat_template=read_template(web.chat_template))
     publish = chosen.make(PublishConfig)
     server = chosen.make(ServerConfig, fleet=chosen.make(FleetConfig), web=web, publish=publish)

@@ -171,7 +171,7 @@ _REFUSED: Mapping[str, str] = {
     "events come as tokens do; raise the proxy's timeout": "--sse-keep-alive-interval",
     "weights are not replaced while the server runs": "--weight-transfer-config",
     "buckets are those of vLLM's dashboards": "--custom-histogram-buckets",
-    "spans are not sent; /metrics and --step-log have the times": "--otlp-traces-endpoint --collect-detailed-traces"
+    "/metrics and --step-log have the times of steps": "--collect-detailed-traces"
     " --enable-layerwise-nvtx-tracing --kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics"
     " --kv-cache-metrics-sample --profiler-config",
     "--step-target and --step-composition limit the prompts in a step": "--long-prefill-token-threshold"

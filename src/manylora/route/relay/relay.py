@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, time_ns
 
 import msgspec
 from starlette.requests import Request
@@ -31,6 +31,7 @@ from manylora.serving.http.errors import HttpError, error_body, error_response
 from manylora.serving.http.http_protocol import chunk_writer, connection_breaker
 from manylora.serving.http.room import BodyRoom
 from manylora.serving.http.tenants import Tenant
+from manylora.serving.http.traces import TRACE
 
 __all__ = ["Relay"]
 
@@ -129,8 +130,13 @@ class Relay:
 
     async def _try(self, request: RelayedRequest, client: Client, send: Send) -> bool:
         """Send a request to a backend; return whether the client has its answer, else it may be sent elsewhere."""
+        trace, headers, span = request.scope.get(TRACE), request.scope["headers"], None
+        chosen_since_ns = 0 if trace is None else time_ns()
         ticket = await self.selection.choose(request, client)
         backend, began_at = ticket.member, monotonic()
+        if trace is not None:
+            trace.add("choice", chosen_since_ns)
+            span, headers = trace.relay(backend.url, headers)
         adapter = request.found.adapter
         is_resident = backend.is_resident(adapter, began_at) if adapter else None
         request.tried.append(backend)
@@ -138,7 +144,7 @@ class Relay:
         exchange: Exchange | None = None
         outcome = AttemptEnd.FAILED
         try:
-            exchange = await self._send(request, backend, client)
+            exchange = await self._send(request, backend, client, headers)
             outcome = self._judge(request, backend, exchange)
             if outcome is AttemptEnd.ANSWERED:
                 ticket.started()
@@ -149,6 +155,8 @@ class Relay:
                     self.metrics.adapter_request(backend, is_resident)
                 self.metrics.prompt(backend, ticket.sent)
                 self.metrics.first_byte(backend, monotonic() - began_at)
+                if span is not None:
+                    span.add_event("first byte")
                 await _pass_on(request.scope, client, send, exchange, idle_timeout_s=self.config.idle_timeout_s)
                 outcome = AttemptEnd.ANSWERED if exchange.is_whole else AttemptEnd.BROKEN
                 if exchange.failure is Failure.STALLED:
@@ -162,13 +170,16 @@ class Relay:
                 exchange.cancel()
             ticket.end()
             self.metrics.attempt(backend, outcome, monotonic() - began_at)
+            if span is not None:
+                span.set_attribute("manylora.outcome", outcome.value)
+                span.end()
         reason = exchange.failure.value if exchange.failure is not None else str(exchange.status)
         logger.info(
             "retry url=%s model=%s reason=%s attempts=%d", backend.url, request.found.name, reason, request.num_sent
         )
         return False
 
-    async def _send(self, request: RelayedRequest, backend: Backend, client: Client) -> Exchange:
+    async def _send(self, request: RelayedRequest, backend: Backend, client: Client, headers: Headers) -> Exchange:
         """Send the request, and wait for the first bytes of the answer's body, its end, or a failure."""
         name = request.found.name_at(backend)
         body = request.body if request.model in (None, name) else with_model(request.body, name)
@@ -180,7 +191,7 @@ class Relay:
             scope["method"].encode(),
             scope["path"].encode() + (b"?" + query if query else b""),
             num_body_bytes=len(body),
-            headers=scope["headers"],
+            headers=headers,
             authorization=None if request.passes_key else backend.authorization,
             passes_authorization=request.passes_key or not self.config.api_keys,
             client=peer[0].encode() if peer else None,

@@ -17,6 +17,7 @@ from manylora.serving.api.sampling import constraint_field
 from manylora.serving.api.schemas import TOKENIZE_CONTEXTS, SamplingFields
 from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.http.room import room_of_engine
+from manylora.serving.http.traces import TRACE
 from manylora.serving.http.turns import next_turn
 from manylora.serving.text import Tokenizer
 
@@ -116,6 +117,8 @@ async def submit(
         version=version,
         begin=begin,
     )
+    if (trace := call.http.scope.get(TRACE)) is not None:
+        trace.submitted(answer_id, sampling, model=body.model, num_prompts=len(prompts), num_answers=num_answers)
     await answers.start(_requests(call, prompts, sampling, answer_id, version))
     head = {"id": answer_id, "created": int(context.epoch_s()), "model": body.model}
     return answers, head if version is None else {**head, "adapter_version": version.label}

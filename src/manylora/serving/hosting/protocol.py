@@ -205,6 +205,7 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
 
     ``prefill_s`` is from the admission to the first token and ``decode_s`` from there to the end; ``None`` for a
     request that ended before. ``max_tokens`` is the limit in effect. ``engine_s`` is its part of the seconds of steps.
+    ``load_s`` is the part of its wait in which it lacked its adapter alone.
     """
 
     adapter: str
@@ -219,6 +220,8 @@ class FinishedRequest(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     tenant: str = ""
     engine_s: float = 0.0
+    request_id: str = ""
+    load_s: float = 0.0
 
 
 class AdapterMove(msgspec.Struct, frozen=True, array_like=True):

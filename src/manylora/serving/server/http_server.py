@@ -44,6 +44,7 @@ from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.tls import server_tls
+from manylora.serving.http.traces import TraceLayer, Traces
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
@@ -73,12 +74,13 @@ def make_http_server(
     spool: AdapterSpool | None,
     on_listening: Callable[[], None],
     tenants: TenantBook | None = None,
+    traces: Traces | None = None,
 ) -> HttpServer:
     """Load the tokenizer and return the server, which does not listen yet.
 
     ``named_paths`` are folders of adapters named at the start, which may be loaded again, ``spool`` takes adapters that
-    come with requests, ``tenants`` are those of a file. ``ConfigError`` if there is no such tokenizer, or TLS cannot be
-    set up.
+    come with requests, ``tenants`` are those of a file, ``traces`` take the spans of requests. ``ConfigError`` if there
+    is no such tokenizer, or TLS cannot be set up.
     """
     model, web = engine.model, server.web
     tokenizer = Tokenizer.load(model.tokenizer or model.model, revision=model.revision, chat_template=web.chat_template)
@@ -105,8 +107,9 @@ def make_http_server(
         spool=spool,
         tenants=tenants,
     )
+    app = make_app(context)
     return HttpServer(
-        make_app(context),
+        app if traces is None else TraceLayer(app, traces, ROOM_PATHS),
         connection_bounds(server),
         on_listening,
         drain_s=LAST_WRITES_S,

@@ -47,6 +47,8 @@ from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.auth import exposure
 from manylora.serving.http.listening import HttpServer, bind, bind_unix, run_until_stopped, url_of
 from manylora.serving.http.tenants import TenantBook
+from manylora.serving.http.traces import Traces, sent_traces
+from manylora.serving.metrics.engine_spans import EngineSpans
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.metrics.usage import UsageLedger
 
@@ -96,6 +98,7 @@ class Server:
             monotonic_s=time.monotonic,
         )
         self._usage = None if server.usage is None else UsageLedger(Path(server.usage).expanduser())
+        self._traces = sent_traces(server.web.traces, "manylora")
         self._shares: defaultdict[str, BaseShare] = defaultdict(BaseShare)  # by device
         self._cluster = None
         if server.fleet.ray is not None:
@@ -105,7 +108,7 @@ class Server:
         self.fleet = Fleet(
             [functools.partial(self._make_link, spec) for spec in specs],
             served_name=served_name,
-            observe=self._metrics.observe if self._usage is None else self._observe,
+            observe=_observer(self._metrics, self._usage, self._traces),
             policy=_fleet_policy(engine, server, served_name, restarts or RestartPolicy()),
         )
         if self._spool is not None:
@@ -177,6 +180,8 @@ class Server:
             await asyncio.gather(stopping, *tasks, *watching, return_exceptions=True)
             if self._usage is not None:
                 await self._usage.close()
+            if self._traces is not None:
+                await self._traces.close()
 
     def _make_http_server(self, on_listening: Callable[[], None]) -> HttpServer:
         """Import and load the text side, which takes seconds; on a thread."""
@@ -192,12 +197,8 @@ class Server:
             spool=self._spool,
             on_listening=on_listening,
             tenants=self.tenants,
+            traces=self._traces,
         )
-
-    def _observe(self, observed: Observations) -> None:
-        assert self._usage is not None
-        self._metrics.observe(observed)
-        self._usage.observe(observed)
 
     def _make_link(self, spec: EngineSpec) -> EngineLink:
         if self._cluster is not None:
@@ -211,6 +212,18 @@ class Server:
         except TimeoutError:
             if self._drain_timeout_s:
                 logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
+
+
+def _observer(metrics: Metrics, usage: UsageLedger | None, traces: Traces | None) -> Callable[[Observations], None]:
+    """Return what takes the observations of engines."""
+    sinks = [metrics, usage, None if traces is None else EngineSpans(traces)]
+    observers = [one.observe for one in sinks if one is not None]
+
+    def observe(observed: Observations) -> None:
+        for one in observers:
+            one(observed)
+
+    return observers[0] if len(observers) == 1 else observe
 
 
 def _listen(server: ServerConfig) -> tuple[socket.socket, str]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from manylora.core.events import (
+    AdapterAwaited,
     AdapterEvicted,
     AdapterLoaded,
     Event,
@@ -37,6 +38,7 @@ class _InFlight:
     tenant: str
     has_token: bool = False
     is_stopped: bool = False
+    load_s: float = 0.0
 
 
 class Observer:
@@ -46,6 +48,7 @@ class Observer:
         self._gathered = Observations()
         self._in_flight: dict[str, _InFlight] = {}
         self._num_first = 0  # first tokens of answers that the step in hand yields
+        self._awaiting: dict[AdapterKey, dict[str, float]] = {}  # since when requests lack an adapter alone
 
     def __call__(self, event: Event) -> None:
         """Add one event."""
@@ -74,8 +77,13 @@ class Observer:
                 gathered.queue_s.append(waited_s)
             case RequestFinished():
                 self._finish(event)
-            case AdapterLoaded(adapter=key, tier=tier, took_s=took_s, error=error):
+            case AdapterAwaited(at=at, request_id=request_id, adapter=adapter):
+                self._awaiting.setdefault(adapter, {})[request_id] = at
+            case AdapterLoaded(at=at, adapter=key, tier=tier, took_s=took_s, error=error):
                 self._note_move(key, tier, "loaded" if error is None else "failed", took_s, error or "")
+                for request_id, since in self._awaiting.pop(key, {}).items():
+                    if (waiting := self._in_flight.get(request_id)) is not None:
+                        waiting.load_s += at - since
                 if error is not None:
                     gathered.num_failed_loads += 1
                 elif tier is Tier.DEVICE:
@@ -127,5 +135,7 @@ class Observer:
                 event.num_preemptions,
                 request.tenant,
                 event.engine_s,
+                event.request_id,
+                request.load_s,
             )
         )
