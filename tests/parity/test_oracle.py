@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from threading import Condition
@@ -11,6 +12,7 @@ from threading import Condition
 import pytest
 import torch
 from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, OTHER_ARCHITECTURES, SLOW_LINK, run_oracle
+from shared_model import build_shared
 
 from manylora.execution.storage.page_tensor import Link
 
@@ -72,6 +74,16 @@ def test_reference_kernels_equal_peft_too(architecture: str, tmp_path: Path, mon
     result = run_oracle(architecture, tmp_path, lora_kernel="reference")
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "qwen3_moe"])
+def test_workers_that_share_a_model_equal_peft(architecture: str, tmp_path: Path) -> None:
+    """Fused projections and experts over two workers; ``bench/tensor_parallel.py`` has all families, and four."""
+    result = run_oracle(architecture, tmp_path, num_tokens=6, build=partial(build_shared, size=2))
+    assert result.max_error <= 1e-4
+    assert result.num_wrong_tokens == 0
+    assert result.smallest_effect > 0.05
+    assert result.num_chunked_prompts > 0
 
 
 def test_grouped_kernel_without_compiled_equals_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,11 @@ from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import EngineStats
 from manylora.core.plan import ARRIVING, ON_DEVICE, StepPlan
+from manylora.core.ports import EngineParts
 from manylora.core.types import Output, Request, SamplingParams, Tier
 from manylora.execution.build import OpenAssistant, build_parts, open_assistant_workers
 from manylora.execution.executor import TorchExecutor
+from manylora.execution.peers import SharedExecutor
 
 VOCAB = 320
 NUM_TOKENS = 64
@@ -438,6 +441,7 @@ def run_oracle(
     kv_cache_dtype: str = "float32",
     make: Callable[[str, Path, Path], dict[str, Path]] | None = None,
     make_cases: Callable[[Sequence[str]], list[Case]] = make_cases,
+    build: Callable[..., EngineParts] = build_parts,
     configs: Mapping[str, PreTrainedConfig] = ARCHITECTURES | FURTHER_ARCHITECTURES | OTHER_ARCHITECTURES,
 ) -> OracleResult:
     """Serve the cases, compare with the reference and return the differences.
@@ -455,6 +459,7 @@ def run_oracle(
         kv_cache_dtype: Type of KV in pages.
         make: Makes the adapters, given the architecture, the base and a folder; ``make_adapters`` by default.
         make_cases: Makes the requests, given the names of the adapters.
+        build: Builds the engine; ``build_parts`` by default.
         configs: Models by architecture.
     """
     make_model(configs[architecture], path / "base")
@@ -469,11 +474,11 @@ def run_oracle(
         cases,
         result,
         lora_kernel,
-        open_assistant,
         num_tokens,
         link_bytes_per_s,
         cold_start=cold_start,
         kv_cache_dtype=kv_cache_dtype,
+        build=partial(build, open_assistant=open_assistant),
     )
     _compare(path / "base", folders, cases, answers, logits, result)
     return result
@@ -485,12 +490,12 @@ def _serve(
     cases: list[Case],
     result: OracleResult,
     lora_kernel: str,
-    open_assistant: OpenAssistant,
     num_tokens: int,
     link_bytes_per_s: int | None,
     *,
     cold_start: str | None,
     kv_cache_dtype: str,
+    build: Callable[..., EngineParts],
 ) -> tuple[dict[str, list[int]], dict[str, dict[int, torch.Tensor]]]:
     clock = WallClock()
     engine = EngineConfig(
@@ -501,8 +506,8 @@ def _serve(
         if cold_start is None
         else replace(COLD, cold_start=cold_start, link_bytes_per_s=link_bytes_per_s),
     )
-    parts = build_parts(engine, clock, open_assistant=open_assistant)
-    assert isinstance(parts.executor, TorchExecutor)
+    parts = build(engine, clock)
+    assert isinstance(parts.executor, TorchExecutor | SharedExecutor)
     versions = {name: parts.reader.read(name, str(folder)) for name, folder in folders.items()}
     result.num_narrow = sum(version.weight_bytes < 4 * _num_weights(folders[n]) for n, version in versions.items())
     # All adapters fit, the KV of all requests does not: some must be pre-empted.

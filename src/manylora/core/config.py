@@ -64,6 +64,13 @@ class ModelConfig:
         "where the processor multiplies bytes (AVX-512 VNNI, AVX-VNNI).",
     )
     device: str = _model("auto", metavar="auto|cpu|cuda", help="Where the model runs; auto is the GPU if there is one.")
+    tensor_parallel_size: int = _model(
+        1,
+        unit="devices",
+        at_least=1,
+        help="Devices that share one model: each has a part of every layer, of KV and of adapters, and a process. "
+        "--memory is that of each.",
+    )
     max_model_len: int | None = _model(
         None, unit="tokens", at_least=1, help="Longest prompt plus answer; by default the model's limit."
     )
@@ -338,6 +345,13 @@ class EngineConfig(CheckedOptions):
         metavar="FILE",
         help="Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
     )
+
+    def __post_init__(self) -> None:
+        if self.simulate is not None and self.model.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"Got tensor_parallel_size = {self.model.tensor_parallel_size}, simulate = {self.simulate!r}: a cost "
+                "profile is that of one device"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -34,15 +34,16 @@ from manylora.core.ports import EngineParts, SharedBase
 from manylora.execution.attention.call import AttentionKernel, choose_attention
 from manylora.execution.attention.paged import TorchAttentionKernel
 from manylora.execution.attention.triton import TritonAttentionKernel
-from manylora.execution.device import DeviceOps, describe_machine, make_device_ops
+from manylora.execution.collectives import Collectives
+from manylora.execution.device import DeviceOps, describe_machine, find_device, make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.layers import fuse_launches
 from manylora.execution.kernels.cpu.support import find_compiled, release_threads
 from manylora.execution.kernels.linear import bound_caches
 from manylora.execution.lora.batch import StepContext
-from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, choose_kernel
+from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, SharedKernel, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
-from manylora.execution.machine import available_bytes
+from manylora.execution.machine import available_bytes, count_cores
 from manylora.execution.model.base_weights import BaseWeights, check_complete, map_weights, share_weights
 from manylora.execution.model.describe import describe_model
 from manylora.execution.model.device_memory import DeviceMemory
@@ -50,8 +51,9 @@ from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
 from manylora.execution.model.modules import adapt_modules
 from manylora.execution.model.settle import BaseGroup, BaseNorm, Settling
+from manylora.execution.model.share import ModelShare, divide_modules, share_shape
 from manylora.execution.page_budget import count_pages, fit_context
-from manylora.execution.runner import ModelRunner
+from manylora.execution.runner import ModelRunner, SharedLogits
 from manylora.execution.sampling.sampler import make_sampler
 from manylora.execution.self_check import check_sequences_are_separate
 from manylora.execution.step_graphs import StepGraphs
@@ -62,6 +64,7 @@ from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.registry_process import REGISTRY_FOLDER
 from manylora.execution.storage.resident import AdapterMemory
 from manylora.execution.storage.tile_tables import GroupDirectory
+from manylora.execution.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import Assistant
@@ -87,25 +90,27 @@ def build_parts(
     config: EngineConfig,
     clock: Clock,
     *,
-    load: Callable[[ModelConfig], LoadedModel] = load_model,
+    load: Callable[..., LoadedModel] = load_model,
     weights: BaseWeights | None = None,
     shared: SharedBase | None = None,
     open_assistant: OpenAssistant | None = None,
     readers: Sequence[FileReader] = (),
     is_checked: bool = False,
+    workers: Collectives | None = None,
 ) -> EngineParts:
     """Load the model and build everything a live ``EngineCore`` needs.
 
     Args:
         config: ``model.model`` is a directory or hub name (``demo`` is resolved by the caller).
         clock: Woken when steps and loads complete.
-        load: Loads the model; another function for a model without a folder.
+        load: Loads the model; another function for a model without a folder. It gets the ``workers`` if there are any.
         weights: Base weights that another process froze; loaded when ``None``.
         shared: The place of such weights, to map them from.
         open_assistant: Starts workers for adapters in host memory, where the device can exchange rows with them; by
             default ``open_assistant_workers``.
         readers: Read adapters; processes by default.
         is_checked: Whether the runner was checked on this model already, by the process that this one is a fork of.
+        workers: Those that share the model with this one; by default, this is worker 0 and starts any others.
 
     Raises:
         ConfigError: The model cannot be served, or the pages cannot hold one sequence of ``max_model_len``.
@@ -118,11 +123,14 @@ def build_parts(
     with ExitStack() as undo:
         for reader in readers:
             undo.callback(reader.close)
+        group = _start_others(config, clock, undo) if workers is None else None
+        workers = workers if group is None else group.workers
+        config = config if workers is None else _of_worker(config, workers)
         stages = StageLog()
-        loaded, weights = _weights(config, load, weights)
+        loaded, weights = _weights(config, load, weights, workers)
         stages.done("weights", then="modules and memory")
-        model = _adapt(config, loaded, weights)
-        assistant = start_assistant(loaded.device, model.base)
+        model = _adapt(config, loaded, weights, workers)
+        assistant = start_assistant(loaded.device, model.base) if workers is None else None
         if assistant is not None:
             undo.callback(assistant.close)
         runner = _runner(config, model, assistant)
@@ -134,6 +142,7 @@ def build_parts(
             runner.compile(config.scheduler.max_num_batched_tokens)
         stages.done("compilation", then="adapters")
         parts = _parts(config, clock, model, runner, assistant, readers, weights)
+        parts = parts if group is None else group.join(parts)
         undo.pop_all()
     release_threads()  # steps run on a thread of their own, and so on OpenMP threads of their own
     return parts
@@ -170,13 +179,49 @@ class _Model:
     dtype: torch.dtype  # type of its activations
     ops: DeviceOps  # operations of its device
     own: Mapping[str, BaseGroup | BaseNorm]  # the base's weights and biases by group
+    share: ModelShare | None  # its part of a model that several workers share
+    workers: Collectives | None
+
+
+def _start_others(config: EngineConfig, clock: Clock, undo: ExitStack) -> WorkerGroup | None:
+    """Start the workers that share the model with this one, if there are to be any."""
+    if config.model.tensor_parallel_size == 1:
+        return None
+    group = WorkerGroup(config, clock)
+    undo.callback(group.close)
+    return group
+
+
+def _of_worker(config: EngineConfig, workers: Collectives) -> EngineConfig:
+    """Return the configuration of one of several workers: its device, and its part of the machine's cores and memory.
+
+    Raises:
+        ConfigError: There are fewer devices than workers.
+    """
+    device = find_device(config.model.device)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, count_cores() // workers.size))
+    else:
+        number, found = (device.index or 0) + workers.rank, torch.cuda.device_count()
+        if number >= found:
+            raise ConfigError(f"Got tensor_parallel_size = {workers.size} from {device} on, but there are {found} GPUs")
+        device = torch.device(device.type, number)
+    model = replace(config.model, device=str(device))
+    return replace(config, model=model, num_engines=config.num_engines * workers.size)
 
 
 def _weights(
-    config: EngineConfig, load: Callable[[ModelConfig], LoadedModel], weights: BaseWeights | None
+    config: EngineConfig,
+    load: Callable[..., LoadedModel],
+    weights: BaseWeights | None,
+    workers: Collectives | None,
 ) -> tuple[LoadedModel, BaseWeights]:
     """Return a model without its weights, and the weights: loaded, or those that another process froze."""
     model = config.model
+    if workers is not None:
+        if weights is not None:
+            raise ConfigError(f"Got shared weights, and tensor_parallel_size = {workers.size}, expected one of them")
+        return load_weights(model, partial(load, workers=workers))
     if weights is None:
         return load_weights(model, load, cache=None if config.cache_dir is None else Path(config.cache_dir))
     if weights.manifest.model != model.model:
@@ -187,7 +232,7 @@ def _weights(
     return loaded, weights
 
 
-def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _Model:
+def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights, workers: Collectives | None) -> _Model:
     """Put the weights into the model, replace its linears, and make as many pages as fit beside it."""
     device, model, ops = loaded.device, loaded.model, make_device_ops(loaded.device)
     ops.enter_thread()
@@ -200,22 +245,40 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights) -> _
         kv_dtype=_kv_dtype(config.memory.kv_cache_dtype, loaded, weights),
         adapts_experts=device.type == "cpu" and kernel not in TABLE_KERNELS,
     )
-    step = StepContext(LORA_KERNELS[kernel])
+    if loaded.share is not None:
+        base = share_shape(base, loaded.share)
+    step = StepContext(
+        LORA_KERNELS[kernel] if workers is None else SharedKernel(workers, is_by_table=kernel in TABLE_KERNELS)
+    )
     weights.install(model)
     own = adapt_modules(model, weights.tensors, base, step, loaded.dtype)
     check_complete(model)
     memory_of_base = weights.memory if isinstance(weights.memory, DeviceMemory) else None
     num_pages = count_pages(config, base, loaded, memory_of_base)
+    if workers is not None:
+        workers.open(device)
+        num_pages = workers.least(num_pages)
     base = fit_context(base, num_pages, is_asked=config.model.max_model_len is not None)
     pages = PageTensor(base.page, num_pages, device)
     if kernel in TABLE_KERNELS:
         step.space = LoraSpace(GroupDirectory.of(base), pages.flat, TABLE_KERNELS[kernel])
-    return _Model(module=model, base=base, kernel=kernel, step=step, pages=pages, dtype=loaded.dtype, ops=ops, own=own)
+    return _Model(
+        module=model,
+        base=base,
+        kernel=kernel,
+        step=step,
+        pages=pages,
+        dtype=loaded.dtype,
+        ops=ops,
+        own=own,
+        share=loaded.share,
+        workers=workers,
+    )
 
 
 def _runner(config: EngineConfig, model: _Model, assistant: Assistant | None) -> ModelRunner:
     """Return the runner, with graphs of steps where there are any; Triton's attention fuses launches too."""
-    base, device, scheduler = model.base, model.ops.device, config.scheduler
+    base, device, scheduler, workers = model.base, model.ops.device, config.scheduler, model.workers
     attention: AttentionKernel = TorchAttentionKernel(model.pages, model.dtype)
     graphs = None
     if choose_attention(config.model.attention_kernel, device) == "triton":
@@ -230,12 +293,16 @@ def _runner(config: EngineConfig, model: _Model, assistant: Assistant | None) ->
                 model=model.module,
                 step=model.step,
                 attention=triton,
-                vocab_size=base.vocab_size,
+                vocab_size=base.vocab_size if workers is None else -(-base.vocab_size // workers.size),
                 max_num_seqs=scheduler.max_num_seqs,
                 max_num_tokens=scheduler.max_num_batched_tokens,
             )
+    if model.share is not None and workers is not None:
+        divide_modules(model.module, model.share, workers)
     sampler = make_sampler(config.model, base)
-    return ModelRunner(model.module, model.step, attention, sampler, model.ops, graphs, assistant)
+    runner = ModelRunner(model.module, model.step, attention, sampler, model.ops, graphs, assistant)
+    runner.share = None if workers is None else SharedLogits(workers, base.vocab_size)
+    return runner
 
 
 def _parts(

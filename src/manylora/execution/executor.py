@@ -55,10 +55,10 @@ ResultT = TypeVar("ResultT", StepResult, LoadResult)
 class FutureWork(Generic[ResultT]):
     """Work on another thread; done when its future is."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("future",)
 
     def __init__(self, future: Future[ResultT]) -> None:
-        self._future: Future[ResultT] = future
+        self.future: Future[ResultT] = future
 
     @property
     def ready_at(self) -> float:
@@ -67,7 +67,7 @@ class FutureWork(Generic[ResultT]):
 
     def poll(self, now: float) -> ResultT | None:
         """Return the result once complete, else ``None``; raise the thread's error."""
-        return self._future.result() if self._future.done() else None
+        return self.future.result() if self.future.done() else None
 
 
 class TorchExecutor:

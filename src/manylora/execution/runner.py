@@ -17,6 +17,7 @@ from manylora.core.plan import PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
 from manylora.execution.assist.take_over import TakeOver
 from manylora.execution.attention.call import AttentionKernel, attending
+from manylora.execution.collectives import Collectives
 from manylora.execution.device import DeviceOps
 from manylora.execution.lora.batch import ArrivingBatch, LoraBatch, LoraSegment, StepContext, StepLora
 from manylora.execution.lora.parts import Assist
@@ -31,7 +32,7 @@ from manylora.execution.storage.resident import ResidentAdapter
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
 
-__all__ = ["LogitsHook", "ModelRunner", "OffDevice"]
+__all__ = ["LogitsHook", "ModelRunner", "OffDevice", "SharedLogits"]
 
 LogitsHook = Callable[[StepPlan, torch.Tensor], None]
 """Called with a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
@@ -79,6 +80,19 @@ class OffDevice:
 NOTHING_OFF_DEVICE = OffDevice()
 
 
+@dataclass(frozen=True, slots=True)
+class SharedLogits:
+    """The logits of workers that share a model: worker 0 has them all, and chooses tokens alone."""
+
+    workers: Collectives
+    vocab_size: int
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Return logits ``[n, vocab]`` from those of each worker's tokens; ``None`` on all workers but the first."""
+        whole = self.workers.gather(logits) if len(logits) else logits.new_empty(0, self.vocab_size)
+        return None if whole is None or not self.workers.is_first else whole[:, : self.vocab_size]
+
+
 @dataclass(eq=False)
 class ModelRunner:
     """The model with its pages and resident adapters."""
@@ -94,6 +108,8 @@ class ModelRunner:
     _last_lora: LoraBatch | None = None
     # Adapters on the device; changed by the executor.
     resident: dict[AdapterKey, ResidentAdapter] = field(default_factory=dict)
+    share: SharedLogits | None = None  # of a model that several workers share, who all run the same steps
+    announce: Callable[[StepPlan], None] | None = None  # tells the other workers of each step before it runs
     logits_hook: LogitsHook | None = None
 
     def __post_init__(self) -> None:
@@ -106,12 +122,15 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, adapters: OffDevice = NOTHING_OFF_DEVICE) -> StepResult:
         """Run the step and return its tokens."""
+        if self.announce is not None:
+            self.announce(plan)
         self._sampler.release(plan.released)
         self._attention.release(plan.released)
         if not plan.sequences:
             return StepResult()
         sequences = _by_adapter(plan.sequences)
-        self._sampler.begin([sequence for sequence in sequences if sequence.is_sampled])
+        if self._chooses:
+            self._sampler.begin([sequence for sequence in sequences if sequence.is_sampled])
         rows = ((s.adapter, s.num_tokens, int(s.is_sampled)) for s in sequences)
         segments, assisted = self._segments(rows, adapters)
         lora: StepLora | None
@@ -136,7 +155,8 @@ class ModelRunner:
         reported: dict[int, PromptLogprobs] = {}
         if plan.prompt_rows:
             wanted = [rows for rows in plan.prompt_rows if rows.seq_id not in failed and rows.seq_id not in late]
-            reported, unreported = self._report(pieces_of(sequences, wanted), logits.shape[-1], adapters)
+            vocab_size = logits.shape[-1] if self.share is None else self.share.vocab_size
+            reported, unreported = self._report(pieces_of(sequences, wanted), vocab_size, adapters)
             failed |= unreported
         return StepResult(
             tokens={seq_id: token for seq_id, token in tokens.items() if seq_id not in failed} if failed else tokens,
@@ -147,6 +167,11 @@ class ModelRunner:
             cpu_share=take_over.cpu_share if take_over is not None else 1.0,
         )
 
+    @property
+    def _chooses(self) -> bool:
+        """Whether tokens are chosen here."""
+        return self.share is None or self.share.workers.is_first
+
     def _sample(
         self, plan: StepPlan, sequences: Sequence[PlannedSequence], logits: torch.Tensor, without: Set[int]
     ) -> tuple[dict[int, SampledToken], dict[int, str]]:
@@ -155,6 +180,12 @@ class ModelRunner:
         ``logits`` are those of the sampled ``sequences``, in order; those ``without`` a result are left out.
         """
         sampled = [sequence for sequence in sequences if sequence.is_sampled]
+        if self.share is not None:
+            whole = self.share.gather(logits)
+            if whole is None:
+                self._ops.wait()
+                return {}, {}
+            logits = whole
         if without:
             plan = replace(plan, sequences=tuple(s for s in plan.sequences if s.seq_id not in without), released=())
             logits = logits[[row for row, s in enumerate(sampled) if s.seq_id not in without]]
@@ -185,6 +216,8 @@ class ModelRunner:
         failed: dict[int, str] = {}
         for taken in cut_into_slices(pieces, vocab_size):
             report, lost = self._report_slice(taken, adapters)
+            if report is None:
+                continue
             first = 0
             for piece in taken:
                 last = first + piece.stop - piece.start
@@ -199,8 +232,11 @@ class ModelRunner:
 
     def _report_slice(
         self, pieces: Sequence[PromptPiece], adapters: OffDevice
-    ) -> tuple[TokenReport, Sequence[LostRows]]:
-        """Return the report of a slice, all of whose rows count as sampled, and the rows of workers that failed."""
+    ) -> tuple[TokenReport | None, Sequence[LostRows]]:
+        """Return the report of a slice, all of whose rows count as sampled, and the rows of workers that failed.
+
+        Of workers that share the model, the first alone has a report.
+        """
         counts = ((piece.sequence.adapter, piece.stop - piece.start) for piece in pieces)
         segments, assisted = self._segments(((key, number, number) for key, number in counts), adapters)
         assist = self._begin_assist(tuple(assisted.values()))
@@ -211,7 +247,11 @@ class ModelRunner:
         with _assisting(assist) as lost:
             try:
                 rows, targets = rows_and_targets(pieces)
-                logits = self._recorded.logits(self._ops.upload(rows)).float()
+                logits: torch.Tensor | None = self._recorded.logits(self._ops.upload(rows)).float()
+                if self.share is not None and logits is not None:
+                    logits = self.share.gather(logits)
+                if logits is None:
+                    return None, lost
                 report = report_tokens(logits, targets, max(piece.num_top for piece in pieces), self._ops)
             finally:
                 self._step.lora = self._step.assist = None

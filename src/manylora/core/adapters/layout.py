@@ -305,7 +305,7 @@ def _lay_out(
             row += ranks[module.name]
         of_vectors = (tiles for vectors_of_one in placed_vectors for _, tiles in vectors_of_one)
         num_pages = 1 + max(tile.page for tile in chain(a, *b, *of_vectors))
-        groups[group] = GroupLayout(group, row, modules[0].in_features, a, tuple(parts), num_pages)
+        groups[group] = GroupLayout(group, row, modules[0].num_columns, a, tuple(parts), num_pages)
     used = sum(rows * cols for layer in sizes for rows, cols in layer)
     needs_base = any(part.needs_base for group in groups.values() for part in group.modules)
     return AdapterLayout(groups, packer.num_pages, used, dtype, needs_base)
@@ -328,8 +328,8 @@ def _sizes(
     vector_width: int,
 ) -> Iterator[tuple[int, int]]:
     """Yield rows and columns of a group's matrices: the A stack, its modules' B^T, then their vectors."""
-    yield sum(ranks[m.name] for m in modules), modules[0].in_features
-    yield from ((ranks[m.name], m.out_features) for m in modules)
+    yield sum(ranks[m.name] for m in modules), modules[0].num_columns
+    yield from ((ranks[m.name], m.num_rows) for m in modules)
     yield from ((1, vector_width * m.out_features) for m in modules for _ in vectors.get(m.name, ()))
 
 

@@ -84,10 +84,10 @@ def pack_groups(
     by_module = {w.module.name: w for w in weights}
     for group in groups:
         members = [by_module[part.module.name] for part in group.modules]
-        parts = [_encode(name, group.group, w.a.as_float32(), dtype) for w in members]
+        parts = [_encode(name, group.group, _shared_a(w), dtype) for w in members]
         _write(image, group.a, parts[0] if len(parts) == 1 else np.concatenate(parts))
         for part, w in zip(group.modules, members, strict=True):
-            _write(image, part.b, _encode(name, part.module.name, _scaled_b(w), dtype).T)
+            _write(image, part.b, _encode(name, part.module.name, _shared_b(w), dtype).T)
             for kind, tiles in part.vectors:
                 # float32 in pages of any type: a factor of a 16-bit type would round the base's output.
                 values = np.ascontiguousarray(w.vectors[kind].as_float32())
@@ -100,6 +100,25 @@ def _scaled_b(weights: ModuleWeights) -> NDArray[np.float32]:
         return weights.b.as_float32()
     with np.errstate(over="ignore"):
         return weights.b.as_float32() * np.float32(weights.scale)
+
+
+def _shared_a(weights: ModuleWeights) -> NDArray[np.float32]:
+    """Return the columns of A that this device holds."""
+    a, share = weights.a.as_float32(), weights.module.share
+    return a if share is None else _take(a.T, share.columns).T
+
+
+def _shared_b(weights: ModuleWeights) -> NDArray[np.float32]:
+    """Return the rows of B that this device holds, times the scale."""
+    b, share = _scaled_b(weights), weights.module.share
+    return b if share is None else _take(b, share.rows)
+
+
+def _take(rows: NDArray[np.float32], runs: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
+    """Return runs of rows; zeros beyond the last row."""
+    taken = np.concatenate([rows[first:stop] for first, stop in runs])
+    missing = sum(stop - first for first, stop in runs) - len(taken)
+    return np.concatenate([taken, np.zeros((missing, rows.shape[1]), np.float32)]) if missing else taken
 
 
 def image_of(memory: mmap.mmap | NDArray[np.uint8], layout: AdapterLayout, page: PageShape) -> NDArray[Any]:

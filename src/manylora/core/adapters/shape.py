@@ -8,7 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["ELEMENT_BYTES", "INPUT", "SCALE_BYTES", "BaseShape", "ModuleKind", "PageShape", "TargetModule"]
+__all__ = [
+    "ELEMENT_BYTES",
+    "INPUT",
+    "SCALE_BYTES",
+    "BaseShape",
+    "ModuleKind",
+    "ModuleShare",
+    "PageShape",
+    "TargetModule",
+]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element, by dtype, of adapters."""
@@ -33,6 +42,17 @@ class ModuleKind(Enum):
     """A product by a bare weight whose outputs choose a row's experts."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleShare:
+    """The part of a module's A and B that this one of several devices holds.
+
+    Runs are (first, one past the last), in order; the last may reach beyond the matrix, whose numbers are zeros there.
+    """
+
+    columns: tuple[tuple[int, int], ...]  # runs of A's columns
+    rows: tuple[tuple[int, int], ...]  # runs of B's rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetModule:
     """A module that an adapter may change.
@@ -54,6 +74,19 @@ class TargetModule:
     token_axis: int = field(default=1, repr=False)  # axis of the tokens in a norm's output
     # Experts, each with a pair of its own; the pairs lie one behind the other as one of their ranks together.
     num_experts: int = field(default=1, repr=False)
+    # What this device holds of an adapter's weights, where several share them; ``None`` for all. ``in_features`` and
+    # ``out_features`` are the module's own, ``offset`` is that in the output here.
+    share: ModuleShare | None = field(default=None, repr=False)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of A here."""
+        return self.in_features if self.share is None else sum(stop - first for first, stop in self.share.columns)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of B here."""
+        return self.out_features if self.share is None else sum(stop - first for first, stop in self.share.rows)
 
     @property
     def turn(self) -> tuple[int, int]:

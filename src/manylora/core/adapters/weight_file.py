@@ -108,11 +108,20 @@ class WeightFile:
 
 def least_bytes(weights: Iterable[ModuleWeights]) -> int:
     """Return the least memory that weights take in any type, in bytes; costs no layout."""
-    return LEAST_ELEMENT_BYTES * sum(w.rank * (w.module.in_features + w.module.out_features) for w in weights)
+    return LEAST_ELEMENT_BYTES * sum(w.rank * (w.module.num_columns + w.module.num_rows) for w in weights)
 
 
-def check_size(name: str, weights: Iterable[ModuleWeights], base: BaseShape, max_pages: int | None) -> None:
-    """Raise ``AdapterError`` if weights need more than ``max_pages`` of a base in any type; costs no layout."""
+def check_size(name: str, weights: Sequence[ModuleWeights], base: BaseShape, max_pages: int | None) -> None:
+    """Raise ``AdapterError`` if weights need more than ``max_pages`` of a base in any type; costs no layout.
+
+    It is raised as well for what devices that share an adapter cannot settle: each has a part of the base alone.
+    """
+    for w in weights:
+        if w.module.share is not None and (w.vectors or w.replaces):
+            what = next(iter(w.vectors)).value if w.vectors else "new weight"
+            raise AdapterError(
+                name, f"module {w.module.name!r} has a {what}, which is not supported with --tensor-parallel-size"
+            )
     if max_pages is None:
         return
     least = least_bytes(weights)

@@ -17,12 +17,13 @@ For comparisons, with another order of additions::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from manylora.core.errors import ConfigError
+from manylora.execution.collectives import LORA, Collectives
 from manylora.execution.kernels.cpu.support import CompiledKernels, find_compiled
 from manylora.execution.kernels.linear import linear
 from manylora.execution.kernels.triton.support import find_triton
@@ -37,6 +38,7 @@ __all__ = [
     "LORA_KERNELS",
     "TABLE_KERNELS",
     "LoraKernel",
+    "SharedKernel",
     "add_embedding",
     "apply_grouped",
     "apply_naive",
@@ -88,14 +90,58 @@ def apply_ragged(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
     (apply_grouped if is_product else apply_padded)(x, out, parts)
 
 
+class SharedKernel:
+    """A ``LoraKernel`` for workers that share adapters: each has 1/N of the columns of A and of the rows of B.
+
+    ::
+
+        columns of x here -> A -> sum over the workers, [rows, rank] -> B -> columns of the output here
+
+    The input of a linear that is divided by inputs has these columns alone; of others they are taken.
+
+    Args:
+        workers: The workers.
+        is_by_table: Whether the kernel finds weights by table.
+    """
+
+    def __init__(self, workers: Collectives, *, is_by_table: bool) -> None:
+        self._workers = workers
+        self._is_by_table = is_by_table
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
+        """Add the LoRA of every part."""
+        if self._is_by_table and parts.tables is not None and parts.span is not None:
+            own = self._own(x, parts.span.in_features)
+            parts.tables().apply(own, out, parts.span, lambda partials: self._workers.sum(partials, LORA))
+            return
+        x = self._own(x, parts.parts[0].weights.layout.in_features)
+        shrunk = _sum_over(self._workers, [_shrink(x[part.start : part.stop], part.weights) for part in parts.parts])
+        for part, sums in zip(parts.parts, shrunk, strict=True):
+            _expand(sums, out[part.start : part.stop], part.weights)
+
+    def _own(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the columns of ``x`` ``[rows, in]`` that A has here."""
+        return x if x.shape[1] == width else x.narrow(1, self._workers.rank * width, width)
+
+
+def _sum_over(workers: Collectives, shrunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return each part's ``x A^T`` ``[rows, rank]`` of all workers, added up in one call."""
+    flat = workers.sum(torch.cat([sums.flatten() for sums in shrunk]), LORA)
+    parts = flat.split([sums.numel() for sums in shrunk])
+    return [part.view_as(sums) for part, sums in zip(parts, shrunk, strict=True)]
+
+
 def _apply(x: torch.Tensor, out: torch.Tensor, weights: ResidentGroup) -> None:
-    shrunk = _shrink(x, weights)
+    _expand(_shrink(x, weights), out, weights)
+
+
+def _expand(shrunk: torch.Tensor, out: torch.Tensor, weights: ResidentGroup) -> None:
     for module in weights.modules:
         for piece in module.b:
             num_rows, num_cols = piece.weight.shape
             first = module.row + piece.row
             target = out[:, module.offset + piece.col : module.offset + piece.col + num_cols]
-            target.addmm_(shrunk[:, first : first + num_rows], piece.weight.to(x.dtype))
+            target.addmm_(shrunk[:, first : first + num_rows], piece.weight.to(out.dtype))
 
 
 def _shrink(x: torch.Tensor, weights: ResidentGroup) -> torch.Tensor:
@@ -149,31 +195,30 @@ def apply_naive(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
 
 
 def add_embedding(
-    parts: GroupParts, token_ids: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | float | None
+    parts: GroupParts,
+    token_ids: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor | float | None,
+    workers: Collectives | None = None,
 ) -> None:
     """Add an embedding's LoRA: A ``[rank, vocab]`` is gathered at the tokens, then multiplied by B^T.
 
     ``out`` ``[rows, hidden]`` is added into. ``scale``, the factor of the base embedding's output (Gemma), applies to
-    LoRA too, as in PEFT.
+    LoRA too, as in PEFT. Workers that share the adapter each gather their own tokens.
     """
+    shrunk = []
     for part in parts.parts:
         tokens = token_ids[part.start : part.stop]
-        rows = out[part.start : part.stop]
-        shrunk = out.new_zeros(part.stop - part.start, part.weights.rank)
+        sums = out.new_zeros(part.stop - part.start, part.weights.rank)
         for piece in part.weights.a:
             num_rows, num_cols = piece.weight.shape
             column = tokens - piece.col
             inside = (column >= 0) & (column < num_cols)
             gathered = piece.weight[:, column.clamp(0, num_cols - 1)].t().to(out.dtype)
-            shrunk[:, piece.row : piece.row + num_rows] += torch.where(inside[:, None], gathered, 0)
-        if scale is not None:
-            shrunk = shrunk * scale
-        for module in part.weights.modules:
-            for piece in module.b:
-                num_rows, num_cols = piece.weight.shape
-                first = module.row + piece.row
-                start = module.offset + piece.col
-                rows[:, start : start + num_cols] += shrunk[:, first : first + num_rows] @ piece.weight.to(out.dtype)
+            sums[:, piece.row : piece.row + num_rows] += torch.where(inside[:, None], gathered, 0)
+        shrunk.append(sums if scale is None else sums * scale)
+    for part, sums in zip(parts.parts, shrunk if workers is None else _sum_over(workers, shrunk), strict=True):
+        _expand(sums, out[part.start : part.stop], part.weights)
 
 
 LORA_KERNELS: dict[str, LoraKernel] = {

@@ -5,7 +5,7 @@ The kernels are in ``kernels/triton/lora.py``, the layouts of the tables in ``st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -180,15 +180,28 @@ class StepTables:
             BLOCKS=power_of_two(self.room.num_blocks),
         )
 
-    def apply(self, x: torch.Tensor, out: torch.Tensor, span: GroupSpan) -> None:
-        """Add the LoRA of inputs ``x`` ``[rows, in]`` into ``out`` ``[rows, out]``, for one group."""
+    def apply(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        span: GroupSpan,
+        between: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
+        """Add the LoRA of inputs ``x`` ``[rows, in]`` into ``out`` ``[rows, out]``, for one group.
+
+        ``between``, of workers that share the adapters, gets the sums ``x A^T`` before they meet B.
+        """
         from manylora.execution.kernels.triton import lora as triton_lora
 
         assert x.stride(1) == 1 and out.stride(1) == 1, f"rows must be contiguous: {x.stride()}, {out.stride()}"
         assert x.dtype == self._space.pool.dtype == out.dtype
         is_prompt = self._block_rows == PROMPT_ROWS
         wide = x.dtype.itemsize == 2
-        splits = 1 if is_prompt else min(self._splits, power_of_two(span.in_features // SPLIT_COLUMNS))
+        splits = (
+            1
+            if is_prompt or between is not None
+            else min(self._splits, power_of_two(span.in_features // SPLIT_COLUMNS))
+        )
         block_k = 64 if is_prompt else 256 if wide else 128
         block_n = 128 if is_prompt or not wide else 256
         columns = self._space.columns(span, block_n)
@@ -206,6 +219,8 @@ class StepTables:
         triton_lora.shrink[(-(-programs // splits), splits)](
             x, x.stride(0), pages, self._step, *work, self._sizes, *group, *partials, **options, BLOCK_K=block_k
         )
+        if between is not None:
+            between(self._partials[: self.room.max_planes])
         blocks = (columns, columns.shape[0], span.index, self._parts, self._parts.stride(0))
         triton_lora.expand[(programs,)](
             *(out, out.stride(0), pages, self._step, self._sizes, *blocks, *partials),

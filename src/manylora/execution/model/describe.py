@@ -109,10 +109,10 @@ def _input_of(linear: TargetModule) -> TargetModule:
 
 def _targets(
     name: str, module: nn.Module, probe: ModelProbe, embedding: nn.Module
-) -> Iterator[tuple[str, ModuleKind, dict[str, int]]]:
+) -> Iterator[tuple[str, ModuleKind, dict[str, Any]]]:
     """Yield the targets that a module is or has: the rest of their names, their kinds and sizes."""
 
-    def sizes(inputs: int, outputs: int, **more: int) -> dict[str, int]:
+    def sizes(inputs: int, outputs: int, **more: int) -> dict[str, Any]:
         return {"in_features": inputs, "out_features": outputs, **more}
 
     if name in probe.experts and (found := expert_sizes(module)) is not None:

@@ -86,7 +86,7 @@ def gather(loaded: LoadedModel, precision: Precision, device: torch.device) -> t
     """
     model = loaded.model
     if (checkpoint := loaded.checkpoint) is not None:
-        own = {name: precision.keep_numbers(checkpoint.linear(name)) for name in checkpoint.names}
+        own = {name: precision.keep_numbers(loaded.read(name)) for name in checkpoint.names}
         model.load_state_dict(own, strict=False, assign=True)
         model.tie_weights()  # type: ignore[operator]
         model.requires_grad_(False)
@@ -234,7 +234,7 @@ class _Source:
         name = next((name for name in names if name in stored), names[0])
         weight: Stored = self._tensors[name].detach()
         if self._files is not None and name in stored:
-            weight = self._files.linear(name)
+            weight = self._loaded.read(name)
             self._num_read += weight.nbytes if isinstance(weight, torch.Tensor) else weight.codes.nbytes
         self._check_finite(name, weight)
         return weight

@@ -19,10 +19,13 @@ from transformers.utils import logging as transformers_logging
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.execution.attention.call import ATTENTION_NAME, register_attention
+from manylora.execution.checkpoint.codes import Codes
 from manylora.execution.checkpoint.files import CheckpointFiles, find_gguf, hide_load_report, is_gguf
 from manylora.execution.checkpoint.open import Checkpoint, open_checkpoint, read_config
+from manylora.execution.collectives import Collectives
 from manylora.execution.device import find_device
 from manylora.execution.model.probe import ModelProbe, probe_model, stand_ins
+from manylora.execution.model.share import ModelShare, share_config
 
 __all__ = ["LoadedModel", "auto_class", "context_limit", "load_model", "load_skeleton"]
 
@@ -54,6 +57,15 @@ class LoadedModel:
     device: torch.device
     checkpoint: Checkpoint | None = None  # the files that its weights, which are missing, are to be read from
     place: Callable[[str], str] | None = None  # returns the file of a weight that was read, by its name
+    share: ModelShare | None = (
+        None  # the part of the model that this one of several workers has; ``model`` is that part
+    )
+
+    def read(self, name: str) -> Codes | torch.Tensor:
+        """Return a weight of the checkpoint as it is stored; as ``Checkpoint.linear``."""
+        assert self.checkpoint is not None
+        weight = self.checkpoint.linear(name)
+        return weight if self.share is None else self.share.cut(name, weight)
 
     def probe(self) -> ModelProbe:
         """Find out how the model behaves, without its weights.
@@ -66,8 +78,8 @@ class LoadedModel:
             return probe_model(self.model, architecture=config.model_type, num_layers=config.num_hidden_layers)
 
 
-def load_model(config: ModelConfig) -> LoadedModel:
-    """Open the base model, whose weights are read one at a time later.
+def load_model(config: ModelConfig, workers: Collectives | None = None) -> LoadedModel:
+    """Open the base model, whose weights are read one at a time later; of several workers, this one's share of it.
 
     Weights that transformers merges while it loads them (experts) are read into main memory here.
 
@@ -78,8 +90,12 @@ def load_model(config: ModelConfig) -> LoadedModel:
     checkpoint = open_checkpoint(
         config.model, config.revision, trust_remote_code=config.trust_remote_code, build=builder.build
     )
+    part, share = checkpoint.skeleton, None
+    if workers is not None:
+        part = builder.build(share_config(checkpoint.config, workers.size))
+        share = ModelShare.of(checkpoint.skeleton, part, workers.rank, workers.size)
     if checkpoint.is_plain:
-        return builder.loaded(checkpoint.skeleton, checkpoint=checkpoint)
+        return builder.loaded(part, checkpoint=checkpoint, share=share)
     checkpoint.close()
     if checkpoint.is_quantised:
         raise ConfigError(
@@ -103,7 +119,11 @@ def load_model(config: ModelConfig) -> LoadedModel:
         files.check_loaded(model, differences)
         return model
 
-    return builder.loaded(builder.build(checkpoint.config, read), place=files.place)
+    model = builder.build(checkpoint.config, read)
+    if share is not None:
+        share.fill(part, model)
+        model = part
+    return builder.loaded(model, place=files.place, share=share)
 
 
 def load_skeleton(config: ModelConfig) -> LoadedModel:
@@ -194,7 +214,12 @@ class _Builder:
         return model
 
     def loaded(
-        self, model: Any, *, checkpoint: Checkpoint | None = None, place: Callable[[str], str] | None = None
+        self,
+        model: Any,
+        *,
+        checkpoint: Checkpoint | None = None,
+        place: Callable[[str], str] | None = None,
+        share: ModelShare | None = None,
     ) -> LoadedModel:
         """Return a model that was built, without the parts that text does not use."""
         _make_linears(model)
@@ -209,6 +234,7 @@ class _Builder:
             device=self._device,
             checkpoint=checkpoint,
             place=place,
+            share=share,
         )
 
 

@@ -27,6 +27,7 @@ from torch import nn
 
 from manylora.core.adapters.shape import INPUT, BaseShape, ModuleKind, TargetModule
 from manylora.core.errors import ConfigError
+from manylora.execution.collectives import Collectives
 from manylora.execution.kernels.linear import BaseLinear, Weight
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import add_embedding
@@ -107,6 +108,8 @@ class AdaptedEmbedding(nn.Module):
         self._step = step
         self._scale = getattr(embedding, "embed_scale", None)
         self._table = table
+        self._first = 0  # the first token here, where workers divide the table
+        self._workers: Collectives | None = None
         if table is not None:
             embedding.padding_idx = None  # a token's place, which concerns training alone
             nothing = torch.zeros(0, embedding.embedding_dim, device=table.device)
@@ -116,6 +119,10 @@ class AdaptedEmbedding(nn.Module):
     def weight(self) -> Weight:
         """The table: a tied head shares it."""
         return self.base.weight if self._table is None else self._table
+
+    def divide(self, first: int, workers: Collectives) -> None:
+        """Hold the rows from token ``first`` on; the vectors of other tokens come from the other workers."""
+        self._first, self._workers = first, workers
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' vectors plus each row's adapter."""
@@ -128,14 +135,22 @@ class AdaptedEmbedding(nn.Module):
             if parts.wait is not None:
                 parts.wait()
             assert step.token_ids is not None
-            add_embedding(parts, step.token_ids, rows, self._scale)
+            add_embedding(parts, step.token_ids - self._first, rows, self._scale, self._workers)
         if reply is not None:
             reply.add_to(rows, self._scale)
         if parts is not None or reply is not None:
             apply_epilogue(rows, None, parts, reply)
-        return out
+        return out if self._workers is None else self._workers.sum(out)
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._workers is None:
+            return self._rows_at(token_ids)
+        places = token_ids - self._first
+        last = self.weight.shape[0] - 1
+        is_here = (places >= 0) & (places <= last)
+        return self._rows_at(places.clamp(0, last)) * is_here[..., None]
+
+    def _rows_at(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._table is None:
             return cast(torch.Tensor, self.base(token_ids))
         tokens = token_ids.flatten()
@@ -229,7 +244,7 @@ def adapt_modules(
         elif len(members) > 1:
             base = _base_linear(weights, group)
             own[group] = BaseGroup(base.weights, base.bias)
-            fused = FusedLinear(base, [member.out_features for member in members], group, step)
+            fused = FusedLinear(base, [member.num_rows for member in members], group, step)
             for index, member in enumerate(members):
                 model.set_submodule(member.name, FusedPart(fused, index, is_owner=index == 0))
         else:

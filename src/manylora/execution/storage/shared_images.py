@@ -48,7 +48,9 @@ class PublishedFolder:
     def __init__(self, path: Path, rules: ReadRules) -> None:
         self.offered: int | None = None  # the descriptor of the image that this engine packed
         self._note = path / NOTE
-        self._rules = repr((rules.base.fingerprint, rules.base.page, rules.asked_dtype))
+        self._rules = repr(
+            (rules.base.fingerprint, rules.base.page, rules.asked_dtype, [one.share for one in rules.base.modules[:1]])
+        )
         self._max_pages = math.inf if rules.max_pages is None else rules.max_pages
 
     def find(self) -> tuple[Packed, int] | None:

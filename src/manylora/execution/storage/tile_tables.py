@@ -80,8 +80,8 @@ class GroupDirectory:
             if module.kind not in (ModuleKind.EMBEDDING, ModuleKind.EXPERTS):
                 members = modules.setdefault(module.group, [])
                 places[module.name] = (module.group, len(members))
-                members.append((module.offset, module.out_features))
-                inputs[module.group] = module.in_features
+                members.append((module.offset, module.num_rows))
+                inputs[module.group] = module.num_columns
         groups = {
             name: GroupSpan(index, inputs[name], tuple(members))
             for index, (name, members) in enumerate(modules.items())

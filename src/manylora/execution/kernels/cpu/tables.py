@@ -190,7 +190,7 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
         for part in group.modules:
             begin = part.module.offset
             lines += [line(run, row=part.row, begin=begin, start=total, cost=part.rank) for run in merge_tiles(part.b)]
-            total += -(-part.module.out_features // UNIT) * part.rank
+            total += -(-part.module.num_rows // UNIT) * part.rank
         expand.append(lines)
         of_group = [(kind, part, tiles) for part in group.modules for kind, tiles in part.vectors]
         of_group.sort(key=lambda one: not one[0].is_factor)
@@ -203,7 +203,7 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
         )
         expand_costs.append(total)
     sizes = [
-        group.rank * group.in_features + sum(part.rank * part.module.out_features for part in group.modules)
+        group.rank * group.in_features + sum(part.rank * part.module.num_rows for part in group.modules)
         for group in groups.values()
     ]
     return TableTemplate(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manylora.core.config import EngineConfig
+from manylora.core.errors import ConfigError
 from manylora.core.server_config import FleetConfig
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.hosting.ray.cluster import engine_resources
@@ -24,6 +25,9 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
     for. The step log of engine 1 has ``.1`` before its suffix; the request log is one file.
     """
     num, part = fleet.num_places, engine.memory.gpu_memory_utilization
+    if fleet.ray is not None and engine.model.tensor_parallel_size > 1:
+        size = engine.model.tensor_parallel_size
+        raise ConfigError(f"Got tensor_parallel_size = {size}, ray = {fleet.ray!r}, expected one of them")
     if fleet.ray is None and num == 1 and fleet.devices is None:
         return [EngineSpec(config=engine, served_name=served_name, builder=builder)]
     named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
