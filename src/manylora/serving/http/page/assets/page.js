@@ -291,6 +291,7 @@ function openLife(name, opener) {
   const canChange = latest.route ? latest.route.manages_adapters : !isFunctions();
   for (const id of ["warm", "pin"]) $(id).hidden = !canChange || Boolean(latest.route);
   $("unload").hidden = !canChange;
+  $("story").hidden = Boolean(latest.route); // its backends know it
   $("facts").replaceChildren();
   $("life").showModal();
   readLife();
