@@ -12,7 +12,7 @@ import random
 from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation
 from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
 
-DIGEST = "38422f759c81626d50af012a72432bae"
+DIGEST = "5f363ede686f12e872bff158756ed8d8"
 
 
 def simulate() -> FunctionsRun:
@@ -30,7 +30,7 @@ def simulate() -> FunctionsRun:
             )
         )
     adapters = tuple(AdapterSpec(name=f"f{index}", rank=8 << index % 3) for index in range(8))
-    setup = FunctionsSetup(num_nodes=1, keep_alive_s=20.0)
+    setup = FunctionsSetup(num_nodes=1, keep_alive_s=20.0, joins=False, rents=False, preload_copies="node")
     return FunctionsSimulation(Workload(name="golden", requests=tuple(requests), adapters=adapters), setup).run()
 
 

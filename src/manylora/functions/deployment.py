@@ -122,12 +122,13 @@ class NodeSpec(_Table, frozen=True, kw_only=True):
 
     Args:
         memory_bytes: Memory for backbones, zygotes and functions; ``None`` for most of the memory that is available.
-        keep_alive_s: Seconds without a request after which a function's process ends.
+        keep_alive_s: Seconds without a request after which a function's process ends; ``None`` for as long as the rent
+            of the machine is worth the start that it saves.
         preload: Whether the controller decides what is held ready.
     """
 
     memory_bytes: Bytes | None = None
-    keep_alive_s: Seconds = 60.0
+    keep_alive_s: Seconds | None = None
     preload: bool = True
 
 

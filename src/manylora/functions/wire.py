@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from manylora.core.config import ServerConfig
-from manylora.functions.decisions.billing import Usage
+from manylora.functions.decisions.billing import PriceList, Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.serving.metrics.status_report import FunctionName, FunctionState
 
@@ -114,6 +114,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         generation: Generation of the functions.
         functions: The node's functions; ``None`` if the agent has this generation.
         hold: Names of artefacts to hold ready (`decisions/placement.py`).
+        prices: Rents, and the price of waiting, by which functions are kept awake.
         api_keys: Keys of the HTTP server in front of the functions, if the agent was started without.
         admin_key: Key of their administrators.
     """
@@ -124,6 +125,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backbones: dict[str, BackboneSpec]
     functions: dict[str, FunctionSpec] | None = None
     hold: list[str] = []
+    prices: PriceList = PriceList()
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
 

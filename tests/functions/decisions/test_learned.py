@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from manylora.functions.decisions.batching import RATE_WINDOW_S, FirstTokenFit, FirstTokenTime, RequestRate
-from manylora.functions.decisions.billing import PLATFORM, MachineState, Usage, UsageMeter
+from manylora.functions.decisions.billing import PLATFORM, MachineState, PriceList, Usage, UsageMeter
+from manylora.functions.decisions.keeping import IdleGaps, num_devices_worth
 from manylora.functions.decisions.placement import HoldingCost, Wanted, revise_holding
 
 
@@ -59,11 +62,66 @@ def test_what_is_held_is_most_value_with_all_that_it_needs() -> None:
         ),
     ]
     backbones = {"b": (base, libraries)}
-    held = revise_holding((), wanted, backbones, 193)
+    prices = PriceList()
+    held = revise_holding((), wanted, backbones, 193, prices)
     assert held == {"backbone:b", "libraries:b", "adapter:busy", "adapter:calm", "process:busy"}
-    assert revise_holding((), wanted, backbones, 99) == frozenset()
+    assert revise_holding((), wanted, backbones, 99, prices) == frozenset()
     equal = [replace(one, requests_per_s=1.0 + 0.01 * (one.name == "calm")) for one in wanted[:2]]
-    assert revise_holding(held, equal, backbones, 193) == held  # another choice is worth little more
-    alone = revise_holding(held, equal[1:], backbones, 193)
+    assert revise_holding(held, equal, backbones, 193, prices) == held  # another choice is worth little more
+    alone = revise_holding(held, equal[1:], backbones, 193, prices)
     assert alone == {"backbone:b", "libraries:b", "adapter:calm", "process:calm"}
-    assert not revise_holding(held, wanted, backbones, 99)  # no longer fits
+    assert not revise_holding(held, wanted, backbones, 99, prices)  # no longer fits
+
+
+def test_what_is_held_is_worth_its_rent() -> None:
+    """Processes only if the device is worth keeping for them together; nothing whose memory is dearer than its load."""
+    sizes = {"adapter": HoldingCost(1, 0.1), "process": HoldingCost(10**8, 0.3)}
+    wanted = [Wanted(name=name, backbone="b", requests_per_s=0.01, **sizes) for name in ("x", "y")]
+    backbones = {"b": (HoldingCost(10**9, 10.0), HoldingCost(10**8, 5.0))}
+    prices = PriceList(wait_s=0.02)
+    device_s = prices.even_s(0.4)
+    assert device_s == pytest.approx(0.4 * 0.02 / (7e-6 * 48))
+    all_needs = {"backbone:b", "libraries:b", "adapter:x", "adapter:y"}
+    assert 0.02 * device_s < 1.0
+    assert revise_holding((), wanted, backbones, 2 * 10**9, prices) == all_needs
+    often = [replace(one, requests_per_s=0.03) for one in wanted]
+    assert revise_holding((), often, backbones, 2 * 10**9, prices) == {*all_needs, "process:x", "process:y"}
+    assert not revise_holding((), wanted, backbones, 2 * 10**9, PriceList(wait_s=1e-6))
+
+
+def test_a_device_is_kept_for_what_would_have_cost_least() -> None:
+    gaps = IdleGaps()
+    assert gaps.keep_s(10.0) == 10.0  # nothing is known: at most twice the cost of the best choice in hindsight
+    for _ in range(8):
+        gaps.note(30.0)
+    assert gaps.keep_s(10.0) == 0.0  # every gap is longer than a start is worth
+    assert gaps.keep_s(40.0) == pytest.approx(33.0)
+    gaps = IdleGaps()
+    for gap_s in (1.0, 2.0, 3.0, 500.0) * 4:
+        gaps.note(gap_s)
+    assert gaps.keep_s(10.0) == pytest.approx(3.3)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.floats(0.01, 1000.0), min_size=4, max_size=20), st.floats(0.1, 300.0))
+def test_keeping_costs_at_most_what_any_other_time_would_have(seen: list[float], even_s: float) -> None:
+    """Over the gaps that are known, and up to the tenth by which it keeps longer."""
+    gaps = IdleGaps()
+    for one in seen:
+        gaps.note(one)
+
+    def cost(keep_s: float) -> float:
+        return sum(one if one <= keep_s else keep_s + even_s for one in seen)
+
+    kept_s = gaps.keep_s(even_s)
+    assert cost(kept_s) <= 1.1 * min(map(cost, [0.0, *(one for one in seen if one <= 4.0 * even_s)])) + 1e-6
+
+
+def test_devices_are_opened_while_one_more_is_worth_it() -> None:
+    assert num_devices_worth([0.2, 0.2], 0.0, 100.0) == 0
+    assert num_devices_worth([0.2, 0.2], 0.4, 2.0) == 0  # less than one request in the time that a start is worth
+    assert num_devices_worth([0.2, 0.2], 0.4, 3.0) == 1
+    both_busy = [0.5, 0.5, 0.5]
+    # One device is found busy by 7 in 8 requests, two by 4 in 8: 0.4 x 0.875 x 3 > 1 > 0.4 x 0.5 x 3.
+    assert num_devices_worth(both_busy, 0.4, 3.0) == 2
+    assert num_devices_worth(both_busy, 0.4, 1e9) == 3  # a function's requests join each other

@@ -19,7 +19,7 @@ from manylora.core.config import ModelConfig, ServerConfig
 from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError, ModelNotFound
 from manylora.core.isolation import Measure
 from manylora.core.types import Request
-from manylora.functions.decisions.billing import PLATFORM, Usage
+from manylora.functions.decisions.billing import PLATFORM, PriceList
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.functions.node import accounts as accounts_module
 from manylora.functions.node import instance as instance_module
@@ -225,9 +225,7 @@ def test_a_failed_start_is_told_to_all_and_not_tried_at_once(tmp_path: Path, mon
     run(scenario)
 
 
-def test_a_function_that_is_held_ready_is_charged_to_the_platform(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_pays_for_being_held_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         monkeypatch.setattr(node_module, "TICK_S", 0.0)
         used_ns = 1000
@@ -244,15 +242,43 @@ def test_a_function_that_is_held_ready_is_charged_to_the_platform(
             await asyncio.sleep(0)
         await settle()
         _, accounts = rig.node.take()
-        assert [one.name for one in accounts] == [PLATFORM]  # its start as well
+        own = {one.name: one.usage for one in accounts}["a"]  # its start as well
+        assert own.idle_device_ns > 0 and own.cpu_ns == 1000
         used_ns = 1700
         await settle()
         _, accounts = rig.node.take()
-        assert {one.name: one.usage for one in accounts}["a"] == Usage(cpu_ns=700)  # it works without a request
+        assert {one.name: one.usage for one in accounts}["a"].cpu_ns == 700  # it works without a request
         rig.node.configure({}, None, NodeSpec(keep_alive_s=0.0), ())
         while rig.node.functions["a"].phase is not FunctionPhase.ASLEEP:
             await asyncio.sleep(0)
         assert rig.num_launches == 1
+        living.cancel()
+
+    run(scenario)
+
+
+def test_functions_are_kept_while_the_device_is_worth_its_rent_or_another_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(node_module, "TICK_S", 0.0)
+        rig = Rig(tmp_path, monkeypatch)
+        living = asyncio.create_task(rig.node.run())
+        dear, cheap = PriceList(wait_s=1e9), PriceList(wait_s=1e-9, host_gb_s=0.0)
+        rig.node.configure({}, None, NodeSpec(), (), dear)
+        for name in ("a", "b"):
+            await rig.ask(name, name)
+        rig.finish("a")
+        rig.finish("b")
+        await settle()
+        assert [rig.node.functions[name].phase for name in ("a", "b")] == [FunctionPhase.AWAKE] * 2
+        rig.node.configure({}, None, NodeSpec(), (), cheap)
+        await rig.ask("a", "2")
+        await settle()
+        assert rig.node.functions["b"].phase is FunctionPhase.AWAKE  # the one that runs pays for the device
+        rig.finish("a")
+        while any(rig.node.functions[name].phase is not FunctionPhase.ASLEEP for name in ("a", "b")):
+            await asyncio.sleep(0)
         living.cancel()
 
     run(scenario)

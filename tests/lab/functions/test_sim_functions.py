@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.core.errors import ConfigError
-from manylora.functions.decisions.billing import PLATFORM
+from manylora.functions.decisions.billing import PLATFORM, PriceList
 from manylora.lab.costs.idle import time_on_idle_engine
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation, LoadTimes
@@ -23,6 +23,8 @@ SEVEN = {"models": ("llama-2-7b",), "slo_s": (2.5,)}
 NO_HOST_TIME = LoadTimes(first_step_s=0.0)
 ALONE = {**SEVEN, "always_on": 1, "joins": True, "batching": "fixed", "preloads": (), "loads": NO_HOST_TIME}
 LOADS = LoadTimes()
+PUBLISHED = {"joins": False, "rents": False, "preload_copies": "node", "keep_alive_s": 300.0}
+"""The settings of ServerlessLoRA, where tests are about what it does."""
 
 
 def workload(*requests: tuple[float, int, int, int], num_functions: int = 1) -> Workload:
@@ -44,7 +46,7 @@ def poisson(rate: float, num: int, num_functions: int) -> Workload:
 
 
 def run(requests: Workload, **changes: Any) -> FunctionsRun:
-    return FunctionsSimulation(requests, FunctionsSetup(**changes)).run()
+    return FunctionsSimulation(requests, FunctionsSetup(**{**PUBLISHED, **changes})).run()
 
 
 def ttft(call: Call) -> float:
@@ -149,13 +151,45 @@ def test_a_process_ends_with_its_keep_alive() -> None:
     assert [bool(one.waited_s) for one in calls] == [True, False, True]
 
 
-def test_a_function_that_sleeps_costs_nothing() -> None:
-    """Held ready or not, its memory and the idle device are the platform's."""
-    found = run(workload((100.0, 0, 60, 20), (4000.0, 0, 60, 20), num_functions=2), **SEVEN, keep_alive_s=60.0)
-    assert "f1" not in found.accounts
-    assert found.accounts["f0"].idle_device_ns < 130e9
-    assert found.accounts[PLATFORM].device_byte_ns > 0
-    check(found)
+def test_a_device_that_holds_something_is_paid_by_the_functions_it_is_held_for() -> None:
+    """Also while all of them sleep; the platform pays for devices that hold nothing, and for no memory."""
+    requests = workload((100.0, 0, 60, 20), (4000.0, 0, 60, 20), num_functions=2)
+    held = run(requests, **SEVEN, keep_alive_s=60.0)
+    kept = held.accounts["f0"].idle_device_ns + held.accounts["f0"].active_device_ns
+    assert kept > 4000e9  # a device of each node, while there is a rate
+    assert "f1" not in held.accounts  # nothing is held for a function without requests
+    bare = run(requests, **SEVEN, keep_alive_s=60.0, preloads=())
+    assert bare.accounts["f0"].idle_device_ns < 160e9
+    for found in (held, bare):
+        assert found.accounts[PLATFORM].device_byte_ns == 0
+        check(found)
+
+
+def test_a_device_is_let_go_when_its_rent_exceeds_the_start_that_it_saves() -> None:
+    """By the ski rental at first; once the gaps are known to be longer than that, at once."""
+    prices = PriceList(wait_s=0.01)
+    ours = {**SEVEN, "joins": True, "rents": True, "preload_copies": "load", "keep_alive_s": None, "prices": prices}
+    found = run(workload(*((100.0 + 200.0 * index, 0, 60, 20) for index in range(8))), **ours)
+    weights = RooflineCost("llama-2-7b", "l40s").dims.weight_bytes
+    adapter = found.functions[0].adapter_bytes
+    copies_s = (weights + adapter) / LOADS.link_bytes_per_s
+    start_s = copies_s + LOADS.adapter_s + LOADS.kernels_s + LOADS.context_s
+    even_s = prices.even_s(start_s)
+    assert even_s == pytest.approx(start_s * 0.01 / (7e-6 * 48))
+    idle = found.accounts["f0"].idle_device_ns / 1e9
+    assert idle == pytest.approx(4 * even_s + 8 * start_s, abs=12.0)  # four gaps until the history counts
+    busy = run(workload(*((100.0 + 20.0 * index, 0, 60, 20) for index in range(40))), **ours)
+    assert sum(bool(one.waited_s) for one in busy.calls) == 1  # gaps that are worth it are kept
+
+
+def test_a_batch_shares_a_ready_device_rather_than_open_one() -> None:
+    """While that answers sooner than a cold start and its rent; with dear waiting the second device is opened."""
+    requests = workload((100.0, 0, 60, 100), (100.5, 1, 60, 100), num_functions=2)
+    ours = {**SEVEN, "joins": True, "rents": True, "preload_copies": "load", "keep_alive_s": None}
+    shared = run(requests, **ours, prices=PriceList(wait_s=0.002))
+    assert not shared.calls[1].waited_s or shared.counts["starts"] == 1
+    sizes = {len(device) for device in (shared.accounts["f0"], shared.accounts["f1"])}
+    assert sizes == {5}
 
 
 def test_a_batch_waits_by_its_window() -> None:
@@ -202,9 +236,10 @@ SYSTEMS = st.fixed_dictionaries(
         "patience": st.sampled_from([0.0, 0.5, 1.0]),
         "batch_size": st.sampled_from([1, 3, 64]),
         "batch_delay_s": st.sampled_from([0.0, 0.7]),
-        "keep_alive_s": st.sampled_from([0.0, 5.0, 120.0]),
+        "keep_alive_s": st.sampled_from([0.0, 5.0, 120.0, None]),
+        "rents": st.booleans(),
         "preloads": st.sampled_from([(), ("backbone",), ("libraries", "backbone", "adapter", "kernels")]),
-        "preload_copies": st.sampled_from(["cluster", "node"]),
+        "preload_copies": st.sampled_from(["cluster", "node", "load"]),
         "num_nodes": st.sampled_from([1, 2]),
         "devices_per_node": st.sampled_from([1, 3]),
     }

@@ -234,7 +234,7 @@ class Agent:
             self.drain()
             return
         self._generation = orders.generation
-        self.node.configure(orders.backbones, orders.functions, orders.node, orders.hold)
+        self.node.configure(orders.backbones, orders.functions, orders.node, orders.hold, orders.prices)
 
 
 def _is_decodable(state: FunctionState) -> bool:

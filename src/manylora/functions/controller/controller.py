@@ -52,7 +52,7 @@ class Controller:
     ) -> None:
         self._store = store
         self._backbones = deployment.backbones
-        self._node = deployment.node
+        self._node, self._prices = deployment.node, deployment.prices
         self._now = now
         self._api_keys, self._admin_key = api_keys, admin_key
         store.configure(deployment.functions, deployment.prices)
@@ -109,6 +109,7 @@ class Controller:
             backbones=self._backbones,
             functions=None if is_current else self._functions_of(node),
             hold=sorted(self._hold.get(node, ())),
+            prices=self._prices,
             api_keys=self._api_keys,
             admin_key=self._admin_key,
         )
@@ -144,7 +145,7 @@ class Controller:
                 if self._placements.get(name) == node and name in self._functions
             ]
             held = self._hold.get(node, frozenset())
-            self._hold[node] = revise_holding(held, functions, backbones, view.report.free_bytes)
+            self._hold[node] = revise_holding(held, functions, backbones, view.report.free_bytes, self._prices)
 
     def _functions_of(self, node: str) -> dict[str, FunctionSpec]:
         return {name: spec for name, spec in self._functions.items() if self._placements.get(name) == node}

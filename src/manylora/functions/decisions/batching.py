@@ -75,17 +75,19 @@ class BatchWindow:
         objective_s: Its objective for the first token, in seconds.
         cap: Most requests in a batch, whatever the objective allows; the memory for their KV sets it.
         wait_share: Share of the spare time that a batch waits while it would have the device to itself: 1 is equation
-            3, with 0 it leaves for an idle device at once. On a busy device a batch waits all of its spare time.
+            3, with 0 it leaves for an idle device at once.
+        busy_share: The same on a busy device; 0 where later requests join the batch, so that none is worth waiting for.
     """
 
     time: FirstTokenTime
     objective_s: float
     cap: int
     wait_share: float = 1.0
+    busy_share: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.wait_share <= 1.0:
-            raise ConfigError(f"Got wait_share = {self.wait_share!r}, expected a share from 0 to 1")
+        if not 0.0 <= min(self.wait_share, self.busy_share) <= max(self.wait_share, self.busy_share) <= 1.0:
+            raise ConfigError(f"Got {self.wait_share = }, {self.busy_share = }, expected shares from 0 to 1")
 
     def size_limit(self, num_batches: int = 1) -> int:
         """Return the size at which a batch is full."""
@@ -99,7 +101,7 @@ class BatchWindow:
         if size >= self.size_limit(num_batches):
             return now
         spare_s = self.objective_s - self.time.of(size, num_batches)
-        return max(now, oldest_at + (self.wait_share if num_batches == 1 else 1.0) * spare_s)
+        return max(now, oldest_at + (self.wait_share if num_batches == 1 else self.busy_share) * spare_s)
 
 
 @dataclass(frozen=True, slots=True)

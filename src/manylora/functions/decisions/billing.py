@@ -6,7 +6,8 @@ that the sum over all accounts is the machine's time exactly. The rules:
 * A device's time belongs to the functions that run steps on it, in equal parts while several do. Without any it is
   idle.
 * Idle time, and the bytes of a shared backbone, belong to the functions that are awake on the machine, in equal parts:
-  they are what keeps them there. With none awake they belong to the platform's own account.
+  they are what keeps them there. With none awake they belong to the functions for which the machine is held ready, and
+  to the platform's own account if it holds nothing.
 * A function's own bytes (KV, adapter, context) belong to it.
 * Processor time belongs to the functions that used it; the live platform bears the rest of its machine's.
 
@@ -16,6 +17,7 @@ split is not stated there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,6 +62,15 @@ class Usage(NamedTuple):
         active, idle, cpu, device, host = other
         return Usage(self[0] + active, self[1] + idle, self[2] + cpu, self[3] + device, self[4] + host)
 
+    def parts(self) -> dict[str, Usage]:
+        """Return the parts that have prices of their own, by name."""
+        return {
+            "active": Usage(active_device_ns=self.active_device_ns),
+            "idle": Usage(idle_device_ns=self.idle_device_ns),
+            "cpu": Usage(cpu_ns=self.cpu_ns),
+            "host": Usage(host_byte_ns=self.host_byte_ns),
+        }
+
 
 _ACTIVE, _IDLE, _, _DEVICE_BYTES, _HOST_BYTES = range(len(Usage._fields))
 
@@ -70,11 +81,11 @@ class MachineState:
 
     Args:
         running: Functions that run steps, by device number.
-        awake: Functions with a process on the machine.
+        awake: Functions with a process on the machine, or those for which it is held ready.
         device_bytes: Device memory of its own, by function.
         host_bytes: Host memory of its own, by function.
-        shared_device_bytes: Device memory of shared backbones, each with the functions that are awake on it.
-        shared_host_bytes: Host memory of shared backbones and libraries, each with its functions that are awake.
+        shared_device_bytes: Device memory of shared backbones, each with the functions that keep it.
+        shared_host_bytes: Host memory of shared backbones and libraries, each with the functions that keep it.
     """
 
     num_devices: int = 1
@@ -230,10 +241,19 @@ class PriceList:
     idle_device_gb_s: float = option(0.000007, at_least=0, help="The same, while it is kept ready.")
     cpu_s: float = option(0.000018, at_least=0, help="A processor's second.")
     host_gb_s: float = option(0.000002, at_least=0, help="A second of a gigabyte of host memory.")
+    wait_s: float = option(
+        0.06, above=0, help="A second that a request waits for its first token: never billed, weighed against rent."
+    )
     device_gb: float = option(48.0, at_least=0, help="Gigabytes of a device, by which its time is multiplied.")
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    def even_s(self, saved_s: float, *, host_bytes: int | None = None) -> float:
+        """Return the seconds of rent that so many seconds of waiting are worth: of a device, or of host memory."""
+        device, host = self.idle_device_gb_s * self.device_gb, self.host_gb_s * (host_bytes or 0) / 1e9
+        rent = device if host_bytes is None else host
+        return saved_s * self.wait_s / rent if rent else math.inf
 
     def cost(self, usage: Usage) -> float:
         """Return the price of a usage, in dollars."""

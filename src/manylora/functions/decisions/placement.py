@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from manylora.functions.decisions.artefacts import Artefact, ArtefactKind, MemoryKind, Place, Placed, PreloadProblem
+from manylora.functions.decisions.billing import PriceList
 from manylora.functions.decisions.preload import Preloader
 
 __all__ = [
@@ -51,6 +52,7 @@ class Candidate:
         num_batches: Batches that run there besides this one.
         evicts_bytes: Bytes that idle artefacts of others must give up for it.
         num_functions: Other functions that only this place serves.
+        rent_s: Seconds of waiting that the rent is worth which this choice is expected to add.
     """
 
     place: str
@@ -59,13 +61,14 @@ class Candidate:
     num_batches: int = 0
     evicts_bytes: int = 0
     num_functions: int = 0
+    rent_s: float = 0.0
 
     def order(self, batch_s: float) -> tuple[float, ...]:
         """Return the key by which places are compared, the best first: the seconds until a batch is answered, and ties.
 
         The batch takes ``batch_s`` on a device of its own.
         """
-        answered_s = max(self.load_s, self.wait_s) + (1 + self.num_batches) * batch_s
+        answered_s = max(self.load_s, self.wait_s) + (1 + self.num_batches) * batch_s + self.rent_s
         return answered_s, self.load_s, self.evicts_bytes, self.num_functions
 
 
@@ -127,16 +130,29 @@ def needed_by(function: Wanted, backbone: BackboneCost) -> dict[str, HoldingCost
 
 
 def revise_holding(
-    held: Iterable[str], functions: Iterable[Wanted], backbones: Mapping[str, BackboneCost], free_bytes: int
+    held: Iterable[str],
+    functions: Iterable[Wanted],
+    backbones: Mapping[str, BackboneCost],
+    free_bytes: int,
+    prices: PriceList,
 ) -> frozenset[str]:
     """Return the names of the artefacts that a node is to hold from now on; ``Preloader.revise`` says when they change.
+
+    Those that it is held for pay for an artefact, so only one that is worth its rent is held: the requests that need it
+    are more than one in the time that a start without it is worth. The device is kept ready for all processes together.
 
     Args:
         held: The artefacts of the last decision.
         functions: The node's functions.
         backbones: The cost of each backbone.
         free_bytes: Bytes that artefacts may take.
+        prices: Rents, and the price of waiting.
     """
+
+    def is_worth(one: Artefact) -> bool:
+        num_bytes = one.num_bytes[MemoryKind.HOST]
+        return one.requests_per_s * prices.even_s(one.saves_s[MemoryKind.HOST], host_bytes=num_bytes) > 1.0
+
     functions = [one for one in functions if one.requests_per_s > 0.0 and one.backbone in backbones]
     rates: dict[str, float] = {}
     for one in functions:
@@ -146,10 +162,16 @@ def revise_holding(
         memory, libraries = backbones[name]
         artefacts.append(_artefact("backbone", name, memory, rate, None))
         artefacts.append(_artefact("libraries", name, libraries, rate, hold_name("backbone", name)))
+    saved = sum(one.requests_per_s * _with_adapter(one).took_s for one in functions)
     for one in functions:
         needs = hold_name("libraries", one.backbone)
         artefacts.append(_artefact("adapter", one.name, one.adapter, one.requests_per_s, needs))
-        artefacts.append(_artefact("process", one.name, _with_adapter(one), one.requests_per_s, needs))
+        if prices.even_s(saved) > 1.0:
+            artefacts.append(_artefact("process", one.name, _with_adapter(one), one.requests_per_s, needs))
+    artefacts = [one for one in artefacts if is_worth(one)]
+    for _ in _KINDS:  # without those whose parent is not worth it
+        known = {one.name for one in artefacts}
+        artefacts = [one for one in artefacts if one.parent is None or one.parent in known]
     node = Place(name="node", memory=MemoryKind.HOST, node="node", free_bytes=free_bytes)
     before = frozenset(Placed(name, node.name) for name in held)
     chosen = Preloader(PreloadProblem(tuple(artefacts), (node,))).revise(before, {})

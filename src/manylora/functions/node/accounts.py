@@ -10,13 +10,13 @@ import os
 import time
 from collections.abc import Collection, Iterable
 
-from manylora.functions.decisions.billing import PLATFORM, MachineState, Taken, Usage, UsageMeter
+from manylora.functions.decisions.billing import MachineState, Taken, Usage, UsageMeter
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.instance import FunctionInstance, FunctionPhase
 from manylora.functions.node.readings import cpu_ns
 from manylora.functions.wire import Account
 
-__all__ = ["NodeAccounts", "keep_alive_of", "machine_state"]
+__all__ = ["NodeAccounts", "machine_state"]
 
 
 class NodeAccounts:
@@ -45,16 +45,14 @@ class NodeAccounts:
         self._counts[account] = requests + num_requests, tokens + num_tokens
 
     def read_cpu(self, instance: FunctionInstance) -> None:
-        """Charge the processor time that a function has used since the last reading.
-
-        It is the function's own, also while it is held ready. A start that no request waits for is the platform's.
-        """
+        """Charge the processor time that a function has used since the last reading."""
         pid = instance.pid
         if pid is None or (used := cpu_ns(pid)) is None:
             return
-        account = PLATFORM if instance.phase is FunctionPhase.WAKING and not instance.queue else instance.account
         before = self._cpu_read.get(pid, 0)
-        self._meter.use_cpu(account, used - before if used >= before else used)  # or it is a new process of this number
+        self._meter.use_cpu(
+            instance.account, used - before if used >= before else used
+        )  # or it is a new process of this number
         self._cpu_read[pid] = used
 
     def take(self, pids: Collection[int | None]) -> tuple[Taken, list[Account]]:
@@ -85,44 +83,29 @@ class NodeAccounts:
 
 
 def machine_state(
-    present: Collection[FunctionInstance], hosts: Iterable[BackboneHost], now: float, keep_alive_s: float
+    present: Collection[FunctionInstance],
+    hosts: Iterable[BackboneHost],
+    woken: Collection[FunctionInstance],
+    now: float,
 ) -> MachineState:
-    """Return the payers of the machine's time and memory; functions without a keep-alive have ``keep_alive_s``."""
-    charged = {one: one.account for one in present if _pays(one, now, keep_alive_s)}
+    """Return the payers of the machine's time and memory.
+
+    A function pays for its process from its start to its end, whether a request or an order began it. A backbone
+    without any belongs to those of the ``woken`` functions on it that have had requests lately: it is held for them.
+    """
     own: dict[str, int] = {}
     for one in present:
         if one.phase is not FunctionPhase.WAKING:
-            account = charged.get(one, PLATFORM)
-            own[account] = own.get(account, 0) + one.own_bytes
-    shared = [
-        (
-            host.num_bytes + host.zygote_bytes,
-            list(dict.fromkeys(account for one, account in charged.items() if one.host is host)),
-        )
-        for host in hosts
-        if host.num_bytes
-    ]
+            own[one.account] = own.get(one.account, 0) + one.own_bytes
+    shared = []
+    for host in hosts:
+        if host.num_bytes:
+            keepers = [one for one in present if one.host is host]
+            keepers = keepers or [one for one in woken if one.host is host and one.rate.per_s(now) > 0.0]
+            shared.append((host.num_bytes + host.zygote_bytes, list(dict.fromkeys(one.account for one in keepers))))
     return MachineState(  # a function that was replaced may be there twice
-        running={0: list(dict.fromkeys(account for one, account in charged.items() if one.is_running))},
-        awake=list(dict.fromkeys(charged.values())),
+        running={0: list(dict.fromkeys(one.account for one in present if one.is_running))},
+        awake=list(dict.fromkeys(one.account for one in present)),
         host_bytes=own,
         shared_host_bytes=shared,
     )
-
-
-def _pays(instance: FunctionInstance, now: float, keep_alive_s: float) -> bool:
-    """Whether a function that has a process pays for its time and memory.
-
-    The platform pays for pre-loading: a start that no request waits for, and the time beyond the keep-alive.
-    """
-    if instance.queue or instance.is_running:
-        return True
-    if instance.phase is FunctionPhase.WAKING:
-        return False
-    return now - instance.last_used < keep_alive_of(instance, keep_alive_s)
-
-
-def keep_alive_of(instance: FunctionInstance, default_s: float) -> float:
-    """Return the seconds without a request after which a function's process ends."""
-    own_s = instance.spec.keep_alive_s
-    return default_s if own_s is None else own_s

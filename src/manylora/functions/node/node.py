@@ -18,10 +18,11 @@ from typing import Any
 
 from manylora.core.errors import CapacityError, ConfigError, ManyloraError
 from manylora.functions.decisions.batching import most_urgent
-from manylora.functions.decisions.billing import Taken
+from manylora.functions.decisions.billing import PriceList, Taken
+from manylora.functions.decisions.keeping import IdleGaps
 from manylora.functions.decisions.placement import hold_name
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec, check_folder
-from manylora.functions.node.accounts import NodeAccounts, keep_alive_of, machine_state
+from manylora.functions.node.accounts import NodeAccounts, machine_state
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.instance import FunctionInstance, FunctionPhase
 from manylora.functions.node.launch import ProcessUsers, Timeouts
@@ -78,6 +79,10 @@ class FunctionNode:
         self._parent_pipe = parent_pipe
         self._observers: dict[str, Callable[[Observations], None]] = {}
         self._spec = NodeSpec()
+        self._prices = PriceList()
+        self._gaps = IdleGaps()
+        self._idle_since: float | None = None  # of the device: no function runs or waits
+        self._keep_s = 0.0  # for so long from then on
         self._hold: dict[str, None] = {}
         self._beside: set[asyncio.Task[None]] = set()  # loads, and functions that end
         self._memory_read_at = float("-inf")
@@ -90,9 +95,11 @@ class FunctionNode:
         functions: Mapping[str, FunctionSpec] | None,
         spec: NodeSpec,
         hold: Collection[str],
+        prices: PriceList | None = None,
     ) -> None:
-        """Follow the controller's orders; ``functions`` is ``None`` if they are the same as before."""
+        """Follow the controller's orders; what is ``None`` is the same as before."""
         self._spec = spec
+        self._prices = prices or self._prices
         self.room.num_bytes = spec.memory_bytes or self._default_bytes
         before, self._hold = self._hold, dict.fromkeys(hold)
         for name, backbone in backbones.items():
@@ -165,9 +172,7 @@ class FunctionNode:
         while True:
             await asyncio.sleep(TICK_S)
             for instance in list(self._present):
-                idle_s = now() - instance.last_used
-                is_over = idle_s >= keep_alive_of(instance, self._spec.keep_alive_s)
-                if instance.is_idle and not instance.is_held and is_over:
+                if instance.is_idle and not instance.is_held and self._is_over(instance, now()):
                     self._begin(instance.sleep("idle"))  # one that ends slowly holds up no other
             if now() - self._memory_read_at >= READ_MEMORY_EVERY_S:
                 self._memory_read_at = now()
@@ -177,6 +182,28 @@ class FunctionNode:
                 for host in self.hosts.values():
                     host.tend()
             self.changed()
+
+    def _is_over(self, instance: FunctionInstance, now: float) -> bool:
+        """Whether an idle function is no longer kept: by its keep-alive, or by the rent of the device and its memory.
+
+        While another function runs, its device costs an idle one nothing.
+        """
+        own_s, idle_s = instance.spec.keep_alive_s, now - instance.last_used
+        if (keep_alive_s := self._spec.keep_alive_s if own_s is None else own_s) is not None:
+            return idle_s >= keep_alive_s
+        if self._idle_since is not None and now - self._idle_since >= self._keep_s:
+            return True
+        return idle_s >= self._prices.even_s(instance.cold_start_s, host_bytes=self.room.bytes_of(instance))
+
+    def _note_idleness(self, now: float) -> None:
+        """Note whether the device has become idle, or is no longer."""
+        is_idle = not any(one.queue or one.is_running for one in self._present)
+        if is_idle and self._idle_since is None:
+            start_s = max((one.cold_start_s for one in self._present), default=0.0)
+            self._idle_since, self._keep_s = now, self._gaps.keep_s(self._prices.even_s(start_s))
+        elif not is_idle and self._idle_since is not None:
+            self._gaps.note(now - self._idle_since)
+            self._idle_since = None
 
     async def stop(self) -> None:
         """End all functions and backbones."""
@@ -214,6 +241,7 @@ class FunctionNode:
                 self._present.pop(instance, None)
         now = asyncio.get_running_loop().time()
         self._charge(now)
+        self._note_idleness(now)
         waiting = []
         for one in self._present:
             if one.engine is not None:
@@ -250,7 +278,7 @@ class FunctionNode:
         return self.accounts.take([one.pid for one in self._present])
 
     def _charge(self, now: float) -> None:
-        state = machine_state(self._present, self.hosts.values(), now, self._spec.keep_alive_s)
+        state = machine_state(self._present, self.hosts.values(), self._woken.values(), now)
         self.accounts.change(state)
 
     def states(self, backbone: str | None = None) -> list[FunctionState]:

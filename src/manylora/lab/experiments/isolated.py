@@ -123,6 +123,7 @@ def _paid(run: FunctionsRun, setup: FunctionsSetup, suffix: str, functions: Seq[
     e2e_s = sum(_e2e(one) for one in calls) / len(calls)
     figures = {
         "cost": cost / hours,
+        **{f"cost_{part}": prices.cost(one) / hours for part, one in total.parts().items()},
         "invocation_cost": invocations / hours,
         "effectiveness": 1.0 / (e2e_s * (cost / hours)),  # the figure of merit of ServerlessLoRA, footnote 5
         "invocation_effectiveness": 1.0 / (e2e_s * (invocations / hours)),

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from manylora.functions.decisions.batching import Window
-from manylora.functions.decisions.billing import PLATFORM, MachineState, Usage, add_usage, charge, split_evenly
+from manylora.functions.decisions.billing import MachineState, Usage, add_usage, charge, split_evenly
+from manylora.functions.decisions.keeping import IdleGaps
 from manylora.lab.functions.setup import Model, SimulatedFunction, device_name, node_name
 from manylora.lab.workloads import RequestSpec
 
@@ -147,6 +149,11 @@ class Turns:
         """Take work away; return what is left of it, in seconds."""
         return max(0.0, self._ends.pop(key) - self._served_s)
 
+    def left_s(self, key: str, now: float) -> float:
+        """Return the seconds until work ends at the present speed."""
+        served_s = self._served_s + (now - self._at) / len(self._ends)
+        return max(0.0, self._ends[key] - served_s) * len(self._ends)
+
     def next_at(self) -> float:
         """Return when the next work ends; infinite if there is none."""
         if not self._ends:
@@ -185,14 +192,15 @@ class SimulatedNode:
             self.free_bytes -= num_bytes
             self.held[name] = Copy(num_bytes, ready_at)
 
-    def settle(self, now: float, users: dict[str, list[str]]) -> None:
-        """Charge the host memory of its copies to their functions that are awake on the node; ``users`` by copy."""
+    def settle(self, now: float, users: Mapping[str, Sequence[str]]) -> None:
+        """Charge its copies to their functions that are awake on the node, or to all of them; ``users`` by copy."""
         duration_ns = self.ledger.elapse(now)
         if duration_ns:
             began_at = now - duration_ns / 1e9
             awake = {name for device in self.devices for name in device.awake(began_at)}
             shared = [
-                (copy.num_bytes, [one for one in users[name] if one in awake]) for name, copy in self.held.items()
+                (copy.num_bytes, [one for one in users[name] if one in awake] or users[name])
+                for name, copy in self.held.items()
             ]
             add_usage(self.ledger.accounts, charge(MachineState(num_devices=0, shared_host_bytes=shared), duration_ns))
 
@@ -208,9 +216,23 @@ class Device:
         self.kv_bytes: dict[str, int] = {}
         self.processes: dict[str, Process] = {}
         self.turns = Turns()
+        self.gaps = IdleGaps()
+        self.idle_since: float | None = None
+        self.users: Mapping[str, Sequence[str]] = {}
         self.link_free_at = 0.0
         self.due = 0  # the number of its event that counts; earlier ones are void
         self.ledger = Ledger()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no process computes or starts."""
+        return all(one.is_ready and not one.is_busy for one in self.processes.values())
+
+    def note_use(self, now: float) -> None:
+        """Note that its idle time has ended, if it had begun."""
+        if self.idle_since is not None:
+            self.gaps.note(now - self.idle_since)
+            self.idle_since = None
 
     @property
     def free_bytes(self) -> int:
@@ -230,20 +252,19 @@ class Device:
             return
         # A process whose keep-alive ends now was awake until now.
         began_at = now - duration_ns / 1e9
-        awake = self.awake(began_at)
         own = dict(self.kv_bytes)
-        shared: list[tuple[int, list[str]]] = []
+        shared: list[tuple[int, Sequence[str]]] = []
         for name, copy in self.held.items():
             kind, _, owner = name.partition("/")
             if kind == "backbone":
-                shared.append((copy.num_bytes, self._users_of(name, began_at)))
+                shared.append((copy.num_bytes, self._users_of(name, began_at) or self.users[name]))
             else:
-                owner = owner if owner in awake else PLATFORM
                 own[owner] = own.get(owner, 0) + copy.num_bytes
+        kept_for = {one: None for name in self.held for one in self.users[name]}
         running = [process.accounts for process in self.processes.values() if process.is_busy]
         state = MachineState(
             running={0: sorted({name for accounts in running for name in accounts})},
-            awake=awake,
+            awake=self.awake(began_at) or list(kept_for),
             device_bytes=own,
             shared_device_bytes=shared,
         )

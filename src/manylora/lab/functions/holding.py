@@ -41,15 +41,17 @@ class Holding:
         self._preloaders = [Preloader(one) for one in problems]
         self._choices = [frozenset[Placed]() for _ in problems]
         self.chosen: frozenset[Placed] = frozenset()
-        self.users: dict[str, list[str]] = {LIBRARIES: [one.name for one in functions]}
-        for one in functions:
-            self.users.setdefault(one.backbone, []).append(one.name)
-            self.users[one.adapter] = self.users[one.kernels] = [one.name]
         asked = dict.fromkeys((one.name for one in functions), 0)
         for request in workload.requests:
             asked[str(request.adapter)] += 1
+        self.users: dict[str, list[str]] = {}  # those that get requests: something is held for them alone
+        for one in functions:
+            for name in (LIBRARIES, one.backbone, one.adapter, one.kernels):
+                self.users.setdefault(name, []).extend([one.name] if asked[one.name] else ())
+        for device in devices:
+            device.users = self.users
         duration_s = max(1.0, workload.duration_s)
-        self._rates = {name: count / duration_s for name, count in asked.items()}
+        self.rates = {name: count / duration_s for name, count in asked.items()}
         self._counted: dict[str, int] = dict.fromkeys(asked, 0)
         self._windows = deque[dict[str, int]](maxlen=max(1, round(setup.rate_window_s / setup.preload_every_s)))
 
@@ -63,8 +65,8 @@ class Holding:
             self._windows.append(self._counted)
             self._counted = dict.fromkeys(self._counted, 0)
             seen_s = len(self._windows) * self._setup.preload_every_s
-            for name in self._rates:
-                self._rates[name] = sum(one[name] for one in self._windows) / seen_s
+            for name in self.rates:
+                self.rates[name] = sum(one[name] for one in self._windows) / seen_s
         rates = self._value_rates()
         pairs = zip(self._preloaders, self._choices, strict=True)
         choices = [preloader.revise(held, rates) for preloader, held in pairs]
@@ -86,6 +88,18 @@ class Holding:
                     yield engine, device
             else:
                 self._load_device(self._devices[place], artefact, now)
+
+    def release(self, device: Device) -> None:
+        """End all processes of a device that is let go, and drop all that it holds."""
+        for process in list(device.processes.values()):
+            self._close(device, process)
+        device.held = {}
+
+    def keep_on_host(self, node: SimulatedNode, now: float) -> None:
+        """Begin to hold the libraries and the backbones in a node's host memory."""
+        for name in self.users:
+            if name == LIBRARIES or name.startswith("backbone/"):
+                self._load_host(node, name, now)
 
     def let_go(self, device: Device, process: Process) -> None:
         """End a process that no request keeps, unless it is to be held ready, and drop what only it used."""
@@ -144,7 +158,7 @@ class Holding:
         return True, len(chosen.names)
 
     def _value_rates(self) -> dict[str, float]:
-        return {name: sum(self._rates[one] for one in users) for name, users in self.users.items()}
+        return {name: sum(self.rates[one] for one in users) for name, users in self.users.items()}
 
     def _in_use(self, device: Device, engine: FunctionEngine, now: float) -> set[str]:
         """Return the artefacts that may not leave: of loads, and of processes that run, start or are waited for.

@@ -66,7 +66,8 @@ class FunctionsSetup:
     adapters are of the first model.
 
     ``preload_copies`` says where copies count: ``node`` pre-loads every node by itself, ``cluster`` has one copy of
-    each artefact in all. ``batching`` is ``adaptive``, with windows by the objective, or with ``fixed`` ones.
+    each artefact in all, and ``load`` as many devices as the expected load is worth. ``batching`` is ``adaptive``, with
+    windows by the objective, or with ``fixed`` ones.
     """
 
     models: tuple[str, ...] = option(("llama-2-7b", "llama-2-13b"), help="Base models by name.")
@@ -83,7 +84,8 @@ class FunctionsSetup:
     )
     preloads: tuple[str, ...] = option(PRELOADED, help="Kinds of artefacts that are pre-loaded.")
     preload_devices: bool = option(True, help="Pre-load into devices; otherwise into host memory alone.")
-    preload_copies: Literal["cluster", "node"] = "node"
+    preload_copies: Literal["cluster", "node", "load"] = "load"
+    rents: bool = option(True, help="Places are weighed with their rent, not by the expected answer alone.")
     preload_share: float = option(0.75, above=0, at_most=1, help="Share of a device for pre-loaded artefacts.")
     preload_every_s: float = option(300.0, above=0, unit="s", help="Time between two decisions to pre-load.")
     rate_window_s: float = option(900.0, above=0, unit="s", help="Rates are counted over so long.")
@@ -92,8 +94,13 @@ class FunctionsSetup:
     patience: float = option(0.0, at_least=0, at_most=1, help="Adaptive: see ``BatchWindow.wait_share``.")
     batch_size: int = option(128, at_least=1, unit="requests", help="Largest batch; the size of a fixed one.")
     batch_delay_s: float = option(0.0, at_least=0, unit="s", help="Fixed: longest wait.")
-    joins: bool = option(False, help="Requests join a batch that runs (continuous batching).")
-    keep_alive_s: float = option(300.0, at_least=0, unit="s", help="A process ends so long after its last request.")
+    joins: bool = option(True, help="Requests join a batch that runs (continuous batching).")
+    keep_alive_s: float | None = option(
+        None,
+        at_least=0,
+        unit="s",
+        help="A process ends so long after its last request; by default its device is kept for what its rent is worth.",
+    )
     prompt_factor: float = option(1.0, above=0, help="Factor on the device time of prompts.")
     alpha_s: float | None = option(
         None, unit="s", at_least=0, help="Device time of every further prompt of a step; by default the cost model's."

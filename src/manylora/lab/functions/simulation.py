@@ -24,11 +24,12 @@ from manylora.core.clock import VirtualClock
 from manylora.core.errors import ConfigError, Stalled
 from manylora.functions.decisions.batching import deadline_margin_s, most_urgent
 from manylora.functions.decisions.billing import Usage, add_usage
-from manylora.functions.decisions.placement import Candidate, choose_place
+from manylora.functions.decisions.placement import choose_place
 from manylora.lab.catalog.hardware import find_hardware
 from manylora.lab.functions.device import Call, Device, FunctionEngine, Process, SimulatedNode
 from manylora.lab.functions.holding import Holding
-from manylora.lab.functions.processes import Batches, Start, plan_start
+from manylora.lab.functions.processes import Batches, Start
+from manylora.lab.functions.renting import Renting
 from manylora.lab.functions.setup import FunctionsSetup, SimulatedFunction, lay_out
 from manylora.lab.workloads import Workload
 
@@ -83,6 +84,7 @@ class FunctionsSimulation:
         self._engines = list(self._make_engines(round(mean_prompt), capacity))
         self._engine_of = {one.name: engine for engine in self._engines for one in engine.functions}
         self._holding = Holding(setup, self._functions, self._devices, self._nodes, workload)
+        self._renting = Renting(setup, self._engines, self._devices, self._holding)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._num_events = 0
         self._num_left = 0
@@ -202,14 +204,27 @@ class FunctionsSimulation:
             self._post(max(at, self._clock.now()), partial(self._turn, device, device.due))
 
     def _rest(self, device: Device, process: Process, now: float) -> None:
-        process.awake_until = now + self._setup.keep_alive_s
-        self._post(process.awake_until, partial(self._fall_asleep, device, process))
+        if self._setup.keep_alive_s is not None:
+            process.awake_until = now + self._setup.keep_alive_s
+            self._post(process.awake_until, partial(self._fall_asleep, device, process))
+        elif device.is_idle:
+            self._post(self._renting.keep_until(device, now), partial(self._let_go, device, now))
+
+    def _let_go(self, device: Device, since: float, now: float) -> None:
+        if device.idle_since == since and device.is_idle:
+            self._settle(device, now)
+            self._holding.release(device)
+            self.decide(now)
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def revise(self, now: float) -> None:
         """Decide again which artefacts are held ready, and begin to load them."""
         if not self._setup.preloads or self._setup.always_on:
+            return
+        if self._setup.preload_copies == "load":
+            for device, engine in self._renting.first(now):
+                self._launch(self._plan(engine, device, now), engine, now, awake_until=math.inf)
             return
         for machine in self._devices:
             self._settle(machine, now)
@@ -234,14 +249,13 @@ class FunctionsSimulation:
         Returns:
             Whether the engine may have another one to serve now.
         """
-        starting = sum(
-            not process.is_ready
-            for device in self._devices
-            if (process := device.processes.get(engine.key)) is not None
-        )
-        if len(engine.queue) <= engine.window.size_limit() * starting:
-            return False
-        best = choose_place(self._candidates(engine, now), engine.batch_s)
+        if not self._renting.weighs_rent:
+            starting = sum(
+                not one.processes[engine.key].is_ready for one in self._devices if engine.key in one.processes
+            )
+            if len(engine.queue) <= engine.window.size_limit() * starting:
+                return False
+        best = choose_place(self._renting.candidates(engine, now), engine.batch_s)
         if best is None:
             self.counts["waits_for_memory"] += 1
             return False
@@ -249,8 +263,8 @@ class FunctionsSimulation:
         process = device.processes.get(engine.key)
         if process is None:
             return self._start(engine, device, now)
-        if process.is_busy and not self._setup.joins:
-            return False  # its end is the next round
+        if not process.is_ready or (process.is_busy and not self._setup.joins):
+            return False  # its end, or the process that starts, is the next round
         num_batches = len(device.turns) + (not process.is_busy)
         oldest_at = engine.queue[0].spec.arrival_s
         leaves_at = engine.window.leaves_at(oldest_at, len(engine.queue), now, num_batches)
@@ -261,34 +275,10 @@ class FunctionsSimulation:
             return False
         return self._begin(engine, device, process, engine.window.size_limit(num_batches), now)
 
-    def _candidates(self, engine: FunctionEngine, now: float) -> list[Candidate]:
-        """Return the processes that could serve the next batch of an engine, and those that could be started."""
-        found = []
-        for device in self._devices:
-            process = device.processes.get(engine.key)
-            if process is None or not process.is_ready:
-                continue
-            others = len(device.turns) - process.is_busy
-            wait_s = 0.0
-            if process.is_busy and not self._setup.joins:
-                ahead = math.ceil(len(engine.queue) / engine.window.size_limit()) - 0.5
-                wait_s = ahead * engine.batch_s * (1 + others)
-            found.append(Candidate(device.name, 0.0, wait_s, others))
-        if self._setup.always_on or any(not one.wait_s and not one.num_batches for one in found):
-            return found  # no start can be earlier than a free process on a free device
-        for device in self._devices:
-            if engine.key not in device.processes:
-                start = self._plan(engine, device, now)
-                need = start.num_bytes + engine.queue[0].kv_bytes
-                if need <= self._holding.room(device, engine, now):
-                    evicts_bytes = max(0, need - device.free_bytes)
-                    found.append(Candidate(device.name, start.at - now, 0.0, len(device.turns), evicts_bytes))
-        return found
-
     # -- processes and batches ---------------------------------------------------------------------------------------
 
     def _plan(self, engine: FunctionEngine, device: Device, now: float) -> Start:
-        return plan_start(engine, device, self._setup.loads, now, is_shared=self._setup.sharing)
+        return self._renting.plan(engine, device, now)
 
     def _start(self, engine: FunctionEngine, device: Device, now: float) -> bool:
         """Start a process for the requests that wait; return whether there is room for it."""
@@ -296,7 +286,10 @@ class FunctionsSimulation:
         if not self._make_room(device, engine, need, now):
             return False
         start = self._plan(engine, device, now)  # room may have been made of copies that the first plan counted on
+        is_opened = not device.processes
         self._launch(start, engine, now, awake_until=math.inf)
+        for other in self._renting.beside(device, engine.functions[0].backbone) if is_opened else ():
+            self._launch(self._plan(other, device, now), other, now, awake_until=math.inf)
         self.counts["starts"] += 1
         stages: dict[str, float] = {}
         for name, began_at, ended_at in start.stages:
@@ -306,6 +299,7 @@ class FunctionsSimulation:
 
     def _launch(self, start: Start, engine: FunctionEngine, now: float, *, awake_until: float) -> None:
         device = start.device
+        device.note_use(now)
         self._settle(device, now)
         start.commit()
         process = device.processes[engine.key] = Process(engine, start.at, start.stages, awake_until)
@@ -338,6 +332,7 @@ class FunctionsSimulation:
             engine.queue.extendleft(reversed(calls))
             self.counts["waits_for_memory"] += 1
             return False
+        device.note_use(now)
         device.settle(now)
         if not process.is_awake(now):
             device.node.settle(now, self._holding.users)
