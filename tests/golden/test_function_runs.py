@@ -30,7 +30,8 @@ def simulate() -> FunctionsRun:
             )
         )
     adapters = tuple(AdapterSpec(name=f"f{index}", rank=8 << index % 3) for index in range(8))
-    setup = FunctionsSetup(num_nodes=1, keep_alive_s=20.0, joins=False, rents=False, preload_copies="node")
+    published = {"joins": False, "patience": 0.0, "rents": False, "preload_copies": "node"}
+    setup = FunctionsSetup(num_nodes=1, keep_alive_s=20.0, **published)  # type: ignore[arg-type]
     return FunctionsSimulation(Workload(name="golden", requests=tuple(requests), adapters=adapters), setup).run()
 
 

@@ -74,19 +74,19 @@ def test_what_is_held_is_most_value_with_all_that_it_needs() -> None:
 
 
 def test_what_is_held_is_worth_its_rent() -> None:
-    """Processes only if the device is worth keeping for them together; nothing whose memory is dearer than its load."""
-    sizes = {"adapter": HoldingCost(1, 0.1), "process": HoldingCost(10**8, 0.3)}
-    wanted = [Wanted(name=name, backbone="b", requests_per_s=0.01, **sizes) for name in ("x", "y")]
+    """Nothing is held whose memory is dearer than its load, nor anything that needs it."""
+    process = HoldingCost(10**8, 0.3)
+    (one,) = wanted = [
+        Wanted(name="x", backbone="b", requests_per_s=0.01, adapter=HoldingCost(1, 0.1), process=process)
+    ]
     backbones = {"b": (HoldingCost(10**9, 10.0), HoldingCost(10**8, 5.0))}
-    prices = PriceList(wait_s=0.02)
-    device_s = prices.even_s(0.4)
-    assert device_s == pytest.approx(0.4 * 0.02 / (7e-6 * 48))
-    all_needs = {"backbone:b", "libraries:b", "adapter:x", "adapter:y"}
-    assert 0.02 * device_s < 1.0
-    assert revise_holding((), wanted, backbones, 2 * 10**9, prices) == all_needs
-    often = [replace(one, requests_per_s=0.03) for one in wanted]
-    assert revise_holding((), often, backbones, 2 * 10**9, prices) == {*all_needs, "process:x", "process:y"}
-    assert not revise_holding((), wanted, backbones, 2 * 10**9, PriceList(wait_s=1e-6))
+    rent = 2e-6 * 0.1  # of the process
+    for wait_s, has_process in ((1.1 * rent / 0.4 / 0.01, True), (0.9 * rent / 0.4 / 0.01, False)):
+        held = revise_holding((), wanted, backbones, 2 * 10**9, PriceList(wait_s=wait_s))
+        assert ("process:x" in held) is has_process
+        assert {"backbone:b", "libraries:b", "adapter:x"} <= held
+    seldom = [replace(one, requests_per_s=1e-6)]
+    assert not revise_holding((), seldom, backbones, 2 * 10**9, PriceList(wait_s=0.06))
 
 
 def test_a_device_is_kept_for_what_would_have_cost_least() -> None:

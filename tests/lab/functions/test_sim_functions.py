@@ -23,7 +23,7 @@ SEVEN = {"models": ("llama-2-7b",), "slo_s": (2.5,)}
 NO_HOST_TIME = LoadTimes(first_step_s=0.0)
 ALONE = {**SEVEN, "always_on": 1, "joins": True, "batching": "fixed", "preloads": (), "loads": NO_HOST_TIME}
 LOADS = LoadTimes()
-PUBLISHED = {"joins": False, "rents": False, "preload_copies": "node", "keep_alive_s": 300.0}
+PUBLISHED = {"joins": False, "patience": 0.0, "rents": False, "preload_copies": "node", "keep_alive_s": 300.0}
 """The settings of ServerlessLoRA, where tests are about what it does."""
 
 

@@ -139,7 +139,8 @@ def revise_holding(
     """Return the names of the artefacts that a node is to hold from now on; ``Preloader.revise`` says when they change.
 
     Those that it is held for pay for an artefact, so only one that is worth its rent is held: the requests that need it
-    are more than one in the time that a start without it is worth. The device is kept ready for all processes together.
+    are more than one in the time of rent that a start without it is worth. The rent here is that of the memory: whether
+    the device is kept for processes is the node's to say.
 
     Args:
         held: The artefacts of the last decision.
@@ -162,12 +163,10 @@ def revise_holding(
         memory, libraries = backbones[name]
         artefacts.append(_artefact("backbone", name, memory, rate, None))
         artefacts.append(_artefact("libraries", name, libraries, rate, hold_name("backbone", name)))
-    saved = sum(one.requests_per_s * _with_adapter(one).took_s for one in functions)
     for one in functions:
         needs = hold_name("libraries", one.backbone)
         artefacts.append(_artefact("adapter", one.name, one.adapter, one.requests_per_s, needs))
-        if prices.even_s(saved) > 1.0:
-            artefacts.append(_artefact("process", one.name, _with_adapter(one), one.requests_per_s, needs))
+        artefacts.append(_artefact("process", one.name, _with_adapter(one), one.requests_per_s, needs))
     artefacts = [one for one in artefacts if is_worth(one)]
     for _ in _KINDS:  # without those whose parent is not worth it
         known = {one.name for one in artefacts}

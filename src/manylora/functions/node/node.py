@@ -138,6 +138,7 @@ class FunctionNode:
             if hold_name("libraries", name) in self._hold and host.state in ("absent", "loaded"):
                 self._begin(self._load(host))
         num_waking = sum(one.phase is FunctionPhase.WAKING for one in self._present)
+        is_kept = self._spec.keep_alive_s is not None or not self._lets_go(asyncio.get_running_loop().time())
         folders = []
         for name in self._hold:
             kind, _, owner = name.partition(":")
@@ -147,7 +148,7 @@ class FunctionNode:
             if kind == "adapter" and name in new:
                 folders.append(Path(instance.spec.adapter))
             has_room = self.room.used_bytes + self.room.bytes_of(instance) <= self.room.num_bytes
-            if kind == "process" and has_room and num_waking < MAX_PRELOADING:
+            if kind == "process" and is_kept and has_room and num_waking < MAX_PRELOADING:
                 num_waking += 1
                 instance.wake()
         if folders:
@@ -172,7 +173,7 @@ class FunctionNode:
         while True:
             await asyncio.sleep(TICK_S)
             for instance in list(self._present):
-                if instance.is_idle and not instance.is_held and self._is_over(instance, now()):
+                if instance.is_idle and self._is_over(instance, now()):
                     self._begin(instance.sleep("idle"))  # one that ends slowly holds up no other
             if now() - self._memory_read_at >= READ_MEMORY_EVERY_S:
                 self._memory_read_at = now()
@@ -190,17 +191,22 @@ class FunctionNode:
         """
         own_s, idle_s = instance.spec.keep_alive_s, now - instance.last_used
         if (keep_alive_s := self._spec.keep_alive_s if own_s is None else own_s) is not None:
-            return idle_s >= keep_alive_s
-        if self._idle_since is not None and now - self._idle_since >= self._keep_s:
+            return idle_s >= keep_alive_s and not instance.is_held
+        if self._lets_go(now):
             return True
-        return idle_s >= self._prices.even_s(instance.cold_start_s, host_bytes=self.room.bytes_of(instance))
+        worth_s = self._prices.even_s(instance.cold_start_s, host_bytes=self.room.bytes_of(instance))
+        return idle_s >= worth_s and not instance.is_held
+
+    def _lets_go(self, now: float) -> bool:
+        """Whether the device is not worth its rent: it has been idle for longer than a start is worth."""
+        return self._idle_since is not None and now - self._idle_since >= self._keep_s
 
     def _note_idleness(self, now: float) -> None:
         """Note whether the device has become idle, or is no longer."""
         is_idle = not any(one.queue or one.is_running for one in self._present)
         if is_idle and self._idle_since is None:
-            start_s = max((one.cold_start_s for one in self._present), default=0.0)
-            self._idle_since, self._keep_s = now, self._gaps.keep_s(self._prices.even_s(start_s))
+            starts_s = sum(one.cold_start_s for one in self._present if one.rate.per_s(now) > 0.0)  # of each anew
+            self._idle_since, self._keep_s = now, self._gaps.keep_s(self._prices.even_s(starts_s))
         elif not is_idle and self._idle_since is not None:
             self._gaps.note(now - self._idle_since)
             self._idle_since = None

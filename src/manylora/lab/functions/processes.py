@@ -121,7 +121,7 @@ class Batches:
         times = FirstTokenTime(one, max(0.0, two - one))  # the second prompt is free while a step reads the weights
         if setup.batching == "fixed":
             return FixedWindow(times, model.slo_s, setup.batch_size, setup.batch_delay_s)
-        return BatchWindow(times, model.slo_s, setup.batch_size, setup.patience, 0.0 if setup.joins else 1.0)
+        return BatchWindow(times, model.slo_s, setup.batch_size, setup.patience, setup.patience if setup.joins else 1.0)
 
     def begin(self, device: Device, process: Process, calls: Sequence[Call], now: float) -> None:
         """Begin with requests, or let them join those that decode.

@@ -91,7 +91,7 @@ class FunctionsSetup:
     rate_window_s: float = option(900.0, above=0, unit="s", help="Rates are counted over so long.")
     offloads: bool = option(True, help="Take idle artefacts off a device when requests need its memory.")
     batching: Literal["adaptive", "fixed"] = "adaptive"
-    patience: float = option(0.0, at_least=0, at_most=1, help="Adaptive: see ``BatchWindow.wait_share``.")
+    patience: float = option(0.001, at_least=0, at_most=1, help="Adaptive: see ``BatchWindow.wait_share``.")
     batch_size: int = option(128, at_least=1, unit="requests", help="Largest batch; the size of a fixed one.")
     batch_delay_s: float = option(0.0, at_least=0, unit="s", help="Fixed: longest wait.")
     joins: bool = option(True, help="Requests join a batch that runs (continuous batching).")
