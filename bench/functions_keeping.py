@@ -3,7 +3,7 @@
     python bench/functions_keeping.py [--quick] [--rounds 5]
 
 Two services of one random Llama of about 300 MB in float32, each with one function, on the CPU. Both get the same
-sessions: ten seconds of five requests a second, then no request for ninety seconds. *rent* is the default. *minute* is
+sessions: ten seconds of five requests a second, then no request for seventy seconds. *rent* is the default. *minute* is
 what the default was: `keep-alive-s = 60`, and processes are held while there is any rate (`wait-s` so high that all
 is worth its rent). The sessions of the two lie half a round apart, so that neither slows the other down. The ledger of
 both charges a function that is held ready for it.
@@ -29,7 +29,7 @@ from manylora.functions.controller.bill import PLATFORM_NAME
 from manylora.functions.decisions.billing import PriceList, Usage
 from manylora.lab.bench.rounds import machine, ratio_by_round
 
-SESSION_S, PAUSE_S, RATE = 10.0, 90.0, 5.0
+SESSION_S, PAUSE_S, RATE = 10.0, 70.0, 5.0
 SYSTEMS = {"rent": ("", ""), "minute": ("keep-alive-s = 60\n", "[prices]\nwait-s = 1e6\n")}
 SETTLE_S = 2.5
 """Time in which an agent's report of the end of a round is recorded."""
