@@ -32,7 +32,7 @@ def test_a_chat_whole_and_streamed(url: str, provider: str) -> None:
     request = asked(url, provider, "upper")
     assert litellm.completion(**request).choices[0].message.content == "HELLO WORLD"
     chunks = list(litellm.completion(**request, stream=True, stream_options={"include_usage": True}))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "HELLO WORLD"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "HELLO WORLD"
     assert chunks[-1].usage.completion_tokens == len("HELLO WORLD") + 1
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from reciter import MAX_MODEL_LEN, engine_config, write_reciter
@@ -153,6 +154,15 @@ def test_the_numbers_are_those_of_the_requests(tokenizer: Path, lora_dir: Path) 
         assert lora.labels["running_lora_adapters"] == "m"
         assert lora.labels["waiting_lora_adapters"] == ""
         assert abs(lora.value - time.time()) < 60
+
+
+def test_scrapers_that_take_openmetrics_get_the_same_names(http: httpx.Client) -> None:
+    accept = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.2"
+    answer = http.get("/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    names = {sample.name for family in parse_openmetrics(answer.text) for sample in family.samples}
+    assert names >= set(VLLM_NAMES)
+    assert http.get("/metrics").headers["content-type"].startswith("text/plain")
 
 
 def test_labels_of_adapters_that_are_gone_vanish(http: httpx.Client, lora_dir: Path) -> None:

@@ -10,7 +10,6 @@ from importlib import metadata
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,6 +23,7 @@ from manylora.serving.api.tools import read_tool_use
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
 from manylora.serving.http.tenants import Tenant
 from manylora.serving.http.turns import next_turn
+from manylora.serving.metrics.prometheus import choose_format
 
 __all__ = ["json_response", "model_routes", "tokenizer_routes"]
 
@@ -176,17 +176,18 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """``GET /metrics``: Prometheus text."""
+    """``GET /metrics``: Prometheus text, or OpenMetrics."""
     context = context_of(request)
+    kind = choose_format(request.headers.get("accept", ""))
 
     async def scrape() -> bytes:
         try:
             snapshots = await context.fleet.engines.snapshots(only_in_use=True)
         except (CapacityError, EngineDead):  # no engine serves: metrics of the API process alone
             snapshots = {}
-        return await context.metrics.render(context.fleet, snapshots, context.functions())
+        return await context.metrics.render(context.fleet, snapshots, context.functions(), kind=kind)
 
-    return Response(await context.metrics.scrapes.get(scrape), media_type=CONTENT_TYPE_LATEST)
+    return Response(await context.metrics.scrapes[kind].get(scrape), media_type=kind)
 
 
 model_routes = [

@@ -10,10 +10,13 @@ import asyncio
 from bisect import bisect_left
 from collections import Counter as CountOf
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import generate_latest as as_text
 from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from manylora.core.config import EngineConfig
@@ -32,7 +35,14 @@ from manylora.serving.metrics.scrape import (
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 
-__all__ = ["ADMITTED", "BatchHistogram", "Metrics"]
+__all__ = ["ADMITTED", "BatchHistogram", "Metrics", "choose_format"]
+
+FORMATS: Mapping[str, Callable[[Collector], bytes]] = {
+    CONTENT_TYPE_LATEST: as_text,
+    # Names as they are: the default writes samples of ``vllm:`` as ``vllm_``, below a family of the other name.
+    openmetrics.CONTENT_TYPE_LATEST: partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8),
+}
+"""Writers of the formats, by their content type."""
 
 FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TOKEN_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -101,10 +111,16 @@ class BatchHistogram(Collector):
         yield family
 
 
+def choose_format(accept: str) -> str:
+    """Return the content type of the answer to a scraper: OpenMetrics if it takes that, as Prometheus does."""
+    return openmetrics.CONTENT_TYPE_LATEST if "application/openmetrics-text" in accept else CONTENT_TYPE_LATEST
+
+
 class Metrics:
     """All metrics of one server.
 
-    ``served_name`` is the label ``model_name`` of everything under vLLM's names.
+    ``served_name`` is the label ``model_name`` of everything under vLLM's names. ``scrapes`` are shared by scrapers of
+    one format.
     """
 
     def __init__(
@@ -118,7 +134,7 @@ class Metrics:
     ) -> None:
         self.latency = LatencyWindow()
         self.moves = AdapterMoves()
-        self.scrapes = SharedScrape()
+        self.scrapes = {kind: SharedScrape() for kind in FORMATS}
         self._config = config
         self._served_name = served_name
         self._epoch_s = epoch_s
@@ -192,9 +208,14 @@ class Metrics:
             self._rejections.inc()
 
     async def render(
-        self, fleet: FleetPort, snapshots: Mapping[int, Snapshot], functions: Sequence[FunctionState] = ()
+        self,
+        fleet: FleetPort,
+        snapshots: Mapping[int, Snapshot],
+        functions: Sequence[FunctionState] = (),
+        *,
+        kind: str = CONTENT_TYPE_LATEST,
     ) -> bytes:
-        """Return the metrics as Prometheus text, made on a thread: ten thousand adapters take a second.
+        """Return the metrics in the format of a content type, made on a thread: ten thousand adapters take a second.
 
         ``snapshots`` are those of engines that serve, by number, with their adapters that are in use: unused ones have
         no series of their own. ``functions`` are isolated functions that have been awake.
@@ -218,7 +239,7 @@ class Metrics:
             by_replica(families) if len(fleet.engines.replicas()) > 1 else chain.from_iterable(families.values()),
             self._registry.collect(),
         )
-        return await asyncio.to_thread(generate_latest, _Scraped(chain.from_iterable(scraped)))
+        return await asyncio.to_thread(FORMATS[kind], _Scraped(chain.from_iterable(scraped)))
 
     def _add(self, name: str, counts: CountOf[float] | CountOf[int]) -> None:
         add = self._histograms[name].add
