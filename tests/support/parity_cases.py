@@ -14,7 +14,7 @@ import io
 import json
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,10 +28,12 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BambaConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -41,6 +43,7 @@ from transformers import (
     GPTJForCausalLM,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -54,6 +57,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SiglipVisionConfig,
     StableLmConfig,
 )
@@ -191,6 +195,48 @@ OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 }
 """Architectures whose attention, or whose way to it, is another: sinks, values of another size than keys, layers that
 hand down no keywords or attend by themselves, a decoder inside the model, vision beside it."""
+
+_HYBRID: dict[str, Any] = _COMMON | {"head_dim": 16}
+HYBRIDS: dict[str, PreTrainedConfig] = {
+    "lfm2": Lfm2Config(**_COMMON, layer_types=["conv", "conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    "falcon_h1": FalconH1Config(
+        **_HYBRID,
+        mamba_d_ssm=48,
+        mamba_n_heads=6,
+        mamba_d_head=8,
+        mamba_n_groups=2,
+        mamba_d_state=12,
+        mamba_d_conv=4,
+        mamba_chunk_size=8,
+        mamba_rms_norm=False,
+        ssm_multipliers=[0.5, 0.7, 0.9, 0.8, 0.6],
+        ssm_in_multiplier=0.8,
+    ),
+    "bamba": BambaConfig(
+        **_COMMON,
+        attn_layer_indices=[2],
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_n_groups=2,
+        mamba_d_state=12,
+        mamba_chunk_size=8,
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **_HYBRID,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=32,
+        partial_rotary_factor=0.5,
+    ),
+}
+"""Bases with layers that keep a state of each sequence: short convolutions, Mamba 2, gated delta nets."""
+
 MIXTURES: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**_MIXTURE, num_local_experts=5, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(
@@ -282,6 +328,13 @@ _MODULES = {
     "opt": (["q_proj", "k_proj", "v_proj", "out_proj"], ["fc1", "fc2"]),
     "falcon": (["query_key_value", "dense"], ["dense_h_to_4h", "dense_4h_to_h"]),
     "gpt2": (["c_attn", "attn.c_proj"], ["c_fc", "mlp.c_proj"]),
+    "lfm2": (["q_proj", "k_proj", "v_proj", "in_proj", "out_proj"], ["w1", "w2", "w3"]),
+    "falcon_h1": (["q_proj", "k_proj", "v_proj", "in_proj", "o_proj"], ["gate_proj", "down_proj"]),
+    "bamba": (["q_proj", "k_proj", "v_proj", "in_proj", "o_proj"], ["gate_proj", "down_proj"]),
+    "qwen3_next": (
+        ["q_proj", "k_proj", "v_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "o_proj"],
+        ["out_proj", "o_proj"],
+    ),
 }
 """Modules of attention and MLP by architecture, Llama's where it has none."""
 
@@ -342,8 +395,9 @@ def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
     attention, mlp = _MODULES.get(architecture, _MODULES["llama"])
     embedding = {"gptj": "wte", "gpt2": "wte", "falcon": "word_embeddings"}.get(architecture, "embed_tokens")
     # On a mixture of experts PEFT takes "all-linear" to mean the experts too: ``expert_cases``.
-    is_mixture = architecture in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
-    every_linear = attention if is_mixture else "all-linear"
+    is_mixture = architecture in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next")
+    # Nor does it take the last linear of this one's Mamba layers.
+    every_linear = attention if is_mixture or architecture == "falcon_h1" else "all-linear"
     first, last = attention[0], attention[-1]
     variants: dict[str, dict[str, Any]] = {
         "plain": {"r": 8, "lora_alpha": 16, "target_modules": attention + mlp},
@@ -376,10 +430,14 @@ def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
     }
 
 
-def make_adapters(architecture: str, model_path: Path, path: Path) -> dict[str, Path]:
-    """Save the adapters with random A and B; return their directories by name."""
+def make_adapters(
+    architecture: str, model_path: Path, path: Path, names: Collection[str] | None = None
+) -> dict[str, Path]:
+    """Save the adapters, or those of some ``names``, with random A and B; return their directories by name."""
     folders = {}
     for seed, (name, config) in enumerate(adapter_configs(architecture).items()):
+        if names is not None and name not in names:
+            continue
         torch.manual_seed(100 + seed)
         with _quiet():
             peft_model = get_peft_model(_load(model_path), config)
@@ -442,7 +500,8 @@ def run_oracle(
     make: Callable[[str, Path, Path], dict[str, Path]] | None = None,
     make_cases: Callable[[Sequence[str]], list[Case]] = make_cases,
     build: Callable[..., EngineParts] = build_parts,
-    configs: Mapping[str, PreTrainedConfig] = ARCHITECTURES | FURTHER_ARCHITECTURES | OTHER_ARCHITECTURES,
+    reference_dtype: torch.dtype = torch.float32,
+    configs: Mapping[str, PreTrainedConfig] = ARCHITECTURES | FURTHER_ARCHITECTURES | OTHER_ARCHITECTURES | HYBRIDS,
 ) -> OracleResult:
     """Serve the cases, compare with the reference and return the differences.
 
@@ -460,6 +519,7 @@ def run_oracle(
         make: Makes the adapters, given the architecture, the base and a folder; ``make_adapters`` by default.
         make_cases: Makes the requests, given the names of the adapters.
         build: Builds the engine; ``build_parts`` by default.
+        reference_dtype: Type that the reference computes in.
         configs: Models by architecture.
     """
     make_model(configs[architecture], path / "base")
@@ -480,7 +540,7 @@ def run_oracle(
         kv_cache_dtype=kv_cache_dtype,
         build=partial(build, open_assistant=open_assistant),
     )
-    _compare(path / "base", folders, cases, answers, logits, result)
+    _compare(path / "base", folders, cases, answers, logits, result, reference_dtype)
     return result
 
 
@@ -579,8 +639,9 @@ def _compare(
     answers: dict[str, list[int]],
     logits: dict[str, dict[int, torch.Tensor]],
     result: OracleResult,
+    dtype: torch.dtype,
 ) -> None:
-    base, models = _load(model_path), {}
+    base, models = _load(model_path, dtype), {}
     with _quiet():
         for name, folder in folders.items():  # each apart: PEFT does not mix kinds
             models[name] = PeftModel.from_pretrained(deepcopy(base), folder).eval()
@@ -618,10 +679,13 @@ def _num_weights(folder: Path) -> int:
     return sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
 
 
-def _load(path: Path) -> PreTrainedModel:
+def _load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path)
     attention = "eager" if config.model_type in ("gemma2", "gpt_oss") else "sdpa"  # has no soft-capping, no sinks
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=attention).eval()
+    options = {"dtype": dtype, "attn_implementation": attention}
+    if dtype is torch.float64:
+        options["experts_implementation"] = "eager"  # the others have no kernel for it
+    return AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
 
 @contextlib.contextmanager

@@ -67,7 +67,9 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int  # tokens of the prompt
     start: int  # tokens with KV in pages
     num_tokens: int  # tokens to run in this step
-    pages: Seq[int]  # block table: page of every ``block_size`` positions, long enough for ``start + num_tokens``
+    # Block table: page of every ``block_size`` positions, long enough for ``start + num_tokens``; in front of them the
+    # pages of the states that recurrent layers keep (``BaseShape.num_state_pages``, mostly none).
+    pages: Seq[int]
     # Version to apply to all tokens of the step, ``None`` for the base: also of a sequence whose adapter is activated
     # behind them (aLoRA).
     adapter: AdapterKey | None

@@ -50,6 +50,8 @@ from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import LoadedModel, context_limit, load_model, load_skeleton
 from manylora.execution.model.modules import adapt_modules
+from manylora.execution.model.probe import ModelProbe
+from manylora.execution.model.recurrent import adapt_mixers
 from manylora.execution.model.settle import BaseGroup, BaseNorm, Settling
 from manylora.execution.model.share import ModelShare, divide_modules, share_shape
 from manylora.execution.page_budget import count_pages, fit_context
@@ -181,6 +183,7 @@ class _Model:
     own: Mapping[str, BaseGroup | BaseNorm]  # the base's weights and biases by group
     share: ModelShare | None  # its part of a model that several workers share
     workers: Collectives | None
+    probe: ModelProbe  # its behaviour
 
 
 def _start_others(config: EngineConfig, clock: Clock, undo: ExitStack) -> WorkerGroup | None:
@@ -273,6 +276,7 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights, work
         own=own,
         share=loaded.share,
         workers=workers,
+        probe=weights.manifest.probe,
     )
 
 
@@ -299,6 +303,13 @@ def _runner(config: EngineConfig, model: _Model, assistant: Assistant | None) ->
             )
     if model.share is not None and workers is not None:
         divide_modules(model.module, model.share, workers)
+    if model.probe.mixers:
+        if model.share is not None:
+            raise ConfigError(
+                f"Got tensor_parallel_size = {config.model.tensor_parallel_size} for a model of type "
+                f"{base.architecture!r}: layers with a state of each sequence are not divided"
+            )
+        attention = adapt_mixers(model.module, model.probe.mixers, model.probe.kv_layers, model.pages, base, attention)
     sampler = make_sampler(config.model, base)
     runner = ModelRunner(model.module, model.step, attention, sampler, model.ops, graphs, assistant)
     runner.share = None if workers is None else SharedLogits(workers, base.vocab_size)

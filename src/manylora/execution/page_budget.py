@@ -97,9 +97,9 @@ def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel, memo
     if num_bytes is None:
         num_bytes = DEFAULT_CPU_BYTES
     num_pages = num_bytes // base.page.num_bytes
-    if num_pages < 2:
+    if num_pages < 2 + base.num_state_pages:
         raise ConfigError(
-            f"Got room for {max(num_bytes, 0)} bytes of pages, expected at least two pages of "
+            f"Got room for {max(num_bytes, 0)} bytes of pages, expected at least {2 + base.num_state_pages} pages of "
             f"{base.page.num_bytes} bytes: raise memory_bytes or gpu_memory_utilization, or lower block_size"
         )
     return num_pages
@@ -124,7 +124,7 @@ def fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape
     Raises:
         ConfigError: The context does not fit, and the configuration names it (``is_asked``).
     """
-    room = num_pages * base.page.block_size
+    room = (num_pages - base.num_state_pages) * base.page.block_size
     if base.max_model_len <= room:
         return base
     if is_asked:

@@ -32,7 +32,7 @@ def check_sequences_are_separate(runner: ModelRunner, base: BaseShape, num_pages
         ConfigError: The logits depend on the other sequences of the batch.
     """
     num_tokens = min(NUM_TOKENS, base.max_model_len)
-    pages_each = -(-num_tokens // base.page.block_size)
+    pages_each = base.num_state_pages - (-num_tokens // base.page.block_size)
     if num_pages < 2 * pages_each or num_tokens < 3:
         return
     plans = _plans(base.vocab_size, num_tokens, pages_each)

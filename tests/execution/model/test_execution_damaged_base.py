@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoConfig,
-    Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
     MixtralConfig,
     PreTrainedConfig,
 )
@@ -362,8 +362,8 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
     ("shape", "words"),
     [
         (
-            Lfm2Config(**SIZES, intermediate_size=48, num_key_value_heads=2, layer_types=["conv", "full_attention"]),
-            r"layers \[0\] keep another state than keys and values",
+            Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8),
+            "no layer has keys",
         ),
         (
             GPTNeoConfig(

@@ -185,7 +185,8 @@ _REFUSED: Mapping[str, str] = {
     "draws are those of a counter, in 64 bits": "--use-fp64-gumbel",
     "the model's memory is not given back": "--enable-sleep-mode --sleep-mode-backend --sleep-mode-offload-cudagraph"
     " --sleep-preserve-parameter-names",
-    "recurrent layers are not supported": "--mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size"
+    "states of recurrent layers are in pages of the pool, in float32": "--mamba-cache-dtype --mamba-ssm-cache-dtype"
+    " --mamba-block-size"
     " --disable-hybrid-kv-cache-manager --enable-mamba-cache-stochastic-rounding --mamba-backend --mamba-cache-mode"
     " --enable-mamba-shared-prefix-checkpoint --mamba-cache-philox-rounds --mamba-ssu-algorithm --gdn-prefill-backend"
     " --kda-decode-backend --kda-prefill-backend --replayssm-buffer-len --use-replayssm --sparse-indexer-topk-backend",

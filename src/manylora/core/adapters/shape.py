@@ -161,6 +161,14 @@ class BaseShape:
     # Modules that adapters may not change, with the reason (MoE experts, routers, norms).
     unsupported: tuple[tuple[str, str], ...] = ()
     tied_head: str | None = None  # name of the output head if its weight is the embedding's
+    # Bytes of the states that recurrent layers keep of a sequence, of any length. With them, prefixes are not shared:
+    # the state behind a prefix is not kept.
+    state_bytes: int = field(default=0, repr=False)
+
+    @property
+    def num_state_pages(self) -> int:
+        """Pages of a sequence's states, in front of those of its KV."""
+        return -(-self.state_bytes // self.page.num_bytes)
 
     def __hash__(self) -> int:
         """Hash only the fingerprint: the modules would each be hashed anew."""

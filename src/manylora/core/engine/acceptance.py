@@ -41,6 +41,7 @@ class Acceptance:
         self._base = parts.base
         self._num_pages = parts.num_pages
         self._has_kv = parts.has_kv
+        self._num_state_pages = parts.base.num_state_pages
         self._block_size = config.memory.block_size
         self._reserves_output = config.scheduler.reserve_output == "whole"
         self._adapters = adapters
@@ -87,6 +88,7 @@ class Acceptance:
             arrived_at=now,
             reserves_output=self._reserves_output,
             has_kv=self._has_kv,
+            state_tokens=self._num_state_pages * self._block_size,
             activates_at=activates_at,
         )
         self._next_seq_id += 1
@@ -109,7 +111,7 @@ class Acceptance:
         # It must fit beside the pinned adapters, without other requests, else it could wait for ever. The last token
         # needs no KV.
         num_free = self._num_pages - self._adapters.num_pinned_pages(version)
-        num_kv_pages = num_free - (version.num_pages if version else 0)
+        num_kv_pages = num_free - (version.num_pages if version else 0) - self._num_state_pages
         room = num_kv_pages * self._block_size + 1 - num_prompt if self._has_kv else limit
         if room < 1 or (asked is not None and asked > room):
             raise RequestError(

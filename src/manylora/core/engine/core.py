@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from manylora.core.config import EngineConfig
 from manylora.core.costs.online import OnlineCosts, StepLoad
@@ -81,6 +82,8 @@ class EngineCore:
         sinks: Seq[EventSink] = (),
         predictor: LengthPredictor | None = None,
     ) -> None:
+        if parts.base.state_bytes:  # the state behind a prefix is not kept
+            config = replace(config, memory=replace(config.memory, prefix_caching=False))
         scheduler, memory, adapters = config.scheduler, config.memory, config.adapters
         num_pages, executor = parts.num_pages, parts.executor
         self._base_weights = parts.base_weights

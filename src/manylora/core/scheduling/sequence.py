@@ -53,6 +53,7 @@ class Sequence:
     arrived_at: float  # seconds on the loop's clock
     reserves_output: bool = False  # whether it claims pages for its longest answer when it is admitted
     has_kv: bool = True  # whether its KV lies in the pool
+    state_tokens: int = 0  # tokens that would fill the pages of its recurrent layers' states, in front of its KV
     activates_at: int = 0  # first position that its adapter applies to; those before it are the base's
     adapter: AdapterKey | None = field(init=False)
     rank: int = field(init=False)  # of its adapter; 0 for the base
@@ -156,12 +157,14 @@ class Sequence:
         """Tokens that need pages when the sequence is admitted; the last token generated needs no KV."""
         if not self.has_kv:
             return 0
-        return self.num_prompt_tokens + self.max_tokens - 1 if self.reserves_output else len(self.tokens)
+        num_tokens = self.num_prompt_tokens + self.max_tokens - 1 if self.reserves_output else len(self.tokens)
+        return self.state_tokens + num_tokens
 
     @property
     def lacks_page(self) -> bool:
         """Whether its next token needs another page of the pool."""
-        return self.has_kv and len(self.tokens) + self.num_pending > len(self.table.pages) * self.table.block_size
+        num_tokens = self.state_tokens + len(self.tokens) + self.num_pending
+        return self.has_kv and num_tokens > len(self.table.pages) * self.table.block_size
 
     @property
     def num_adapter_pages(self) -> int:

@@ -48,7 +48,7 @@ def describe_model(
     model, config = loaded.model, loaded.text_config
     page = PageShape(
         block_size=block_size,
-        num_layers=probe.num_layers,
+        num_layers=len(probe.kv_layers),
         num_kv_heads=probe.num_kv_heads,
         head_dim=probe.head_dim,
         value_dim=None if probe.value_dim == probe.head_dim else probe.value_dim,
@@ -73,6 +73,7 @@ def describe_model(
         eos_token_ids=_eos_token_ids(model),
         unsupported=tuple(_unsupported(model, probe, modules, adapts_experts=adapts_experts)),
         tied_head=probe.head if getattr(config, "tie_word_embeddings", False) else None,
+        state_bytes=sum(mixer.num_bytes for mixer in probe.mixers),
     )
 
 
@@ -173,7 +174,7 @@ def _unsupported(
         own = dict(module.named_parameters(recurse=False))
         if not own or name in adaptable:
             continue
-        if any(parameter.ndim == 3 for parameter in own.values()):
+        if any(parameter.ndim == 3 for parameter in own.values()) and not isinstance(module, nn.Conv1d):
             if not adapts_experts and expert_sizes(module) is not None:
                 why = "the rows of an expert are known only once it is chosen, and kernels of a GPU need them before"
             else:

@@ -25,6 +25,7 @@ from manylora.execution.checkpoint.open import Checkpoint, open_checkpoint, read
 from manylora.execution.collectives import Collectives
 from manylora.execution.device import find_device
 from manylora.execution.model.probe import ModelProbe, probe_model, stand_ins
+from manylora.execution.model.recurrent import has_mixers
 from manylora.execution.model.share import ModelShare, share_config
 
 __all__ = ["LoadedModel", "auto_class", "context_limit", "load_model", "load_skeleton"]
@@ -202,11 +203,11 @@ class _Builder:
             if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
                 raise ConfigError(f"{got}, {_FIXED_ATTENTION}") from error
             raise ConfigError(f"{got}, which cannot be loaded: {_reason(error)}") from error
-        if model._is_stateful:
+        if model._is_stateful and not has_mixers(model):
             raise ConfigError(f"{got}, which is not supported: its layers keep a state that is not keys and values")
         if checkpoint.model_type == "falcon":
             plain_linears(model)
-        elif not (model._supports_attention_backend or _calls_interface(model)):
+        elif not (model._supports_attention_backend or _calls_interface(model) or has_mixers(model)):
             raise ConfigError(f"{got}, {_FIXED_ATTENTION}")
         if not is_gguf(config.model):
             with suppress(OSError):  # without the file, the model's configuration applies

@@ -1,8 +1,9 @@
 """Find out how a model behaves, by one small forward pass at load time.
 
 There is no list of supported architectures. The pass checks that every layer calls our attention function once, causal,
-with as many heads of K as of V, without a mask and without unknown arguments. It also records which linears get every
-token and which share one input. A model that does anything else is refused by name before it serves a request.
+with as many heads of K as of V, without a mask and without unknown arguments, or keeps states in a known form
+(``recurrent.py``). It also records which linears get every token and which share one input. A model that does anything
+else is refused by name before it serves a request.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from manylora.core.errors import ConfigError
 from manylora.execution.attention.call import AttentionCall, attending
 from manylora.execution.model.experts import ProductWatch, expert_sizes, is_bare_product, is_expert_call
 from manylora.execution.model.head import RecordedPass
+from manylora.execution.model.recurrent import Mixer, MixerWatch
 
 __all__ = ["ModelProbe", "measure_activations", "probe_model", "stand_ins"]
 
@@ -64,6 +66,8 @@ class ModelProbe:
     norms: dict[str, tuple[int, int]]
     experts: tuple[str, ...] = ()  # modules of experts (``expert_sizes``) that were called once, on every token
     routers: tuple[str, ...] = ()  # modules that multiply every token once by a weight of their own
+    kv_layers: tuple[int, ...] = ()  # layers with attention, in order
+    mixers: tuple[Mixer, ...] = ()  # modules that keep a state of each sequence, by layers
 
 
 @dataclass(slots=True)
@@ -147,19 +151,25 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     """
     sink = _ProbeSink(architecture)
     seen: dict[str, list[torch.Tensor]] = {}
-    mixtures = _Mixtures()
+    mixtures, mixers = _Mixtures(), MixerWatch()
     if model.base_model is model:
         raise sink.refusal("its decoder is no module of its own")
     recorded = RecordedPass(model)
-    with torch.inference_mode(), recorded.recording(), _watching(model, seen), mixtures.watching(model):
+    with (
+        torch.inference_mode(),
+        recorded.recording(),
+        _watching(model, seen),
+        mixtures.watching(model),
+        mixers.watching(model),
+    ):
         device = next(model.parameters()).device
         tokens = torch.arange(NUM_TOKENS, device=device)[None]
         keep = torch.arange(NUM_TOKENS - NUM_SAMPLED, NUM_TOKENS, device=device)
         try:
             with attending(sink):
                 logits = model(input_ids=tokens, position_ids=tokens, use_cache=False, logits_to_keep=keep).logits
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            raise error if str(error).startswith("Got ") else sink.refusal(str(error)) from error
         except Exception as error:  # of code that was written for other attention
             why = next(
                 (why for name, why in _LACKING.items() if isinstance(error, TypeError) and f"'{name}'" in str(error)),
@@ -171,23 +181,43 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
             f"{type(model).__name__} calls parts of its {type(model.base_model).__name__}, not all of it, so the "
             "output of its decoder cannot be kept for log-probabilities of prompts"
         )
-    missing = [layer for layer in range(num_layers) if layer not in sink.layers]
-    if missing or len(sink.layers) != num_layers:
-        raise sink.refusal(
-            f"layers {missing} keep another state than keys and values"
-            if missing
-            else f"it has {len(sink.layers)} attention layers where its configuration says {num_layers}"
-        )
+    kv_shape = _kv_shape(sink, mixers, num_layers)
     if logits.shape[:2] != (1, NUM_SAMPLED):
         raise sink.refusal("it cannot compute logits of chosen rows only")
     with torch.inference_mode():
         if not torch.allclose(recorded.logits(keep), logits[0], equal_nan=True):
             raise sink.refusal("its logits depend on more than its decoder's output")
+    probe = _summary(model, seen, num_layers, kv_shape)
+    return replace(
+        probe,
+        experts=_once(mixtures.experts),
+        routers=_once(mixtures.routers),
+        kv_layers=tuple(sorted(sink.layers)),
+        mixers=tuple(mixers.found[layer] for layer in sorted(mixers.found)),
+        norms={name: norm for name, norm in probe.norms.items() if not mixers.has(name)},
+    )
+
+
+def _kv_shape(sink: _ProbeSink, mixers: MixerWatch, num_layers: int) -> tuple[int, int, int]:
+    """Return the heads of K and V of the layers with attention, and their sizes.
+
+    Raises:
+        ConfigError: They differ, there are none, or a layer has neither attention nor a known state.
+    """
+    kept = sink.layers.keys() | mixers.found.keys()
+    missing = [layer for layer in range(num_layers) if layer not in kept]
+    if missing or len(kept) != num_layers:
+        raise sink.refusal(
+            f"layers {missing} keep another state than keys and values"
+            if missing
+            else f"it has {len(kept)} attention layers where its configuration says {num_layers}"
+        )
     shapes = sorted(set(sink.layers.values()))
+    if not shapes:
+        raise sink.refusal("no layer has keys and values, whose pages all else is counted in")
     if len(shapes) != 1:
         raise sink.refusal(f"its layers have keys of different shapes: {shapes} (heads, size of keys, of values)")
-    probe = _summary(model, seen, num_layers, shapes[0])
-    return replace(probe, experts=_once(mixtures.experts), routers=_once(mixtures.routers))
+    return shapes[0]
 
 
 @dataclass(slots=True)

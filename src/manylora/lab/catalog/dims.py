@@ -51,6 +51,9 @@ class ModelDims:
         max_model_len: Longest context in tokens.
         num_experts: Experts per layer; 0 for a dense model.
         experts_per_token: Experts that a token is routed to.
+        num_kv_layers: Layers with attention; ``None``: all. The others keep a state; their linears count as those of
+            attention.
+        state_bytes: Bytes of the states of a sequence in these layers.
         tie_embeddings: Whether the head is the embedding.
         has_attention_bias: Whether q, k and v have biases.
         weight_bits: Bits per weight of the layers' matrices in a quantised base, whose embedding and head stay in
@@ -73,6 +76,8 @@ class ModelDims:
     num_shared_experts: int = 0
     num_dense_layers: int = 0
     dense_size: int = 0
+    num_kv_layers: int | None = None
+    state_bytes: int = 0
     tie_embeddings: bool = False
     has_attention_bias: bool = False
     dtype: str = option(
@@ -136,7 +141,11 @@ class ModelDims:
     @property
     def score_operations(self) -> int:
         """Operations of all layers to attend a token to a position."""
-        return 2 * self.num_layers * self.num_heads * (self.head_dim + self.value_size)
+        return 2 * self._num_attending * self.num_heads * (self.head_dim + self.value_size)
+
+    @property
+    def _num_attending(self) -> int:
+        return self.num_layers if self.num_kv_layers is None else self.num_kv_layers
 
     @property
     def expert_weights(self) -> int:
@@ -200,7 +209,7 @@ class ModelDims:
         dtype = self.kv_dtype or self.dtype
         return PageShape(
             block_size=block_size,
-            num_layers=self.num_layers,
+            num_layers=self._num_attending,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             value_dim=self.value_dim,

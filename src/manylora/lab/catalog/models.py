@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind, TargetModule
@@ -36,14 +36,10 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
         return default
 
     heads, hidden = number("num_attention_heads"), number("hidden_size")
+    num_layers = number("num_hidden_layers")
+    attending, state_bytes = _states(fields, number, num_layers)
     experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
-    latent = None
-    if number("kv_lora_rank", default=0):
-        latent = LatentAttention(
-            kv_rank=number("kv_lora_rank"),
-            rope_dim=number("qk_rope_head_dim"),
-            query_rank=number("q_lora_rank", default=0) or None,
-        )
+    latent = _latent(number) if number("kv_lora_rank", default=0) else None
     dense = number("first_k_dense_replace", default=0) if experts else 0
     inner = number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size")
     kind = str(fields.get("model_type") or "")
@@ -51,7 +47,7 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
     return ModelDims(
         name=name or str(config.get("_name_or_path") or kind or "model"),
         hidden_size=hidden,
-        num_layers=number("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=number("num_key_value_heads", default=heads) if latent is None else heads,
         head_dim=number("head_dim", default=hidden // heads)
@@ -67,11 +63,46 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
         num_shared_experts=number("n_shared_experts", default=0) if experts else 0,
         num_dense_layers=dense,
         dense_size=number("intermediate_size") if dense else 0,
+        num_kv_layers=attending if state_bytes else None,
+        state_bytes=state_bytes,
         tie_embeddings=fields.get("tie_word_embeddings") is True,
         has_attention_bias=fields.get("attention_bias") is True or kind in ("qwen2", "qwen2_moe"),
         dtype=dtype,
         weight_bits=_weight_bits(fields.get("quantization_config") or config.get("quantization_config")),
     )
+
+
+def _latent(number: Callable[..., int]) -> LatentAttention:
+    """Return the vectors of latent attention."""
+    query_rank = number("q_lora_rank", default=0) or None
+    return LatentAttention(kv_rank=number("kv_lora_rank"), rope_dim=number("qk_rope_head_dim"), query_rank=query_rank)
+
+
+def _states(fields: Mapping[str, object], number: Callable[..., int], num_layers: int) -> tuple[int, int]:
+    """Return the number of layers with attention, and the bytes of a sequence's states in the others.
+
+    States are in float32 (``execution/model/recurrent.py``): the columns of a convolution, and those of a recurrence.
+    """
+    mamba, delta = number("mamba_n_heads", default=0), number("linear_num_value_heads", default=0)
+    kinds, others = fields.get("layer_types"), fields.get("attn_layer_indices")
+    recurrent = sum(kind in ("conv", "linear_attention", "mamba") for kind in kinds) if isinstance(kinds, list) else 0
+    attending = num_layers - recurrent
+    if mamba and not recurrent:  # Bamba names the layers with attention; Falcon H1 has both in every layer
+        attending = len(others) if isinstance(others, list) else num_layers
+        recurrent = num_layers - attending or num_layers
+    if not recurrent:
+        return num_layers, 0
+    if mamba:
+        inner = number("mamba_d_ssm", default=0) or mamba * number("mamba_d_head")
+        channels = inner + 2 * number("mamba_n_groups", default=1) * number("mamba_d_state")
+        numbers = channels * number("mamba_d_conv", default=4) + inner * number("mamba_d_state")
+    elif delta:
+        values, keys = number("linear_value_head_dim"), number("linear_key_head_dim")
+        channels = 2 * number("linear_num_key_heads") * keys + delta * values
+        numbers = channels * number("linear_conv_kernel_dim", default=4) + delta * keys * values
+    else:
+        numbers = number("hidden_size") * number("conv_L_cache")
+    return attending, 4 * recurrent * numbers
 
 
 def _weight_bits(quantisation: object) -> int | None:
@@ -199,6 +230,7 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
         modules=tuple(modules),
         all_linear=all_linear,
         eos_token_ids=(),
+        state_bytes=dims.state_bytes,
     )
 
 

@@ -240,7 +240,8 @@ class AdapterCatalog:
         for sequence in self._sequences.values():
             if sequence.adapter == version.key:
                 continue
-            most_tokens = sequence.num_prompt_tokens + sequence.max_tokens - 1  # the last one needs no KV
+            # The last token needs no KV.
+            most_tokens = sequence.state_tokens + sequence.num_prompt_tokens + sequence.max_tokens - 1
             need = num_blocks(most_tokens, self._block_size) + sequence.num_adapter_pages
             left = self._num_pages - self.num_pinned_pages(besides=sequence.version) - version.num_pages
             if need > left:

@@ -144,7 +144,9 @@ class Admission:
         together = [*self._running.sequences, sequence]
         adapters = {one.adapter: one.num_adapter_pages for one in together}
         # The last token needs no KV.
-        lengths = ((one.num_tokens, max(0, one.max_tokens - one.num_output_tokens - 1)) for one in together)
+        lengths = (
+            (one.num_tokens + one.state_tokens, max(0, one.max_tokens - one.num_output_tokens - 1)) for one in together
+        )
         num_pages = self._page_cache.allocator.num_pages - sum(adapters.values())
         return most_pages_together(lengths, self._block_size) <= num_pages
 

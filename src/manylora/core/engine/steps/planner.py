@@ -112,7 +112,8 @@ class StepPlanner:
                 unfinished.append(sequence)
             elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one in this loop
                 # ``lacks_page`` in place: a call for each sequence of each step would show.
-                has_room = num_tokens <= len(sequence.table.pages) * block_size or not sequence.has_kv
+                room = len(sequence.table.pages) * block_size - sequence.state_tokens
+                has_room = num_tokens <= room or not sequence.has_kv
                 if has_room or self._running.grow(sequence, now):
                     decodes.append((sequence, 1))
         budget = self._budget_after(decodes)
