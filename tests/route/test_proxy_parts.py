@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manylora.core.costs.step_model import PRIOR
 from manylora.core.errors import RequestError
 from manylora.core.routing import AffinityRouter, LeastLoadedRouter, ReplicaView
 from manylora.route.backend import BackendState, Health
@@ -18,6 +19,7 @@ from manylora.route.choice import Choice, PromptText
 from manylora.route.fleet.changes import ChangeLog
 from manylora.route.relay.exchange import read_fields, with_model
 from manylora.route.report import BackendMetrics, MetricsReader, ServerKind, read_models
+from manylora.route.times import ReportedTimes
 from manylora.route.upstream.address import answer_headers, parse_backend, request_head
 
 FALL = 3
@@ -181,6 +183,7 @@ class Member:
     name: str
     view: ReplicaView = field(default_factory=ReplicaView)
     place: int = 0
+    times: ReportedTimes = field(default_factory=ReportedTimes)
 
 
 def test_adapters_keep_their_homes_when_others_fail_leave_and_come() -> None:
@@ -260,6 +263,40 @@ def test_own_requests_and_reports_never_make_a_load_negative(steps: list[tuple[i
     for member in members:
         choice.correct(member, 0, BackendMetrics(num_running=0))
         assert (member.view.load, member.view.sum_rank, member.view.max_rank) == (0, 0, 0)
+
+
+def test_step_times_are_learnt_from_the_means_of_reports() -> None:
+    """A backend whose steps are a tenth of the guess's, and one ten times slower: loads differ from poll to poll."""
+    rng, text = Random(3), "vllm:{}_{} {}\n"
+    for factor in (0.1, 10.0):
+        times, view, totals = (
+            ReportedTimes(),
+            ReplicaView(),
+            dict.fromkeys(("gap_s", "gaps", "prompt_s", "prompts"), 0.0),
+        )
+        num_tokens = num_cached = 0
+        learnt = None
+        for poll in range(120):
+            load, prompt, cached = rng.randint(1, 20), rng.randint(100, 2000), rng.randint(0, 90)
+            totals["gap_s"] += 100 * factor * PRIOR.decode_s(load, 0, 0, 0, 0)
+            totals["prompt_s"] += 3 * factor * PRIOR.prefill_s(load + prompt - cached, prompt, 0, 0, 0)
+            totals["gaps"], totals["prompts"] = 100.0 * (poll + 1), 3.0 * (poll + 1)
+            num_tokens, num_cached = num_tokens + 3 * prompt, num_cached + 3 * cached
+            reader = MetricsReader()
+            for name, kind in (("inter_token_latency", "gap"), ("request_prefill_time", "prompt")):
+                reader.feed(text.format(name, "seconds_sum", totals[f"{kind}_s"]).encode())
+                reader.feed(text.format(name, "seconds_count", totals[f"{kind}s"]).encode())
+            reader.feed(f"vllm:prompt_tokens_total {num_tokens}\nvllm:prefix_cache_hits_total {num_cached}\n".encode())
+            reader.feed(f"vllm:num_requests_running {load}\n".encode())
+            learnt = times.learn(reader.result(), view)
+            assert (learnt is None) == (poll < 48)
+        assert learnt is not None
+        for load, prompt in ((4, 500), (16, 1500)):
+            assert learnt.decode_s(load, 0, 0, 0, 0) == pytest.approx(
+                factor * PRIOR.decode_s(load, 0, 0, 0, 0), rel=0.1
+            )
+            expected = factor * PRIOR.prefill_s(load + prompt, prompt, 0, 0, 0)
+            assert learnt.prefill_s(load + prompt, prompt, 0, 0, 0) == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 from serving import PATIENCE_S
 
 from manylora.route.config import ProxyConfig
-from manylora.route.fleet.polls import Resolve, resolve
+from manylora.route.fleet.sources import Resolve, resolve
 from manylora.route.serve import Proxy
 from manylora.serving.http.listening import new_event_loop
 

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,11 +18,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from manylora.core import __version__
-from manylora.core.errors import ManyloraError, ModelNotFound, RequestError
+from manylora.core.errors import ConfigError, ManyloraError, ModelNotFound, RequestError
 from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import RoutedAdapters
 from manylora.route.fleet.members import Backends
+from manylora.route.fleet.sources import Sources
 from manylora.route.metrics import ProxyMetrics
 from manylora.serving.http.auth import Gate, without_foreign_pages
 from manylora.serving.http.errors import HttpError, error_response, on_error, on_http_exception
@@ -38,7 +39,7 @@ PASSED_ON = tuple(_PASSED_ON.split())
 """Routes whose JSON body names a model. All others of a backend stay behind the router, its admin routes above all."""
 
 MAX_BODY_BYTES = 64 * 1024
-"""Longest body of a request to load or unload an adapter."""
+"""Longest body of a request to change adapters or backends."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,16 @@ class RoutedLoadBody(msgspec.Struct, kw_only=True):
     src: str = ""
 
 
+class RoutedBackendBody(msgspec.Struct, kw_only=True):
+    """``POST`` and ``DELETE /backends``: a server, and the key that it gets in place of the client's."""
+
+    url: str
+    key: str | None = None
+
+
+BodyT = TypeVar("BodyT", RoutedLoadBody, RoutedBackendBody)
+
+
 @dataclass(slots=True, eq=False)
 class RouterRoutes:
     """The routes that the router answers itself.
@@ -62,6 +73,7 @@ class RouterRoutes:
         gate: Knows the keys of callers.
         adapters: Loads and unloads adapters on all backends.
         metrics: The router's own.
+        sources: Takes backends in and out.
     """
 
     config: ProxyConfig
@@ -69,6 +81,7 @@ class RouterRoutes:
     backends: Backends
     adapters: RoutedAdapters
     metrics: ProxyMetrics
+    sources: Sources
     is_stopping: bool = False
     _started_at: float = field(default_factory=time.time)
 
@@ -84,6 +97,9 @@ class RouterRoutes:
             Route("/v1/unload_lora_adapter", self._unload, methods=["POST"]),
             Route("/adapters", self._load, methods=["POST"]),
             Route("/adapters/{name:path}", self._unload, methods=["DELETE"]),
+            Route("/backends", self._list_backends, methods=["GET"]),
+            Route("/backends", self._add_backend, methods=["POST"]),
+            Route("/backends", self._remove_backend, methods=["DELETE"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/version", self._version, methods=["GET"]),
@@ -135,10 +151,33 @@ class RouterRoutes:
     async def _page_snapshot(self) -> bytes:
         return msgspec.json.encode({"route": {**self._state(), "manages_adapters": self.config.manage_adapters}})
 
+    async def _list_backends(self, request: Request) -> Response:
+        self.gate.check_admin(request)
+        return _json({"backends": [_status_of(backend, monotonic()) for backend in self.backends]})
+
+    async def _add_backend(self, request: Request) -> Response:
+        """Add a server that the body names; it gets requests once its first poll is good."""
+        self._check_admin_key(request)
+        body = await _body(request, RoutedBackendBody)
+        try:
+            address = self.sources.add(body.url, body.key)
+        except ConfigError as error:
+            raise _invalid(str(error), "url") from None
+        return _json({"url": address.url}, 202)
+
+    async def _remove_backend(self, request: Request) -> Response:
+        """Remove the server that the body names: it gets no more requests, and those under way go on to their end."""
+        self._check_admin_key(request)
+        body = await _body(request, RoutedBackendBody)
+        found = next((one for one in self.backends if one.url == body.url.rstrip("/")), None)
+        if found is None or not self.sources.remove(found.url):
+            raise HttpError(404, f"There is no backend '{body.url[:200]}'.", param="url")
+        return _json({"url": found.url, "in_flight": found.num_in_flight}, 202)
+
     async def _load(self, request: Request) -> Response:
         """Load an adapter, or replace it in place."""
         self._check_admin(request)
-        body = await _body(request)
+        body = await _body(request, RoutedLoadBody)
         name, path = body.lora_name or body.name, body.lora_path or body.src
         if not name or not path:
             raise _invalid("Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if name else "lora_name")
@@ -152,11 +191,17 @@ class RouterRoutes:
         self._check_admin(request)
         name = request.path_params.get("name")
         if name is None:
-            name = (await _body(request)).lora_name
+            name = (await _body(request, RoutedLoadBody)).lora_name
         if not name:
             raise _invalid("'lora_name' must be provided.", "lora_name")
         await self.adapters.unload(name)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _check_admin_key(self, request: Request) -> None:
+        """Refuse programs of this machine as well: a server that they add would get prompts and the backends' key."""
+        self.gate.check_admin(request)
+        if self.config.admin_key is None:
+            raise HttpError(403, "Backends are changed with an admin key; start the router with --admin-key.")
 
     def _check_admin(self, request: Request) -> None:
         self.gate.check_admin(request)
@@ -208,14 +253,14 @@ def _status_of(backend: Backend, now: float) -> dict[str, Any]:
     }
 
 
-async def _body(request: Request) -> RoutedLoadBody:
+async def _body(request: Request, kind: type[BodyT]) -> BodyT:
     body = b""
     async for piece in request.stream():
         body += piece
         if len(body) > MAX_BODY_BYTES:
             raise HttpError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
     try:
-        return msgspec.json.decode(body, type=RoutedLoadBody)
+        return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"The body is not as expected: {error}") from None
 
@@ -224,8 +269,8 @@ def _invalid(message: str, param: str) -> HttpError:
     return HttpError(400, message, param=param, kind="InvalidUserInput")
 
 
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 from time import monotonic
 
 import msgspec
@@ -27,6 +28,7 @@ import msgspec
 from manylora.core.routing import ReplicaView
 from manylora.route.config import ProxyConfig
 from manylora.route.report import BackendMetrics, Card, ServerKind
+from manylora.route.times import ReportedTimes
 from manylora.route.upstream.address import Address, request_head
 from manylora.route.upstream.connection import Failure, UpstreamConnection
 from manylora.route.upstream.pool import Pool, fetch
@@ -188,6 +190,7 @@ class Backend:
         self.models_read_at = -float("inf")
         self.reading_models = asyncio.Lock()
         self.metrics = BackendMetrics()
+        self.times = ReportedTimes()
         self.metrics_at: float | None = None
         self.num_polls = 0
         self.is_leaving = False
@@ -197,13 +200,31 @@ class Backend:
         self.at_work: set[UpstreamConnection] = set()  # connections with a request of a client
         self._max_in_flight = config.max_in_flight
         self._stale_s = STALE_POLLS * config.poll_s
-        key = config.backend_key
-        self.authorization = None if key is None else b"Bearer " + key.encode()  # in place of the client's own
+        self._common_key = config.backend_key
+        self.authorization: bytes | None = None  # in place of the client's own
+        self.read_key()
 
     @property
     def num_in_flight(self) -> int:
         """Requests of this router under way there."""
         return self.view.num_requests
+
+    def read_key(self) -> None:
+        """Read the key of this backend, which may have changed; one that cannot be read changes nothing."""
+        kind, _, rest = self.address.key_from.partition(":")
+        key = self._common_key
+        try:
+            if kind == "file":
+                key = Path(rest).read_text(encoding="ascii").strip()
+            elif kind == "key":
+                key = rest
+        except (OSError, ValueError) as error:
+            logger.warning("backend_key_unreadable url=%s error=%s", self.url, type(error).__name__)
+            return
+        if key is not None and (not key or not key.isascii() or not key.isprintable()):
+            logger.warning("backend_key_unusable url=%s", self.url)
+            return
+        self.authorization = None if key is None else b"Bearer " + key.encode()
 
     def can_take(self, now: float) -> bool:
         """Whether the backend is up, not avoided, and below its bound of requests, which grows during a slow start."""

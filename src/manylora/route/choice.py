@@ -186,6 +186,7 @@ class Choice:
                 resident=metrics.on_device,
                 num_queued=metrics.num_waiting,
                 kv_usage=metrics.kv_usage,
+                steps=member.times.learn(metrics, view),
                 num_answers=metrics.num_answers,
                 num_answer_tokens=metrics.num_answer_tokens,
             )
@@ -195,7 +196,7 @@ class Choice:
         view.learn(report)
         view.num_foreign, view.load_then = num_foreign, view.num_requests + num_foreign
         for one in self._views:
-            one.guess(None, self._answers.mean)
+            one.guess(report.steps, self._answers.mean)
 
 
 _EMPTY = ReplicaView()

@@ -28,7 +28,9 @@ class ProxyConfig:
         flag="--backend",
         metavar="URL",
         help="A server with OpenAI's API, as http://host:8000; or dns:NAME:PORT (dns+https:NAME:PORT) for every "
-        "address of a name, looked up again and again. Repeatable.",
+        "address of a name, looked up again and again; or pods:NAMESPACE/SELECTOR:PORT or pool:NAMESPACE/NAME for the "
+        "ready pods of a cluster, or of an InferencePool. With #env:NAME or #file:PATH it gets a key of its own. "
+        "Repeatable.",
     )
     backend_key: str | None = _backends(
         None, envvar="MANYLORA_BACKEND_KEY", help="The API key that backends get, in place of the client's own."
@@ -41,11 +43,28 @@ class ProxyConfig:
     max_in_flight: int = _backends(
         256, unit="requests", at_least=1, help="Most requests at one backend at once; beyond it on all, 429."
     )
-    resolve_s: float = _backends(10.0, unit="s", above=0, help="Time between two look-ups of a DNS name.")
+    resolve_s: float = _backends(
+        10.0, unit="s", above=0, help="Time between two look-ups of a DNS name, and two reads of an InferencePool."
+    )
+    kubernetes_api: str = _backends(
+        "https://kubernetes.default.svc:443", metavar="URL", help="The API of the cluster, for pods: and pool:."
+    )
+    kubernetes_account: str = _backends(
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+        metavar="DIR",
+        help="Folder with the token and ca.crt of the service account that may list and watch pods.",
+    )
 
     router: str = _routing(DEFAULT_ROUTER, plugin="router", help="Routing policy: chooses the backend of a request.")
     router_options: Mapping[str, Any] = _routing(
         factory=dict, flag="--router-option", metavar="KEY=VALUE", help="An option of the router. Repeatable."
+    )
+    names: tuple[str, ...] = _routing(
+        (),
+        flag="--name",
+        metavar="NAME=MODEL:WEIGHT,...",
+        help="A public name, and the models that answer it by weight, as sql=sql-v1:90,sql-v2:10; MODEL@URL:WEIGHT "
+        "asks one backend alone. A conversation stays with its model. Repeatable.",
     )
     retries: int = _routing(
         2,

@@ -48,6 +48,9 @@ class ProxyMetrics(Collector):
         self._adapters = self._counter(
             "adapter_requests", "Requests for adapters, by residency when they were sent.", ["backend", "resident"]
         )
+        self._arms = self._counter(
+            "arm_requests", "Attempts for public names, by version and outcome.", ["name", "model", "outcome"]
+        )
         self._prompt = self._counter("prompt_tokens", "Prompt tokens of answered requests, as estimated.", one)
         self._cached = self._counter(
             "cached_tokens", "Of these, tokens that the backend's prefix cache was expected to hold.", one
@@ -62,6 +65,10 @@ class ProxyMetrics(Collector):
         self._attempts.labels(backend.url, outcome.value).inc()
         if outcome is AttemptEnd.ANSWERED:
             self._duration.labels(backend.url).observe(seconds)
+
+    def arm(self, name: str, model: str, outcome: AttemptEnd) -> None:
+        """Count the end of an attempt for a public name."""
+        self._arms.labels(name, model, outcome.value).inc()
 
     def failure(self, backend: Backend, reason: str) -> None:
         """Count a failed attempt."""

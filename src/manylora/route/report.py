@@ -23,6 +23,7 @@ MAX_NAME = 512
 
 _PREFIXES = (b"vllm:", b"sglang:", b"manylora:lora_adapter_loaded")
 ANSWERS = (b"vllm:request_success_total", b"sglang:num_requests_total")
+PROMPT_TOKENS = b"vllm:prompt_tokens_total"
 ANSWER_TOKENS = (b"vllm:generation_tokens_total", b"sglang:generation_tokens_total")
 _NAME = re.compile(rb"[a-z:_]{1,64}")
 _LABEL = re.compile(rb'([a-z_]{1,64})="((?:[^"\\\n]|\\.)*)",?')
@@ -31,6 +32,18 @@ RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
 WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
 TOKENS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total", b"sglang:generation_tokens_total")
 KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
+SUMS = {
+    b"vllm:inter_token_latency_seconds_sum": "gaps_s",
+    b"vllm:inter_token_latency_seconds_count": "num_gaps",
+    b"vllm:time_per_output_token_seconds_sum": "gaps_s",
+    b"vllm:time_per_output_token_seconds_count": "num_gaps",
+    b"sglang:inter_token_latency_seconds_sum": "gaps_s",
+    b"sglang:inter_token_latency_seconds_count": "num_gaps",
+    b"vllm:request_prefill_time_seconds_sum": "prefills_s",
+    b"vllm:request_prefill_time_seconds_count": "num_prefills",
+    b"vllm:prefix_cache_hits_total": "num_cached_tokens",
+}
+"""Totals of which the router takes the growth between two polls; one that comes under two names counts twice."""
 LORA_INFO = b"vllm:lora_requests_info"
 LORA_LOADED = (b"vllm:lora_adapter_loaded", b"manylora:lora_adapter_loaded")
 DEVICE_LEVELS = frozenset(("gpu", "device"))
@@ -59,6 +72,12 @@ class BackendMetrics:
         num_tokens: Tokens so far; their growth is a sign of life. 0 where they are not reported.
         num_answers: Requests that have ended, so far.
         num_answer_tokens: Tokens of answers, so far.
+        gaps_s: Times between tokens, added up, in seconds.
+        num_gaps: Their number.
+        prefills_s: Times from admission to the first token, added up, in seconds.
+        num_prefills: Their number.
+        num_prompt_tokens: Tokens of prompts, so far.
+        num_cached_tokens: Of these, the tokens that the prefix cache held.
     """
 
     num_running: int | None = None
@@ -70,6 +89,12 @@ class BackendMetrics:
     num_tokens: float = 0.0
     num_answers: int = 0
     num_answer_tokens: int = 0
+    gaps_s: float = 0.0
+    num_gaps: float = 0.0
+    prefills_s: float = 0.0
+    num_prefills: float = 0.0
+    num_prompt_tokens: float = 0.0
+    num_cached_tokens: float = 0.0
 
     @property
     def num_requests(self) -> int | None:
@@ -113,8 +138,12 @@ class MetricsReader:
             metrics.num_waiting = _plus(metrics.num_waiting, _value(line))
         elif name in TOKENS:
             metrics.num_tokens += _value(line) or 0.0
+            if name == PROMPT_TOKENS:
+                metrics.num_prompt_tokens += _value(line) or 0.0
             if name in ANSWER_TOKENS:
                 metrics.num_answer_tokens = _total(metrics.num_answer_tokens, _value(line))
+        elif name in SUMS:
+            setattr(metrics, SUMS[name], getattr(metrics, SUMS[name]) + (_value(line) or 0.0))
         elif name in ANSWERS:
             metrics.num_answers = _total(metrics.num_answers, _value(line))
         elif name in KV_USAGE:

@@ -3,6 +3,7 @@
 ::
 
     bind -> backends polled once -> listen -> serve
+         -> SIGHUP, or another file of options: backends and public names change
          -> first signal: stop to listen, requests under way may finish -> exit 0
          -> second signal: exit at once
 """
@@ -10,18 +11,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from random import Random
 
+from manylora.core.errors import ConfigError
 from manylora.core.routing import RouterContext, make_router
 from manylora.route.app import PASSED_ON, RouterRoutes, make_app
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import AdapterPlacement, RoutedAdapters
 from manylora.route.fleet.changes import BackendChanges
+from manylora.route.fleet.kubernetes import Cluster
 from manylora.route.fleet.members import Backends
-from manylora.route.fleet.polls import Polls, Resolve, resolve
+from manylora.route.fleet.names import parse_names
+from manylora.route.fleet.polls import Polls
+from manylora.route.fleet.sources import Resolve, Sources, parse_source, resolve
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.relay.relay import Relay
 from manylora.route.relay.selection import Selection
@@ -47,6 +56,14 @@ KEEP_ALIVE_S = 75.0
 BACKLOG = 4096
 """Connections that wait in the kernel to be accepted."""
 
+RELOADED = ("backends", "names")
+"""Options that another configuration changes in a router that runs."""
+
+LOOK_S = 1.0
+"""Time between two looks at the configuration's file, in seconds."""
+
+logger = logging.getLogger(__name__)
+
 
 class Proxy:
     """One router, from start to stop, on one event loop.
@@ -54,12 +71,17 @@ class Proxy:
     Args:
         config: Its options.
         resolve: Looks DNS names up.
+        environment: Environment variables, for keys of backends.
 
     Raises:
         ConfigError: An address or a router is wrong, or it cannot listen.
     """
 
-    def __init__(self, config: ProxyConfig, *, resolve: Resolve = resolve) -> None:
+    def __init__(
+        self, config: ProxyConfig, *, resolve: Resolve = resolve, environment: Mapping[str, str] | None = None
+    ) -> None:
+        for text in config.backends:
+            parse_source(text, environment or {})
         rng, ranks = Random(), dict[str, int]()
         context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=config.max_in_flight)
         choice = Choice(make_router(config.router, context, config.router_options), ranks)
@@ -68,12 +90,15 @@ class Proxy:
         changes = BackendChanges(config, self.backends)
         placement = AdapterPlacement(config, self.backends, changes)
         adapters = RoutedAdapters(self.backends, changes, placement)
-        self._polls = Polls(config, self.backends, adapters, choice, metrics, rng=rng, resolve=resolve)
+        self._polls = Polls(config, self.backends, adapters, choice, metrics, rng=rng)
+        cluster = Cluster(config.kubernetes_api, config.kubernetes_account, again_s=config.resolve_s, rng=rng)
+        self._sources = Sources(config.resolve_s, resolve, cluster.watch, self._polls.update, environment or {})
+        self.backends.catalog.rename(parse_names(config.names))
         selection = Selection(config, self.backends, choice, changes, placement)
         self._tenants = None if config.tenants is None else TenantBook(Path(config.tenants).expanduser())
         gate = Gate(config.api_keys, config.admin_key, tenants=self._tenants)
         relay = Relay(config, gate, self.backends, selection, placement, metrics)
-        self._routes = RouterRoutes(config, gate, self.backends, adapters, metrics)
+        self._routes = RouterRoutes(config, gate, self.backends, adapters, metrics, self._sources)
         self._app = make_app(config, relay, self._routes)
         if config.backend_ca_certs is not None:
             backend_tls(config.backend_ca_certs)  # names of backends may be looked up later
@@ -98,14 +123,33 @@ class Proxy:
         if self._http is not None:
             self._http.should_exit = True
 
+    async def configure(self, config: ProxyConfig) -> None:
+        """Take over the backends and the public names of another configuration; its other options wait for a restart.
+
+        Raises:
+            ConfigError: One of them is malformed; nothing has changed.
+        """
+        names = parse_names(config.names)
+        await self._sources.configure(config.backends)
+        self.backends.catalog.rename(names)
+        waiting = [
+            one.name
+            for one in fields(config)
+            if one.name not in RELOADED and getattr(config, one.name) != getattr(self._config, one.name)
+        ]
+        logger.info("reloaded backends=%d names=%d", len(self.backends), len(names))
+        if waiting:
+            logger.warning("reload_needs_restart options=%s", ",".join(waiting))
+
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained."""
         try:
+            await self._sources.configure(self._config.backends)
             await self._polls.start()
         except BaseException:
             self._socket.close()
             raise
-        watching = [asyncio.create_task(self._polls.run())]
+        watching: list[asyncio.Task[None]] = []
         if self._tenants is not None:
             watching.append(asyncio.create_task(self._tenants.watch()))
         most = max_connections()
@@ -119,6 +163,7 @@ class Proxy:
         finally:
             for task in watching:
                 task.cancel()
+            await self._sources.stop()
             await self._polls.stop()
             if self._traces is not None:
                 await self._traces.close()
@@ -132,15 +177,69 @@ def max_connections() -> int:
     return within_open_files(MAX_CONNECTIONS, files_beside=FILES_BESIDE_CONNECTIONS, files_each=2)
 
 
-def run(config: ProxyConfig) -> int:
+async def reload_on_change(proxy: Proxy, read: Callable[[], ProxyConfig], file: Path) -> None:
+    """Read the configuration again at SIGHUP and when its file changes; a wrong one is refused, and the old one stays.
+
+    Args:
+        proxy: The router.
+        read: Returns the configuration.
+        file: Its file.
+    """
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+    seen = _version_of(file)
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                await asked.wait()
+        now = _version_of(file)
+        if not asked.is_set() and now == seen:
+            continue
+        asked.clear()
+        seen = now
+        try:
+            await proxy.configure(await asyncio.to_thread(read))
+        except ConfigError as error:
+            logger.error("reload_refused file=%s reason=%r", file, str(error))
+
+
+def _version_of(file: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file: a mounted ConfigMap is another file behind the same name."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def run(
+    config: ProxyConfig,
+    *,
+    environment: Mapping[str, str] | None = None,
+    file: str | None = None,
+    read: Callable[[], ProxyConfig] | None = None,
+) -> int:
     """Serve until SIGTERM or SIGINT; call it from the main thread. Returns the exit code.
+
+    Args:
+        config: The options.
+        environment: Environment variables, for keys of backends.
+        file: The file that options come from, if there is one.
+        read: Reads it again.
 
     Raises:
         ManyloraError: The router could not start.
     """
+    tasks: list[asyncio.Task[None]] = []
+
+    def make() -> Proxy:
+        proxy = Proxy(config, environment=environment)
+        if file is not None and read is not None:
+            tasks.append(asyncio.create_task(reload_on_change(proxy, read, Path(file))))
+        return proxy
 
     def say_ready(proxy: Proxy) -> None:
         backends = proxy.backends
         print(f"manylora routes to {backends.num_up} of {len(backends)} backends at {proxy.url}", flush=True)
 
-    return run_until_stopped(lambda: Proxy(config), say_ready, drain_timeout_s=config.drain_timeout_s)
+    return run_until_stopped(make, say_ready, drain_timeout_s=config.drain_timeout_s)

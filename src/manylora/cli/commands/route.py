@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
-from manylora.cli.options.config_file import config_option
+import typer
+
+from manylora.cli.options.config_file import chosen_again, config_option
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.values import LogLevel, log_to_stderr
 from manylora.core.plugins import options_of
@@ -20,6 +23,7 @@ _FLAGS = flags_of(ProxyConfig, TlsConfig, TraceConfig, *options_of(ROUTERS).valu
 
 @with_flags(_FLAGS, panels=("Backends", "Routing", "Health", "HTTP", "Debugging"))
 def route(
+    context: typer.Context,
     chosen: Chosen,
     config: Annotated[str | None, config_option(_FLAGS, "Read options from a TOML file, by the same names.")] = None,
     log_level: LogLevel = "info",
@@ -33,8 +37,17 @@ def route(
 
     [bold]manylora route --backend dns:vllm.default.svc:8000 --manage-adapters[/bold]
     """
-    made = chosen.make(ProxyConfig, tls=chosen.make(TlsConfig), traces=chosen.make(TraceConfig))
+    made = _made(chosen)
+
+    def read() -> ProxyConfig:
+        assert config is not None
+        return _made(chosen_again(context, config, _FLAGS))
+
     log_to_stderr(log_level, "route")
     from manylora.route.serve import run  # imports the web framework
 
-    sys.exit(run(made))
+    sys.exit(run(made, environment=os.environ, file=config, read=read))
+
+
+def _made(chosen: Chosen) -> ProxyConfig:
+    return chosen.make(ProxyConfig, tls=chosen.make(TlsConfig), traces=chosen.make(TraceConfig))

@@ -22,11 +22,14 @@ from typing import Any
 
 import typer
 
-from manylora.cli.options.fields import Flag
+from manylora.cli.options.fields import Chosen, Flag
 from manylora.core.errors import ConfigError
 from manylora.core.options import nearest
 
-__all__ = ["config_option", "read_config_file"]
+__all__ = ["chosen_again", "config_option", "read_config_file"]
+
+GO_BEFORE = ("COMMANDLINE", "ENVIRONMENT")
+"""Sources of options that go before a file."""
 
 Value = str | int | float | bool | list[str]
 
@@ -37,16 +40,48 @@ def config_option(flags: Iterable[Flag], help: str) -> Any:
 
     def use(context: typer.Context, path: str | None) -> str | None:
         if path is not None:
-            params = [param for param in context.command.params if param.name not in (None, "config", "help")]
-            context.default_map = read_config_file(
-                path,
-                options=[str(param.name) for param in params],
-                lists=[str(param.name) for param in params if getattr(param, "multiple", False)],
-                flags=flags,
-            )
+            context.default_map = _defaults(context, path, flags)
         return path
 
     return typer.Option(metavar="FILE", help=help, is_eager=True, callback=use)
+
+
+def chosen_again(context: typer.Context, path: str, flags: Iterable[Flag]) -> Chosen:
+    """Return the options of a command that runs, with its configuration file read anew.
+
+    Args:
+        context: The command's.
+        path: The file.
+        flags: The command's.
+
+    Raises:
+        ConfigError: As for ``read_config_file``, or a value is not of its option's type.
+    """
+    flags = tuple(flags)
+    context.default_map = _defaults(context, path, flags)
+    params = {param.name: param for param in context.command.params}
+
+    def value_of(flag: Flag) -> Any:
+        source = context.get_parameter_source(flag.name)
+        if source is not None and source.name in GO_BEFORE:
+            return flag.read(context.params[flag.name])
+        param = params[flag.name]
+        try:
+            return flag.read(param.process_value(context, param.get_default(context)))
+        except typer.BadParameter as error:
+            raise ConfigError(f"Got a wrong {flag.name} in {path}: {error.format_message()}") from None
+
+    return Chosen({flag: value_of(flag) for flag in flags})
+
+
+def _defaults(context: typer.Context, path: str, flags: Iterable[Flag]) -> dict[str, Value]:
+    params = [param for param in context.command.params if param.name not in (None, "config", "help")]
+    return read_config_file(
+        path,
+        options=[str(param.name) for param in params],
+        lists=[str(param.name) for param in params if getattr(param, "multiple", False)],
+        flags=flags,
+    )
 
 
 def read_config_file(

@@ -112,6 +112,9 @@ class SentPrefixes:
             self._by_place.append(None)
         self._held[view] = self._by_place[place] = _ReplicaBlocks(view, 1 << place)
         self._most_each = min(MOST_BLOCKS_EACH, MOST_BLOCKS // len(self._held))
+        for held in self._held.values():
+            while len(held.blocks) > self._most_each:
+                self._drop_oldest(held)
 
     def leave(self, view: ReplicaView) -> None:
         """Remove a replica."""

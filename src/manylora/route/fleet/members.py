@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 import msgspec
@@ -15,6 +15,7 @@ from manylora.core.errors import CapacityError
 from manylora.route.backend import Backend
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
+from manylora.route.fleet.names import Arm, arms_in_order
 from manylora.route.report import Card, ServerKind, read_models
 from manylora.route.upstream.address import Address
 from manylora.route.upstream.pool import FetchFailed
@@ -38,11 +39,15 @@ class Found:
         name: As backends list it.
         base: The base of an adapter; ``None`` for a base.
         holders: The backends that list it.
+        only_at: The URL of the only backend that it may be asked of; ``None`` for any.
+        arm: The version that answers a public name, for clients to see; empty for a model that was named itself.
     """
 
     name: str
     base: str | None
     holders: Sequence[Backend]
+    only_at: str | None = None
+    arm: str = ""
 
     @property
     def adapter(self) -> str:
@@ -55,10 +60,11 @@ class Found:
 
 
 class Catalog:
-    """Models by name; ``bases`` are the models without a parent."""
+    """Models by name; ``bases`` are the models without a parent, ``names`` the versions behind each public name."""
 
     def __init__(self) -> None:
         self.bases: Sequence[str] = ()
+        self.names: Mapping[str, tuple[Arm, ...]] = {}
         self._holders: dict[str, dict[Backend, Card]] = {}
         self._listing: bytes | None = None
 
@@ -105,12 +111,38 @@ class Catalog:
             return None
         return Found(model, _card_of(holders).parent, list(holders))
 
+    def rename(self, names: Mapping[str, tuple[Arm, ...]]) -> None:
+        """Replace the public names."""
+        self.names = names
+        self._listing = None
+
+    def find_arm(self, name: str, key: bytes) -> Found | None:
+        """Return the version of a public name that answers a conversation: of those with a backend that is up.
+
+        Args:
+            name: One of ``names``.
+            key: See ``conversation_key``.
+        """
+        listed: Found | None = None
+        for arm in arms_in_order(name, self.names[name], key):
+            found = self.find(arm.model)
+            if found is None:
+                continue
+            holders = [one for one in found.holders if arm.url in (None, one.url)]
+            found = replace(found, holders=holders, only_at=arm.url, arm=str(arm))
+            if any(one.health.is_up for one in holders):
+                return found
+            listed = listed or (found if holders else None)
+        return listed
+
     def of_base(self, base: str) -> list[Backend]:
         """Return the backends that list a base."""
         return list(self._holders.get(base, ()))
 
     def card(self, name: str) -> msgspec.Raw | None:
-        """Return an entry of the list of models as its first holder sent it."""
+        """Return an entry of the list of models as its first holder sent it; of a public name the router's own."""
+        if name in self.names:
+            return msgspec.Raw(msgspec.json.encode(_named_card(name)))
         holders = self._holders.get(name)
         return None if holders is None else next(iter(holders)).raw_cards[name]
 
@@ -119,16 +151,18 @@ class Catalog:
         return next((card.root for card in self._holders.get(adapter, {}).values() if card.root), None)
 
     def listing(self, may_call: Callable[[str], bool] | None = None) -> bytes:
-        """Return the answer to ``/v1/models``: the bases, then adapters by name; to a tenant those that it may call."""
+        """Return the answer to ``/v1/models``: bases, adapters, public names; to a tenant those that it may call."""
         if may_call is not None:
-            return self._encode(name for name in self._holders if may_call(name))
+            return self._encode(name for name in {**self._holders, **self.names} if may_call(name))
         if self._listing is None:
-            self._listing = self._encode(self._holders)
+            self._listing = self._encode({**self._holders, **self.names})
         return self._listing
 
     def _encode(self, names: Iterable[str]) -> bytes:
-        ordered = sorted(names, key=lambda name: (_card_of(self._holders[name]).parent is not None, name))
-        cards = [next(iter(self._holders[name])).raw_cards[name] for name in ordered]
+        def place(name: str) -> tuple[int, str]:
+            return 2 if name in self.names else int(_card_of(self._holders[name]).parent is not None), name
+
+        cards = [self.card(name) for name in sorted(names, key=place)]
         return msgspec.json.encode({"object": "list", "data": cards})
 
     def _drop(self, name: str, backend: Backend) -> None:
@@ -140,6 +174,10 @@ class Catalog:
 
 def _card_of(holders: Mapping[Backend, Card]) -> Card:
     return next(iter(holders.values()))
+
+
+def _named_card(name: str) -> dict[str, str | None]:
+    return {"id": name, "object": "model", "owned_by": "manylora-route", "parent": None, "root": None}
 
 
 class Backends:

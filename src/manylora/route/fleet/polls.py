@@ -1,4 +1,4 @@
-"""Polls of the backends, and look-ups of DNS names whose addresses join and leave.
+"""Polls of the backends, which join and leave as their sources say.
 
 A poll asks for a backend's health route, its metrics and its list of models, each bounded in time and size. The time
 between polls is drawn, so that routers and backends do not fall into step. The list of models is read every few polls,
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Mapping
 from random import Random
 from time import monotonic
 
@@ -21,11 +20,11 @@ from manylora.route.fleet.adapters import RoutedAdapters
 from manylora.route.fleet.members import Backends
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.report import MetricsReader
-from manylora.route.upstream.address import Address, parse_backend
+from manylora.route.upstream.address import Address
 from manylora.route.upstream.connection import Failure
 from manylora.route.upstream.pool import FetchFailed
 
-__all__ = ["Polls", "Resolve", "resolve"]
+__all__ = ["Polls"]
 
 MODELS_EVERY = 5
 """Polls between two reads of the list of models."""
@@ -37,30 +36,17 @@ JITTER = 0.2
 
 logger = logging.getLogger(__name__)
 
-Resolve = Callable[[str, int], Awaitable[set[str]]]
-"""Returns the IP addresses of a name and port; raises ``OSError``."""
-
-
-async def resolve(name: str, port: int) -> set[str]:
-    """Ask the system's resolver."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return {str(address[0]) for *_, address in found}
-
 
 class Polls:
     """Keeps the set of backends, their health and their reports up to date.
 
     Args:
-        config: Addresses, times and limits.
+        config: Times and limits.
         backends: The backends, empty at first.
         adapters: Brings the adapters of a backend up to date before it gets requests.
         choice: Takes corrections of their load.
         metrics: Forgets backends that have left.
         rng: Draws the time between polls.
-        resolve: Looks names up.
-
-    Raises:
-        ConfigError: An address is malformed.
     """
 
     def __init__(
@@ -72,7 +58,6 @@ class Polls:
         metrics: ProxyMetrics,
         *,
         rng: Random,
-        resolve: Resolve = resolve,
     ) -> None:
         self._config = config
         self._backends = backends
@@ -80,30 +65,28 @@ class Polls:
         self._choice = choice
         self._metrics = metrics
         self._rng = rng
-        self._resolve = resolve
-        addresses = [parse_backend(text) for text in config.backends]
-        self._fixed = {one.url: one for one in addresses if not one.is_name_of_many}
-        self._names = [one for one in addresses if one.is_name_of_many]
         self._tasks: dict[Backend, asyncio.Task[None]] = {}
         self._is_starting = True
 
     # -- backends join and leave -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Take in all addresses, and poll each backend once."""
-        for address in self._fixed.values():
-            self._join(address)
-        await asyncio.gather(*map(self._look_up, self._names))
+        """Poll each backend once."""
         await asyncio.gather(*map(self._poll, self._backends))
         self._is_starting = False
         for backend in self._backends:
             self._tasks[backend] = asyncio.create_task(self._poll_forever(backend))
 
-    async def run(self) -> None:
-        """Look names up again and again, until cancelled."""
-        while True:
-            await asyncio.sleep(self._config.resolve_s)
-            await asyncio.gather(*map(self._look_up, self._names))
+    def update(self, addresses: Mapping[str, Address]) -> None:
+        """Let backends join and leave until they are those at these addresses, by URL."""
+        for backend in self._backends:
+            if backend.url not in addresses:
+                self._leave(backend)
+            elif backend.address != addresses[backend.url]:  # another key
+                backend.address = addresses[backend.url]
+                backend.read_key()
+        for address in addresses.values():
+            self._join(address)
 
     async def stop(self) -> None:
         """End the polls, and close every connection."""
@@ -113,27 +96,6 @@ class Polls:
         await asyncio.gather(*tasks, return_exceptions=True)
         for backend in self._backends:
             backend.pool.abort()
-
-    async def _look_up(self, name: Address) -> None:
-        """Take in the addresses of a name; on failure the backends stay as they are."""
-        try:
-            ips = await self._resolve(name.host, name.port)
-        except OSError as error:
-            logger.warning("lookup_failed name=%s error=%r", name.host, error.strerror or str(error))
-            return
-        self._update(name, ips)
-
-    def _update(self, name: Address, ips: Iterable[str]) -> None:
-        """Let the addresses of a name join, and others of that name leave; no address at all changes nothing."""
-        found = {address.url: address for address in (name.at(ip) for ip in sorted(ips))}
-        if not found:
-            return
-        for backend in self._backends:
-            is_of_name = (backend.address.name, backend.address.port) == (name.name, name.port)
-            if is_of_name and backend.url not in found and backend.url not in self._fixed:
-                self._leave(backend)
-        for address in found.values():
-            self._join(address)
 
     def _join(self, address: Address) -> None:
         backend = self._backends.join(address, is_warm=self._is_starting)
@@ -156,6 +118,7 @@ class Polls:
 
     async def _poll(self, backend: Backend) -> None:
         backend.pool.sweep()
+        backend.read_key()
         try:
             await self._ask(backend)
         except FetchFailed as error:

@@ -20,6 +20,7 @@ from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import AdapterPlacement
 from manylora.route.fleet.members import Backends, Found
+from manylora.route.fleet.names import conversation_key
 from manylora.route.metrics import AttemptEnd, ProxyMetrics
 from manylora.route.relay.exchange import Client, ClientClosed, Exchange, read_fields, with_model
 from manylora.route.relay.selection import RelayedRequest, Selection
@@ -41,6 +42,8 @@ FULL_AVOIDED_S = 1.0
 
 MOST_AVOIDED_S = 10.0
 """Longest ``Retry-After`` that is honoured, in seconds."""
+ARM_HEADER = b"x-manylora-model"
+"""The version that answered a public name."""
 MAX_BODY_BYTES = 32 << 20
 MAX_HELD_BYTES = 1 << 30
 """Bytes of all long bodies until the first byte of their answers, up to which they may be sent again."""
@@ -99,10 +102,10 @@ class Relay:
         tenant = self.gate.tenant(caller)
         salt = caller.encode() or next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         prompt.salt = b"%d %b %b" % (len(salt), salt, prompt.salt)
-        found = await self._find(model, tenant)
+        found = await self._find(model, tenant, body)
         return RelayedRequest(scope, model, prompt, found, body, passes_key=tenant is not None)
 
-    async def _find(self, model: str | None, tenant: Tenant | None) -> Found:
+    async def _find(self, model: str | None, tenant: Tenant | None, body: bytes) -> Found:
         """Return a model; for an unknown name the lists of models are read anew first.
 
         For a tenant, names that it may not call are unknown, and take as long.
@@ -111,9 +114,9 @@ class Relay:
             ModelNotFound: No backend lists it.
             CapacityError: No backend is up.
         """
-        if (found := self._known(model, tenant)) is None:
+        if (found := self._known(model, tenant, body)) is None:
             await asyncio.shield(self.backends.refresh())
-            found = self._known(model, tenant)
+            found = self._known(model, tenant, body)
         if found is not None:
             return found
         if not len(self.backends.catalog):
@@ -122,8 +125,12 @@ class Relay:
             raise ModelNotFound("The request names no model, and there is more than one base.", param="model")
         raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
 
-    def _known(self, model: str | None, tenant: Tenant | None) -> Found | None:
-        found = self.backends.catalog.find(model)
+    def _known(self, model: str | None, tenant: Tenant | None, body: bytes) -> Found | None:
+        catalog = self.backends.catalog
+        if model is not None and model in catalog.names:  # who may call a name may call its versions by it
+            is_allowed = tenant is None or tenant.may_call(model)
+            return catalog.find_arm(model, conversation_key(body)) if is_allowed else None
+        found = catalog.find(model)
         return found if found is None or tenant is None or tenant.may_call(found.name) else None
 
     # -- one attempt -------------------------------------------------------------------------------------------------
@@ -157,6 +164,8 @@ class Relay:
                 self.metrics.first_byte(backend, monotonic() - began_at)
                 if span is not None:
                     span.add_event("first byte")
+                if request.found.arm:
+                    exchange.headers.append((ARM_HEADER, request.found.arm.encode()))
                 await _pass_on(request.scope, client, send, exchange, idle_timeout_s=self.config.idle_timeout_s)
                 outcome = AttemptEnd.ANSWERED if exchange.is_whole else AttemptEnd.BROKEN
                 if exchange.failure is Failure.STALLED:
@@ -173,6 +182,8 @@ class Relay:
             if span is not None:
                 span.set_attribute("manylora.outcome", outcome.value)
                 span.end()
+            if request.found.arm:
+                self.metrics.arm(request.model or "", request.found.arm, outcome)
         reason = exchange.failure.value if exchange.failure is not None else str(exchange.status)
         logger.info(
             "retry url=%s model=%s reason=%s attempts=%d", backend.url, request.found.name, reason, request.num_sent

@@ -116,7 +116,9 @@ class Selection:
         holders = candidates = self._available(found.holders, request)
         if found.base is not None and self.config.manage_adapters:
             others = [
-                one for one in self.backends.catalog.of_base(found.base) if self.placement.can_place(one, found.name)
+                one
+                for one in self.backends.catalog.of_base(found.base)
+                if found.only_at in (None, one.url) and self.placement.can_place(one, found.name)
             ]
             candidates = [*holders, *self._available(others, request)]
         if not candidates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 from manylora.core.errors import ConfigError
@@ -31,6 +31,7 @@ class Address:
         name: The name in the ``Host`` header and of the certificate.
         path: Prefix of all routes, without a slash at its end.
         is_name_of_many: Whether each address of ``host`` is a backend of its own.
+        key_from: The source of the key that it gets: ``file:PATH``, or ``key:`` and the key itself, so it is not shown.
     """
 
     host: str
@@ -39,6 +40,7 @@ class Address:
     is_tls: bool = False
     path: str = ""
     is_name_of_many: bool = False
+    key_from: str = field(default="", repr=False)
 
     @property
     def url(self) -> str:

@@ -1,0 +1,335 @@
+"""Backends of `manylora route` that come and go while it runs, their keys, and public names of models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proxying import Call, FakeServer, routing, run, servers, until
+
+from manylora.core.errors import ConfigError
+from manylora.route.config import ProxyConfig
+from manylora.route.fleet.names import Arm, arms_in_order, conversation_key, parse_names
+from manylora.route.fleet.sources import Pods, parse_source
+from manylora.route.serve import reload_on_change
+
+ADMIN = {"authorization": "Bearer admin"}
+
+
+def test_backends_are_added_with_keys_of_their_own_and_drained(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    going = asyncio.Event()
+
+    async def slow(call: Call) -> None:
+        await call.begin_stream()
+        await call.event("first")
+        await going.wait()
+        await call.event("last")
+        await call.end_stream()
+
+    async def test() -> None:
+        first, second = FakeServer(behave=slow), FakeServer()
+        key = tmp_path / "key"
+        key.write_text("of-first\n")
+        async with (
+            servers(first, second) as (one, two),
+            routing(f"{one}#file:{key}", backend_key="common", admin_key="admin") as (proxy, client),
+        ):
+            refused = await client.ask("POST", "/backends", {"url": two})
+            assert refused.status == 401
+            streaming = asyncio.ensure_future(client.complete("base", stream=True))
+            await until(lambda: bool(first.completions))
+            added = await client.ask("POST", "/backends", {"url": two, "key": "of-second"}, **ADMIN)
+            assert (added.status, added.json) == (202, {"url": two})
+            await until(lambda: proxy.backends.num_up == 2)
+            gone = await client.ask("DELETE", "/backends", {"url": one}, **ADMIN)
+            assert (gone.status, gone.json["in_flight"]) == (202, 1)
+            assert (await client.complete("base")).json["model"] == "base"
+            assert [call.headers["authorization"] for call in second.completions] == ["Bearer of-second"]
+            going.set()
+            whole = await streaming
+            assert whole.is_whole
+            assert b"last" in whole.body
+            assert {call.headers["authorization"] for call in first.calls} == {"Bearer of-first"}
+            listed = await client.ask("GET", "/backends", **ADMIN)
+            assert [backend["url"] for backend in listed.json["backends"]] == [two]
+            assert b"of-" not in listed.body
+            for body in (
+                {"url": "ftp://x"},
+                {"url": "dns:x:1"},
+                {"url": f"{two}#file:{key}"},
+                {"url": two, "key": "\n"},
+            ):
+                assert (await client.ask("POST", "/backends", body, **ADMIN)).status == 400
+            assert (await client.ask("DELETE", "/backends", {"url": one}, **ADMIN)).status == 404
+
+    async def without_admin_key() -> None:
+        async with servers(FakeServer()) as (url,), routing(url) as (proxy, client):
+            assert (await client.ask("POST", "/backends", {"url": "http://127.0.0.1:1"})).status == 403
+            assert (await client.ask("DELETE", "/backends", {"url": url})).status == 403
+            assert len(proxy.backends) == 1
+
+    with caplog.at_level(logging.DEBUG):
+        run(test)
+        run(without_admin_key)
+    assert "of-first" not in caplog.text
+    assert "of-second" not in caplog.text
+
+
+def test_a_key_that_is_replaced_in_its_file_is_sent_from_then_on(tmp_path: Path) -> None:
+    async def test() -> None:
+        fake, key = FakeServer(), tmp_path / "key"
+        key.write_text("old")
+        async with servers(fake) as (url,), routing(f"{url}#file:{key}"):
+            key.write_text("new")
+            await until(lambda: fake.calls[-1].headers["authorization"] == "Bearer new")
+            key.unlink()  # for a moment, while it is replaced
+            count = len(fake.calls)
+            await until(lambda: len(fake.calls) > count + 3)
+            assert fake.calls[-1].headers["authorization"] == "Bearer new"
+
+    run(test)
+
+
+def test_another_configuration_replaces_backends_and_names_and_a_wrong_one_is_refused(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manylora.route.serve.LOOK_S", 0.01)
+    file = tmp_path / "route.toml"
+
+    async def test() -> None:
+        fakes = FakeServer({"v1": "/v1"}), FakeServer({"v2": "/v2"})
+        async with servers(*fakes) as (one, two), routing(one) as (proxy, client):
+            file.write_text("0")
+            wanted: list[dict[str, Any]] = [
+                {},
+                {"backends": (two,), "names": ("x=v2:1",), "retries": 5},
+                {"backends": ("ftp://x",)},
+            ]
+
+            def read() -> ProxyConfig:
+                return ProxyConfig(**{"backends": (one,), **wanted[int(file.read_text())]})
+
+            watching = asyncio.ensure_future(reload_on_change(proxy, read, file))
+            await asyncio.sleep(0.05)
+            file.write_text("1")
+            await until(lambda: [backend.url for backend in proxy.backends] == [two] and proxy.backends.num_up == 1)
+            await until(lambda: "x" in proxy.backends.catalog.names)
+            assert (await client.complete("x")).json["model"] == "v2"
+            file.write_text("2 ")
+            await until(lambda: "reload_refused" in caplog.text)
+            assert (await client.complete("x")).status == 200
+            watching.cancel()
+
+    with caplog.at_level(logging.INFO):
+        run(test)
+    assert "reload_needs_restart options=retries" in caplog.text
+    assert "ftp://x" in caplog.text
+
+
+def test_a_conversation_stays_with_its_version_and_weights_are_kept() -> None:
+    def talk(number: int, turns: int, **more: Any) -> dict[str, Any]:
+        messages = [{"role": "system", "content": "be brief"}]
+        messages += [{"role": ("user", "assistant")[turn % 2], "content": f"{number}/{turn}"} for turn in range(turns)]
+        return {"model": "sql", "messages": messages, **more}
+
+    async def test() -> None:
+        fakes = [FakeServer({"sql-v1": "/1", "sql-v2": "/2"}) for _ in range(2)]
+        async with servers(*fakes) as urls, routing(*urls, names=("sql=sql-v1:3,sql-v2:1",)) as (_, client):
+            arms = []
+            for number in range(60):
+                answers = [await client.ask("POST", "/v1/chat/completions", talk(number, turns)) for turns in (1, 3)]
+                seen = {(answer.headers["x-manylora-model"], answer.json["model"]) for answer in answers}
+                assert len(seen) == 1
+                arm, model = seen.pop()
+                assert arm == model
+                arms.append(arm)
+            assert 5 <= arms.count("sql-v2") <= 27
+            named = [await client.ask("POST", "/v1/chat/completions", talk(n, 1, user="me")) for n in range(8)]
+            assert len({answer.headers["x-manylora-model"] for answer in named}) == 1
+            listed = (await client.ask("GET", "/v1/models")).json["data"]
+            assert [card["id"] for card in listed] == ["base", "sql-v1", "sql-v2", "sql"]
+            text = (await client.ask("GET", "/metrics")).body.decode()
+            assert 'manylora_route_arm_requests_total{model="sql-v1",name="sql",outcome="answered"}' in text
+            fakes[0].adapters.pop("sql-v2"), fakes[1].adapters.pop("sql-v2")
+            while (await client.complete("sql-v2")).status != 404:
+                await asyncio.sleep(0.02)
+            for number in range(8):  # the other version stands in
+                assert (await client.ask("POST", "/v1/chat/completions", talk(number, 1))).json["model"] == "sql-v1"
+
+    run(test)
+
+
+def test_a_change_of_weights_moves_as_few_conversations_as_it_can() -> None:
+    keys = [str(number).encode() for number in range(2000)]
+
+    def homes(*weights: float) -> list[str]:
+        arms = [Arm(f"v{number}", weight) for number, weight in enumerate(weights)]
+        return [arms_in_order("x", arms, key)[0].model for key in keys]
+
+    before, after = homes(90, 10), homes(80, 20)
+    assert abs(before.count("v1") / len(keys) - 0.1) < 0.03
+    assert abs(after.count("v1") / len(keys) - 0.2) < 0.03
+    assert not any(old == "v1" and new == "v0" for old, new in zip(before, after, strict=True))
+    assert set(homes(1, 0)) == {"v0"}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"messages": 3}', b'{"messages": [3]}', b'{"user": 3}', b"[" * 10_000])
+def test_a_body_without_a_conversation_has_a_key_all_the_same(body: bytes) -> None:
+    assert conversation_key(body) == body[: 16 * 1024]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "x=", "x=a", "x=a:b", "x=a:-1", "x=a:0", "=a:1", "x=x:1", "x=a:1,a:2", "x=a@ftp://b:1", "x=\x01:1"],
+)
+def test_names_of_another_form_are_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        parse_names([text])
+    with pytest.raises(ConfigError, match="public name"):
+        parse_names(["x=y:1", "y=z:1"])
+
+
+def test_sources_are_read_and_wrong_ones_named() -> None:
+    pods = parse_source("pods:ns/app=vllm,tier in (a,b):8000#env:KEY", {"KEY": "secret"})
+    assert pods == Pods("ns", "app=vllm,tier in (a,b)", 8000, key_from="key:secret")
+    assert parse_source("pool:ns/llama", {}) == Pods("ns", pool="llama")
+    assert "secret" not in repr(parse_source("http://h:1#env:KEY", {"KEY": "secret"}))
+    for text in (
+        "pods:app=x:80",
+        "pods:ns/app=x",
+        "pool:ns",
+        "pool:n s/x",
+        "http://h#key:x",
+        "http://h#env:NONE",
+        "http://h#file:",
+    ):
+        with pytest.raises(ConfigError, match="Got backend"):
+            parse_source(text, {})
+
+
+# -- pods --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeCluster(FakeServer):
+    """The API of a cluster: pods with addresses, listed in pages and watched; ``gone`` versions answer 410."""
+
+    pods: dict[str, dict[str, Any]] = field(default_factory=dict)
+    version: int = 1
+    gone_below: int = 0
+    port_of_pool: int = 0
+    watchers: list[Call] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def set(self, name: str, ip: str, *, is_ready: bool = True, **metadata: str) -> dict[str, Any]:
+        self.version += 1
+        status = {"podIP": ip, "conditions": [{"type": "Ready", "status": str(is_ready)}]}
+        self.pods[name] = {
+            "metadata": {"name": name, "resourceVersion": str(self.version), **metadata},
+            "status": status,
+        }
+        return self.pods[name]
+
+    async def tell(self, kind: str, content: dict[str, Any]) -> None:
+        for call in self.watchers:
+            line = json.dumps({"type": kind, "object": content}).encode() + b"\n"
+            half = len(line) // 2
+            for part in (line[:half], line[half:]):
+                await call.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    async def end_watches(self) -> None:
+        watchers, self.watchers = self.watchers, []
+        for call in watchers:
+            await call.write(b"0\r\n\r\n")
+
+    async def _answer(self, call: Call) -> None:
+        query = dict(part.partition("=")[::2] for part in call.path.partition("?")[2].split("&"))
+        if call.path.startswith("/apis/inference.networking.k8s.io/v1/namespaces/ns/inferencepools/llama"):
+            spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": self.port_of_pool}]}
+            await call.answer(200, {"spec": spec})
+        elif not call.path.startswith("/api/v1/namespaces/ns/pods?labelSelector=app%3Dvllm"):
+            await call.answer(404, {"code": 404})
+        elif "watch" not in query:
+            names = sorted(self.pods)
+            place = int(query["continue"] or 0)
+            more = str(place + 1) if place + 1 < len(names) else ""
+            items = [self.pods[name] for name in names[place : place + 1]]
+            await call.answer(
+                200, {"metadata": {"resourceVersion": str(self.version), "continue": more}, "items": items}
+            )
+        elif int(query["resourceVersion"]) < self.gone_below:
+            await call.answer(410, {"kind": "Status", "code": 410})
+        else:
+            await call.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+            self.watchers.append(call)
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("source", ["pods:ns/app=vllm:{port}", "pool:ns/llama"])
+def test_ready_pods_are_backends_through_every_trouble_of_a_watch(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("manylora.route.fleet.kubernetes.FIRST_WAIT_S", 0.01)
+    token = tmp_path / "token"
+    token.write_text("one\n")
+
+    async def test() -> None:
+        fakes = [FakeServer() for _ in range(3)]
+        cluster = FakeCluster()
+        async with contextlib.AsyncExitStack() as stack:
+            port = 0
+            for number, fake in enumerate(fakes):
+                await fake.start(f"127.0.0.{number + 2}", port)
+                stack.push_async_callback(fake.stop)
+                port = fake.port
+            cluster.port_of_pool = port
+            cluster.set("a", "127.0.0.2")
+            cluster.set("b", "127.0.0.3", is_ready=False)
+            cluster.set("c", "127.0.0.4", deletionTimestamp="now")
+            (api,) = await stack.enter_async_context(servers(cluster))
+            options = {"kubernetes_api": api, "kubernetes_account": str(tmp_path), "resolve_s": 0.05}
+            proxy, client = await stack.enter_async_context(routing(source.format(port=port), **options))
+
+            def hosts() -> list[int]:
+                return sorted(int(backend.address.host[-1]) for backend in proxy.backends)
+
+            assert hosts() == [2]
+            assert (await client.complete("base")).status == 200
+            await until(lambda: bool(cluster.watchers))
+            await cluster.tell("MODIFIED", cluster.set("b", "127.0.0.3"))
+            await until(lambda: hosts() == [2, 3])
+            cluster.version = 90
+            await cluster.tell("BOOKMARK", {"metadata": {"resourceVersion": "90"}})
+            await cluster.tell("MODIFIED", cluster.set("a", "127.0.0.2", is_ready=False))
+            await until(lambda: hosts() == [3])
+            token.write_text("two\n")  # as the cluster does, once an hour
+            await cluster.end_watches()
+            await until(lambda: bool(cluster.watchers))
+            assert cluster.watchers[0].headers["authorization"] == "Bearer two"
+            assert "resourceVersion=91" in cluster.watchers[0].path
+            cluster.set("c", "127.0.0.4")  # no event tells of it
+            cluster.version = cluster.gone_below = 1000
+            await cluster.tell("ERROR", {"kind": "Status", "code": 410})
+            await cluster.end_watches()
+            await until(lambda: hosts() == [3, 4])
+            await until(lambda: bool(cluster.watchers))
+            cluster.watchers.clear()
+            await cluster.stop()
+            await until(lambda: "watch_failed" in caplog.text)
+            assert hosts() == [3, 4]
+            await cluster.start(port=cluster.port)
+            await until(lambda: bool(cluster.watchers))
+            await cluster.tell("DELETED", cluster.pods.pop("b"))
+            await until(lambda: hosts() == [4])
+            assert (await client.complete("base")).status == 200
+
+    with caplog.at_level(logging.INFO):
+        run(test)
