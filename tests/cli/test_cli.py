@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import manylora.serving.server
 from manylora.cli.app import app, main
 from manylora.cli.commands.demo import Answer, print_answers
 from manylora.core.config import AdapterConfig, EngineConfig, ServerConfig
+from manylora.core.errors import ConfigError
 from manylora.core.server_config import FleetConfig
 from manylora.core.types import SamplingParams
 from manylora.demo import TASKS, demo_adapters, demo_model_path
@@ -182,23 +184,30 @@ def test_file_environment_and_line_in_this_order(served: list[Served], tmp_path:
 
 
 def test_a_router_reads_its_options_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The file of the documentation, and a flag that overrides it."""
+    """The file of the documentation, a flag that overrides it, and the file read again."""
     page = (Path(__file__).parents[2] / "docs" / "route.md").read_text()
     text = page.split("```toml\n")[1].split("```")[0]
     (tmp_path / "route.toml").write_text(text)
     routed: list[ProxyConfig] = []
 
-    def note(config: ProxyConfig) -> int:
+    def note(config: ProxyConfig, *, environment: Mapping[str, str], file: str, read: Callable[[], ProxyConfig]) -> int:
         routed.append(config)
+        Path(file).write_text('backend = ["http://b:1"]\nname = ["x=y:1"]\nport = 5\nretries = 9\n')
+        routed.append(read())
+        for wrong in ('retries = "many"', "retrys = 3", 'backend = ["http://b:1"]\nretries = -1', "= 3"):
+            Path(file).write_text(f"{wrong}\n")
+            with pytest.raises(ConfigError, match=r"retr|TOML"):
+                read()
         return 0
 
     monkeypatch.setattr("manylora.route.serve.run", note)
     result = CliRunner().invoke(app, ["route", "--config", str(tmp_path / "route.toml"), "--port", "9001"])
     assert result.exit_code == 0, result.output
-    (config,) = routed
+    config, again = routed
+    assert (again.backends, again.names, again.port, again.retries) == (("http://b:1",), ("x=y:1",), 9001, 9)
     assert (config.backends, config.host, config.port) == (("dns:vllm.default.svc:8000",), "0.0.0.0", 9001)
     assert (config.router, config.max_in_flight, config.manage_adapters, config.max_placed) == (
-        "affinity",
+        "auto",
         200,
         True,
         64,
