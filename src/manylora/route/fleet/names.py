@@ -73,7 +73,7 @@ def parse_names(texts: Iterable[str]) -> dict[str, tuple[Arm, ...]]:
 
 
 def arms_in_order(name: str, arms: Iterable[Arm], key: bytes) -> list[Arm]:
-    """Return the versions of a name that may answer a conversation: its own, and those that stand in for it."""
+    """Return the versions of a name that may answer a conversation: its own first, then the others."""
     root = blake2b(f"{len(name)} {name} ".encode(errors="replace") + key, digest_size=8)
 
     def distance(arm: Arm) -> float:
