@@ -17,7 +17,7 @@ from manylora.core.routing import AffinityRouter, LeastLoadedRouter, ReplicaView
 from manylora.route.backend import BackendState, Health
 from manylora.route.choice import Choice, PromptText
 from manylora.route.fleet.changes import ChangeLog
-from manylora.route.relay.exchange import read_fields, with_model
+from manylora.route.relay.exchange import read_fields, with_fields
 from manylora.route.report import BackendMetrics, MetricsReader, ServerKind, read_models
 from manylora.route.times import ReportedTimes
 from manylora.route.upstream.address import answer_headers, parse_backend, request_head
@@ -318,7 +318,7 @@ def test_fields_of_a_body(body: str, model: str | None, tokens: int) -> None:
 @given(st.dictionaries(st.text(), st.recursive(st.integers() | st.text(), st.lists, max_leaves=5)), st.text())
 def test_another_model_changes_nothing_else(fields: dict[str, object], model: str) -> None:
     body = json.dumps({**fields, "model": "before"}).encode()
-    assert json.loads(with_model(body, model)) == {**fields, "model": model}
+    assert json.loads(with_fields(body, model=model)) == {**fields, "model": model}
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'"model"', b'{"model": ["x"]}', b'{"model": "\xff"}', b'{"model": "m"'])

@@ -382,6 +382,20 @@ class ServerConfig:
         metavar="FILE",
         help="A SQLite file to which requests, tokens and engine seconds of each tenant and adapter are added, by day.",
     )
+    router_key: str | None = option(
+        None,
+        panel="Tenants",
+        envvar="MANYLORA_ROUTER_KEY",
+        help="The key of a router with tenants ([bold]manylora route --tenants[/bold]), which may name the tenant of "
+        "each request that it passes on.",
+    )
+    metrics_key: str | None = option(
+        None,
+        panel="Tenants",
+        envvar="MANYLORA_METRICS_KEY",
+        help="A key for /metrics and /load. With tenants, these need it or the admin key, else a caller on this "
+        "machine; without tenants they are open unless it is set.",
+    )
     admin_key: str | None = _http(
         None,
         envvar="MANYLORA_ADMIN_KEY",
@@ -483,8 +497,9 @@ class ServerConfig:
         check_options(self)
         if not all(self.api_keys):
             raise ConfigError(f"Got api_keys = {self.api_keys!r}, expected keys that are not empty")
-        if self.admin_key == "":
-            raise ConfigError("Got admin_key = '', expected a key that is not empty")
+        for name in ("admin_key", "router_key", "metrics_key"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"Got {name} = '', expected a key that is not empty")
         if self.in_process and self.fleet.ray is not None:
             raise ConfigError(f"Got in_process = True, ray = {self.fleet.ray!r}, expected one of them")
         if self.publish.publish and self.fleet.ray is not None:

@@ -95,10 +95,12 @@ class Constraint:
             strings, one of which is the answer; ``grammar``: in Lark's or GBNF's notation; ``structural_tag``: a JSON
             object with ``structures`` and ``triggers``, as vLLM takes it.
         text: The schema, pattern, choices, grammar or tags.
+        tenant: The tenant that it is kept for once it is compiled: tenants share none, or timing would show theirs.
     """
 
     kind: str
     text: str
+    tenant: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in CONSTRAINT_KINDS:

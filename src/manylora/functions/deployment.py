@@ -51,7 +51,7 @@ MAX_BACKBONES = 64
 MAX_FILE_BYTES = 64 * MIB
 
 PathText = Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[^\x00]+$")]
-Caller = Annotated[str, Meta(pattern=r"^key-[0-9a-f]{12}$")]
+Caller = Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]*$")]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e7)]
 Bytes = Annotated[int, Meta(ge=1, le=2**50)]
 
@@ -83,8 +83,8 @@ class FunctionSpec(_Table, frozen=True, kw_only=True):
         backbone: Name of its base.
         adapter: Folder of its adapter.
         tenant: The account that pays.
-        callers: API keys that may call it, each as ``key-`` and the first 12 hexadecimal digits of its SHA-256; empty
-            for any key of the server.
+        callers: Tenants that may call it, and API keys, each as ``key-`` and the first 12 hexadecimal digits of its
+            SHA-256; empty for any key of the server.
         slo_s: Objective for the first token of a warm request, in seconds.
         max_batch: Most requests that leave as one batch.
         max_waiting: Most requests that wait; further ones are refused.

@@ -111,14 +111,13 @@ class RouterRoutes:
         tenant = self.gate.tenant(self.gate.check_inference(request))
         if not len(self.backends.catalog):
             raise self.backends.none_up()
-        may_call = None if tenant is None else tenant.may_call
-        return Response(self.backends.catalog.listing(may_call), media_type="application/json")
+        return Response(self.backends.catalog.listing(tenant), media_type="application/json")
 
     async def _get_model(self, request: Request) -> Response:
         tenant = self.gate.tenant(self.gate.check_inference(request))
         name = request.path_params["name"]
-        card = self.backends.catalog.card(name)
-        if card is None or (tenant is not None and not tenant.may_call(name)):
+        card = self.backends.catalog.card(name, tenant)
+        if card is None:
             raise ModelNotFound(f"The model `{name[:200]}` does not exist.", param="model")
         return Response(bytes(card), media_type="application/json")
 
@@ -131,6 +130,7 @@ class RouterRoutes:
         return _json({"version": __version__})
 
     async def _read_metrics(self, request: Request) -> Response:
+        self.gate.check_metrics(request)
         return Response(self.metrics.render(self.backends), media_type=CONTENT_TYPE_LATEST)
 
     async def _status(self, request: Request) -> Response:
@@ -222,10 +222,7 @@ def make_app(config: ProxyConfig, relay: ASGIApp, routes: RouterRoutes) -> ASGIA
         exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},
     )
     return without_foreign_pages(
-        app,
-        host=config.host,
-        is_keyed=bool(config.api_keys) or config.tenants is not None,
-        allowed_hosts=config.allowed_hosts,
+        app, host=config.host, is_keyed=routes.gate.is_keyed, allowed_hosts=config.allowed_hosts
     )
 
 

@@ -14,8 +14,8 @@ from manylora.core.server_config import TlsConfig, TraceConfig
 
 __all__ = ["ProxyConfig"]
 
-_backends, _routing, _health, _http = (
-    partial(option, panel=name) for name in ("Backends", "Routing", "Health", "HTTP")
+_backends, _routing, _health, _http, _tenants = (
+    partial(option, panel=name) for name in ("Backends", "Routing", "Health", "HTTP", "Tenants")
 )
 
 
@@ -133,11 +133,27 @@ class ProxyConfig:
         envvar="MANYLORA_API_KEY",
         help="A key that clients must send; it is not passed on. Repeatable; without one, the client's is passed on.",
     )
-    tenants: str | None = _http(
+    tenants: str | None = _tenants(
         None,
         metavar="FILE",
-        help="The servers' file of tenants: their keys open the router and are passed on, and each sees the models "
-        "that it may call. --backend-key is then for the router's own requests. It is read again when it changes.",
+        help="A TOML file of tenants, as of a server: their keys, the models that they may call, limits and weights. "
+        "Their keys are passed on to backends that have the file too, or, with --router-key, stay here.",
+    )
+    router_key: str | None = _tenants(
+        None,
+        envvar="MANYLORA_ROUTER_KEY",
+        help="The key that backends have as [bold]--router-key[/bold]: they get it in place of a tenant's own, and the "
+        "tenant's name and weight beside it. vLLM gets it as its API key.",
+    )
+    usage: str | None = _tenants(
+        None,
+        metavar="FILE",
+        help="A SQLite file to which requests and tokens of each tenant and adapter are added, by day.",
+    )
+    metrics_key: str | None = _tenants(
+        None,
+        envvar="MANYLORA_METRICS_KEY",
+        help="A key for /metrics. With tenants it needs it or the admin key, else a caller on this machine.",
     )
     allowed_hosts: tuple[str, ...] = _http(
         (),
@@ -160,7 +176,7 @@ class ProxyConfig:
             raise ConfigError("Got no backends, expected at least one --backend URL")
         if not all(self.api_keys):
             raise ConfigError(f"Got api_keys = {self.api_keys!r}, expected keys that are not empty")
-        for name in ("admin_key", "backend_key"):
+        for name in ("admin_key", "backend_key", "metrics_key", "router_key"):
             key = getattr(self, name)
             if key is not None and (not key or not key.isascii() or not key.isprintable()):
                 raise ConfigError(f"Got {name} = {key!r}, expected printable ASCII that is not empty")

@@ -34,6 +34,7 @@ from manylora.route.fleet.sources import Resolve, Sources, parse_source, resolve
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.relay.relay import Relay
 from manylora.route.relay.selection import Selection
+from manylora.route.relay.tenants import RoutedTenants
 from manylora.route.upstream.pool import backend_tls
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
@@ -41,6 +42,7 @@ from manylora.serving.http.listening import HttpServer, bind, run_until_stopped,
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.tls import server_tls
 from manylora.serving.http.traces import TraceLayer, sent_traces
+from manylora.serving.metrics.usage import UsageLedger
 
 __all__ = ["Proxy", "max_connections", "run"]
 
@@ -95,9 +97,11 @@ class Proxy:
         self._sources = Sources(config.resolve_s, resolve, cluster.watch, self._polls.update, environment or {})
         self.backends.catalog.rename(parse_names(config.names))
         selection = Selection(config, self.backends, choice, changes, placement)
-        self._tenants = None if config.tenants is None else TenantBook(Path(config.tenants).expanduser())
-        gate = Gate(config.api_keys, config.admin_key, tenants=self._tenants)
-        relay = Relay(config, gate, self.backends, selection, placement, metrics)
+        self.tenants = None if config.tenants is None else TenantBook(Path(config.tenants).expanduser())
+        self._usage = None if config.usage is None else UsageLedger(Path(config.usage).expanduser())
+        gate = Gate(config.api_keys, config.admin_key, tenants=self.tenants, metrics_key=config.metrics_key)
+        tenants = None if self.tenants is None else RoutedTenants(config, gate, self.backends, self._usage)
+        relay = Relay(config, gate, self.backends, selection, placement, metrics, tenants)
         self._routes = RouterRoutes(config, gate, self.backends, adapters, metrics, self._sources)
         self._app = make_app(config, relay, self._routes)
         if config.backend_ca_certs is not None:
@@ -150,8 +154,10 @@ class Proxy:
             self._socket.close()
             raise
         watching: list[asyncio.Task[None]] = []
-        if self._tenants is not None:
-            watching.append(asyncio.create_task(self._tenants.watch()))
+        if self.tenants is not None:
+            watching.append(asyncio.create_task(self.tenants.watch()))
+        if self._usage is not None:
+            watching.append(asyncio.create_task(self._usage.run()))
         most = max_connections()
         bounds = ConnectionBounds(
             max_connections=most, max_per_address=most, keep_alive_s=KEEP_ALIVE_S, backlog=BACKLOG
@@ -167,6 +173,8 @@ class Proxy:
             await self._polls.stop()
             if self._traces is not None:
                 await self._traces.close()
+            if self._usage is not None:
+                await self._usage.close()
 
 
 def max_connections() -> int:
@@ -241,5 +249,7 @@ def run(
     def say_ready(proxy: Proxy) -> None:
         backends = proxy.backends
         print(f"manylora routes to {backends.num_up} of {len(backends)} backends at {proxy.url}", flush=True)
+        if proxy.tenants is not None:
+            proxy.tenants.reread_on_signal()
 
     return run_until_stopped(make, say_ready, drain_timeout_s=config.drain_timeout_s)

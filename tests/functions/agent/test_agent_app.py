@@ -34,9 +34,21 @@ def test_one_address_serves_several_backbones() -> None:
             ]
         )
 
-    dispatch = Dispatch({"a": app("a"), "b": app("b")}, {"one": "a", "two": "b"}.get, gate=Gate(), max_body_bytes=1000)
+    known = {("one", ""): "a", ("two", ""): "b"}  # of a caller without a key; of another none
+
+    def backbone_of(model: str, caller: str) -> str | None:
+        return known.get((model, caller))
+
+    dispatch = Dispatch({"a": app("a"), "b": app("b")}, backbone_of, gate=Gate(), max_body_bytes=1000)
+    keyed = Dispatch({"a": app("a"), "b": app("b")}, backbone_of, gate=Gate(["secret"]), max_body_bytes=1000)
 
     async def ask() -> None:
+        headers = {"Authorization": "Bearer secret"}
+        transport = httpx.ASGITransport(keyed)
+        async with httpx.AsyncClient(transport=transport, base_url="http://agent", headers=headers) as client:
+            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/two")):
+                answer = await client.request(method, path, json={"model": "two"})
+                assert answer.json()["by"] == "a", "a function that is not for a caller is answered as one that is not"
         async with httpx.AsyncClient(transport=httpx.ASGITransport(dispatch), base_url="http://agent") as client:
             for model, backbone in (("one", "a"), ("two", "b"), ("none", "a")):
                 answer = (await client.post("/v1/completions", json={"model": model, "prompt": "x"})).json()
@@ -63,7 +75,7 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
             statuses.append(message["status"])
 
     async def main() -> None:
-        dispatch = Dispatch({"a": answer, "b": answer}, {}.get, gate=Gate(), max_body_bytes=1_000_000)
+        dispatch = Dispatch({"a": answer, "b": answer}, lambda *asked: None, gate=Gate(), max_body_bytes=1_000_000)
         may_end = asyncio.Event()
         parts = iter([b" " * 80_000, b"{}"])
 
@@ -87,7 +99,9 @@ def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypa
         async def unread() -> Message:
             raise AssertionError("the body of a request without a key is read")
 
-        guarded = Dispatch({"a": answer, "b": answer}, {}.get, gate=Gate(["secret"]), max_body_bytes=1_000_000)
+        guarded = Dispatch(
+            {"a": answer, "b": answer}, lambda *asked: None, gate=Gate(["secret"]), max_body_bytes=1_000_000
+        )
         await guarded(scope, unread, note)  # the application refuses it
         with pytest.raises(AssertionError):
             await guarded(scope | {"headers": [(b"authorization", b"Bearer secret")]}, unread, note)

@@ -70,6 +70,8 @@ def finished(**changes: Any) -> Turn:
         finished(reason="any label"),
         finished(prefill_s=NAN),
         finished(adapter="theirs"),
+        finished(engine_s=NAN),
+        finished(tenant="of another function"),
         StartRefused(Fault(kind="AdapterError", message="", reason="r" * 2**17)),
         Reply(1, Fault(kind="CapacityError", message="", retry_after_s=NAN)),
         Reply(1, refused={"r": Fault(kind="CapacityError", message="", status=200)}),

@@ -6,15 +6,18 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 from reciter import engine_config
+from starlette.requests import Request
 
 from manylora.core.config import ServerConfig, WebConfig
 from manylora.serving.hosting.fleet.fleet import Fleet
-from manylora.serving.http.auth import exposure
+from manylora.serving.http.auth import TENANT_HEADER, Gate, exposure
+from manylora.serving.http.errors import HttpError
 from manylora.serving.server import BackgroundServer
 
 SAY = {"model": "base", "prompt": "say", "max_tokens": 1}
@@ -248,3 +251,46 @@ def test_open_admin_routes_are_named(
 ) -> None:
     note = exposure(api_keys, admin_key, has_address=has_address)
     assert note is None if part is None else part in str(note)
+
+
+def test_a_backend_believes_the_name_of_a_tenant_from_its_router_alone() -> None:
+    gate = Gate(["api"], "root", router_key="router")
+
+    def caller(key: str, named: str | None) -> str:
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        headers += [] if named is None else [(TENANT_HEADER.encode(), named.encode())]
+        return gate.check_inference(Request({"type": "http", "headers": headers}))
+
+    assert caller("router", "acme;2.5") == "acme"
+    tenant = gate.tenant("acme")
+    assert tenant is not None and tenant.weight == 2.5 and gate.limits_of("acme").requests is None
+    assert caller("api", "acme;2.5").startswith("key-") and caller("root", "acme;2.5").startswith("key-")
+    assert caller("router", None).startswith("key-")
+    for wrong in ("", "acme", "a b;1", "acme;0", "acme;nan", f"{'a' * 129};1"):
+        with pytest.raises(HttpError, match=r"expected a tenant's name"):
+            caller("router", wrong)
+    with pytest.raises(HttpError) as raised:
+        caller("wrong", "acme;1")
+    assert raised.value.status == 401
+
+
+@pytest.mark.parametrize(
+    ("keys", "statuses"),
+    [
+        ({}, {None: 200, "wrong": 200}),
+        ({"metrics_key": "scrape", "api_keys": ("api",)}, {None: 401, "api": 403, "wrong": 401, "scrape": 200}),
+        ({"router_key": "router"}, {None: 401, "router": 200}),
+        ({"router_key": "router", "admin_key": "root"}, {"router": 200, "root": 200}),
+    ],
+)
+def test_metrics_of_tenants_need_a_key(keys: dict[str, Any], statuses: dict[str | None, int]) -> None:
+    gate = Gate(**keys)
+    for key, status in statuses.items():
+        headers = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        request = Request({"type": "http", "headers": headers, "client": ("10.0.0.1", 1)})
+        found = 200
+        try:
+            gate.check_metrics(request)
+        except HttpError as error:
+            found = error.status
+        assert found == status, key

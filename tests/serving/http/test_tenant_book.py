@@ -40,6 +40,7 @@ def book(path: Path, text: str) -> TenantBook:
         ('[tenants.a]\nkeys = [{ sha256 = "abc" }]', "matching regex"),
         (f"[tenants.a]\nkeys = [{key('x')}]\n[tenants.b]\nkeys = [{key('x')}]", "a key of both 'a' and 'b'"),
         ('[tenants."a b"]', "the tenant 'a b', expected at most 128 letters"),
+        ("[tenants.key-0123456789ab]", "not the name of an API key"),
         (f"[tenants.{'a' * 129}]", "expected at most 128 letters"),
         ('[tenants.a]\nname = "b"', "and no field name"),
         (f"[tenants.a]\nkeys = [{key('x')[:-2]}, expires = 2027-01-01T00:00:00 }}]", "expected a time zone"),
@@ -167,8 +168,11 @@ def test_a_server_tells_tenants_by_their_keys(served):
     assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 6000
     assert ask(http, "wrong").status_code == 401
     assert http.get("/v1/models").status_code == 401
-    admin = http.get("/adapters", headers={"Authorization": "Bearer all"})
-    assert admin.status_code == 403
+    for path in ("/adapters", "/status", "/metrics", "/load"):
+        seen = {key: http.get(path, headers={"Authorization": f"Bearer {key}"}) for key in ("all", "wrong", "root")}
+        assert [one.status_code for one in seen.values()] == [403, 401, 200], path
+        assert http.get(path).status_code == 401
+        assert '"p"' not in seen["all"].text and '"p"' not in seen["wrong"].text
     assert ask(http, "root").status_code == 200
 
 
@@ -203,7 +207,8 @@ def test_a_refusal_states_the_limit_and_when_to_try_again(served):
 
 def test_an_adapter_behind_the_bases_name_is_checked_by_its_own():
     """With ``--lora-on-demand`` it is loaded under its own name, so a pattern of the base's must not let it through."""
-    fleet = SimpleNamespace(served_name="base", adapters=SimpleNamespace(find=lambda model: None))
+    looked_for: list[str] = []
+    fleet = SimpleNamespace(served_name="base", adapters=SimpleNamespace(find=looked_for.append))
     made = {"a": Tenant(models=("b*", "p"))}
     context = SimpleNamespace(
         fleet=fleet, gate=SimpleNamespace(tenants=made), may_call=lambda name, model: made[name].may_call(model)
@@ -212,3 +217,4 @@ def test_an_adapter_behind_the_bases_name_is_checked_by_its_own():
         Context.check_model(context, "a", model)
     with pytest.raises(ModelNotFound):
         Context.check_model(context, "a", "base:secret")
+    assert looked_for == ["base:p", "p"], "the time of a refusal does not tell whether there is such a model"

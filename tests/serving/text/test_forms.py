@@ -102,8 +102,8 @@ class Noting:
         return "no" if constraint.text.endswith("!") else None
 
 
-def test_a_form_is_checked_once_and_callers_take_turns() -> None:
-    """The first letter of a form is its caller."""
+def test_a_form_is_checked_once_of_a_tenant_and_callers_take_turns() -> None:
+    """The first letter of a form is its caller, and what follows a colon its tenant."""
     process = Noting()
     turns = FairWork("new forms", Gate().caller_of, max_waiting=8, num_at_once=1)
     checks = FormChecks(process, turns)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def test_a_form_is_checked_once_and_callers_take_turns() -> None:
     async def check(text: str) -> str:
         request = Request({"type": "http", "headers": [], "client": (text[0], 1)}, never)
         try:
-            await checks.check(request, Constraint("regex", text))
+            await checks.check(request, Constraint("regex", *text.split(":")))
         except RequestError:
             return "refused"
         return "fine"
@@ -125,7 +125,7 @@ def test_a_form_is_checked_once_and_callers_take_turns() -> None:
         await asyncio.sleep(0)
         process.opened.set()
         found = await asyncio.gather(*tasks)
-        return [*found, await check("a2!"), await check("b0")]
+        return [*found, await check("a2!"), await check("b0"), await check("b0:acme"), await check("b0:acme")]
 
-    assert asyncio.run(play()) == ["fine", "fine", "refused", "refused", "fine", "fine", "refused", "fine"]
-    assert process.seen == ["a0", "a1", "b0", "a2!"]
+    assert asyncio.run(play()) == ["fine", "fine", "refused", "refused", "fine", "fine", "refused", *["fine"] * 3]
+    assert process.seen == ["a0", "a1", "b0", "a2!", "b0"]

@@ -96,12 +96,12 @@ class ControllerOptions:
         return ControllerClient(str(url), self.token() or own, self.tls())
 
 
-_HTTP = tuple(flag for flag in flags_of(ServerConfig) if flag.known.panel == "HTTP")
+_HTTP = tuple(flag for flag in flags_of(ServerConfig) if flag.known.panel in ("HTTP", "Tenants"))
 _RAY = flags_of(FleetConfig, only=("ray", "ray_resources", "ray_labels"), panel="Ray")
 _CONTROLLER = flags_of(ControllerOptions)
 _SIDE = tuple(flag for flag in _CONTROLLER if flag.field.name != "controller")
 """Options of a controller, and of an agent, which must be told its controller."""
-_PANELS = ("HTTP", "Ray")
+_PANELS = ("HTTP", "Tenants", "Ray")
 
 ConfigFile = Annotated[Path, typer.Option("--config", metavar="FILE", help="TOML with backbones, functions, prices.")]
 NodeName = Annotated[str | None, typer.Option(help="This machine's name; by default its host name.")]

@@ -21,7 +21,7 @@ __all__ = ["route"]
 _FLAGS = flags_of(ProxyConfig, TlsConfig, TraceConfig, *options_of(ROUTERS).values())
 
 
-@with_flags(_FLAGS, panels=("Backends", "Routing", "Health", "HTTP", "Debugging"))
+@with_flags(_FLAGS, panels=("Backends", "Routing", "Health", "HTTP", "Tenants", "Debugging"))
 def route(
     context: typer.Context,
     chosen: Chosen,

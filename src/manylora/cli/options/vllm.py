@@ -182,7 +182,13 @@ def with_vllm_environment(
 
 def exposure_warning(server: ServerConfig) -> str | None:
     """Return a warning if other machines can call the server without a key."""
-    if server.api_keys or server.tenants is not None or server.web.uds is not None or _is_loopback(server.host):
+    if (
+        server.api_keys
+        or server.tenants
+        or server.router_key
+        or server.web.uds is not None
+        or _is_loopback(server.host)
+    ):
         return None
     return f"warning: {server.host} is reachable from other machines and needs no key; --api-key sets one"
 

@@ -36,7 +36,9 @@ from manylora.functions.node.launch import Timeouts
 from manylora.functions.node.node import FunctionNode
 from manylora.functions.wire import Account, AgentSetup, NodeReport, Orders
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
+from manylora.serving.http.tenants import TenantBook
 from manylora.serving.metrics.status_report import FunctionState
+from manylora.serving.metrics.usage import UsageLedger
 
 __all__ = ["Agent", "run_agent"]
 
@@ -52,7 +54,7 @@ class Agent:
     """An agent, from start to stop, on one event loop.
 
     Raises:
-        ConfigError: The system does not tell the memory that is available.
+        ConfigError: The system does not tell the memory that is available, or the tenants or their ledger are wrong.
     """
 
     def __init__(self, setup: AgentSetup, controller: ControllerClient, bound: socket.socket) -> None:
@@ -68,6 +70,9 @@ class Agent:
         self._fleets: list[BackboneFleet] = []
         self._backbones: Mapping[str, BackboneSpec] | None = None  # those of the first orders
         self._is_outdated = False
+        config = setup.server
+        self.tenants = None if config.tenants is None else TenantBook(Path(config.tenants).expanduser())
+        self._usage = None if config.usage is None else UsageLedger(Path(config.usage).expanduser())
         if (memory_bytes := available_bytes()) is None:
             raise ConfigError("Got no MemAvailable in /proc/meminfo, expected Linux: functions run there alone")
         self.node = FunctionNode(
@@ -110,6 +115,10 @@ class Agent:
             server = await asyncio.to_thread(self._make_server, orders, listening.set)
             tasks.append(asyncio.create_task(server.serve(sockets=[self._socket])))
             tasks += [asyncio.create_task(self.node.run()), asyncio.create_task(self._report())]
+            if self.tenants is not None:
+                tasks.append(asyncio.create_task(self.tenants.watch()))
+            if self._usage is not None:
+                tasks.append(asyncio.create_task(self._usage.run()))
             waiting = asyncio.create_task(listening.wait())
             await asyncio.wait({waiting, stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             waiting.cancel()
@@ -132,12 +141,16 @@ class Agent:
             for task in tasks[1:]:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._usage is not None:
+                await self._usage.close()
 
     def _make_server(self, orders: Orders, on_listening: Callable[[], None]) -> HttpServer:
         config = self._config
         if not config.api_keys and config.admin_key is None:
             config = replace(config, api_keys=orders.api_keys, admin_key=orders.admin_key)
-        server, self._fleets = agent_server(self.node, orders.backbones, config, on_listening)
+        server, self._fleets = agent_server(
+            self.node, orders.backbones, config, on_listening, tenants=self.tenants, usage=self._usage
+        )
         return server
 
     async def _finish_in_flight(self) -> None:
@@ -267,6 +280,8 @@ def run_agent(setup: AgentSetup) -> int:
     def say_ready(agent: Agent) -> None:
         num_functions, num_backbones = len(agent.node.functions), len(agent.node.hosts)
         print(f"manylora serves {num_functions} functions on {num_backbones} backbones at {agent.url}", flush=True)
+        if agent.tenants is not None:
+            agent.tenants.reread_on_signal()
 
     return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)
 

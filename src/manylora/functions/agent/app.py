@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -23,12 +24,14 @@ from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.node import FunctionNode
 from manylora.serving.api.model_settings import ModelSettings
 from manylora.serving.api.models import json_response
-from manylora.serving.api.request import Context, make_context
+from manylora.serving.api.request import Context, gate_of, make_context
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError, error_response
 from manylora.serving.http.listening import HttpServer
-from manylora.serving.http.room import BodyRoom, default_body_bytes
+from manylora.serving.http.room import BodyRoom, CallerRoom, default_body_bytes, room_of_engine
+from manylora.serving.http.tenants import TenantBook
 from manylora.serving.metrics.prometheus import Metrics
+from manylora.serving.metrics.usage import UsageLedger
 from manylora.serving.server.http_server import connection_bounds, make_app
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
@@ -43,21 +46,43 @@ DRAIN_S = 2.0
 
 
 def agent_server(
-    node: FunctionNode, backbones: Mapping[str, BackboneSpec], config: ServerConfig, on_listening: Callable[[], None]
+    node: FunctionNode,
+    backbones: Mapping[str, BackboneSpec],
+    config: ServerConfig,
+    on_listening: Callable[[], None],
+    *,
+    tenants: TenantBook | None = None,
+    usage: UsageLedger | None = None,
 ) -> tuple[HttpServer, list[BackboneFleet]]:
     """Return the server of all backbones, and the functions of each; reads tokenizers, and no weights.
+
+    ``tenants`` are those of a file, and ``usage`` takes what they used.
 
     Raises:
         ConfigError: A model lacks its configuration or its tokenizer.
     """
     fleets = [BackboneFleet(name, node, _folder_of(spec)) for name, spec in backbones.items()]
-    contexts = {one.served_name: _context(one, backbones[one.served_name], node, config) for one in fleets}
+    contexts = {one.served_name: _context(one, backbones[one.served_name], node, config, tenants) for one in fleets}
+    first = next(iter(contexts.values()))
+    # A tenant's limits hold over all backbones.
+    callers = CallerRoom(
+        room_of_engine(first.engine_config.scheduler),
+        lambda: sum(one.num_serving for one in fleets),
+        limits_of=first.gate.limits_of,
+    )
+    contexts = {name: replace(one, callers=callers) for name, one in contexts.items()}
+    for name, one in contexts.items():
+        node.subscribe(name, one.metrics.observe)
+        if usage is not None:
+            node.subscribe(name, usage.observe)
 
-    def backbone_of(model: str) -> str | None:
+    def backbone_of(model: str, caller: str) -> str | None:
         if model in contexts:
             return model
         function = node.functions.get(model) or node.functions.get(model.partition(":")[2])
-        return None if function is None else function.host.name
+        if function is None or not function.spec.may_call(caller) or not first.may_call(caller, function.name):
+            return None
+        return function.host.name
 
     def close() -> None:
         for one in contexts.values():
@@ -66,7 +91,7 @@ def agent_server(
     app = Dispatch(
         {name: make_app(one) for name, one in contexts.items()},
         backbone_of,
-        gate=Gate(config.api_keys, config.admin_key),
+        gate=gate_of(config, tenants),
         max_body_bytes=config.max_body_bytes or MAX_BODY_BYTES,
     )
     return HttpServer(app, connection_bounds(config), on_listening, drain_s=DRAIN_S, on_shutdown=close), fleets
@@ -76,7 +101,9 @@ def _folder_of(spec: BackboneSpec) -> str:
     return str(demo_model_path() if spec.model == "demo" else Path(spec.model))
 
 
-def _context(fleet: BackboneFleet, spec: BackboneSpec, node: FunctionNode, config: ServerConfig) -> Context:
+def _context(
+    fleet: BackboneFleet, spec: BackboneSpec, node: FunctionNode, config: ServerConfig, tenants: TenantBook | None
+) -> Context:
     """Return the context of a backbone's application."""
     name, folder = fleet.served_name, _folder_of(spec)
     model = ModelConfig(
@@ -91,7 +118,6 @@ def _context(fleet: BackboneFleet, spec: BackboneSpec, node: FunctionNode, confi
         epoch_s=time.time,
         monotonic_s=time.monotonic,
     )
-    node.subscribe(name, metrics.observe)
     return make_context(
         engine,
         config,
@@ -109,6 +135,7 @@ def _context(fleet: BackboneFleet, spec: BackboneSpec, node: FunctionNode, confi
         metrics=metrics,
         serves_base=False,
         functions=fleet.functions,
+        tenants=tenants,
     )
 
 
@@ -123,13 +150,18 @@ class Dispatch:
 
     Args:
         apps: The application of each backbone, the first one the default.
-        backbone_of: Returns the backbone of a model's name; ``None`` if there is no such model.
+        backbone_of: Returns the backbone of a model's name; ``None`` if there is no such model for that caller.
         gate: Checks a request's key before its body is read; the default application answers one without.
         max_body_bytes: Longest body that is read for its model; a longer one goes to the default, which refuses it.
     """
 
     def __init__(
-        self, apps: Mapping[str, ASGIApp], backbone_of: Callable[[str], str | None], *, gate: Gate, max_body_bytes: int
+        self,
+        apps: Mapping[str, ASGIApp],
+        backbone_of: Callable[[str, str], str | None],
+        *,
+        gate: Gate,
+        max_body_bytes: int,
     ) -> None:
         self._apps = apps
         self._backbone_of = backbone_of
@@ -148,27 +180,28 @@ class Dispatch:
             await self._apps.get(asked[0], self._default)(scope, receive, send)
         elif path == "/v1/models":
             await self._list(scope, receive, send)
+        elif (caller := self._caller(scope)) is None:
+            await self._default(scope, receive, send)
         elif path.startswith("/v1/models/"):
-            await self._app_of(path.removeprefix("/v1/models/"))(scope, receive, send)
-        elif scope["method"] == "POST" and self._has_key(scope):
+            await self._app_of(path.removeprefix("/v1/models/"), caller)(scope, receive, send)
+        elif scope["method"] == "POST":
             try:
                 body, rest = await self._read(scope, receive)
             except HttpError as error:
                 await error_response(error)(scope, receive, send)
             else:
-                await self._app_of(_model_in(body))(scope, rest, send)
+                await self._app_of(_model_in(body), caller)(scope, rest, send)
         else:
             await self._default(scope, receive, send)
 
-    def _app_of(self, model: str) -> ASGIApp:
-        return self._apps.get(self._backbone_of(model) or "", self._default)
+    def _app_of(self, model: str, caller: str) -> ASGIApp:
+        return self._apps.get(self._backbone_of(model, caller) or "", self._default)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _caller(self, scope: Scope) -> str | None:
         try:
-            self._gate.check_inference(Request(scope))  # the admin key passes as well
+            return self._gate.check_inference(Request(scope))  # the admin key passes as well
         except HttpError:
-            return False
-        return True
+            return None
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes, Receive]:
         """Return the body as far as it may go, and a ``receive`` that begins again.

@@ -77,7 +77,7 @@ class FunctionNode:
         self._default_bytes = memory_bytes
         self._folder = folder
         self._parent_pipe = parent_pipe
-        self._observers: dict[str, Callable[[Observations], None]] = {}
+        self._observers: dict[str, list[Callable[[Observations], None]]] = {}
         self._spec = NodeSpec()
         self._prices = PriceList()
         self._gaps = IdleGaps()
@@ -267,12 +267,12 @@ class FunctionNode:
         if seen.finished:
             num_tokens = sum(one.num_prompt_tokens + one.num_output_tokens for one in seen.finished)
             self.accounts.count(instance.account, len(seen.finished), num_tokens)
-        if (observe := self._observers.get(instance.host.name)) is not None:
+        for observe in self._observers.get(instance.host.name, ()):
             observe(seen)
 
     def subscribe(self, backbone: str, observe: Callable[[Observations], None]) -> None:
         """Call ``observe`` with the observations of functions on a backbone from now on."""
-        self._observers[backbone] = observe
+        self._observers.setdefault(backbone, []).append(observe)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class MessageCheck:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = set(names)
+        self._tenants = {""}  # those whose requests it has had, whose usage it tells
         self._has_started = False
         self._left: dict[str, int] = {}  # tokens that each request may still get
         self._tops: dict[str, int] = {}  # log-probabilities of a token that each may get, if any
@@ -81,6 +82,7 @@ class MessageCheck:
     def expect(self, call: int, requests: Iterable[Request]) -> None:
         """Expect the answers of requests, each as long as it asked for."""
         for one in requests:
+            self._tenants.add(one.tenant)
             self._left[one.request_id] = NUM_EMPTY + (one.sampling.max_tokens or one.default_max_tokens or MAX_ANSWER)
             if num_top := len(one.sampling.logprob_token_ids) or one.sampling.logprobs:
                 self._tops[one.request_id] = num_top
@@ -172,7 +174,10 @@ class MessageCheck:
             raise FrameError(f"finished has {len(seen.finished)} values, at most {MAX_ENTRIES}")
         for one in seen.finished:
             _check_known("reason", one.reason, REASONS)
-            _check_range("seconds of a request", (one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0), MAX_SECONDS)
+            if one.tenant not in self._tenants:
+                raise FrameError("it tells the usage of a tenant that it had no request of")
+            seconds = (one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0, one.engine_s)
+            _check_range("seconds of a request", seconds, MAX_SECONDS)
             counts = (one.num_prompt_tokens, one.num_output_tokens, one.num_cached_tokens, one.max_tokens)
             _check_range("tokens of a request", counts, MAX_COUNT)
             _check_range("num_preemptions", (one.num_preemptions,), MAX_COUNT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -19,6 +19,7 @@ from manylora.route.fleet.names import Arm, arms_in_order
 from manylora.route.report import Card, ServerKind, read_models
 from manylora.route.upstream.address import Address
 from manylora.route.upstream.pool import FetchFailed
+from manylora.serving.http.tenants import Tenant
 
 __all__ = ["Backends", "Catalog", "Found"]
 
@@ -27,6 +28,8 @@ REFRESH_S = 1.0
 MAX_BACKENDS = 256
 """Further addresses are ignored."""
 MAX_MODELS_BYTES = 32 * 1024 * 1024
+MAX_LISTINGS = 32
+"""Lists of models that are kept for tenants."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ class Catalog:
         self.bases: Sequence[str] = ()
         self.names: Mapping[str, tuple[Arm, ...]] = {}
         self._holders: dict[str, dict[Backend, Card]] = {}
-        self._listing: bytes | None = None
+        self._listings: dict[Tenant | None, bytes] = {}  # made since the last change, by tenant
 
     def __len__(self) -> int:
         """Return the number of models."""
@@ -81,13 +84,13 @@ class Catalog:
                 self._holders.setdefault(name, {})[backend] = card
         backend.cards, backend.raw_cards = cards, raw
         self.bases = [name for name, holders in self._holders.items() if _card_of(holders).parent is None]
-        self._listing = None
+        self._listings.clear()
 
     def hide(self, backend: Backend, adapter: str) -> None:
         """Take a backend from the holders of an adapter, whatever it lists: it has another version, or none."""
         backend.outdated.add(adapter)
         self._drop(adapter, backend)
-        self._listing = None
+        self._listings.clear()
 
     def show(self, backend: Backend, adapter: str) -> None:
         """Count a backend among the holders of an adapter, if it lists it."""
@@ -95,7 +98,7 @@ class Catalog:
         card = backend.cards.get(adapter)
         if card is not None:
             self._holders.setdefault(adapter, {})[backend] = card
-            self._listing = None
+            self._listings.clear()
 
     def find(self, model: str | None) -> Found | None:
         """Return the model that a request names, also as ``base:adapter``; ``None`` without it is the only base."""
@@ -114,7 +117,7 @@ class Catalog:
     def rename(self, names: Mapping[str, tuple[Arm, ...]]) -> None:
         """Replace the public names."""
         self.names = names
-        self._listing = None
+        self._listings.clear()
 
     def find_arm(self, name: str, key: bytes) -> Found | None:
         """Return the version of a public name that answers a conversation: of those with a backend that is up.
@@ -135,35 +138,46 @@ class Catalog:
             listed = listed or (found if holders else None)
         return listed
 
+    def bare_name(self, model: str | None) -> str | None:
+        """Return the name by which a tenant may call a model or not, whether it exists or not: an adapter's own."""
+        if model is None:
+            return self.bases[0] if len(self.bases) == 1 else None
+        return next((model[len(base) + 1 :] for base in self.bases if model.startswith(base + ":")), model)
+
     def of_base(self, base: str) -> list[Backend]:
         """Return the backends that list a base."""
         return list(self._holders.get(base, ()))
 
-    def card(self, name: str) -> msgspec.Raw | None:
-        """Return an entry of the list of models as its first holder sent it; of a public name the router's own."""
+    def card(self, name: str, tenant: Tenant | None = None) -> msgspec.Raw | None:
+        """Return an entry of the list of models as its first holder sent it; of a public name the router's own.
+
+        A tenant does not see the backend's path, and gets ``None`` for a model that it may not call.
+        """
+        if tenant is not None and not tenant.may_call(name):
+            return None
         if name in self.names:
             return msgspec.Raw(msgspec.json.encode(_named_card(name)))
         holders = self._holders.get(name)
-        return None if holders is None else next(iter(holders)).raw_cards[name]
+        if holders is None:
+            return None
+        raw = next(iter(holders)).raw_cards[name]
+        return raw if tenant is None else msgspec.Raw(msgspec.json.encode(msgspec.json.decode(raw) | {"root": name}))
 
     def source(self, adapter: str) -> str | None:
         """Return the path that an adapter was loaded from, by its first holder that says."""
         return next((card.root for card in self._holders.get(adapter, {}).values() if card.root), None)
 
-    def listing(self, may_call: Callable[[str], bool] | None = None) -> bytes:
+    def listing(self, tenant: Tenant | None = None) -> bytes:
         """Return the answer to ``/v1/models``: bases, adapters, public names; to a tenant those that it may call."""
-        if may_call is not None:
-            return self._encode(name for name in {**self._holders, **self.names} if may_call(name))
-        if self._listing is None:
-            self._listing = self._encode({**self._holders, **self.names})
-        return self._listing
+        if tenant not in self._listings:
+            if len(self._listings) >= MAX_LISTINGS:
+                self._listings.clear()
+            cards = [self.card(name, tenant) for name in sorted({**self._holders, **self.names}, key=self._place)]
+            self._listings[tenant] = msgspec.json.encode({"object": "list", "data": [one for one in cards if one]})
+        return self._listings[tenant]
 
-    def _encode(self, names: Iterable[str]) -> bytes:
-        def place(name: str) -> tuple[int, str]:
-            return 2 if name in self.names else int(_card_of(self._holders[name]).parent is not None), name
-
-        cards = [self.card(name) for name in sorted(names, key=place)]
-        return msgspec.json.encode({"object": "list", "data": cards})
+    def _place(self, name: str) -> tuple[int, str]:
+        return 2 if name in self.names else int(_card_of(self._holders[name]).parent is not None), name
 
     def _drop(self, name: str, backend: Backend) -> None:
         holders = self._holders.get(name, {})

@@ -10,6 +10,7 @@ rest is held and the backend's connection is not read, until the client has take
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 from starlette.types import Receive
@@ -23,7 +24,7 @@ from manylora.serving.http.errors import HttpError
 from manylora.serving.http.http_protocol import WriteChunk
 from manylora.serving.http.room import ArrivingBody
 
-__all__ = ["Client", "ClientClosed", "Exchange", "read_fields", "with_model"]
+__all__ = ["Client", "ClientClosed", "Exchange", "field_of", "read_fields", "with_fields"]
 
 MAX_HELD_BYTES = 256 * 1024
 """Bytes of a body that are held before the backend's connection is no longer read."""
@@ -67,11 +68,17 @@ def read_fields(body: bytes) -> tuple[str | None, PromptText]:
     return read.model, PromptText(beginning, len(before) + len(asked), num_tokens, salt)
 
 
-def with_model(body: bytes, model: str) -> bytes:
-    """Return a body that names another model; all other fields stay as they are, byte by byte."""
+def with_fields(body: bytes, **given: str) -> bytes:
+    """Return a body with these fields, each once; all others stay as they are, byte by byte."""
     fields = _fields.decode(body)
-    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    fields |= {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in given.items()}
     return msgspec.json.encode(fields)
+
+
+def field_of(body: bytes, name: str) -> str | None:
+    """Return a field of a body that is a text; ``None`` if there is none."""
+    value = msgspec.json.decode(_fields.decode(body).get(name, b"null"))
+    return value if isinstance(value, str) else None
 
 
 def _num_tokens(raw: bytes) -> int:
@@ -88,9 +95,17 @@ class Exchange:
         backend: Where the request was sent.
         first_byte_s: Time to the first byte of the body, in seconds.
         idle_s: Time between two pieces of the body, in seconds.
+        read: Called with every piece of an answer that is no error; ``None`` if its contents do not count.
     """
 
-    def __init__(self, backend: Backend, *, first_byte_s: float, idle_s: float) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        first_byte_s: float,
+        idle_s: float,
+        read: Callable[[bytes], None] | None = None,
+    ) -> None:
         self.status = 0
         self.headers: Headers = []
         self.failure: Failure | None = None
@@ -101,6 +116,7 @@ class Exchange:
         """Whether the backend sent nothing to any other request either, within the time limit that this attempt met."""
         self._first_byte_s = first_byte_s
         self._idle_s = idle_s
+        self._read = read
         self._is_paused = False
         self._timer: asyncio.TimerHandle | None = None
         self._backend = backend
@@ -170,6 +186,8 @@ class Exchange:
         self._backend.num_reads += 1
         if self.status < 400:
             self._backend.num_pieces += 1
+            if self._read is not None:
+                self._read(piece)
         self._progress()
         if self._timer is not None and not self.last:
             self._timer.cancel()

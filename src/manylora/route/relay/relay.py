@@ -22,8 +22,9 @@ from manylora.route.fleet.adapters import AdapterPlacement
 from manylora.route.fleet.members import Backends, Found
 from manylora.route.fleet.names import conversation_key
 from manylora.route.metrics import AttemptEnd, ProxyMetrics
-from manylora.route.relay.exchange import Client, ClientClosed, Exchange, read_fields, with_model
+from manylora.route.relay.exchange import Client, ClientClosed, Exchange, read_fields, with_fields
 from manylora.route.relay.selection import RelayedRequest, Selection
+from manylora.route.relay.tenants import RoutedTenants
 from manylora.route.upstream.address import answer_headers, request_head
 from manylora.route.upstream.connection import Failure, Headers
 from manylora.route.upstream.pool import CannotConnect
@@ -31,7 +32,6 @@ from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError, error_body, error_response
 from manylora.serving.http.http_protocol import chunk_writer, connection_breaker
 from manylora.serving.http.room import BodyRoom
-from manylora.serving.http.tenants import Tenant
 from manylora.serving.http.traces import TRACE
 
 __all__ = ["Relay"]
@@ -62,6 +62,7 @@ class Relay:
         selection: Chooses the backend of a request.
         placement: Learns which adapters are used.
         metrics: Counts.
+        tenants: Lets the requests of tenants in; ``None`` if there are none.
     """
 
     config: ProxyConfig
@@ -70,13 +71,18 @@ class Relay:
     selection: Selection
     placement: AdapterPlacement
     metrics: ProxyMetrics
+    tenants: RoutedTenants | None = None
     _bodies: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_HELD_BYTES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         client = Client(receive, self._bodies.enter(lambda: self.gate.caller_of(Request(scope))))
+        request: RelayedRequest | None = None
         try:
-            request = await self._read(scope, client, self.gate.check_inference(Request(scope)))
+            caller = self.gate.check_inference(Request(scope))
+            if self.tenants is not None:
+                self.tenants.check(caller)
+            request = await self._read(scope, client, caller)
             while not await self._try(request, client, send):
                 pass
         except ClientClosed:
@@ -88,6 +94,8 @@ class Relay:
             await error_response(error)(scope, receive, send)
         finally:
             client.close()
+            if request is not None and request.call is not None:
+                request.call.close()
 
     async def _read(self, scope: Scope, client: Client, caller: str) -> RelayedRequest:
         """Read the body of a request and find its model.
@@ -95,43 +103,43 @@ class Relay:
         Prompts of two tenants share nothing, and without keys those of two callers that the backends tell apart.
 
         Raises:
-            ManyloraError: The body is too large or no JSON object, or its model cannot be found.
+            ManyloraError: The body is too large or no JSON object, its model cannot be found, or the tenant has no
+                room for it.
         """
         body = await client.body(MAX_BODY_BYTES)
         model, prompt = read_fields(body)
-        tenant = self.gate.tenant(caller)
         salt = caller.encode() or next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         prompt.salt = b"%d %b %b" % (len(salt), salt, prompt.salt)
-        found = await self._find(model, tenant, body)
-        return RelayedRequest(scope, model, prompt, found, body, passes_key=tenant is not None)
+        found = await self._find(model, caller, body)
+        call = None if self.tenants is None else self.tenants.begin(caller, found, prompt.num_tokens)
+        return RelayedRequest(scope, model, prompt, found, body, call=call)
 
-    async def _find(self, model: str | None, tenant: Tenant | None, body: bytes) -> Found:
+    async def _find(self, model: str | None, caller: str, body: bytes) -> Found:
         """Return a model; for an unknown name the lists of models are read anew first.
 
-        For a tenant, names that it may not call are unknown, and take as long.
+        A model that a tenant may not call is refused at once, whether there is one of that name or not.
 
         Raises:
-            ModelNotFound: No backend lists it.
+            ModelNotFound: No backend lists it, or the caller may not call it.
             CapacityError: No backend is up.
         """
-        if (found := self._known(model, tenant, body)) is None:
+        tenant, name = self.gate.tenant(caller), self.backends.catalog.bare_name(model)
+        if tenant is not None and name is not None and not tenant.may_call(name):
+            raise _unknown(model)
+        if (found := self._known(model, body)) is None:
             await asyncio.shield(self.backends.refresh())
-            found = self._known(model, tenant, body)
+            found = self._known(model, body)
         if found is not None:
             return found
         if not len(self.backends.catalog):
             raise self.selection.none_up()
-        if model is None:
-            raise ModelNotFound("The request names no model, and there is more than one base.", param="model")
-        raise ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+        raise _unknown(model)
 
-    def _known(self, model: str | None, tenant: Tenant | None, body: bytes) -> Found | None:
+    def _known(self, model: str | None, body: bytes) -> Found | None:
         catalog = self.backends.catalog
         if model is not None and model in catalog.names:  # who may call a name may call its versions by it
-            is_allowed = tenant is None or tenant.may_call(model)
-            return catalog.find_arm(model, conversation_key(body)) if is_allowed else None
-        found = catalog.find(model)
-        return found if found is None or tenant is None or tenant.may_call(found.name) else None
+            return catalog.find_arm(model, conversation_key(body))
+        return catalog.find(model)
 
     # -- one attempt -------------------------------------------------------------------------------------------------
 
@@ -166,7 +174,7 @@ class Relay:
                     span.add_event("first byte")
                 if request.found.arm:
                     exchange.headers.append((ARM_HEADER, request.found.arm.encode()))
-                await _pass_on(request.scope, client, send, exchange, idle_timeout_s=self.config.idle_timeout_s)
+                await _pass_on(request, client, send, exchange, idle_timeout_s=self.config.idle_timeout_s)
                 outcome = AttemptEnd.ANSWERED if exchange.is_whole else AttemptEnd.BROKEN
                 if exchange.failure is Failure.STALLED:
                     self._count_stall(backend, exchange)
@@ -192,25 +200,37 @@ class Relay:
 
     async def _send(self, request: RelayedRequest, backend: Backend, client: Client, headers: Headers) -> Exchange:
         """Send the request, and wait for the first bytes of the answer's body, its end, or a failure."""
-        name = request.found.name_at(backend)
-        body = request.body if request.model in (None, name) else with_model(request.body, name)
+        name, call = request.found.name_at(backend), request.call
+        body = request.body
+        if call is not None:  # also where it has the name: the backend may read another one of several fields
+            salt = call.salt(backend, body)
+            body = with_fields(body, model=name, **({} if salt is None else {"cache_salt": salt}))
+        elif request.model not in (None, name):
+            body = with_fields(body, model=name)
         scope = request.scope
         query: bytes = scope["query_string"]
         peer = scope.get("client")
+        authorization, passes_key = backend.authorization, not self.gate.is_keyed
+        if call is not None and (call.passes_key or call.authorization is not None):
+            authorization, passes_key = call.authorization, call.passes_key
         head = request_head(
             backend.address,
             scope["method"].encode(),
             scope["path"].encode() + (b"?" + query if query else b""),
             num_body_bytes=len(body),
             headers=headers,
-            authorization=None if request.passes_key else backend.authorization,
-            passes_authorization=request.passes_key or not self.config.api_keys,
+            authorization=authorization,
+            passes_authorization=passes_key,
             client=peer[0].encode() if peer else None,
+            tenant=None if call is None else call.header,
         )
         connection, was_stale = backend.pool.idle(), False
         while True:
             exchange = Exchange(
-                backend, first_byte_s=self.config.first_byte_timeout_s, idle_s=self.config.idle_timeout_s
+                backend,
+                first_byte_s=self.config.first_byte_timeout_s,
+                idle_s=self.config.idle_timeout_s,
+                read=None if call is None else call.read,
             )
             client.waits_for(exchange)
             if connection is None:
@@ -274,13 +294,23 @@ class Relay:
             backend.stalled()
 
 
+def _unknown(model: str | None) -> ModelNotFound:
+    if model is None:
+        return ModelNotFound("The request names no model, and there is more than one base.", param="model")
+    return ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
+
+
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-async def _pass_on(scope: Scope, client: Client, send: Send, exchange: Exchange, *, idle_timeout_s: float) -> None:
+async def _pass_on(
+    request: RelayedRequest, client: Client, send: Send, exchange: Exchange, *, idle_timeout_s: float
+) -> None:
     """Send an answer to the client, from its first byte to its end."""
     client.waits_for(exchange)
-    headers = answer_headers(exchange.headers)
+    scope, headers = request.scope, answer_headers(exchange.headers)
+    if request.call is not None:
+        headers = request.call.headers(headers)
     await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
     write = chunk_writer(scope)
     while True:

@@ -22,6 +22,7 @@ from manylora.route.fleet.adapters import AdapterPlacement
 from manylora.route.fleet.changes import BackendChanges
 from manylora.route.fleet.members import Backends, Found
 from manylora.route.relay.exchange import Client
+from manylora.route.relay.tenants import TenantCall
 from manylora.serving.http.errors import HttpError
 
 __all__ = ["RelayedRequest", "Selection"]
@@ -44,7 +45,7 @@ class RelayedRequest:
         num_sent: Times that it was sent.
         num_lost: Backends that died on it.
         refusal: The last answer that sent it elsewhere, or an error for the lack of one.
-        passes_key: Whether its key is passed on: a tenant's, which the backends know.
+        call: The tenant's side of it; ``None`` without tenants.
     """
 
     scope: Scope
@@ -56,7 +57,7 @@ class RelayedRequest:
     num_sent: int = 0
     num_lost: int = 0
     refusal: ManyloraError | None = None
-    passes_key: bool = False
+    call: TenantCall | None = None
 
 
 @dataclass(slots=True, eq=False)

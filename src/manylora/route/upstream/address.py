@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from manylora.core.errors import ConfigError
 from manylora.route.upstream.connection import Headers
+from manylora.serving.http.auth import TENANT_HEADER
 
 __all__ = ["Address", "answer_headers", "parse_backend", "request_head"]
 
@@ -18,7 +19,7 @@ HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade".split()
 )
-NOT_SENT = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-forwarded-for"}
+NOT_SENT = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-forwarded-for", TENANT_HEADER.encode()}
 NOT_RETURNED = HOP_BY_HOP | {b"date", b"server"}
 
 
@@ -98,6 +99,7 @@ def request_head(
     authorization: bytes | None = None,
     passes_authorization: bool = True,
     client: bytes | None = None,
+    tenant: bytes | None = None,
 ) -> bytes:
     """Return the head of a request.
 
@@ -110,6 +112,7 @@ def request_head(
         authorization: In place of the client's.
         passes_authorization: Whether the client's is passed on otherwise.
         client: The client's IP address, added to ``X-Forwarded-For``.
+        tenant: The tenant of the request and its weight, for backends; the client cannot name one.
     """
     headers = list(headers)
     dropped = NOT_SENT | _named_in_connection(headers)
@@ -122,6 +125,8 @@ def request_head(
     if client is not None:
         before = [value for name, value in headers if name == b"x-forwarded-for"]
         lines.append(b"x-forwarded-for: " + b", ".join([*before, client]))
+    if tenant is not None:
+        lines.append(b"%b: %b" % (TENANT_HEADER.encode(), tenant))
     if num_body_bytes or method != b"GET":
         lines.append(b"content-length: %d" % num_body_bytes)
     return b"\r\n".join([*lines, b"", b""])

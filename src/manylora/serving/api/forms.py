@@ -1,4 +1,4 @@
-"""Forms of answers are checked before their requests go to an engine: in fair turns of the callers, each form once."""
+"""Forms of answers are checked before their requests go to an engine: in turns of callers, once for each tenant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class FormChecks:
         ``RequestError`` if it cannot be followed or costs too much; other errors are those of ``FairWork.run`` and
         ``FormProcess.check``.
         """
-        digest = hashlib.blake2b(f"{constraint.kind} {constraint.text}".encode(), digest_size=16).digest()
+        told_apart_by = f"{constraint.tenant} {constraint.kind} {constraint.text}"  # no tenant's name has a space
+        digest = hashlib.blake2b(told_apart_by.encode(), digest_size=16).digest()
         if digest in self._known:
             self._known.move_to_end(digest)
         else:

@@ -99,7 +99,8 @@ async def get_model(request: Request) -> Response:
     name, served_name, loaded = request.path_params["name"], context.fleet.served_name, context.fleet.adapters.loaded
     shows_paths = context.gate.is_admin(request)
     is_base = name == served_name or name in context.config.web.aliases
-    if context.serves_base and is_base and context.may_call(tenant, served_name):
+    context.check_model(tenant, served_name if is_base else name)
+    if context.serves_base and is_base:
         return json_response(_card(context, name, shows_paths=shows_paths))
     for known in (name, name.removeprefix(f"{served_name}:")):
         if known in loaded and known not in hidden and context.may_call(tenant, known):
@@ -178,6 +179,7 @@ async def version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """``GET /metrics``: Prometheus text, or OpenMetrics."""
     context = context_of(request)
+    context.gate.check_metrics(request)
     kind = choose_format(request.headers.get("accept", ""))
 
     async def scrape() -> bytes:

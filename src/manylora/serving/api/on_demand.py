@@ -2,7 +2,8 @@
 
 A name is a place below a ``--lora-registry`` and nothing else, so that no request reaches another host or path.
 Requests for one name share its look-up. A name that no registry has, or whose adapter cannot be served, is not asked
-for again for a while; at most half of the look-ups under way are of one caller.
+for again for a while by the same caller: a quick refusal would tell another one that it was asked for. At most half of
+the look-ups under way are of one caller.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class OnDemand:
         self._now = now
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._callers: Counter[str] = Counter()
-        self._refused: OrderedDict[str, tuple[float, AdapterError | None]] = OrderedDict()
+        self._refused: OrderedDict[tuple[str, str], tuple[float, AdapterError | None]] = OrderedDict()
 
     async def find(self, model: str, caller: str) -> None:
         """Load the adapter that a request names, unless there is none: then its name stays unknown.
@@ -62,7 +63,7 @@ class OnDemand:
             return
         if "@" in name or adapters.find(model) is not None:  # a version of an adapter that was published
             return
-        until, error = self._refused.get(name, (0.0, None))
+        until, error = self._refused.get((caller, name), (0.0, None))
         if self._now() < until:
             if error is not None:
                 raise type(error)(name, error.reason)
@@ -71,7 +72,7 @@ class OnDemand:
             if len(self._loading) >= MAX_LOADING or self._callers[caller] >= MAX_LOADING // 2:
                 reason = f"{len(self._loading)} adapters are being looked for in registries, no more may wait"
                 raise CapacityError(reason, retry_after_s=RETRY_S, status=503)
-            task = self._loading[name] = asyncio.create_task(self._load(name))
+            task = self._loading[name] = asyncio.create_task(self._load(name, caller))
             self._callers[caller] += 1
             task.add_done_callback(lambda done: self._end(done, name, caller))
         await asyncio.shield(task)  # a client that leaves ends it for no other
@@ -91,7 +92,7 @@ class OnDemand:
         if not done.cancelled():
             done.exception()  # it was raised for the clients that are still there
 
-    async def _load(self, name: str) -> None:
+    async def _load(self, name: str, caller: str) -> None:
         error: AdapterError | None = None
         try:
             for url in self._places(name):
@@ -106,8 +107,8 @@ class OnDemand:
             raise CapacityError(str(unavailable), retry_after_s=RETRY_S, status=503) from None
         except AdapterError as refusal:
             error = refusal
-        self._refused[name] = self._now() + REFUSED_S, error
-        self._refused.move_to_end(name)
+        self._refused[caller, name] = self._now() + REFUSED_S, error
+        self._refused.move_to_end((caller, name))
         while len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
         if error is not None:

@@ -39,7 +39,16 @@ from manylora.serving.ports import FleetPort
 from manylora.serving.text import Tokenizer
 from manylora.serving.text.forms import FormProcess, FormSettings
 
-__all__ = ["AnswerCall", "Context", "context_of", "hidden_from_caller", "make_context", "read_body", "read_call"]
+__all__ = [
+    "AnswerCall",
+    "Context",
+    "context_of",
+    "gate_of",
+    "hidden_from_caller",
+    "make_context",
+    "read_body",
+    "read_call",
+]
 
 MAX_MODEL_CHARS = 600  # characters of ``model``: the base's name, a colon and an adapter's
 
@@ -99,15 +108,19 @@ class Context:
         return one is None or one.may_call(model)
 
     def check_model(self, tenant: str, model: str) -> None:
-        """Raise ``ModelNotFound``, as for a name that does not exist, unless a caller may call a model or version."""
+        """Raise ``ModelNotFound``, as for a name that does not exist, unless a caller may call a model or version.
+
+        Names that it may not call are told by their text alone, in a time that does not depend on what there is.
+        """
         if self.gate.tenants is None:
             return
-        served_name = self.fleet.served_name
-        version = None if model == served_name else self.fleet.adapters.find(model)
         # An adapter that is not loaded yet may be named behind the base's name, too.
-        name = model.removeprefix(f"{served_name}:") if version is None else version.name
-        if not self.may_call(tenant, name):
-            raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
+        name = model.removeprefix(f"{self.fleet.served_name}:")
+        if self.may_call(tenant, name) or self.may_call(tenant, name.rpartition("@")[0]):
+            version = None if model == self.fleet.served_name else self.fleet.adapters.find(model)
+            if self.may_call(tenant, name if version is None else version.name):
+                return
+        raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
 
 
 def make_context(
@@ -126,7 +139,7 @@ def make_context(
 ) -> Context:
     """Return the parts of a server; the arguments are fields of ``Context``, and the tenants of a file."""
     model = engine_config.model
-    gate = Gate(config.api_keys, config.admin_key, tenants=tenants)
+    gate = gate_of(config, tenants)
     form_turns = FairWork("new forms", gate.caller_of, max_waiting=MAX_FORMS_WAITING, num_at_once=1)
     form_process = FormProcess(FormSettings(model.tokenizer or model.model, model.revision))
     on_demand = OnDemand(fleet, engine_config.adapters.registries, time.monotonic) if config.lora_on_demand else None
@@ -150,6 +163,17 @@ def make_context(
         ),
         on_demand=on_demand,
         fingerprint=f"fp_{hashlib.blake2b(answers_by.encode(), digest_size=5).hexdigest()}",
+    )
+
+
+def gate_of(config: ServerConfig, tenants: TenantBook | None) -> Gate:
+    """Return the checks of a server's keys."""
+    return Gate(
+        config.api_keys,
+        config.admin_key,
+        tenants=tenants,
+        router_key=config.router_key,
+        metrics_key=config.metrics_key,
     )
 
 

@@ -141,7 +141,9 @@ def _number(text: str | None, param: str, default: float) -> int:
 
 async def load(request: Request) -> Response:
     """``GET /load``: HTTP requests that are being answered, as vLLM's ``server_load``."""
-    return json_response({"server_load": context_of(request).fleet.requests.in_progress.num})
+    context = context_of(request)
+    context.gate.check_metrics(request)
+    return json_response({"server_load": context.fleet.requests.in_progress.num})
 
 
 async def server_info(request: Request) -> Response:
@@ -153,7 +155,8 @@ async def server_info(request: Request) -> Response:
     packages = ("manylora", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
     server = dataclasses.asdict(context.config)
     server["api_keys"] = len(context.config.api_keys)
-    server["admin_key"] = context.config.admin_key is not None
+    for key in ("admin_key", "router_key", "metrics_key"):
+        server[key] = server[key] is not None
     return json_response(
         {
             "versions": {package: _version(package) for package in packages},

@@ -92,12 +92,15 @@ async def submit(
         raise ModelNotFound("Got an empty model name, which does not exist", param="model")
     _check_logprobs(call, sampling, prompts)
     begin = begin_search(call, sampling) if getattr(body, "use_beam_search", False) else None
-    if sampling.constraint is None:
+    if (form := sampling.constraint) is None:
         form_field = None
     else:
         form_field = form_field or constraint_field(body)
+        if not context.config.shared_prefixes:
+            form = replace(form, tenant=call.tenant)
+            sampling = replace(sampling, constraint=form)
         try:
-            await context.forms.check(call.http, sampling.constraint)
+            await context.forms.check(call.http, form)
         except RequestError as error:
             raise RequestError(str(error), param=form_field) from None
     answer_id = id_prefix + uuid.uuid4().hex

@@ -4,7 +4,9 @@
 * Admin routes accept ``admin_key``. Without one they accept ``api_keys``, of tenants none. Without keys they accept
   callers on this machine: a loopback peer without a proxy, and no web page (any site can make a browser on this
   machine send requests, so a foreign ``Origin`` and a ``Host`` that is not loopback are refused).
-* Health, version and metrics are open, as probes and scrapers expect.
+* A router's key is one for inference, and may name the tenant whose request it passes on (``routed_tenant``).
+* Health and version are open, as probes expect. Metrics and load show the use of all tenants: with tenants, or with a
+  metrics key, they need that key, the admin key or a router's, or where none of these is set a caller on this machine.
 
 Keys are compared by digest in constant time, and never logged.
 
@@ -29,10 +31,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from manylora.serving.http.connections import client_of
 from manylora.serving.http.errors import HttpError, error_response
 from manylora.serving.http.room import NO_LIMITS, CallerLimits
-from manylora.serving.http.tenants import Tenant, TenantBook
+from manylora.serving.http.tenants import Tenant, TenantBook, routed_tenant
 
-__all__ = ["IS_ADMIN", "Gate", "digest_of", "exposure", "host_name", "is_loopback", "without_foreign_pages"]
+__all__ = [
+    "IS_ADMIN",
+    "TENANT_HEADER",
+    "Gate",
+    "digest_of",
+    "exposure",
+    "host_name",
+    "is_loopback",
+    "without_foreign_pages",
+]
 
+TENANT_HEADER = "x-manylora-tenant"
+"""From a router: the name of a request's tenant, a semicolon and its weight."""
+
+MAX_ROUTED = 10_000
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 IS_ADMIN = "manylora.is_admin"
@@ -67,12 +82,22 @@ class Gate:
     """Checks the API key or the origin of a request, and names its tenant."""
 
     def __init__(
-        self, api_keys: Iterable[str] = (), admin_key: str | None = None, *, tenants: TenantBook | None = None
+        self,
+        api_keys: Iterable[str] = (),
+        admin_key: str | None = None,
+        *,
+        tenants: TenantBook | None = None,
+        router_key: str | None = None,
+        metrics_key: str | None = None,
     ) -> None:
         self._api_keys = tuple(digest_of(key) for key in api_keys)
         self._admin_key = None if admin_key is None else digest_of(admin_key)
+        self._router_key = None if router_key is None else digest_of(router_key)
+        self._metrics_key = None if metrics_key is None else digest_of(metrics_key)
         self.tenants = tenants
-        self.tells_tenants = tenants is not None or len(set(self._api_keys)) > 1
+        self._routed: dict[str, Tenant] = {}  # those that a router named
+        self.has_tenants = tenants is not None or router_key is not None
+        self.tells_tenants = self.has_tenants or len(set(self._api_keys)) > 1
         """Whether there are several API keys: one alone names no tenant among others."""
         self.asks_for_key = bool(self._api_keys) or admin_key is not None or tenants is not None
         """Whether there is any key; without one the administrator is a caller on this machine."""
@@ -84,9 +109,15 @@ class Gate:
             return self._api_keys[0]
         return self._admin_key
 
+    @property
+    def is_keyed(self) -> bool:
+        """Whether inference needs a key."""
+        return bool(self._api_keys) or self.has_tenants
+
     def tenant(self, name: str) -> Tenant | None:
-        """Return the tenant of that name in the file of tenants; ``None`` for a caller that is not in it."""
-        return None if self.tenants is None else self.tenants.by_name.get(name)
+        """Return the tenant of that name, of the file or named by a router; ``None`` for any other caller."""
+        known = None if self.tenants is None else self.tenants.by_name.get(name)
+        return known or self._routed.get(name)
 
     def limits_of(self, name: str) -> CallerLimits:
         """Return the limits of a caller of its own."""
@@ -98,15 +129,28 @@ class Gate:
 
         A missing, wrong or expired key raises ``HttpError`` (401).
         """
-        if not self._api_keys and self.tenants is None:
+        if not self.is_keyed:
             return ""
         given = self._bearer(request)
         if self.tenants is not None and (tenant := self.tenants.find(given, time.time())) is not None:
             return tenant.name
-        keys = self._api_keys if self._admin_key is None else (*self._api_keys, self._admin_key)
-        if not self._matches(given, keys):
+        if not self._matches(given, self._api_keys, self._admin_key, self._router_key):
             raise _unauthorized()
+        named = request.headers.get(TENANT_HEADER)
+        if named is not None and self._matches(given, (), self._router_key):
+            return self._name_routed(named)
         return "key-" + given.hex()[:12]
+
+    def _name_routed(self, named: str) -> str:
+        """Return the name of the tenant that a router gives, and remember its weight."""
+        tenant = routed_tenant(named)
+        if tenant is None:
+            raise HttpError(400, f"Got {TENANT_HEADER}: {named[:200]!r}, expected a tenant's name; and its weight")
+        if self._routed.get(tenant.name) != tenant:
+            if len(self._routed) >= MAX_ROUTED:
+                self._routed.clear()  # each is named again by its next request
+            self._routed[tenant.name] = tenant
+        return tenant.name
 
     def caller_of(self, request: Request) -> str:
         """Return the name of an inference request's caller, among whom turns are shared: its tenant, else its address.
@@ -128,18 +172,19 @@ class Gate:
             return
         if self._admin_key is not None:
             given = self._bearer(request)
-            if not self._matches(given, (self._admin_key,)):
-                if self._matches(given, self._api_keys) or self._is_of_tenant(given):
+            if not self._matches(given, (), self._admin_key):
+                if self._matches(given, self._api_keys, self._router_key) or self._is_of_tenant(given):
                     raise HttpError(403, "This key is for inference; the adapter routes need the admin key.")
                 raise _unauthorized()
-        elif self._api_keys or self.tenants is not None:
+        elif self.is_keyed:
             self.check_inference(request)
-            if self._is_of_tenant(self._bearer(request)):
+            given = self._bearer(request)
+            if self._is_of_tenant(given) or self._matches(given, (), self._router_key):
                 raise HttpError(
                     403, "This key is for inference; the adapter routes need an admin key, which is not set."
                 )
         else:
-            self._check_local(request)
+            self._check_local(request, "the adapter routes")
 
     def is_admin(self, request: Request) -> bool:
         """Return whether a request is the administrator's, and so sees paths of the server and every tenant's adapters.
@@ -154,20 +199,35 @@ class Gate:
             return False
         return True
 
-    def _check_local(self, request: Request) -> None:
+    def check_metrics(self, request: Request) -> None:
+        """Raise ``HttpError`` unless a request may see figures of all tenants together.
+
+        401 for no key or an unknown one; 403 for a tenant's key, or a caller that is not on this machine.
+        """
+        if self._metrics_key is None and not self.has_tenants:
+            return
+        keys = (self._metrics_key, self._admin_key, self._router_key)
+        if not any(keys):
+            self._check_local(request, "metrics of all tenants")
+        elif not self._matches(given := self._bearer(request), (), *keys):
+            if self._matches(given, self._api_keys) or self._is_of_tenant(given):
+                raise HttpError(403, "This key is for inference; metrics of all tenants need the metrics key.")
+            raise _unauthorized()
+
+    def _check_local(self, request: Request, what: str) -> None:
         peer = request.client.host if request.client is not None else ""
         is_direct = not any(header in request.headers for header in FORWARDED)
         if not (is_loopback(peer) and is_direct):
             raise HttpError(
                 403,
-                "Without an admin key the adapter routes take calls from this machine only; "
+                f"Without an admin key {what} take calls from this machine only; "
                 "start the server with an admin key to use them from elsewhere.",
             )
         host = request.headers.get("host", "")
         origin = request.headers.get("origin")
         is_own_page = origin is None or origin == f"{request.scope['scheme']}://{host}"
         if not (is_loopback(host_name(host)) and is_own_page):
-            raise HttpError(403, "Without an admin key the adapter routes take no calls from web pages.")
+            raise HttpError(403, f"Without an admin key {what} take no calls from web pages.")
 
     def _bearer(self, request: Request) -> bytes:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -178,9 +238,9 @@ class Gate:
     def _is_of_tenant(self, given: bytes) -> bool:
         return self.tenants is not None and self.tenants.find(given, time.time()) is not None
 
-    def _matches(self, given: bytes, keys: Iterable[bytes]) -> bool:
+    def _matches(self, given: bytes, keys: Iterable[bytes], *others: bytes | None) -> bool:
         # All keys are compared, so that the time reveals no match.
-        matches = [hmac.compare_digest(given, key) for key in keys]
+        matches = [hmac.compare_digest(given, key) for key in (*keys, *others) if key is not None]
         return any(matches)
 
 

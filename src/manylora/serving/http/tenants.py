@@ -18,9 +18,11 @@ compares no key byte by byte. It is read again when it changes and on SIGHUP. A 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 import secrets
+import signal
 import tomllib
 from collections.abc import Mapping
 from datetime import datetime
@@ -36,7 +38,7 @@ from manylora.core.errors import ConfigError
 from manylora.core.types import MAX_TENANT_CHARS, WEIGHTS
 from manylora.serving.http.room import CallerLimits
 
-__all__ = ["Tenant", "TenantBook", "new_key"]
+__all__ = ["Tenant", "TenantBook", "new_key", "routed_tenant"]
 
 MAX_FILE_BYTES = 8 << 20
 MAX_TENANTS, MAX_KEYS, MAX_MODELS = 10_000, 64, 1024
@@ -47,6 +49,8 @@ Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Pattern = Annotated[str, Meta(min_length=1, max_length=600)]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*")
+_OF_API_KEY = re.compile(r"key-[0-9a-f]{12}")
+"""The name of an API key's caller, whose prefixes and room a tenant of that name would share."""
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +130,10 @@ class TenantBook:
         except (ConfigError, OSError) as error:
             logger.error("tenants_kept num=%d error=%r", len(self.by_name), str(error))
 
+    def reread_on_signal(self) -> None:
+        """Read the file again on SIGHUP; call it from the main thread, on the event loop."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, functools.partial(self.reread, always=True))
+
     async def watch(self) -> None:
         """Read the file again, on a thread, within ``REREAD_S`` of each change."""
         while True:
@@ -163,10 +171,10 @@ def _tenants(text: str) -> dict[str, Tenant]:
     if len(found) > MAX_TENANTS:
         raise ConfigError(f"Got {len(found)} tenants, expected at most {MAX_TENANTS}")
     for name, tenant in found.items():
-        if len(name) > MAX_TENANT_CHARS or not _NAME.fullmatch(name) or tenant.name:
+        if len(name) > MAX_TENANT_CHARS or not _NAME.fullmatch(name) or _OF_API_KEY.fullmatch(name) or tenant.name:
             raise ConfigError(
                 f"Got the tenant {name[:MAX_TENANT_CHARS]!r}, expected at most {MAX_TENANT_CHARS} letters, digits and "
-                "._@+-, and no field name"
+                "._@+-, not the name of an API key, and no field name"
             )
     return {name: msgspec.structs.replace(tenant, name=name) for name, tenant in found.items()}
 
@@ -175,6 +183,16 @@ def _seconds(tenant: Tenant, expires: datetime) -> float:
     if expires.tzinfo is None:
         raise ConfigError(f"Got a key of {tenant.name!r} that expires {expires}, expected a time zone, such as a Z")
     return expires.timestamp()
+
+
+def routed_tenant(named: str) -> Tenant | None:
+    """Return the tenant that a router names, as ``acme;3``, with its weight; ``None`` if it is none."""
+    name, _, weight = named.partition(";")
+    try:
+        made = msgspec.convert({"name": name, "weight": weight}, Tenant, strict=False)
+    except msgspec.ValidationError:
+        return None
+    return made if len(name) <= MAX_TENANT_CHARS and _NAME.fullmatch(name) else None
 
 
 def new_key() -> str:

@@ -75,20 +75,37 @@ class UsageLedger:
 
     def observe(self, observed: Observations) -> None:
         """Add the requests that ended since an engine's last message."""
-        if not observed.finished:
-            return
-        day = datetime.fromtimestamp(self._epoch_s(), UTC).date().isoformat()
         for request in observed.finished:
-            key = (day, request.tenant, request.adapter)
-            if (sums := self._pending.get(key)) is None:
-                if len(self._pending) >= MOST_PENDING:
-                    continue
-                sums = self._pending[key] = _TenantUsage()
-            sums.requests += 1
-            sums.prompt_tokens += request.num_prompt_tokens
-            sums.cached_tokens += request.num_cached_tokens
-            sums.output_tokens += request.num_output_tokens
-            sums.engine_s += request.engine_s
+            self.add(
+                request.tenant,
+                request.adapter,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_output_tokens=request.num_output_tokens,
+                engine_s=request.engine_s,
+            )
+
+    def add(
+        self,
+        tenant: str,
+        adapter: str,
+        *,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        num_cached_tokens: int = 0,
+        engine_s: float = 0.0,
+    ) -> None:
+        """Add a request that ended."""
+        key = (datetime.fromtimestamp(self._epoch_s(), UTC).date().isoformat(), tenant, adapter)
+        if (sums := self._pending.get(key)) is None:
+            if len(self._pending) >= MOST_PENDING:
+                return
+            sums = self._pending[key] = _TenantUsage()
+        sums.requests += 1
+        sums.prompt_tokens += num_prompt_tokens
+        sums.cached_tokens += num_cached_tokens
+        sums.output_tokens += num_output_tokens
+        sums.engine_s += engine_s
 
     async def run(self) -> None:
         """Write what was gathered, every ``FLUSH_S``."""

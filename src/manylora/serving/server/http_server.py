@@ -200,7 +200,7 @@ def make_app(context: Context) -> ASGIApp:
     inner = without_foreign_pages(
         inner,
         host=context.config.host if web.uds is None else "",
-        is_keyed=bool(context.config.api_keys) or context.config.tenants is not None,
+        is_keyed=context.gate.is_keyed,
         allowed_hosts=web.allowed_hosts,
         allowed_origins=web.allowed_origins,
     )

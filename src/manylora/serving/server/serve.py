@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import signal
 import socket
 import time
 from collections import defaultdict
@@ -282,12 +281,11 @@ def run(
         adapters = len(one.fleet.adapters.loaded)
         freeze_start_up_heap()
         print(f"manylora serves {one.fleet.served_name} with {adapters} adapters at {one.url}", flush=True)
-        is_keyed = one.tenants is not None and not server.api_keys  # keys of tenants do not open the adapter routes
+        is_keyed = (one.tenants or server.router_key) and not server.api_keys  # these do not open the adapter routes
         if not is_keyed and (note := exposure(server.api_keys, server.admin_key, has_address=server.web.uds is None)):
             logger.warning("adapter_routes_are_open note=%r", note)
         if one.tenants is not None:
-            reread = functools.partial(one.tenants.reread, always=True)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread)
+            one.tenants.reread_on_signal()
 
     make = functools.partial(Server, engine, server, lora_modules, builder=builder)
     return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)

@@ -1,0 +1,119 @@
+"""The tenants of a router: the room and limits of each, its name on the way to backends, and its usage.
+
+::
+
+    client  -- its key -->  router  -- the router's key, x-manylora-tenant: acme;3 -->  backend
+                              |                                                           |
+             keys, models, limits, usage by what backends say           weight under fair, salt of prefixes
+
+With a router's key, the tenant's goes no further. A backend believes the name from the key that it has as
+``--router-key`` alone; a client's own header of that name is not passed on. Without one, backends have the file of
+tenants too, and the tenant's key is passed on. vLLM knows no tenants: its cached prefixes are kept apart by
+``cache_salt``. A request counts as one answer, and its prompt by the estimate of its length until the backend says.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from manylora.route.backend import Backend
+from manylora.route.config import ProxyConfig
+from manylora.route.fleet.members import Backends, Found
+from manylora.route.relay.exchange import field_of
+from manylora.route.report import ServerKind
+from manylora.route.upstream.connection import Headers
+from manylora.serving.http.auth import Gate
+from manylora.serving.http.room import CallerRoom, Places
+from manylora.serving.metrics.usage import UsageLedger
+
+__all__ = ["RoutedTenants", "TenantCall"]
+
+_USAGE = re.compile(rb'"(prompt|input|completion|output)_tokens"\s*:\s*(\d{1,9})')
+"""In JSON no text of an answer has a quote in this place without a backslash before it."""
+
+_EVENT = b"data: {"
+REST = 64
+"""Bytes of a piece that are kept: the longest count of tokens may begin there."""
+
+
+@dataclass(slots=True, eq=False)
+class TenantCall:
+    """One request of a tenant, until its answer has ended."""
+
+    tenant: str
+    adapter: str
+    places: Places
+    usage: UsageLedger | None
+    num_prompt_tokens: int
+    passes_key: bool = False  # whether backends get its own key
+    authorization: bytes | None = None  # the router's key in place of it
+    header: bytes | None = None  # the tenant and its weight, beside that key
+    _num_output_tokens: int | None = None  # as the backend says
+    _num_events: int = 0
+    _rest: bytes = field(default=b"")
+
+    def salt(self, backend: Backend, body: bytes) -> str | None:
+        """Return the salt of the prefixes of a body at a backend that knows no tenants but salts; else ``None``."""
+        if backend.kind is not ServerKind.VLLM:
+            return None
+        return f"{self.tenant} {field_of(body, 'cache_salt') or ''}"
+
+    def headers(self, headers: Headers) -> Headers:
+        """Return the headers of an answer with those about the tenant's limits here, in place of a backend's."""
+        own = self.places.headers()
+        return [*(one for one in headers if not own or not one[0].startswith(b"x-ratelimit-")), *own]
+
+    def read(self, piece: bytes) -> None:
+        """Learn the tokens of an answer from a piece of it: the last count that it states, else its events."""
+        text = self._rest + piece
+        self._num_events += text.count(_EVENT) - self._rest.count(_EVENT)
+        for kind, number in _USAGE.findall(text):
+            if kind in (b"prompt", b"input"):
+                self.num_prompt_tokens = int(number)
+            else:
+                self._num_output_tokens = int(number)
+        self._rest = text[-REST:]
+
+    def close(self) -> None:
+        """Give the places back, and count what was used."""
+        num_tokens = self._num_events if self._num_output_tokens is None else self._num_output_tokens
+        self.places.close(num_tokens)
+        if self.usage is not None and (num_tokens or self._rest):
+            self.usage.add(
+                self.tenant, self.adapter, num_prompt_tokens=self.num_prompt_tokens, num_output_tokens=num_tokens
+            )
+
+
+class RoutedTenants:
+    """Lets the requests of tenants in. For the event loop's thread alone.
+
+    Args:
+        config: The most requests of a backend, of which one tenant may have half; and the router's key.
+        gate: Knows the tenants.
+        backends: The backends that are up give the room.
+        usage: Takes what was used; ``None`` for no ledger.
+    """
+
+    def __init__(self, config: ProxyConfig, gate: Gate, backends: Backends, usage: UsageLedger | None) -> None:
+        self._gate = gate
+        self._usage = usage
+        self._key = None if config.router_key is None else f"Bearer {config.router_key}".encode()
+        each = max(1, config.max_in_flight // 2)  # so that no tenant takes the room of all
+        self._room = CallerRoom(each, lambda: backends.num_up, limits_of=gate.limits_of)
+
+    def check(self, caller: str) -> None:
+        """Raise ``CapacityError`` (429) if a caller has no place or request left; before its body is read."""
+        self._room.check(caller)
+
+    def begin(self, caller: str, found: Found, num_prompt_tokens: int) -> TenantCall:
+        """Let a request in; raise ``CapacityError`` (429) if a limit is exceeded."""
+        tenant = self._gate.tenant(caller)
+        places = self._room.take(caller, 1, num_tokens=num_prompt_tokens, adapter=found.adapter or None)
+        call = TenantCall(caller, found.adapter, places, self._usage, num_prompt_tokens)
+        if self._key is not None:
+            call.authorization = self._key
+            call.header = f"{caller};{1.0 if tenant is None else tenant.weight:g}".encode()
+        else:
+            call.passes_key = tenant is not None
+        return call

@@ -1,0 +1,111 @@
+"""`manylora route --tenants`: keys and models of tenants, their names on the way to backends, limits and usage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from proxying import Call, FakeServer, recite, routing, run, servers
+
+from manylora.route.relay.tenants import TenantCall
+from manylora.serving.http.room import CallerRoom
+from manylora.serving.metrics.usage import read_usage
+
+
+def tenants_file(folder: Path) -> str:
+    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("acme", "beta")}
+    (folder / "tenants.toml").write_text(
+        f'[tenants.acme]\nkeys = [{{ sha256 = "{keys["acme"]}" }}]\nmodels = ["base", "a-*"]\nweight = 2.5\n'
+        f'[tenants.beta]\nkeys = [{{ sha256 = "{keys["beta"]}" }}]\nmodels = ["b-*"]\nrequests_per_minute = 2\n'
+    )
+    return str(folder / "tenants.toml")
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def answer_with_usage(call: Call) -> None:
+    """Answer whole with usage, or stream without."""
+    if call.json.get("stream"):
+        await recite(call)
+    else:
+        usage = {"prompt_tokens": 11, "completion_tokens": 5}
+        text = '"completion_tokens": 999'
+        await call.answer(200, {"model": call.json["model"], "choices": [{"text": text}], "usage": usage})
+
+
+def test_a_router_tells_tenants_by_their_keys_and_backends_by_name(tmp_path: Path) -> None:
+    adapters = {"a-sql": "/secret/a", "b-sql": "/secret/b"}
+    vllm = FakeServer(adapters, behave=answer_with_usage)
+    own = FakeServer({"b-own": "/secret/own"}, base="other", owner="manylora")
+    options = {
+        "tenants": tenants_file(tmp_path),
+        "usage": str(tmp_path / "usage.db"),
+        "router_key": "inner",
+        "backend_key": "polls",
+    }
+
+    async def scenario() -> None:
+        async with servers(vllm, own) as urls, routing(*urls, admin_key="root", **options) as (_, client):
+            # Keys.
+            assert (await client.complete("a-sql")).status == 401
+            for path in ("/metrics", "/status", "/v1/load_lora_adapter"):
+                method = "POST" if path.endswith("adapter") else "GET"
+                assert (await client.ask(method, path, **bearer("acme"))).status == 403
+                assert (await client.ask(method, path)).status == 401
+            assert (await client.ask("GET", "/metrics", **bearer("root"))).status == 200
+            # Models: what a tenant may not call is as what does not exist, also behind the base's name.
+            texts = set()
+            for name in ("b-sql", "b-none", "base:b-sql", "base:b-none", "other"):
+                refused = await client.complete(name, **bearer("acme"))
+                assert refused.status == 404
+                texts.add(refused.body.replace(name.encode(), b"?"))
+                got = await client.ask("GET", f"/v1/models/{name}", **bearer("acme"))
+                assert got.status == 404
+            assert len(texts) == 1
+            listed = await client.ask("GET", "/v1/models", **bearer("acme"))
+            assert [one["id"] for one in listed.json["data"]] == ["base", "a-sql"]
+            assert b"/secret" not in listed.body and b"/m" not in listed.body
+            assert len((await client.ask("GET", "/v1/models", **bearer("root"))).json["data"]) == 5
+            # The way to backends: the tenant by name, no key of its own, and no name that a client gives.
+            whole = await client.complete("a-sql", **bearer("acme"), x_manylora_tenant="beta;1")
+            assert whole.status == 200
+            (call,) = vllm.completions
+            assert call.headers["x-manylora-tenant"] == "acme;2.5" and call.headers["authorization"] == "Bearer inner"
+            assert call.json["cache_salt"] == "acme " and call.json["prompt"] == "hello"
+            body = b'{"model":"b-sql","prompt":"x","cache_salt":"y","model":"a-sql"}'
+            assert (await client.ask("POST", "/v1/completions", body, **bearer("acme"))).status == 200
+            sent = vllm.completions[-1]
+            assert sent.json["cache_salt"] == "acme y" and sent.body.count(b'"model"') == 1
+            # Limits.
+            streamed = await client.complete("b-own", stream=True, **bearer("beta"))
+            assert streamed.headers["x-ratelimit-remaining-requests"] == "1"
+            assert "cache_salt" not in own.completions[0].json
+            assert (await client.complete("b-sql", **bearer("beta"))).status == 200
+            refused = await client.complete("b-sql", **bearer("beta"))
+            assert refused.status == 429 and int(refused.headers["retry-after"]) > 20
+            assert (await client.complete("a-sql", **bearer("acme"))).status == 200
+
+    run(scenario)
+    usage = {row[:2]: row[2:] for row in read_usage(tmp_path / "usage.db", ("tenant", "adapter"))}
+    assert usage == {
+        ("acme", "a-sql"): (3, 33, 0, 15, 0.0),
+        ("beta", "b-own"): (1, 1, 0, 3, 0.0),  # by the events of the stream
+        ("beta", "b-sql"): (1, 11, 0, 5, 0.0),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_tokens_are_counted_whatever_the_pieces(size: int) -> None:
+    text = json.dumps({"text": '"output_tokens": 9'})
+    answer = f'data: {text}\n\ndata: {{"usage":{{"input_tokens":17,"output_tokens": 1234}}}}\n\ndata: [DONE]\n\n'
+    room = CallerRoom(4, lambda: 1)
+    call = TenantCall("a", "", room.take("a", 1), None, 0)
+    for at in range(0, len(answer), size):
+        call.read(answer[at : at + size].encode())
+    assert (call.num_prompt_tokens, call._num_output_tokens, call._num_events) == (17, 1234, 2)
+    call.close()
+    assert not room._callers
