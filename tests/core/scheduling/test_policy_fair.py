@@ -26,7 +26,7 @@ from manylora.core.events import (
 )
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import POLICIES, FairPolicy, Outcome, make_policy
-from manylora.core.scheduling.policies.fair import NUM_PAST
+from manylora.core.scheduling.policies.fair_shares import LEAST_CHUNK, LEAST_SPREAD, NUM_PAST, SPREAD_OVER
 from manylora.core.types import Request, SamplingParams, Tier
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor
@@ -339,19 +339,76 @@ def test_a_tenant_below_its_share_takes_a_seat_of_one_beyond_its_own(num_tenants
     assert sum(isinstance(event, RequestFinished) for event in events) == len(asks) + 1
 
 
-def test_the_prompt_of_a_tenant_that_was_served_more_gives_way_every_other_step():
-    made = fair(fair_burst_s=0)
-    for index in range(2):
+def test_prompts_of_a_tenant_beyond_its_share_are_spread_while_another_may_come():
+    made = fair(max_num_seqs=8, fair_burst_s=5.0)
+    made.add(sequence(0, num_prompt=400, tenant="light"), 0.0)
+    for index in range(1, 9):
+        made.add(sequence(index, num_prompt=400, tenant="flood"), 0.0)
+    made.squash(0.0)
+    assert order_of(made, 4) == ["light", "flood", "flood", "flood"]
+    light, *flood = (one.sequence for one in made._running.values())
+    made.squash(0.1)
+    assert made.prompts([*flood, light])[0] is light
+    assert [made.chunk(one) for one in (light, flood[0])] == [400, LEAST_CHUNK], "beside a prompt of another"
+    made.finish(light, 0.2)
+    made.squash(0.2)
+    asked = made.prompts(flood)
+    assert sum(map(made.chunk, asked)) == 3 * 400 // SPREAD_OVER
+    made.squash(6.0)
+    assert made.prompts(flood) == flood and list(map(made.chunk, flood)) == [400] * 3, "none has come since"
+
+
+def test_a_small_prompt_is_not_spread():
+    made = fair(max_num_seqs=8)
+    made.add(sequence(0, num_prompt=10, tenant="light"), 0.0)
+    for index in range(1, 9):
+        made.add(sequence(index, num_prompt=LEAST_SPREAD, tenant="flood"), 0.0)
+    made.squash(0.0)
+    assert order_of(made, 3) == ["light", "flood", "flood"]
+    _, _, last = (one.sequence for one in made._running.values())
+    assert made.chunk(last) == LEAST_SPREAD
+
+
+@pytest.mark.parametrize(("comes", "num_admitted"), [(True, 61), (False, 64)])
+def test_a_tenant_beyond_its_share_leaves_a_seat_while_another_may_come(comes, num_admitted):
+    made = fair(max_num_seqs=64)
+    if comes:
+        made.add(sequence(0, tenant="light"), 0.0)
+        assert order_of(made, 1) == ["light"]
+    for index in range(1, 100):
+        made.add(sequence(index, tenant="flood"), 1.0)
+    made.squash(1.0)
+    assert Counter(order_of(made, 64, 1.0))["flood"] == num_admitted
+
+
+def test_a_tenant_with_a_claim_has_more_than_its_share_of_the_seats_and_nobody_takes_them_back():
+    """It asked for little, then for all seats at once: no place is taken in turns, for whatever is taken is lost."""
+    asks = [(0.0, Ask("flood", 4, 24)) for _ in range(200)]
+    asks += [(1.0 + 2 * index, Ask("light", 4, 4)) for index in range(4)]
+    asks += [(9.0, Ask("light", 4, 24)) for _ in range(5)]
+    events = run(asks, num_pages=80, seats=6)
+    squashed = Counter(event.request_id.split("/")[0] for event in events if isinstance(event, RequestSquashed))
+    assert squashed["light"] == 0 and 4 <= squashed["flood"] <= 12
+    waited = {
+        event.request_id: event.waited_s
+        for event in events
+        if isinstance(event, RequestAdmitted) and event.request_id.startswith("light")
+    }
+    assert len(waited) == 9 and max(waited.values()) < 0.2, "a step or two"
+
+
+def test_tenants_with_a_claim_take_turns():
+    """Of two that are behind a flood, the one that came first goes first, also if it was served before."""
+    made = fair(fair_burst_s=100.0)
+    for index in range(40):
         made.add(sequence(index, num_prompt=100, tenant="flood"), 0.0)
-    made.add(sequence(2, num_prompt=100, tenant="light"), 0.0)
-    made.add(sequence(3, num_prompt=100, tenant="light"), 0.0)
-    assert order_of(made, 3) == ["flood", "light", "flood"]
-    first, second, third = (one.sequence for one in made._running.values())
-    assert made.prompts([first, third, second]) == [first, second, third], "admitted at 0, 0 and 100"
-    made._tenants["light"].counter = 50.0  # as if its prompt were shorter
-    made._counters.heap[0] = (50.0, 0, made._tenants["light"])
-    assert made.prompts([first, third, second]) == [first, second]
-    assert made.prompts([first, third, second]) == [first, second, third]
+    order_of(made, 20, 0.0)
+    for index in range(3):
+        made.add(sequence(100 + index, num_prompt=10, tenant="once"), 1.0)
+    assert order_of(made, 1, 1.0) == ["once"]
+    for index in range(3):
+        made.add(sequence(200 + index, num_prompt=10, tenant="new"), 2.0)
+    assert order_of(made, 5, 2.0) == ["once", "new", "once", "new", "new"]
 
 
 def test_prefetching_looks_at_the_tenants_in_turn():

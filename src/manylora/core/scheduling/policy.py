@@ -132,6 +132,10 @@ class Policy(Protocol):
         """
         return sequences
 
+    def chunk(self, sequence: Sequence) -> int:
+        """Return the most tokens of a running sequence's prompt in this step, at least one; asked once a step."""
+        return sequence.num_to_run
+
     def begin(self, now: float) -> None:
         """Begin a step."""
 

@@ -165,6 +165,7 @@ class StepPlanner:
         room = budget.room_for(sequence)
         if sequence.placement is IN_HOST and sequence.row_rank:
             room = self._cold_starts.room_for(sequence, room)
+        room = min(room, self._policy.chunk(sequence))
         num_tokens = min(sequence.num_alike, self._composition.chunk(sequence.num_to_run, room))
         budget.spend(sequence, num_tokens)
         return num_tokens

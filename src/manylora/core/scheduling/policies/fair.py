@@ -20,9 +20,15 @@ for weights of at least 1, with ``L`` tokens of the longest prompt and ``M`` tok
 their tenant's part. It holds where the policies inside have something to offer, and ``output_price`` is the higher. A
 tenant whose requests cannot run, as their adapters are loading, is lifted as well.
 
+Tenants that are further behind virtual time than an eighth of a burst have a *claim*. They go first, and take turns:
+among many that ask for less than their share, the one that asked twice would else wait behind all that came once.
+
 The order of waiting requests is not enough: a newcomer would wait until a flood that came before it gives up seats,
 pages and steps. So sequences of tenants beyond their share of the running ones are squashed for a tenant below its own,
-and prompts share a step in the order of their tenants' counters. It is work-conserving: a tenant alone has all seats.
+or with a claim, those that lose the fewest tokens. And while another tenant may come (one did in the last
+``fair_burst_s``), tenants beyond their share leave one seat in 32 free, and their prompts are spread over steps, which
+are then about as long as decoding alone: a newcomer waits for a short step, and its prompt has the next one for itself.
+It is work-conserving but for that seat; a tenant alone has all.
 
 No request starves. Inside a tenant its policy's bound holds. Between tenants, the first in line is that of the least
 counter (or after it, while its adapter is loading). If its KV lacks room, no other tenant is offered; for other
@@ -33,21 +39,25 @@ A decision costs a heap's logarithm in the number of tenants, beside a look at e
 free. A tenant without requests is forgotten once it would return as one never seen.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI '24), algorithms 2 and 4 (weights), theorem 4.4.
-Ours are the burst (and virtual time, after start-time fair queueing); squashing and the order of prompts; the policy
-inside; the charge for loads; the bound on claims of tenants that cannot run; forgetting; and a pool without
-reservations, where a pre-empted request pays once.
+Ours are the burst (and virtual time, after start-time fair queueing); turns among claims; squashing, the spare seat and
+the spread of prompts; the policy inside; the charge for loads; the bound on claims of tenants that cannot run;
+forgetting; and a pool without reservations, where a pre-empted request pays once.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace
+from heapq import heappop, heappush
 from itertools import islice
 
-from manylora.core.errors import ConfigError
-from manylora.core.options import CheckedOptions, option
+from manylora.core.scheduling.policies.fair_shares import (
+    LEAST_CHUNK,
+    LEAST_SPREAD,
+    OWED,
+    SPREAD_OVER,
+    ChargedSequence,
+    FairShares,
+    TenantShare,
+)
 from manylora.core.scheduling.policies.fifo import LOOK_AHEAD, MAX_BYPASS
 from manylora.core.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
 from manylora.core.scheduling.sequence import Sequence
@@ -55,280 +65,35 @@ from manylora.core.scheduling.sequence import Sequence
 __all__ = ["FairPolicy"]
 
 MOST_SQUASHED = 8  # sequences that give up their places in one step
-NUM_PAST = 16  # virtual times of the last ``fair_burst_s`` that are kept
+SPARE = 32  # of so many seats, one is left to tenants with less than their share while they may come
+BEYOND = 16  # a tenant is beyond its share by more than one of so many seats
 
 
-@dataclass(slots=True, eq=False)
-class _Tenant:
-    name: str
-    policy: Policy  # orders its waiting sequences
-    weight: float = 1.0
-    counter: float = 0.0  # its service divided by its weight, and what it was lifted
-    num_running: int = 0
-    is_listed: bool = False  # whether an entry of the heap, or of those put aside, is its own
-    is_indebted: bool = False  # whether an entry of the debts is its own
-    step: int = -1  # the last step in which it was offered
-    num_refused: int = 0  # in that step
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    sequence: Sequence
-    tenant: _Tenant
-    num_paid: int  # its tokens when its tenant was charged for them
-    start: float  # its tenant's counter when it was admitted
-
-
-_Entry = tuple[float, int, _Tenant]  # its counter when it was pushed, serial, tenant
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FairOptions(CheckedOptions):
-    """The order inside a tenant, and the prices of service."""
-
-    fair_within: str = option(
-        "fifo", panel="Scheduling", plugin="policy", help="Under fair: order of the requests of one tenant."
-    )
-    prompt_price: float = option(
-        1.0, panel="Scheduling", above=0, at_most=1e3, help="Under fair: price of a token of a prompt that is computed."
-    )
-    output_price: float = option(
-        2.0, panel="Scheduling", above=0, at_most=1e3, help="Under fair: price of a token of an answer."
-    )
-    fair_burst_s: float = option(
-        5.0,
-        panel="Scheduling",
-        flag="--fair-burst",
-        unit="s",
-        at_least=0,
-        at_most=3600,
-        help="Under fair: time for whose share a tenant that asked for less may make up at once.",
-    )
-    load_price: float = option(
-        0.25,
-        panel="Scheduling",
-        at_least=0,
-        at_most=1e3,
-        help="Under fair: price of the load of an adapter, for each token of KV that its pages would hold.",
-    )
-
-
-@dataclass(slots=True)
-class _Counters:
-    """The tenants that wait, least counter first, and the debts of others. Counters only rise, so entries may lag.
-
-    *Virtual time* is the highest counter with which a tenant was admitted: those that wait lie above it, unless they
-    were passed.
-    """
-
-    burst_s: float  # a tenant may be behind the virtual time by what that has advanced in so many seconds
-    heap: list[_Entry] = field(default_factory=list)
-    aside: list[_Entry] = field(default_factory=list)  # refused in this step: nobody offers them until the next
-    debts: list[_Entry] = field(default_factory=list)  # a heap of tenants without requests, above the floor
-    virtual: float = 0.0
-    past: deque[tuple[float, float]] = field(default_factory=deque)  # times, and the virtual time up to each
-    floor: float = 0.0  # the virtual time ``burst_s`` ago
-    num_listed: int = 0  # serial of entries: of equal counters, the tenant that waits for longer goes first
-
-    def top(self) -> _Tenant | None:
-        """Return the tenant of least counter that waits and was not put aside."""
-        heap = self.heap
-        while heap:
-            counter, serial, tenant = heap[0]
-            if not len(tenant.policy):
-                heappop(heap)
-                tenant.is_listed = False
-            elif counter != tenant.counter:
-                heapreplace(heap, (tenant.counter, serial, tenant))
-            else:
-                return tenant
-        return None
-
-    def put_aside(self) -> None:
-        """Put the top aside until the next step."""
-        self.aside.append(heappop(self.heap))
-
-    def restore(self) -> None:
-        """Take back those that were put aside."""
-        for _, serial, tenant in self.aside:
-            heappush(self.heap, (tenant.counter, serial, tenant))
-        self.aside.clear()
-
-    def advance(self, counter: float, now: float) -> None:
-        """Learn that a tenant with that counter was admitted."""
-        if counter > self.virtual:
-            if not self.past or now - self.past[-1][0] >= self.burst_s / NUM_PAST:
-                self.past.append((now, self.virtual))
-                self.settle(now)
-            self.virtual = counter
-
-    def settle(self, now: float) -> float:
-        """Return the floor at a time in seconds: no tenant that begins to wait, or is passed, is below it."""
-        past = self.past
-        while past and past[0][0] <= now - self.burst_s:
-            past.popleft()
-        self.floor = past[0][1] if past else self.virtual
-        return self.floor
-
-    def enter(self, tenant: _Tenant, now: float) -> None:
-        """Lift a tenant that begins to wait to the floor."""
-        self.restore()
-        tenant.counter = max(tenant.counter, self.settle(now))
-        if not tenant.is_listed:
-            self.num_listed += 1
-            tenant.is_listed = True
-            heappush(self.heap, (tenant.counter, self.num_listed, tenant))
-
-    def owes(self, tenant: _Tenant) -> bool:
-        """Return whether a tenant without requests would return with more than one never seen; note it if so."""
-        if tenant.counter > self.floor and not tenant.is_indebted:
-            self.num_listed += 1
-            tenant.is_indebted = True
-            heappush(self.debts, (tenant.counter, self.num_listed, tenant))
-        return tenant.is_indebted
-
-    def settled(self) -> Iterator[_Tenant]:
-        """Yield tenants whose debts the floor has reached; each may be forgotten if it has no request."""
-        while self.debts and self.debts[0][0] <= self.floor:
-            tenant = heappop(self.debts)[2]
-            tenant.is_indebted = False
-            yield tenant
-
-
-class FairPolicy(Policy):
+class FairPolicy(FairShares):
     """Offers the sequences of the tenant with the least counter, in the order of its own policy."""
 
-    Options = FairOptions
-
     def __init__(self, context: PolicyContext) -> None:
-        options: FairOptions = context.options
-        if options.fair_within == "fair" or context.inner is None:
-            raise ConfigError(f"Got fair_within = {options.fair_within!r}, expected another policy than fair")
-        self._make_inner = context.inner(options.fair_within)
+        super().__init__(context)
         self._nearness = context.nearness
-        self._num_seats = min(context.config.max_num_seqs, context.config.max_num_batched_tokens)
+        self._num_tokens = context.config.max_num_batched_tokens
+        self._num_seats = min(context.config.max_num_seqs, self._num_tokens)
+        self._num_spare = self._num_seats // SPARE
         self._squashes = type(self._make_inner()).squash is not Policy.squash
-        self._prompt_price, self._output_price = options.prompt_price, options.output_price
-        self._load_price = options.load_price * context.block_size  # of a page
-        self._tenants: dict[str, _Tenant] = {}
-        self._counters = _Counters(options.fair_burst_s)
-        self._running: dict[int, _Running] = {}  # by seq_id
-        self._active: dict[_Tenant, float] = {}  # those with running sequences, and the weights that were summed up
-        self._active_weight = 0.0
-        self._plural: dict[_Tenant, None] = {}  # those with two or more
-        self._num_waiting = self._step = 0
-        self._now = 0.0
-        self._has_left_out = False  # prompts, in this step
+        self._step = 0
         self._is_paid = True  # whether answers were charged in this step
-        self._offering: _Tenant | None = None  # the tenant of the last offer
-        self._only: _Tenant | None = None  # it lacks room, or was passed too often: no other tenant is offered
+        self._offering: TenantShare | None = None  # the tenant of the last offer
+        self._only: TenantShare | None = None  # it lacks room, or was passed too often: no other tenant is offered
         self._is_over = False  # whether no sequence is offered any more in this step
-        self._holder: _Tenant | None = None  # its first in line is ours
+        self._holder: TenantShare | None = None  # its first in line is ours
         self._has_refused = False  # in this step, for another reason than a load
-        self._passed: list[tuple[_Tenant, Sequence]] = []  # refused in this step, and not for a load
-
-    def __len__(self) -> int:
-        return self._num_waiting
-
-    # -- sequences come and go ---------------------------------------------------------------------------------------
-
-    def add(self, sequence: Sequence, now: float) -> None:
-        """Add a sequence to those of its tenant, which is lifted if it had none waiting; the newest weight counts."""
-        tenant = self._enter(sequence, now)
-        tenant.policy.add(sequence, now)
-
-    def send_back(self, sequence: Sequence, now: float) -> None:
-        """Add a pre-empted sequence again; it has paid for its tokens."""
-        self._stop(sequence)
-        tenant = self._enter(sequence, now)
-        tenant.policy.send_back(sequence, now)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a waiting sequence."""
-        tenant = self._tenants[sequence.request.tenant]
-        tenant.policy.remove(sequence)
-        self._left(tenant)
-
-    def finish(self, sequence: Sequence, now: float) -> None:
-        """Charge the last tokens of an ended sequence."""
-        tenant = self._stop(sequence)
-        tenant.policy.finish(sequence, now)
-        self._forget(tenant)
-
-    def _enter(self, sequence: Sequence, now: float) -> _Tenant:
-        name = sequence.request.tenant
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name, self._make_inner())
-        tenant.weight = sequence.request.weight
-        if not len(tenant.policy):
-            self._counters.enter(tenant, now)
-            for one in self._counters.settled():
-                if one is not tenant:
-                    self._forget(one)
-        self._num_waiting += 1
-        return tenant
-
-    def _left(self, tenant: _Tenant) -> None:
-        self._num_waiting -= 1
-        if not len(tenant.policy):
-            self._forget(tenant)
-
-    def _stop(self, sequence: Sequence) -> _Tenant:
-        running = self._running.pop(sequence.seq_id)
-        self._charge_answer(running)
-        tenant = running.tenant
-        self._count_running(tenant, -1)
-        return tenant
-
-    def _count_running(self, tenant: _Tenant, num: int) -> None:
-        """Count a sequence that begins (1) or ceases (-1) to run."""
-        tenant.num_running += num
-        if num > 0 and tenant.num_running == 1:
-            self._active[tenant] = tenant.weight
-            self._active_weight += tenant.weight
-        elif num > 0:
-            self._plural[tenant] = None
-        elif not tenant.num_running:
-            self._active_weight -= self._active.pop(tenant)
-        elif tenant.num_running == 1:
-            del self._plural[tenant]
-
-    def _forget(self, tenant: _Tenant) -> None:
-        """Forget a tenant without requests and debt; remember its debt until the floor has reached it."""
-        if tenant.num_running or len(tenant.policy) or self._tenants.get(tenant.name) is not tenant:
-            return
-        if not self._counters.owes(tenant):
-            del self._tenants[tenant.name]
-
-    # -- charges -----------------------------------------------------------------------------------------------------
-
-    def _charge_answers(self) -> None:
-        for running in self._running.values():
-            if len(running.sequence.tokens) != running.num_paid:
-                self._charge_answer(running)
-
-    def _charge_answer(self, running: _Running) -> None:
-        num_tokens, tenant = len(running.sequence.tokens), running.tenant
-        tenant.counter += self._output_price * (num_tokens - running.num_paid) / tenant.weight
-        running.num_paid = num_tokens
-
-    def _charge_admission(self, tenant: _Tenant, sequence: Sequence) -> None:
-        """Charge a prompt, once, and a load that no other sequence has paid; those passed keep a bounded claim."""
-        self._counters.advance(tenant.counter, self._now)
-        price = self._load_price * sequence.num_loaded_pages
-        if not sequence.num_preemptions:
-            price += self._prompt_price * sequence.num_to_run
-        tenant.counter += price / tenant.weight
-        if self._counters.aside:
-            floor = self._counters.settle(self._now)
-            for _, _, passed in self._counters.aside:
-                passed.counter = max(passed.counter, floor)
+        self._passed: list[tuple[TenantShare, Sequence]] = []  # refused in this step, and not for a load
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def squash(self, now: float) -> list[Sequence]:
         """Return sequences whose places are for the next tenants, and what the policies inside name."""
+        self._now = now
+        self._spread.begin()
         squashed = self._over_share() if self._num_waiting else []
         if self._squashes:
             tenants = dict.fromkeys(one.tenant for one in self._running.values() if len(one.tenant.policy))
@@ -338,8 +103,8 @@ class FairPolicy(Policy):
     def _over_share(self) -> list[Sequence]:
         """Return the sequences admitted last of tenants with two or more places, and more than their share.
 
-        As many as the next tenants have requests and lack places of their share, a first one at least. Those that give
-        keep their share, so that no two tenants take places from each other in turn.
+        As many as the next tenants have requests and lack places of their share, a first one at least, and those that
+        are owed more. The others keep their share, so that no two tenants take places from each other in turn.
         """
         is_short = self._only is not None  # of pages: the places of one may be enough for several
         num_free = 0 if is_short else self._num_seats - len(self._running)
@@ -347,46 +112,98 @@ class FairPolicy(Policy):
         squashed: list[Sequence] = []
         if not self._plural or num_free >= min(most, self._num_waiting):
             return squashed
+        self._charge_answers()
         self._counters.restore()
         self._counters.top()
-        left: dict[_Tenant, int] = {}
+        left: dict[TenantShare, int] = {}
         for tenant in self._next_tenants(most):
             total = self._active_weight + (0.0 if tenant in self._active else tenant.weight)
             place = len(self._running) / total  # places of a weight of 1
             lacks = max(1, int(place * tenant.weight)) - tenant.num_running
-            if lacks < 0 and tenant.num_running > 1 and len(tenant.policy):
-                return squashed  # it is beyond its share itself, and next: it would take back what it gives
-            for _ in filter(self._is_near, tenant.policy.upcoming(lacks)):
+            for one in filter(self._is_near, tenant.policy.upcoming(most)):
                 if num_free:
-                    num_free -= 1
+                    num_free, lacks = num_free - 1, lacks - 1
                     continue
-                left = left or {one: one.num_running for one in self._plural}
-                giver = max(left, key=lambda one: left[one] - place * self._active[one])
-                if len(squashed) == most or left[giver] < 2 or left[giver] - 1 < place * self._active[giver]:
+                left = left or {other: other.num_running for other in self._plural}
+                giver = max(left, key=lambda other: left[other] - place * self._active[other])
+                is_beyond = left[giver] - 1 >= place * self._active[giver]
+                if len(squashed) == most or left[giver] < 2 or giver is tenant or giver.counter < tenant.counter:
                     return squashed
+                if not (lacks > 0 and is_beyond) and not self._is_owed(tenant, one, giver):
+                    break
                 left[giver] -= 1
-                its = (one.sequence for one in reversed(self._running.values()) if one.tenant is giver)
-                squashed.append(next(one for one in its if one not in squashed))
+                lacks -= 1
+                its = (each.sequence for each in reversed(self._running.values()) if each.tenant is giver)
+                # Its tokens are computed again: of those with the fewest, the last.
+                squashed.append(min((each for each in its if each not in squashed), key=_num_computed))
         return squashed
 
-    def prompts(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Return prompts by their tenants' counters at admission; the next tenant goes before those with more.
+    def _is_owed(self, tenant: TenantShare, sequence: Sequence, giver: TenantShare) -> bool:
+        """Whether a tenant is behind another by more than what they take from each other in turns."""
+        turn = 2 * self._prompt_price * sequence.num_to_run / tenant.weight
+        counters = self._counters
+        return giver.counter - tenant.counter > max(turn, OWED * (counters.virtual - counters.floor))
 
-        These are left out, not twice in a row, if it is likely to be admitted: a seat is free, its adapter is there and
-        the last step had the pages.
+    def prompts(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Return prompts by their tenants' counters at admission; those of tenants beyond their share last, and spread.
+
+        They leave the step to the others, and to the next tenant if it is likely to be admitted: a seat is free, its
+        adapter is there and the last step had the pages.
         """
-        counters, running = self._counters, self._running
-        has_room = self._only is None and len(running) < self._num_seats
-        tenant = counters.top() if has_room and not counters.aside else None
+        running, spread = self._running, self._spread
         ordered = sorted(sequences, key=lambda one: running[one.seq_id].start)
-        was_left_out, self._has_left_out = self._has_left_out, False
-        if tenant is None or was_left_out:
+        if not spread.applies(self._now):
             return ordered
-        if not all(map(self._is_near, tenant.policy.upcoming(1))):
-            return ordered
-        kept = [one for one in ordered if running[one.seq_id].start <= tenant.counter]
-        self._has_left_out = len(kept) < len(ordered)
-        return kept
+        first: list[Sequence] = []
+        spreading: list[Sequence] = []
+        for one in ordered:
+            (spreading if self._is_beyond(running[one.seq_id].tenant) else first).append(one)
+        coming = sum(one.num_to_run for one in (*first, *self._coming()))
+        most = max(LEAST_SPREAD, sum(one.num_to_run for one in spreading) // SPREAD_OVER)
+        if coming:
+            room = self._num_tokens - (len(running) - len(sequences)) - coming
+            most = min(LEAST_CHUNK, room) if first else LEAST_CHUNK
+        spread.most = most
+        for one in spreading:
+            if spread.num_given < most:
+                spread.limits[one.seq_id] = spread.take(one.num_to_run)
+                first.append(one)
+        return first
+
+    def _coming(self) -> list[Sequence]:
+        """Return the next sequence if it is likely to be admitted in this step, and is not to be spread."""
+        if self._only is not None or len(self._running) >= self._num_seats or self._counters.aside:
+            return []
+        tenant = self._counters.top()
+        if tenant is None or self._is_beyond(tenant):
+            return []
+        return [one for one in tenant.policy.upcoming(1) if self._is_near(one)]
+
+    def chunk(self, sequence: Sequence) -> int:
+        """Return a part of the prompt of a tenant beyond its share, while another tenant may come; else all of it."""
+        spread, num_tokens = self._spread, sequence.num_to_run
+        if (limit := spread.limits.get(sequence.seq_id)) is not None:
+            return limit
+        if not spread.applies(self._now) or not self._is_beyond(self._running[sequence.seq_id].tenant):
+            return num_tokens
+        return spread.take(num_tokens)
+
+    def _is_beyond(self, tenant: TenantShare) -> bool:
+        """Whether a tenant has more than its share of the running sequences, and more waiting, and is not owed it."""
+        if tenant not in self._plural or not len(tenant.policy):
+            return False
+        if self._counters.is_behind(tenant):
+            return False
+        if len(self._active) == 1:
+            return True
+        share = len(self._running) * tenant.weight / self._active_weight
+        return tenant.num_running - share > self._num_seats / BEYOND
+
+    def _leaves_seats(self, tenant: TenantShare) -> bool:
+        """Whether the last seats are not for a tenant, since it has more than its share and another may come."""
+        if self._num_seats - len(self._running) > self._num_spare or not self._spread.applies(self._now):
+            return False
+        return self._is_beyond(tenant)
 
     def _is_near(self, sequence: Sequence) -> bool:
         return self._nearness(sequence) is Nearness.DEVICE
@@ -403,7 +220,7 @@ class FairPolicy(Policy):
             self._begin_inner(tenant)
             self._holder = tenant
 
-    def _begin_inner(self, tenant: _Tenant) -> None:
+    def _begin_inner(self, tenant: TenantShare) -> None:
         if tenant.step != self._step:
             tenant.step, tenant.num_refused = self._step, 0
             tenant.policy.begin(self._now)
@@ -419,6 +236,9 @@ class FairPolicy(Policy):
             self._charge_answers()
             self._is_paid = True
         while not self._is_over and (tenant := self._only or self._counters.top()) is not None:
+            if self._only is None and self._leaves_seats(tenant):  # until the next step
+                self._counters.put_aside()
+                continue
             self._begin_inner(tenant)
             if not self._has_refused:
                 self._holder = tenant
@@ -450,8 +270,8 @@ class FairPolicy(Policy):
         if is_passed_on and self._only is None:
             self._counters.put_aside()
 
-    def _admitted(self, tenant: _Tenant, sequence: Sequence) -> None:
-        self._running[sequence.seq_id] = _Running(sequence, tenant, len(sequence.tokens), tenant.counter)
+    def _admitted(self, tenant: TenantShare, sequence: Sequence) -> None:
+        self._running[sequence.seq_id] = ChargedSequence(sequence, tenant, len(sequence.tokens), tenant.counter)
         self._count_running(tenant, 1)
         self._charge_admission(tenant, sequence)
         for other, older in self._passed:
@@ -468,7 +288,7 @@ class FairPolicy(Policy):
         found = [front[place] for place in range(count) for front in fronts if place < len(front)]
         return found[:count]
 
-    def _next_tenants(self, count: int) -> list[_Tenant]:
+    def _next_tenants(self, count: int) -> list[TenantShare]:
         """Return about the first ``count`` tenants: entries may lag, and prefetching only guesses."""
         found = [tenant for _, _, tenant in islice(self._counters.aside, count)]
         heap = self._counters.heap
@@ -486,3 +306,7 @@ class FairPolicy(Policy):
         if len(self._tenants) == 1:
             return next(iter(self._tenants.values())).policy.queues()
         return (QueueStatus(num_waiting=self._num_waiting, num_running=len(self._running)),)
+
+
+def _num_computed(sequence: Sequence) -> int:
+    return sequence.num_computed
