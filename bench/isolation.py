@@ -1,14 +1,14 @@
 """What can one tenant of a server learn of another, by answers and by time?
 
-    python bench/isolation.py [--quick] [--trials 1000]
+    python bench/isolation.py [--quick] [--draws 1000]
 
 A server of its own process with a tenants file: `acme` has adapters `acme/*`, `beta` has `beta/*`, both may call the
 base and `both/*`. Its engine is simulated (an 8B model on an H100) and decides with the code of every engine, in real
 time. The key of `beta` is the attacker's.
 
 1. *By answers*: each attempt is a request of `beta`, and the answer says what it learns.
-2. *By time*: in each trial a secret bit is drawn, `acme` acts on it (or its name exists or not), and `beta` takes
-   times. A classifier learns the bit from four fifths of the trials and is tested on the others, in turn: the area
+2. *By time*: in each draw a secret bit is drawn, `acme` acts on it (or its name exists or not), and `beta` takes
+   times. A classifier learns the bit from four fifths of the draws and is tested on the others, in turn: the area
    under its curve (AUC) is 0.5 for a guess and 1 for certainty. Goal: at most 0.55.
    As a control the same probe is made with the key of `acme` itself, from which the secret is not kept: where its AUC
    is high, the probe works and the isolation is what stops it. Both take turns in random order.
@@ -333,7 +333,7 @@ Probe = Callable[[Caller, Caller, bool, random.Random], list[float]]
 
 
 def words(rng: random.Random, num: int) -> str:
-    """Return a text that no trial has had before."""
+    """Return a text that no draw has had before."""
     return " ".join(rng.choice(WORDS) for _ in range(num))
 
 
@@ -395,9 +395,10 @@ def shared_by(kind: str) -> Probe:
     """Has acme just used an adapter that both may call?"""
 
     def probe(acme: Caller, attacker: Caller, secret: bool, rng: random.Random) -> list[float]:
-        kinds = range(NUM_PINNED) if kind == "pinned" else range(NUM_PINNED, NUM_BOTH)
-        place, other = rng.sample(kinds, 2)
-        for one in rng.sample([one for one in range(NUM_PINNED, NUM_BOTH) if one not in (place, other)], 2):
+        is_pinned = kind == "pinned"
+        place, other = rng.sample(range(NUM_PINNED) if is_pinned else range(NUM_PINNED, NUM_BOTH), 2)
+        rest = [one for one in range(NUM_PINNED, NUM_BOTH) if one not in (place, other)]
+        for one in rng.sample(rest, 0 if is_pinned else 2):  # others use others: it may have left the device
             acme.complete(f"both/a{one}", words(rng, 8))
         acme.complete(f"both/a{place if secret else other}", words(rng, 8))
         return [attacker.timed_completion(f"both/a{place}", "x"), attacker.timed_completion("demo", "x")]
@@ -425,8 +426,8 @@ class Timed(NamedTuple):
     """An attempt by time.
 
     Args:
-        title: What the attacker asks.
-        probe: The trial.
+        title: The attacker's question.
+        probe: The draw.
         is_kept: Whether it is to be kept apart.
     """
 
@@ -452,18 +453,18 @@ ATTEMPTS = {
 
 
 @dataclass(slots=True)
-class Trials:
-    """The trials of one attempt, with one key."""
+class Draws:
+    """The draws of one attempt, with one key."""
 
     secrets: list[bool] = field(default_factory=list)
     times_ms: list[list[float]] = field(default_factory=list)
 
 
-def run_trials(place: Place, attempt: Timed, num: int, seed: int) -> dict[str, Trials]:
-    """Return trials with the attacker's key and with acme's own, in random turns."""
+def make_draws(place: Place, attempt: Timed, num: int, seed: int) -> dict[str, Draws]:
+    """Return draws with the attacker's key and with acme's own, in random turns."""
     rng = random.Random(seed)
     acme, keys = Caller(place, ACME), {"beta": Caller(place, BETA), "acme": Caller(place, ACME)}
-    found = {name: Trials() for name in keys}
+    found = {name: Draws() for name in keys}
     order = ["beta"] * num + ["acme"] * (num // 3)
     rng.shuffle(order)
     for name in order:
@@ -481,19 +482,19 @@ class Auc(NamedTuple):
     high: float
 
 
-def classify(trials: Trials) -> Auc:
-    """Return the area of a classifier that learns the secrets by the times, on trials that it did not learn from.
+def classify(draws: Draws) -> Auc:
+    """Return the area of a classifier that learns the secrets by the times, on draws that it did not learn from.
 
     The interval is that of areas by chance: the same of bits that are shuffled.
     """
-    labels, times = np.array(trials.secrets), np.array(trials.times_ms)
+    labels, times = np.array(draws.secrets), np.array(draws.times_ms)
     value, rng = mean_area(times, labels), np.random.default_rng(0)
     width = 1.96 * float(np.std([mean_area(times, rng.permutation(labels)) for _ in range(NUM_SHUFFLES)]))
     return Auc(value, max(0.0, value - width), min(1.0, value + width))
 
 
 def mean_area(times: NDArray[np.float64], labels: NDArray[np.bool_]) -> float:
-    """Return the mean area of five classifiers, each on the fifth of the trials that it has not learnt from.
+    """Return the mean area of five classifiers, each on the fifth of the draws that it has not learnt from.
 
     A classifier is a logistic regression over the ranks of the times, their logarithms, squares and products, which
     sees a shift, a spread and a mixture of any single time, and differences of two.
@@ -509,7 +510,7 @@ def mean_area(times: NDArray[np.float64], labels: NDArray[np.bool_]) -> float:
 def scores_of(
     learnt: NDArray[np.float64], labels: NDArray[np.bool_], asked: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the scores of trials, by a classifier that has learnt from others."""
+    """Return the scores of draws, by a classifier that has learnt from others."""
 
     def features(times: NDArray[np.float64]) -> NDArray[np.float64]:
         ranks = [np.searchsorted(np.sort(one), of) / len(one) - 0.5 for one, of in zip(learnt.T, times.T, strict=True)]
@@ -548,7 +549,7 @@ def text_of(answers: Sequence[Answered], timed: Mapping[str, Mapping[str, Auc]],
         "",
         "## By time",
         "",
-        f"AUC of a classifier for a secret bit: {num} trials with the key of `beta`, a third as many with acme's own, "
+        f"AUC of a classifier for a secret bit: {num} draws with the key of `beta`, a third as many with acme's own, "
         "each classified by the others; in brackets, 1.96 standard deviations of areas by chance to either side. "
         f"0.5 is a guess. Goal: at most {GOAL}.",
         "",
@@ -569,13 +570,13 @@ def text_of(answers: Sequence[Answered], timed: Mapping[str, Mapping[str, Auc]],
 
 def main() -> None:
     """Measure and publish."""
-    parser = arguments(__doc__, quick="few trials")
-    parser.add_argument("--trials", type=int, default=1000)
+    parser = arguments(__doc__, quick="few draws")
+    parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--only", nargs="*", choices=list(ATTEMPTS), help="some attempts by time; writes nothing")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write every trial to a file of JSON")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write every draw to a file of JSON")
     options = parser.parse_args()
-    num = 60 if options.quick else options.trials
+    num = 60 if options.quick else options.draws
     timed: dict[str, dict[str, Auc]] = {}
     with tempfile.TemporaryDirectory() as made, serving(Path(made)) as place:
         answers = by_answers(place, Path(made))
@@ -585,8 +586,8 @@ def main() -> None:
             if options.only and name not in options.only:
                 continue
             began = time.monotonic()
-            found = run_trials(place, attempt, num if attempt.is_kept else max(60, num // 3), seed)
-            timed[name] = {key: classify(trials) for key, trials in found.items()}
+            found = make_draws(place, attempt, num if attempt.is_kept else max(60, num // 3), seed)
+            timed[name] = {key: classify(draws) for key, draws in found.items()}
             if options.trace:
                 options.trace.write_text(json.dumps({key: [one.secrets, one.times_ms] for key, one in found.items()}))
             print(name, timed[name], f"{time.monotonic() - began:.0f} s", flush=True)

@@ -96,9 +96,8 @@ async def submit(
         form_field = None
     else:
         form_field = form_field or constraint_field(body)
-        if not context.config.shared_prefixes:
-            form = replace(form, tenant=call.tenant)
-            sampling = replace(sampling, constraint=form)
+        form = replace(form, tenant="" if context.config.shared_prefixes else call.tenant)
+        sampling = replace(sampling, constraint=form)
         try:
             await context.forms.check(call.http, form)
         except RequestError as error:
