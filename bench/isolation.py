@@ -270,10 +270,16 @@ def by_answers(place: Place, folder: Path) -> list[Answered]:
     note("build on a response of acme by its id", f"{stored[0]}: none is kept", stored[0] == 400)
     # An answer under way, and another with its name.
     with contextlib.closing(http.client.HTTPConnection(place.host, place.port, timeout=60)) as long:
-        body = {"model": "acme/a0", "prompt": "x", "max_tokens": 200, "stream": True, "ignore_eos": True}
-        body["stream_options"] = {"include_usage": True}
+        asked: dict[str, object] = {
+            "model": "acme/a0",
+            "prompt": "x",
+            "max_tokens": 200,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        asked["stream_options"] = {"include_usage": True}
         headers = {"Authorization": f"Bearer {ACME}", "Content-Type": "application/json", "X-Request-Id": "mine"}
-        long.request("POST", "/v1/completions", json.dumps(body), headers)
+        long.request("POST", "/v1/completions", json.dumps(asked), headers)
         answer = long.getresponse()
         first = answer.readline()
         beta.ask(

@@ -32,6 +32,7 @@ from decision import SCALES, measure_decision
 from publishing import arguments, publish, table
 
 from manylora.core.config import SchedulerConfig
+from manylora.core.types import AdapterKey
 from manylora.lab.bench.rounds import in_turns, ratio_by_round
 from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.measure import RequestRecord
@@ -192,10 +193,10 @@ def floor_ms(engine: Engine) -> float:
     """
     cost = make_config(Setup(model=MODEL, hardware=HARDWARE)).cost
     rng = np.random.default_rng(0)
-    decoding = [SyntheticSequence(300, 1, "of-flood", 16) for _ in range(engine.seats - 1)]
+    decoding = [SyntheticSequence(300, 1, AdapterKey("flood"), 16) for _ in range(engine.seats - 1)]
 
     def step_ms(num_tokens: int) -> float:
-        plan = synthetic_plan([*decoding, SyntheticSequence(0, max(1, num_tokens), "of-light", 16)])
+        plan = synthetic_plan([*decoding, SyntheticSequence(0, max(1, num_tokens), AdapterKey("light"), 16)])
         return 1e3 * cost.step_time_s(plan)
 
     per_step = engine.seats / np.mean(ANSWER) * np.mean(PROMPT)
