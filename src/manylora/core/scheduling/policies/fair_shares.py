@@ -16,7 +16,16 @@ from manylora.core.options import CheckedOptions, option
 from manylora.core.scheduling.policy import Policy, PolicyContext
 from manylora.core.scheduling.sequence import Sequence
 
-__all__ = ["ChargedSequence", "FairOptions", "FairShares", "TenantShare"]
+__all__ = [
+    "LEAST_CHUNK",
+    "LEAST_SPREAD",
+    "OWED",
+    "SPREAD_OVER",
+    "ChargedSequence",
+    "FairOptions",
+    "FairShares",
+    "TenantShare",
+]
 
 SPREAD_OVER, LEAST_SPREAD = 4, 64  # steps over which prompts are spread, and tokens of them in a step at least
 LEAST_CHUNK = 16  # tokens of a prompt in a step at least, and of all that are spread beside prompts that are not
