@@ -18,9 +18,12 @@ from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manylora.core.errors import ConfigError
-from manylora.serving.hosting.protocol import Observations
+
+if TYPE_CHECKING:  # a router counts usage too, and has no engines
+    from manylora.serving.hosting.protocol import Observations
 
 __all__ = ["COLUMNS", "KEYS", "UsageLedger", "read_usage"]
 
