@@ -13,6 +13,7 @@ import pytest
 import torch
 from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, OTHER_ARCHITECTURES, SLOW_LINK, make_adapters, run_oracle
 from shared_model import build_shared
+from transformers import LlamaConfig
 
 from manylora.execution.storage.page_tensor import Link
 
@@ -95,10 +96,14 @@ def test_reference_kernels_equal_peft_too(architecture: str, tmp_path: Path, mon
     assert result.num_wrong_tokens == 0
 
 
-@pytest.mark.parametrize("architecture", ["phi3", "qwen3_moe"])
-def test_workers_that_share_a_model_equal_peft(architecture: str, tmp_path: Path) -> None:
-    """Fused projections and experts over two workers; ``bench/tensor_parallel.py`` has all families, and four."""
-    result = run_oracle(architecture, tmp_path, num_tokens=6, build=partial(build_shared, size=2))
+@pytest.mark.parametrize(("architecture", "stored"), [("llama", "int8"), ("qwen3_moe", None)])
+def test_workers_that_share_a_model_equal_peft(architecture: str, stored: str | None, tmp_path: Path) -> None:
+    """Codes and experts over two workers; ``bench/tensor_parallel.py`` has all families, and four workers."""
+    configs = ARCHITECTURES | FURTHER_ARCHITECTURES
+    if stored is not None:  # whole groups of codes for each worker
+        configs = {architecture: LlamaConfig(**{**configs[architecture].to_dict(), "intermediate_size": 128})}
+    build = partial(build_shared, size=2)
+    result = run_oracle(architecture, tmp_path, num_tokens=6, stored=stored, configs=configs, build=build)
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0
     assert result.smallest_effect > 0.05
