@@ -49,12 +49,15 @@ def build_workers(config: EngineConfig, clock: Clock, size: int) -> tuple[list[E
     """Return the parts and the collectives of each worker."""
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
     groups = [Collectives(lambda: store, rank, size) for rank in range(size)]
-    loading = threading.Lock()  # transformers builds models one at a time
+    # While transformers builds a model, parameters of every thread are made without weights: one at a time, then on.
+    loading, all_loaded = threading.Lock(), threading.Barrier(size)
     config = replace(config, model=replace(config.model, tensor_parallel_size=size))
 
     def load(model: ModelConfig, workers: Collectives) -> LoadedModel:
         with loading:
-            return load_model(model, workers)
+            loaded = load_model(model, workers)
+        all_loaded.wait()
+        return loaded
 
     def build(group: Collectives) -> EngineParts:
         return build_parts(config, clock, load=load, workers=group, readers=[InlineReader()])
