@@ -21,6 +21,9 @@ The figure of a load is the time from the first token in to the last token out, 
 ours, round by round. *Ready* is a process that starts, answers one token of one and ends. *Memory* is the largest
 resident set of the process, pages of mapped files included.
 
+A comparison that takes hours can be made in pieces: with ``--keep FILE`` every turn on a quiet machine is written there
+as it ends, and the next call goes on with the turn after it; ``--turns N`` ends a call after so many.
+
 ``--adapters N`` adds our int8 base with N adapters of ranks 8 to 128 on all linears, in bfloat16, one for each stream
 in turn, and the floor: the bytes that a decode step must read, over the rate at which this machine reads memory.
 """
@@ -45,7 +48,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from publishing import Others, Steps, arguments, publish, reason_to_refuse, table
+from publishing import Others, Steps, arguments, publish, reason_if_busy, reason_to_refuse, table
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim", "vocab_size")
 SHAPES: dict[str, dict[str, int]] = {
@@ -85,6 +88,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--precisions", nargs="+", choices=sorted(GROUPS), default=["int8", "int4"])
+    parser.add_argument("--opponents", nargs="+", choices=[name for names in GROUPS.values() for name in names])
+    parser.add_argument(
+        "--sweep", type=int, metavar="STREAMS", help="of the load that chooses steps; default: the most"
+    )
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep each turn, and go on where FILE ends")
+    parser.add_argument("--turns", type=int, default=sys.maxsize, help="at most, in this call")
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--ours", metavar="LOADS", help=argparse.SUPPRESS)
@@ -102,39 +111,39 @@ def compare(options: argparse.Namespace) -> None:
     """Measure all candidates in turns, and publish."""
     built_with = check_build(options.llama_cpp)
     model = apart(make_checkpoint, options.shape, options.folder / options.shape)
-    files = apart(make_ggufs, model, options.llama_cpp, [name for one in options.precisions for name in GROUPS[one]])
+    kinds = [kind for one in options.precisions for kind in GROUPS[one] if kind in (options.opponents or GROUPS[one])]
+    files = apart(make_ggufs, model, options.llama_cpp, kinds)
     adapters = apart(make_adapters, model, options.adapters)
     loads = [(streams, PROMPT, ANSWER) for streams in options.streams] + [(1, options.prompt, 1)]
-    ubatches = {name: choose_ubatch(options.llama_cpp, file, max(options.streams)) for name, file in files.items()}
-    for precision in options.precisions:  # the first start writes the packed cache, as a first start does anywhere
-        run_ours(model, precision, options, STEPS[0], [(1, 1, 1)])
-    steps = {precision: choose_step(model, precision, options) for precision in options.precisions}
+    kept = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
+    if not kept:
+        for precision in options.precisions:  # the first start writes the packed cache, as a first start does anywhere
+            run_ours(model, precision, options, STEPS[0], [(1, 1, 1)])
+        kept |= {"step": {one: choose_step(model, one, options) for one in options.precisions}, "turns": []}
+        kept["ubatch"] = {name: choose_ubatch(options.llama_cpp, file, options) for name, file in files.items()}
+        keep(kept, options)
     candidates: dict[str, Callable[[Sequence[Load]], dict[str, Any]]] = {
-        precision: partial(run_ours, model, precision, options, steps[precision]) for precision in options.precisions
+        one: partial(run_ours, model, one, options, kept["step"][one]) for one in options.precisions
     }
     if adapters:
-        candidates["int8, adapters"] = partial(run_ours, model, "int8", options, steps["int8"], adapters=adapters)
+        candidates["int8, adapters"] = partial(
+            run_ours, model, "int8", options, kept["step"]["int8"], adapters=adapters
+        )
     for name, file in files.items():
-        candidates[name] = partial(run_llama, options.llama_cpp, file, ubatches[name])
+        candidates[name] = partial(run_llama, options.llama_cpp, file, kept["ubatch"][name])
     if options.openvino is not None:
         for precision in OPENVINO.keys() & set(options.precisions):
             exported = options.folder / "ov" / f"{options.shape}-{precision}"
             candidates[OPENVINO[precision]] = partial(run_openvino, options.openvino, exported)
-    names, others = list(candidates), Others()
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    said = Steps(options.rounds * len(names))
-    for number in range(options.rounds):
-        for place in range(len(names)):
-            name = names[(number + place) % len(names)]
-            ready = candidates[name]([(1, 1, 1)])["process_s"]
-            found[name].append({**candidates[name](loads), "ready_s": ready})
-            said.done(f"round {number + 1}, {name}")
-    busy = others.share()
+    busy = take_turns(candidates, loads, kept, options)
+    if len(kept["turns"]) < options.rounds * len(candidates):
+        return
+    found = {name: [one for each, one in kept["turns"] if each == name] for name in candidates}
     figures = {
         "shape": options.shape,
         "llama.cpp": built_with,
-        "ubatch": ubatches,
-        "step": steps,
+        "ubatch": kept["ubatch"],
+        "step": kept["step"],
         "loads": loads,
         "busy": busy,
         "bytes_per_s": apart(read_rate),
@@ -149,6 +158,35 @@ def compare(options: argparse.Namespace) -> None:
         is_kept=not options.quick,
         refused=reason_to_refuse(options.rounds, busy),
     )
+
+
+def take_turns(
+    candidates: dict[str, Callable[[Sequence[Load]], dict[str, Any]]],
+    loads: Sequence[Load],
+    kept: dict[str, Any],
+    options: argparse.Namespace,
+) -> float:
+    """Add turns to ``kept``; return the largest share of the machine that others took in one of them."""
+    names, turns = list(candidates), kept["turns"]
+    order = [names[(number + place) % len(names)] for number in range(options.rounds) for place in range(len(names))]
+    left = order[len(turns) :][: options.turns]
+    said = Steps(len(left))
+    for name in left:
+        others = Others()
+        ready = candidates[name]([(1, 1, 1)])["process_s"]
+        turn = {**candidates[name](loads), "ready_s": ready, "busy": others.share()}
+        if options.keep and (reason := reason_if_busy(turn["busy"])):
+            raise SystemExit(f"{name}: this turn is not kept: {reason}")
+        turns.append((name, turn))
+        keep(kept, options)
+        said.done(f"turn {len(turns)} of {len(order)}, {name}")
+    return max((one["busy"] for _, one in turns), default=0.0)
+
+
+def keep(kept: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write what was measured, if it is to be kept between calls."""
+    if options.keep:
+        options.keep.write_text(json.dumps(kept))
 
 
 def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
@@ -186,7 +224,10 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
     ]
     ratios = []
     for precision in options.precisions:
-        for rivals in (GROUPS[precision], [name for name in (OPENVINO.get(precision),) if name in found]):
+        for rivals in (
+            [name for name in GROUPS[precision] if name in found],
+            [name for name in (OPENVINO.get(precision),) if name in found],
+        ):
             cells = []
             for place in range(len(loads) if rivals else 0):
                 rival = min(rivals, key=lambda name: seconds(name, place))
@@ -346,14 +387,15 @@ def make_adapters(model: Path, count: int, ranks: Sequence[int] = RANKS) -> list
     return folders
 
 
-def choose_ubatch(llama_cpp: Path, file: Path, streams: int) -> int:
-    """Return the micro-batch that answers the largest load quickest."""
-    return min(UBATCHES, key=lambda size: run_llama(llama_cpp, file, size, [(streams, PROMPT, ANSWER)])["total_s"][0])
+def choose_ubatch(llama_cpp: Path, file: Path, options: argparse.Namespace) -> int:
+    """Return the micro-batch that answers the load of the sweep quickest."""
+    load = (options.sweep or max(options.streams), PROMPT, ANSWER)
+    return min(UBATCHES, key=lambda size: run_llama(llama_cpp, file, size, [load])["total_s"][0])
 
 
 def choose_step(model: Path, precision: str, options: argparse.Namespace) -> int:
-    """Return the tokens of a step that answer the largest load quickest."""
-    load = (max(options.streams), PROMPT, ANSWER)
+    """Return the tokens of a step that answer the load of the sweep quickest."""
+    load = (options.sweep or max(options.streams), PROMPT, ANSWER)
     return min(STEPS, key=lambda size: run_ours(model, precision, options, size, [load])["total_s"][0])
 
 
