@@ -85,7 +85,7 @@ def test_three_servers_are_one_to_the_openai_client(fleet: list[BackgroundServer
         for name in NAMES:
             complete(name)
         homes = [_num_asked(server.url) for server in fleet]
-        assert sum(homes) <= len(NAMES) + 2  # one home each, but for a report that came at a bad moment
+        assert sum(homes) <= len(NAMES) + 4  # one home each, but for reports that came at a bad moment; at random, 20
         assert max(homes) < len(NAMES)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(complete, [*NAMES, "demo", *NAMES, "demo:a3"]))

@@ -299,7 +299,7 @@ class AdapterConfig(CheckedOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig(CheckedOptions):
+class EngineConfig:
     """All options of an engine."""
 
     model: ModelConfig
@@ -347,6 +347,7 @@ class EngineConfig(CheckedOptions):
     )
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.simulate is not None and self.model.tensor_parallel_size > 1:
             raise ConfigError(
                 f"Got tensor_parallel_size = {self.model.tensor_parallel_size}, simulate = {self.simulate!r}: a cost "

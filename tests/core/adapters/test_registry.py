@@ -302,8 +302,8 @@ def test_slow_headers_are_refused_alone_and_soon(
     server: RegistryServer, folder: Path, known: PackedAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adapters on a server that begins to answer and never ends, among those of others."""
-    monkeypatch.setattr(reader_process, "CHECK_S", 3.0)
-    monkeypatch.setattr(reader_process, "SLOW_CHECKS_S", 6.0)
+    monkeypatch.setattr(reader_process, "CHECK_S", 1.5)
+    monkeypatch.setattr(reader_process, "SLOW_CHECKS_S", 3.0)
     limits: list[float] = []
     receive = reader_process.receive
 
@@ -321,7 +321,7 @@ def test_slow_headers_are_refused_alone_and_soon(
         assert [one.adapter for one in found if isinstance(one, AdapterError)] == ["slow-0", "slow-1", "slow-2"]
         assert all("took longer than" in one.reason for one in found if isinstance(one, AdapterError))
         assert not any(isinstance(found[place], AdapterError) for place in (0, 4))
-        assert limits[1] == 3.0 and limits[-1] == reader_process.HURRIED_CHECK_S
+        assert limits[1] == 1.5 and limits[-1] == reader_process.HURRIED_CHECK_S
     finally:
         server.faults.released.set()
         process.close()
