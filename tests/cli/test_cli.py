@@ -251,7 +251,7 @@ def test_the_command_of_the_ray_deployment_is_understood(
         (["serve", "demo", "--eviction", "mru"], "eviction = 'mru', expected one of"),
         (["serve", "demo", "--predictor", "psychic"], "predictor = 'psychic', expected one of"),
         (["serve", "demo", "--request-log", "/nonexistent/log"], "'/nonexistent/log', which cannot be written"),
-        (["serve", "demo", "-tp", "2"], "one engine runs on one device"),
+        (["serve", "demo", "-pp", "2"], "divides one model among devices"),
         (["serve", "demo", "--config", "/nonexistent.toml"], "cannot be read"),
         (["serve", "demo", "--log-level", "loud"], "loud"),
         (["serve"], "MODEL"),

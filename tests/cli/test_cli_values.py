@@ -94,11 +94,11 @@ def test_vllm_flags_are_taken_out_and_explained() -> None:
             *("--no-enable-chunked-prefill", "--no-chunked-prefill"),
         ]
     )
-    assert ours == ["llama", "--port", "1", "--no-prefix-caching", *["--step-composition=whole-prompts"] * 2]
+    assert ours[:5] == ["llama", "--port", "1", "--tensor-parallel-size", "1"]
+    assert ours[5:] == ["--no-prefix-caching", *["--step-composition=whole-prompts"] * 2]
     assert [remark.split(":")[0] for remark in remarks] == [
         "--enable-lora is not needed",
         "--max-lora-rank is not needed",
-        "--tensor-parallel-size is not needed",
         "--lora-dtype is not needed",
     ]
 
@@ -188,7 +188,7 @@ def test_hints_are_near_in_meaning() -> None:
     assert near_names("--memory-host", names) == ["--host", "--host-memory"]
 
 
-@pytest.mark.parametrize("line", ["-tp 2", "--tensor-parallel-size=4", "--lora-dtype float16", "--swap-space"])
+@pytest.mark.parametrize("line", ["-pp 2", "--pipeline-parallel-size=4", "--lora-dtype float16", "--swap-space"])
 def test_vllm_flags_that_would_mislead_are_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="--"):
         take_out(line.split())

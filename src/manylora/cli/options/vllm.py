@@ -75,7 +75,7 @@ def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
         elif opposite is not None and opposite.fine is None and not opposite.has_value:
             raise ConfigError(f"{name} is not supported: {opposite.why}")
         else:
-            ours.append(arg)
+            ours.append(name + equals + value)
     return ours, remarks
 
 

@@ -28,7 +28,7 @@ class VllmFlag:
     fine: tuple[str, ...] | None = None
 
 
-_ONE_DEVICE = "one engine runs on one device; --replicas starts several engines"
+_ONE_DEVICE = "--tensor-parallel-size divides one model among devices; --replicas starts several engines"
 _KERNELS = "kernels and graphs are chosen by device and batch; it changes no answer"
 _NO_VALUE: Mapping[str, str] = {
     "adapters are always enabled": "--enable-lora",
@@ -74,7 +74,6 @@ _ANY_VALUE: Mapping[str, str] = {
     "there is no traffic between devices": "--cpu-distributed-timeout-seconds --distributed-timeout-seconds",
 }
 _LIMITED: Mapping[str, tuple[str, str]] = {
-    "--tensor-parallel-size": ("1", _ONE_DEVICE),
     "--pipeline-parallel-size": ("1", _ONE_DEVICE),
     "--data-parallel-size": ("1", _ONE_DEVICE),
     "--decode-context-parallel-size": ("1", _ONE_DEVICE),
