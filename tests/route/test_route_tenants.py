@@ -98,6 +98,29 @@ def test_a_router_tells_tenants_by_their_keys_and_backends_by_name(tmp_path: Pat
     }
 
 
+@pytest.mark.parametrize(("model", "patterns"), [("base:base:secret", ["base*"]), ("base:x", ["x"]), (None, ["none"])])
+def test_the_name_that_a_tenant_may_call_is_the_name_that_answers(
+    tmp_path: Path, model: str | None, patterns: list[str]
+) -> None:
+    digest = hashlib.sha256(b"acme").hexdigest()
+    (tmp_path / "tenants.toml").write_text(
+        f'[tenants.acme]\nkeys = [{{ sha256 = "{digest}" }}]\nmodels = {json.dumps(patterns)}\n'
+    )
+    fake = FakeServer({"secret": "/secret", "base:x": "/x"})
+
+    async def scenario() -> None:
+        async with servers(fake) as urls, routing(*urls, tenants=str(tmp_path / "tenants.toml")) as (proxy, client):
+            if model is None:  # it is known only once the lists are read anew
+                (backend,) = proxy.backends
+                backend.models_body, backend.models_read_at = b"", -float("inf")
+                proxy.backends.catalog.update(backend, {}, {})
+            body = {"prompt": "hello"} if model is None else {"model": model, "prompt": "hello"}
+            assert (await client.ask("POST", "/v1/completions", body, **bearer("acme"))).status == 404
+            assert not fake.completions
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_tokens_are_counted_whatever_the_pieces(size: int) -> None:
     text = json.dumps({"text": '"output_tokens": 9'})

@@ -102,17 +102,11 @@ class Catalog:
 
     def find(self, model: str | None) -> Found | None:
         """Return the model that a request names, also as ``base:adapter``; ``None`` without it is the only base."""
-        if model is None:
-            return self.find(self.bases[0]) if len(self.bases) == 1 else None
-        holders = self._holders.get(model)
-        if holders is None and ":" in model:
-            for base in self.bases:
-                if model.startswith(base + ":"):
-                    found = self.find(model[len(base) + 1 :])
-                    return found if found is not None and found.base == base else None
-        if holders is None:
+        base, name = self._split(model)
+        if name is None or (holders := self._holders.get(name)) is None:
             return None
-        return Found(model, _card_of(holders).parent, list(holders))
+        found = Found(name, _card_of(holders).parent, list(holders))
+        return found if base in (None, found.base) else None
 
     def rename(self, names: Mapping[str, tuple[Arm, ...]]) -> None:
         """Replace the public names."""
@@ -140,9 +134,7 @@ class Catalog:
 
     def bare_name(self, model: str | None) -> str | None:
         """Return the name by which a tenant may call a model or not, whether it exists or not: an adapter's own."""
-        if model is None:
-            return self.bases[0] if len(self.bases) == 1 else None
-        return next((model[len(base) + 1 :] for base in self.bases if model.startswith(base + ":")), model)
+        return self._split(model)[1]
 
     def of_base(self, base: str) -> list[Backend]:
         """Return the backends that list a base."""
@@ -175,6 +167,16 @@ class Catalog:
             cards = [self.card(name, tenant) for name in sorted({**self._holders, **self.names}, key=self._place)]
             self._listings[tenant] = msgspec.json.encode({"object": "list", "data": [one for one in cards if one]})
         return self._listings[tenant]
+
+    def _split(self, model: str | None) -> tuple[str | None, str | None]:
+        """Return the base that a request names before an adapter, if it does, and the model's own name."""
+        if model is None:
+            return None, self.bases[0] if len(self.bases) == 1 else None
+        if model not in self._holders and model not in self.names:
+            for base in self.bases:
+                if model.startswith(base + ":"):
+                    return base, model[len(base) + 1 :]
+        return None, model
 
     def _place(self, name: str) -> tuple[int, str]:
         return 2 if name in self.names else int(_card_of(self._holders[name]).parent is not None), name

@@ -123,20 +123,20 @@ class Relay:
             ModelNotFound: No backend lists it, or the caller may not call it.
             CapacityError: No backend is up.
         """
-        tenant, name = self.gate.tenant(caller), self.backends.catalog.bare_name(model)
-        if tenant is not None and name is not None and not tenant.may_call(name):
-            raise _unknown(model)
-        if (found := self._known(model, body)) is None:
+        if (found := self._known(model, caller, body)) is None:
             await asyncio.shield(self.backends.refresh())
-            found = self._known(model, body)
+            found = self._known(model, caller, body)
         if found is not None:
             return found
         if not len(self.backends.catalog):
             raise self.selection.none_up()
         raise _unknown(model)
 
-    def _known(self, model: str | None, body: bytes) -> Found | None:
-        catalog = self.backends.catalog
+    def _known(self, model: str | None, caller: str, body: bytes) -> Found | None:
+        catalog, tenant = self.backends.catalog, self.gate.tenant(caller)
+        name = catalog.bare_name(model)
+        if tenant is not None and name is not None and not tenant.may_call(name):
+            raise _unknown(model)
         if model is not None and model in catalog.names:  # who may call a name may call its versions by it
             return catalog.find_arm(model, conversation_key(body))
         return catalog.find(model)
