@@ -321,6 +321,11 @@ def test_another_model_changes_nothing_else(fields: dict[str, object], model: st
     assert json.loads(with_fields(body, model=model)) == {**fields, "model": model}
 
 
+def test_a_body_that_cannot_be_written_again_is_an_error_of_the_client() -> None:
+    with pytest.raises(RequestError, match="cannot be passed on"):
+        with_fields(b'{"model": "m", "\xff": 1}', "other")
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b'"model"', b'{"model": ["x"]}', b'{"model": "\xff"}', b'{"model": "m"'])
 def test_a_body_that_is_no_request(body: bytes) -> None:
     with pytest.raises(RequestError, match="not a JSON object"):

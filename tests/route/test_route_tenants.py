@@ -80,6 +80,9 @@ def test_a_router_tells_tenants_by_their_keys_and_backends_by_name(tmp_path: Pat
             assert (await client.ask("POST", "/v1/completions", body, **bearer("acme"))).status == 200
             sent = vllm.completions[-1]
             assert sent.json["cache_salt"] == "acme y" and sent.body.count(b'"model"') == 1
+            for salt in (b'"\xff"', b"1e999"):
+                body = b'{"model":"a-sql","prompt":"x","cache_salt":' + salt + b"}"
+                assert (await client.ask("POST", "/v1/completions", body, **bearer("acme"))).status == 400
             # Limits.
             streamed = await client.complete("b-own", stream=True, **bearer("beta"))
             assert streamed.headers["x-ratelimit-remaining-requests"] == "1"

@@ -24,7 +24,7 @@ from manylora.serving.http.errors import HttpError
 from manylora.serving.http.http_protocol import WriteChunk
 from manylora.serving.http.room import ArrivingBody
 
-__all__ = ["Client", "ClientClosed", "Exchange", "field_of", "read_fields", "with_fields"]
+__all__ = ["Client", "ClientClosed", "Exchange", "read_fields", "with_fields"]
 
 MAX_HELD_BYTES = 256 * 1024
 """Bytes of a body that are held before the backend's connection is no longer read."""
@@ -68,17 +68,23 @@ def read_fields(body: bytes) -> tuple[str | None, PromptText]:
     return read.model, PromptText(beginning, len(before) + len(asked), num_tokens, salt)
 
 
-def with_fields(body: bytes, **given: str) -> bytes:
-    """Return a body with these fields, each once; all others stay as they are, byte by byte."""
-    fields = _fields.decode(body)
-    fields |= {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in given.items()}
-    return msgspec.json.encode(fields)
+def with_fields(body: bytes, model: str, tenant: str | None = None) -> bytes:
+    """Return a body with another model, and a salt of its prefixes for a tenant alone if there is one.
 
+    Each of the two comes once; all other fields stay as they are, byte by byte.
 
-def field_of(body: bytes, name: str) -> str | None:
-    """Return a field of a body that is a text; ``None`` if there is none."""
-    value = msgspec.json.decode(_fields.decode(body).get(name, b"null"))
-    return value if isinstance(value, str) else None
+    Raises:
+        RequestError: A field's name, or the salt that the body has, is no text.
+    """
+    given = {"model": model}
+    try:
+        fields = _fields.decode(body)
+        if tenant is not None:
+            salt = msgspec.json.decode(fields.get("cache_salt", b"null"))
+            given["cache_salt"] = f"{tenant} {salt if isinstance(salt, str) else ''}"
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"The body cannot be passed on: {error}") from None
+    return msgspec.json.encode(fields | {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in given.items()})
 
 
 def _num_tokens(raw: bytes) -> int:

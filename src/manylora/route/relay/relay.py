@@ -25,6 +25,7 @@ from manylora.route.metrics import AttemptEnd, ProxyMetrics
 from manylora.route.relay.exchange import Client, ClientClosed, Exchange, read_fields, with_fields
 from manylora.route.relay.selection import RelayedRequest, Selection
 from manylora.route.relay.tenants import RoutedTenants
+from manylora.route.report import ServerKind
 from manylora.route.upstream.address import answer_headers, request_head
 from manylora.route.upstream.connection import Failure, Headers
 from manylora.route.upstream.pool import CannotConnect
@@ -203,10 +204,9 @@ class Relay:
         name, call = request.found.name_at(backend), request.call
         body = request.body
         if call is not None:  # also where it has the name: the backend may read another one of several fields
-            salt = call.salt(backend, body)
-            body = with_fields(body, model=name, **({} if salt is None else {"cache_salt": salt}))
+            body = with_fields(body, name, call.tenant if backend.kind is ServerKind.VLLM else None)
         elif request.model not in (None, name):
-            body = with_fields(body, model=name)
+            body = with_fields(body, name)
         scope = request.scope
         query: bytes = scope["query_string"]
         peer = scope.get("client")

@@ -17,11 +17,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.members import Backends, Found
-from manylora.route.relay.exchange import field_of
-from manylora.route.report import ServerKind
 from manylora.route.upstream.connection import Headers
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.room import CallerRoom, Places
@@ -52,12 +49,6 @@ class TenantCall:
     _num_output_tokens: int | None = None  # as the backend says
     _num_events: int = 0
     _rest: bytes = field(default=b"")
-
-    def salt(self, backend: Backend, body: bytes) -> str | None:
-        """Return the salt of the prefixes of a body at a backend that knows no tenants but salts; else ``None``."""
-        if backend.kind is not ServerKind.VLLM:
-            return None
-        return f"{self.tenant} {field_of(body, 'cache_salt') or ''}"
 
     def headers(self, headers: Headers) -> Headers:
         """Return the headers of an answer with those about the tenant's limits here, in place of a backend's."""
