@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manylora.core.errors import CapacityError, EngineDead, ModelNotFound, RequestError
+from manylora.core.errors import ModelNotFound, RequestError
 from manylora.serving.api.chat import chat_tokens, template_of
 from manylora.serving.api.request import Context, context_of, read_body
 from manylora.serving.api.sampling import check_token_ids
@@ -183,10 +183,7 @@ async def metrics(request: Request) -> Response:
     kind = choose_format(request.headers.get("accept", ""))
 
     async def scrape() -> bytes:
-        try:
-            snapshots = await context.fleet.engines.snapshots(only_in_use=True)
-        except (CapacityError, EngineDead):  # no engine serves: metrics of the API process alone
-            snapshots = {}
+        snapshots = await context.snapshots(only_in_use=True)
         return await context.metrics.render(context.fleet, snapshots, context.functions(), kind=kind)
 
     return Response(await context.metrics.scrapes[kind].get(scrape), media_type=kind)

@@ -20,15 +20,15 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manylora.core.engine.status import EngineStats
-from manylora.core.errors import CapacityError, ConfigError, EngineDead
+from manylora.core.engine.status import AdapterStatus, EngineStats
+from manylora.core.errors import ConfigError
 from manylora.serving.api.adapters import adapter_fields, admin_routes, status_json
 from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, context_of
 from manylora.serving.api.status import process_report, replica_row, replicas_in_use
 from manylora.serving.hosting.fleet.engines import Replica
 from manylora.serving.hosting.fleet.keeper import EngineState
-from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
+from manylora.serving.hosting.fleet.snapshot import merge_snapshots
 from manylora.serving.http.errors import HttpError
 from manylora.serving.http.page import LivePage, PageAction
 from manylora.serving.http.room import CallerUse
@@ -101,44 +101,32 @@ async def adapter_life(request: Request) -> Response:
 
 
 async def _snapshot(context: Context, engine_s: Mapping[str, Mapping[str, float]]) -> PageSnapshot:
-    fleet, snapshots = context.fleet, dict[int, Snapshot]()
-    try:
-        snapshots = await fleet.engines.snapshots(NUM_ADAPTERS)
-    except (CapacityError, EngineDead):  # no engine serves: what the API process knows
-        logger.debug("page_without_engines")
+    snapshots = await context.snapshots(NUM_ADAPTERS)
     report = process_report(context, NUM_FUNCTIONS, frozenset(), shows_paths=True)
-    tenants = _tenants(context)
-    by_tenant = {one.name: engine_s.get("tenant", {}).get(one.name, 0.0) for one in tenants} if engine_s else {}
-    if not snapshots:
-        return PageSnapshot(
-            report=report,
-            memory_bytes=_memory_of_functions(report.functions),
-            tenants=tenants,
-            engine_s={"tenant": by_tenant} if engine_s else {},
-        )
-    stats, statuses = merge_snapshots(snapshots.values(), NUM_ADAPTERS)
-    stats = dataclasses.replace(stats, running_adapters=(), waiting_adapters=(), resident_adapters=(), fits=())
-    adapters = statuses[:NUM_ADAPTERS]
-    by_adapter = engine_s.get("adapter", {})
-    return PageSnapshot(
-        report=msgspec.structs.replace(
+    memory_bytes, adapters = _memory_of_functions(report.functions), tuple[AdapterStatus, ...]()
+    if snapshots:
+        stats, statuses = merge_snapshots(snapshots.values(), NUM_ADAPTERS)
+        adapters = statuses[:NUM_ADAPTERS]
+        stats = dataclasses.replace(stats, running_adapters=(), waiting_adapters=(), resident_adapters=(), fits=())
+        memory_bytes = memory_bytes or _memory(context, stats)
+        replicas = [replica_row(one, snapshots.get(one.index), 0) for one in replicas_in_use(context)]
+        report = msgspec.structs.replace(
             report,
-            page_bytes=fleet.engines.info.page_bytes,
+            page_bytes=context.fleet.engines.info.page_bytes,
             engine=stats,
-            replicas=tuple(
-                msgspec.structs.replace(replica_row(one, snapshots.get(one.index), 0), fits=())
-                for one in replicas_in_use(context)
-            ),
-        ),
+            replicas=tuple(msgspec.structs.replace(one, fits=()) for one in replicas),
+        )
+    tenants = _tenants(context)
+    shown = {"tenant": [one.name for one in tenants], "adapter": [one.name for one in adapters]}
+    return PageSnapshot(
+        report=report,
         adapters=[
             {**adapter_fields(one, shows_paths=True), "weight_bytes": one.version.weight_bytes} for one in adapters
         ],
-        memory_bytes=_memory_of_functions(report.functions) or _memory(context, stats),
+        memory_bytes=memory_bytes,
         tenants=tenants,
         weights={one.name: found.weight for one in tenants if (found := context.gate.tenant(one.name)) is not None},
-        engine_s={"tenant": by_tenant, "adapter": {one.name: by_adapter.get(one.name, 0.0) for one in adapters}}
-        if engine_s
-        else {},
+        engine_s={by: {name: seconds.get(name, 0.0) for name in shown[by]} for by, seconds in engine_s.items()},
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
@@ -20,12 +20,13 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from manylora.core.config import EngineConfig, ServerConfig
-from manylora.core.errors import ModelNotFound
+from manylora.core.errors import CapacityError, EngineDead, ModelNotFound
 from manylora.serving.api.forms import FormChecks
 from manylora.serving.api.json_body import parse
 from manylora.serving.api.model_settings import ModelSettings, Settings
 from manylora.serving.api.on_demand import OnDemand
 from manylora.serving.api.schemas import SamplingFields
+from manylora.serving.hosting.fleet.snapshot import Snapshot
 from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.access import RetryTimes
 from manylora.serving.http.auth import Gate
@@ -121,6 +122,13 @@ class Context:
             if self.may_call(tenant, name if version is None else version.name):
                 return
         raise ModelNotFound(f"The model {model[:200]!r} does not exist", param="model")
+
+    async def snapshots(self, num_adapters: int | None = None, *, only_in_use: bool = False) -> Mapping[int, Snapshot]:
+        """Return the snapshots of the fleet's engines; none while no engine serves."""
+        try:
+            return await self.fleet.engines.snapshots(num_adapters, only_in_use=only_in_use)
+        except (CapacityError, EngineDead):
+            return {}
 
 
 def make_context(

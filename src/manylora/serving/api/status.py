@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manylora.core.errors import CapacityError, EngineDead, RequestError
+from manylora.core.errors import RequestError
 from manylora.core.types import Tier
 from manylora.serving.api.adapters import adapter_fields
 from manylora.serving.api.models import json_response
@@ -45,13 +45,10 @@ async def status(request: Request) -> Response:
     num_adapters = _number(request.query_params.get("adapters"), "adapters", NUM_ADAPTERS)
     hidden, shows_paths = hidden_from_caller(context, request), context.gate.is_admin(request)
     report = process_report(context, num_adapters, hidden, shows_paths=shows_paths)
-    try:
-        snapshots = await context.fleet.engines.snapshots(None if hidden else num_adapters)
-    except (CapacityError, EngineDead):  # no engine serves: the report of the API process alone
-        return json_response(report)
+    snapshots = await context.snapshots(None if hidden else num_adapters)
     if hidden:
         snapshots = _visible(snapshots, hidden)
-    if not snapshots:
+    if not snapshots:  # the report of the API process alone
         return json_response(report)
     stats, statuses = merge_snapshots(snapshots.values(), num_adapters)
     now = context.monotonic_s()
