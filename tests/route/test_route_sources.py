@@ -101,7 +101,7 @@ def test_a_key_that_is_replaced_in_its_file_is_sent_from_then_on(tmp_path: Path)
 def test_another_configuration_replaces_backends_and_names_and_a_wrong_one_is_refused(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("manylora.route.serve.LOOK_S", 0.01)
+    monkeypatch.setattr("manylora.route.serve.REREAD_S", 0.01)
     file = tmp_path / "route.toml"
 
     async def test() -> None:

@@ -39,6 +39,7 @@ from manylora.route.upstream.pool import backend_tls
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
+from manylora.serving.http.rereading import REREAD_S, keep_reading, stamp_of
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.tls import server_tls
 from manylora.serving.http.traces import TraceLayer, sent_traces
@@ -60,9 +61,6 @@ BACKLOG = 4096
 
 RELOADED = ("backends", "names")
 """Options that another configuration changes in a router that runs."""
-
-LOOK_S = 1.0
-"""Time between two looks at the configuration's file, in seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +153,7 @@ class Proxy:
             raise
         watching: list[asyncio.Task[None]] = []
         if self.tenants is not None:
-            watching.append(asyncio.create_task(self.tenants.watch()))
+            watching.append(asyncio.create_task(keep_reading(self.tenants.reread)))
         if self._usage is not None:
             watching.append(asyncio.create_task(self._usage.run()))
         most = max_connections()
@@ -195,12 +193,12 @@ async def reload_on_change(proxy: Proxy, read: Callable[[], ProxyConfig], file: 
     """
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
-    seen = _version_of(file)
+    seen = stamp_of(file)
     while True:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
+            async with asyncio.timeout(REREAD_S):
                 await asked.wait()
-        now = _version_of(file)
+        now = stamp_of(file)
         if not asked.is_set() and now == seen:
             continue
         asked.clear()
@@ -209,15 +207,6 @@ async def reload_on_change(proxy: Proxy, read: Callable[[], ProxyConfig], file: 
             await proxy.configure(await asyncio.to_thread(read))
         except ConfigError as error:
             logger.error("reload_refused file=%s reason=%r", file, str(error))
-
-
-def _version_of(file: Path) -> tuple[int, int, int] | None:
-    """Return what changes with a file: a mounted ConfigMap is another file behind the same name."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def run(

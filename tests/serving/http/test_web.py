@@ -22,7 +22,7 @@ from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.server_config import TlsConfig, WebConfig
 from manylora.serving.api.docs import BODIES
-from manylora.serving.http import tls
+from manylora.serving.http import rereading
 from manylora.serving.http.listening import bind_unix
 from manylora.serving.server import BackgroundServer, LoraModule
 
@@ -187,7 +187,7 @@ def test_tls_with_a_certificate_that_is_renewed_and_one_that_is_none(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tls, "REREAD_S", 0.02)
+    monkeypatch.setattr(rereading, "REREAD_S", 0.02)
     authorities = trustme.CA(), trustme.CA()
     chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
 

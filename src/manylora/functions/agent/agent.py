@@ -36,6 +36,7 @@ from manylora.functions.node.launch import Timeouts
 from manylora.functions.node.node import FunctionNode
 from manylora.functions.wire import Account, AgentSetup, NodeReport, Orders
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
+from manylora.serving.http.rereading import keep_reading
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.metrics.usage import UsageLedger
@@ -116,7 +117,7 @@ class Agent:
             tasks.append(asyncio.create_task(server.serve(sockets=[self._socket])))
             tasks += [asyncio.create_task(self.node.run()), asyncio.create_task(self._report())]
             if self.tenants is not None:
-                tasks.append(asyncio.create_task(self.tenants.watch()))
+                tasks.append(asyncio.create_task(keep_reading(self.tenants.reread)))
             if self._usage is not None:
                 tasks.append(asyncio.create_task(self._usage.run()))
             waiting = asyncio.create_task(listening.wait())

@@ -23,6 +23,7 @@ from manylora.core.errors import ConfigError
 from manylora.serving.http.acceptor import Acceptor
 from manylora.serving.http.connections import ConnectionBounds
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
+from manylora.serving.http.rereading import keep_reading
 from manylora.serving.http.tls import ServerTls
 
 __all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "bind_unix", "new_event_loop", "run_until_stopped", "url_of"]
@@ -99,7 +100,7 @@ class HttpServer(uvicorn.Server):
         await self.lifespan.startup()
         self.servers = [await self._accept(one) for one in sockets or ()]  # type: ignore[misc]
         if self._tls is not None:
-            self._watching = asyncio.create_task(self._tls.watch())
+            self._watching = asyncio.create_task(keep_reading(self._tls.reread))
         self.started = True
         self._on_listening()
 

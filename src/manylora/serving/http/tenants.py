@@ -36,13 +36,13 @@ from msgspec import Meta
 
 from manylora.core.errors import ConfigError
 from manylora.core.types import MAX_TENANT_CHARS, WEIGHTS
+from manylora.serving.http.rereading import stamp_of
 from manylora.serving.http.room import CallerLimits
 
 __all__ = ["Tenant", "TenantBook", "new_key", "routed_tenant"]
 
 MAX_FILE_BYTES = 8 << 20
 MAX_TENANTS, MAX_KEYS, MAX_MODELS = 10_000, 64, 1024
-REREAD_S = 1.0
 
 Limit = Annotated[int, Meta(ge=1, le=1_000_000_000)]
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -111,7 +111,6 @@ class TenantBook:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp: tuple[int, int, int] | None = None
         self.by_name: Mapping[str, Tenant] = {}
         self._by_digest: Mapping[bytes, tuple[Tenant, float | None]] = {}
         self._read()
@@ -124,32 +123,22 @@ class TenantBook:
     def reread(self, *, always: bool = False) -> None:
         """Read the file again if it has changed; a mistake is logged, and changes nothing."""
         try:
-            if always or self._stamp != self._stamp_of():
+            if always or self._stamp != stamp_of(self._path):
                 self._read()
                 logger.info("tenants_read num=%d file=%s", len(self.by_name), self._path.name)
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             logger.error("tenants_kept num=%d error=%r", len(self.by_name), str(error))
 
     def reread_on_signal(self) -> None:
         """Read the file again on SIGHUP; call it from the main thread, on the event loop."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, functools.partial(self.reread, always=True))
 
-    async def watch(self) -> None:
-        """Read the file again, on a thread, within ``REREAD_S`` of each change."""
-        while True:
-            await asyncio.sleep(REREAD_S)
-            await asyncio.to_thread(self.reread)
-
-    def _stamp_of(self) -> tuple[int, int, int]:
-        stat = self._path.stat()
-        return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
     def _read(self) -> None:
+        self._stamp = stamp_of(self._path)  # before it is read: a change meanwhile is seen the next time
         try:
-            self._stamp = self._stamp_of()  # before it is read: a change meanwhile is seen the next time
-            if self._stamp[1] > MAX_FILE_BYTES:
+            if (num_bytes := self._path.stat().st_size) > MAX_FILE_BYTES:
                 raise ConfigError(
-                    f"Got tenants = {str(self._path)!r} of {self._stamp[1]} bytes, expected at most {MAX_FILE_BYTES}"
+                    f"Got tenants = {str(self._path)!r} of {num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
                 )
             text = self._path.read_bytes().decode()
             by_name = _tenants(text)

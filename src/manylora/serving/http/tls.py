@@ -7,10 +7,8 @@ handshake takes the present one, in the callback for the client's name, which is
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
-import os
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,10 +16,9 @@ from pathlib import Path
 
 from manylora.core.errors import ConfigError
 from manylora.core.server_config import TlsConfig
+from manylora.serving.http.rereading import stamp_of
 
 __all__ = ["ServerTls", "server_tls"]
-
-REREAD_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -60,17 +57,11 @@ class ServerTls:
         else:
             logger.info("certificate_read file=%s", Path(self._files[0]).name)
 
-    async def watch(self) -> None:
-        """Read the files again, on a thread, within ``REREAD_S`` of each change."""
-        while True:
-            await asyncio.sleep(REREAD_S)
-            await asyncio.to_thread(self.reread)
-
     def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = self._present
 
     def _stamp_of(self) -> list[tuple[int, int, int] | None]:
-        return [_stamp(path) for path in self._files]
+        return [stamp_of(path) for path in self._files]
 
 
 def server_tls(config: TlsConfig) -> ServerTls | None:
@@ -100,11 +91,3 @@ def _context(config: TlsConfig) -> ssl.SSLContext:
         given = ", ".join(f"{name} = {value!r}" for name, value in asdict(config).items() if value)
         raise ConfigError(f"Got {given}, which cannot be used: {error}") from error
     return context
-
-
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    try:
-        stat = os.stat(path)
-    except OSError:  # between the removal of a file and the next
-        return None
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns

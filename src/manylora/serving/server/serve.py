@@ -45,6 +45,7 @@ from manylora.serving.hosting.ray.link import RayLink
 from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.auth import exposure
 from manylora.serving.http.listening import HttpServer, bind, bind_unix, run_until_stopped, url_of
+from manylora.serving.http.rereading import keep_reading
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.traces import Traces, sent_traces
 from manylora.serving.metrics.engine_spans import EngineSpans
@@ -144,7 +145,7 @@ class Server:
 
         living = asyncio.create_task(live())
         stopping = asyncio.create_task(self._stop.wait())
-        watching = [] if self.tenants is None else [asyncio.create_task(self.tenants.watch())]
+        watching = [] if self.tenants is None else [asyncio.create_task(keep_reading(self.tenants.reread))]
         if self._usage is not None:
             watching.append(asyncio.create_task(self._usage.run()))
         http: HttpServer | None = None
