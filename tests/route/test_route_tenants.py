@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import signal
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from proxying import Call, FakeServer, recite, routing, run, servers
+from serving import wait_for
 
+from manylora.route import serve
+from manylora.route.config import ProxyConfig
 from manylora.route.relay.tenants import TenantCall
+from manylora.serving.http import listening
 from manylora.serving.http.room import CallerRoom
 from manylora.serving.metrics.usage import read_usage
 
@@ -135,3 +145,33 @@ def test_tokens_are_counted_whatever_the_pieces(size: int) -> None:
     assert (call.num_prompt_tokens, call._num_output_tokens, call._num_events) == (17, 1234, 2)
     call.close()
     assert not room._callers
+
+
+def test_a_hangup_reads_both_options_and_tenants_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = ProxyConfig(backends=("http://127.0.0.1:9",), port=0, tenants=tenants_file(tmp_path), router_key="inner")
+    read, is_ready = list[ProxyConfig](), threading.Event()
+    monkeypatch.setattr(listening, "SWITCH_S", sys.getswitchinterval())
+    monkeypatch.setattr(serve, "print", lambda *words, flush: is_ready.set(), raising=False)
+
+    def reread() -> ProxyConfig:
+        read.append(config)
+        return config
+
+    def signal_it() -> None:
+        is_ready.wait()
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+            wait_for(lambda: "tenants_read" in caplog.text)
+            num_read = len(read)
+            os.kill(os.getpid(), signal.SIGHUP)
+            wait_for(lambda: len(read) > num_read)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as signals:
+        signalling = signals.submit(signal_it)
+        assert serve.run(config, file=str(tmp_path / "route.toml"), read=reread) == 0
+        signalling.result()

@@ -186,13 +186,21 @@ def max_connections() -> int:
 async def reload_on_change(proxy: Proxy, read: Callable[[], ProxyConfig], file: Path) -> None:
     """Read the configuration again at SIGHUP and when its file changes; a wrong one is refused, and the old one stays.
 
+    A signal has one handler: this one reads the tenants again as well.
+
     Args:
         proxy: The router.
         read: Returns the configuration.
         file: Its file.
     """
     asked = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+
+    def ask() -> None:
+        asked.set()
+        if proxy.tenants is not None:
+            proxy.tenants.reread(always=True)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, ask)
     seen = stamp_of(file)
     while True:
         with contextlib.suppress(TimeoutError):
@@ -238,7 +246,7 @@ def run(
     def say_ready(proxy: Proxy) -> None:
         backends = proxy.backends
         print(f"manylora routes to {backends.num_up} of {len(backends)} backends at {proxy.url}", flush=True)
-        if proxy.tenants is not None:
+        if proxy.tenants is not None and not tasks:  # else they are read by ``reload_on_change``
             proxy.tenants.reread_on_signal()
 
     return run_until_stopped(make, say_ready, drain_timeout_s=config.drain_timeout_s)
