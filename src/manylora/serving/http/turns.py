@@ -33,10 +33,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from manylora.core.errors import CapacityError, ManyloraError
 
-__all__ = ["CallerQueues", "ClientGone", "FairWork", "LoopTurns", "next_turn"]
+__all__ = ["CallerQueues", "ClientGone", "FairWork", "LoopTurns", "next_turn", "until_gone"]
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ class FairWork:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.put(caller, turn)
         self._num_waiting += 1
-        gone = asyncio.create_task(_until_gone(request))
+        gone = asyncio.create_task(until_gone(request.receive))
         try:
             await asyncio.wait({turn, gone}, return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
@@ -157,8 +158,9 @@ class FairWork:
         turn.set_result(None)
 
 
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client of a request has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

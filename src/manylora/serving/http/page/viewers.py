@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.core.errors import CapacityError
 from manylora.serving.http.http_protocol import connection_breaker
+from manylora.serving.http.turns import until_gone
 
 __all__ = ["Viewers"]
 
@@ -97,7 +98,7 @@ class Viewers:
         """Answer one more viewer: an ASGI application, after ``check_room``."""
         viewer = _Viewer(waiting=self._last)
         sending = asyncio.create_task(_send(viewer, send, headers))
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         ending = asyncio.get_running_loop().call_later(STREAM_S, viewer.end)
         self._streams[viewer] = sending
         if self._running is None or self._running.done():
@@ -140,8 +141,3 @@ async def _send(viewer: _Viewer, send: Send, headers: Headers) -> None:
         await send({"type": "http.response.body", "body": event, "more_body": True})
         event = await viewer.next()
     await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
