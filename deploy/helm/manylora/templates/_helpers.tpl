@@ -82,6 +82,17 @@ lifecycle:
   preStop:
     sleep: {seconds: {{ $top.Values.preStopSeconds }}}
 resources: {{ toYaml $resources | nindent 2 }}
+{{- $tls := dig "tls" "secretName" "" $own }}
+readinessProbe:
+  {{- include "manylora.get" (list "/health" $tls) | nindent 2 }}
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: 2
+livenessProbe:
+  {{- include "manylora.get" (list "/version" $tls) | nindent 2 }}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
 {{- end }}
 
 {{/* GET of a probe: (list "/health" hasTls). */}}
