@@ -36,7 +36,8 @@ refusals it is passed ``MAX_BYPASS`` times (``fifo.py``). Meanwhile only its own
 they end; each other tenant may go before it by a burst. Who gives up a place keeps its share, so squashing ends.
 
 A decision costs a heap's logarithm in the number of tenants, beside a look at each running sequence when seats are
-free. A tenant without requests is forgotten once it would return as one never seen.
+free. Claims are found by a look at each waiting tenant, sixteen times in a burst. A tenant without requests is
+forgotten once it would return as one never seen.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models" (OSDI '24), algorithms 2 and 4 (weights), theorem 4.4.
 Ours are the burst (and virtual time, after start-time fair queueing); turns among claims; squashing, the spare seat and

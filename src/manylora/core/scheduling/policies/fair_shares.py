@@ -164,8 +164,9 @@ class VirtualCounters:
         floor = past[0][1] if past else self.virtual
         if floor != self.floor:
             self.floor = floor
-            self.heap = [self.entry(tenant) for _, _, tenant in self.heap]  # some have a claim by now
-            heapify(self.heap)
+            if floor < self.virtual:  # some may have a claim by now; ranks that rose are corrected at the top
+                self.heap = [self.entry(tenant) for _, _, tenant in self.heap]
+                heapify(self.heap)
         return floor
 
     def enter(self, tenant: TenantShare, now: float) -> None:
