@@ -95,7 +95,7 @@ class FairPolicy(FairShares):
         """Return sequences whose places are for the next tenants, and what the policies inside name."""
         self._now = now
         self._spread.begin()
-        squashed = self._over_share() if self._num_waiting else []
+        squashed = self._over_share() if self._num_waiting and len(self._tenants) > 1 else []
         if self._squashes:
             tenants = dict.fromkeys(one.tenant for one in self._running.values() if len(one.tenant.policy))
             squashed += [one for tenant in tenants for one in tenant.policy.squash(now) if one not in squashed]
