@@ -50,15 +50,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from itertools import islice
 
-from manylora.core.scheduling.policies.fair_shares import (
-    LEAST_CHUNK,
-    LEAST_SPREAD,
-    OWED,
-    SPREAD_OVER,
-    ChargedSequence,
-    FairShares,
-    TenantShare,
-)
+from manylora.core.scheduling.policies.fair_shares import LEAST_CHUNK, OWED, ChargedSequence, FairShares, TenantShare
 from manylora.core.scheduling.policies.fifo import LOOK_AHEAD, MAX_BYPASS
 from manylora.core.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
 from manylora.core.scheduling.sequence import Sequence
@@ -160,16 +152,8 @@ class FairPolicy(FairShares):
         for one in ordered:
             (spreading if self._is_beyond(running[one.seq_id].tenant) else first).append(one)
         coming = sum(one.num_to_run for one in (*first, *self._coming()))
-        most = max(LEAST_SPREAD, sum(one.num_to_run for one in spreading) // SPREAD_OVER)
-        if coming:
-            room = self._num_tokens - (len(running) - len(sequences)) - coming
-            most = min(LEAST_CHUNK, room) if first else LEAST_CHUNK
-        spread.most = most
-        for one in spreading:
-            if spread.num_given < most:
-                spread.limits[one.seq_id] = spread.take(one.num_to_run)
-                first.append(one)
-        return first
+        room = self._num_tokens - (len(running) - len(sequences)) - coming if first else LEAST_CHUNK
+        return first + spread.divide(spreading, min(LEAST_CHUNK, room) if coming else None)
 
     def _coming(self) -> list[Sequence]:
         """Return the next sequence if it is likely to be admitted in this step, and is not to be spread."""

@@ -16,16 +16,7 @@ from manylora.core.options import CheckedOptions, option
 from manylora.core.scheduling.policy import Policy, PolicyContext
 from manylora.core.scheduling.sequence import Sequence
 
-__all__ = [
-    "LEAST_CHUNK",
-    "LEAST_SPREAD",
-    "OWED",
-    "SPREAD_OVER",
-    "ChargedSequence",
-    "FairOptions",
-    "FairShares",
-    "TenantShare",
-]
+__all__ = ["LEAST_CHUNK", "OWED", "ChargedSequence", "FairOptions", "FairShares", "TenantShare"]
 
 SPREAD_OVER, LEAST_SPREAD = 4, 64  # steps over which prompts are spread, and tokens of them in a step at least
 LEAST_CHUNK = 16  # tokens of a prompt in a step at least, and of all that are spread beside prompts that are not
@@ -205,17 +196,18 @@ class PromptSpread:
     """
 
     for_s: float  # since the last arrival of another tenant
-    newest: tuple[str, float] = ("", -inf)  # the tenant that came last, and when
-    other: tuple[str, float] = ("", -inf)  # the last one before that is another
+    newest: str = ""  # the tenant of the last request
+    newest_at: float = -inf  # when that came
+    other_at: float = -inf  # when the last one of another tenant came
     most: int | None = None  # tokens of such prompts in this step, once there are any
     num_given: int = 0
     limits: dict[int, int] = field(default_factory=dict)  # tokens of each in this step, by seq_id
 
     def came(self, name: str, now: float) -> None:
         """Learn that a request of a tenant came."""
-        if name != self.newest[0]:
-            self.other = self.newest
-        self.newest = (name, now)
+        if name != self.newest:
+            self.other_at = self.newest_at
+        self.newest, self.newest_at = name, now
 
     def begin(self) -> None:
         """Begin a step."""
@@ -224,7 +216,16 @@ class PromptSpread:
 
     def applies(self, now: float) -> bool:
         """Whether another tenant than the one that came last was here a short while ago."""
-        return now - self.other[1] <= self.for_s
+        return now - self.other_at <= self.for_s
+
+    def divide(self, prompts: list[Sequence], most: int | None) -> list[Sequence]:
+        """Return the prompts that have a part in this step, of ``most`` tokens in all; ``None``: the usual number."""
+        num_tokens = sum(one.num_to_run for one in prompts)
+        self.most = max(LEAST_SPREAD, num_tokens // SPREAD_OVER) if most is None else most
+        for one in prompts:
+            if self.num_given < self.most:
+                self.limits[one.seq_id] = self.take(one.num_to_run)
+        return prompts[: len(self.limits)]
 
     def take(self, num_tokens: int) -> int:
         """Return the part of a prompt that fits, or the least that is worth a place in the step."""
