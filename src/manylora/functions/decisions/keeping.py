@@ -33,11 +33,18 @@ class IdleGaps:
     """The idle times of a device, from the end of its last request to the next one, whether or not it was kept."""
 
     def __init__(self) -> None:
+        self.since: float | None = None
         self._gaps: deque[float] = deque(maxlen=NUM_GAPS)
 
     def note(self, gap_s: float) -> None:
         """Note an idle time that has ended."""
         self._gaps.append(gap_s)
+
+    def end(self, now: float) -> None:
+        """Note that the device is in use: its idle time has ended, if one had begun at ``since``."""
+        if self.since is not None:
+            self.note(now - self.since)
+            self.since = None
 
     def keep_s(self, even_s: float) -> float:
         """Return for how long the device is to be kept when it becomes idle.

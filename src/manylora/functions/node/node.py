@@ -80,9 +80,8 @@ class FunctionNode:
         self._observers: dict[str, list[Callable[[Observations], None]]] = {}
         self._spec = NodeSpec()
         self._prices = PriceList()
-        self._gaps = IdleGaps()
-        self._idle_since: float | None = None  # of the device: no function runs or waits
-        self._keep_s = 0.0  # for so long from then on
+        self._gaps = IdleGaps()  # of the device: no function runs or waits
+        self._keep_s = 0.0  # since the last one began
         self._hold: dict[str, None] = {}
         self._beside: set[asyncio.Task[None]] = set()  # loads, and functions that end
         self._memory_read_at = float("-inf")
@@ -199,17 +198,15 @@ class FunctionNode:
 
     def _lets_go(self, now: float) -> bool:
         """Whether the device is not worth its rent: it has been idle for longer than a start is worth."""
-        return self._idle_since is not None and now - self._idle_since >= self._keep_s
+        return self._gaps.since is not None and now - self._gaps.since >= self._keep_s
 
     def _note_idleness(self, now: float) -> None:
         """Note whether the device has become idle, or is no longer."""
-        is_idle = not any(one.queue or one.is_running for one in self._present)
-        if is_idle and self._idle_since is None:
+        if any(one.queue or one.is_running for one in self._present):
+            self._gaps.end(now)
+        elif self._gaps.since is None:
             starts_s = sum(one.cold_start_s for one in self._present if one.rate.per_s(now) > 0.0)  # of each anew
-            self._idle_since, self._keep_s = now, self._gaps.keep_s(self._prices.even_s(starts_s))
-        elif not is_idle and self._idle_since is not None:
-            self._gaps.note(now - self._idle_since)
-            self._idle_since = None
+            self._gaps.since, self._keep_s = now, self._gaps.keep_s(self._prices.even_s(starts_s))
 
     async def stop(self) -> None:
         """End all functions and backbones."""

@@ -217,7 +217,6 @@ class Device:
         self.processes: dict[str, Process] = {}
         self.turns = Turns()
         self.gaps = IdleGaps()
-        self.idle_since: float | None = None
         self.users: Mapping[str, Sequence[str]] = {}
         self.link_free_at = 0.0
         self.due = 0  # the number of its event that counts; earlier ones are void
@@ -227,12 +226,6 @@ class Device:
     def is_idle(self) -> bool:
         """Whether no process computes or starts."""
         return all(one.is_ready and not one.is_busy for one in self.processes.values())
-
-    def note_use(self, now: float) -> None:
-        """Note that its idle time has ended, if it had begun."""
-        if self.idle_since is not None:
-            self.gaps.note(now - self.idle_since)
-            self.idle_since = None
 
     @property
     def free_bytes(self) -> int:

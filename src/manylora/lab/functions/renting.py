@@ -109,7 +109,7 @@ class Renting:
 
     def keep_until(self, device: Device, now: float) -> float:
         """Return until when a device that has become idle is kept."""
-        device.idle_since = now
+        device.gaps.since = now
         return now + device.gaps.keep_s(max(self._even_s(one.engine) for one in device.processes.values()))
 
     def _rent_s(self, device: Device, engine: FunctionEngine) -> float:

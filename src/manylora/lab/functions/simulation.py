@@ -211,7 +211,7 @@ class FunctionsSimulation:
             self._post(self._renting.keep_until(device, now), partial(self._let_go, device, now))
 
     def _let_go(self, device: Device, since: float, now: float) -> None:
-        if device.idle_since == since and device.is_idle:
+        if device.gaps.since == since and device.is_idle:
             self._settle(device, now)
             self._holding.release(device)
             self.decide(now)
@@ -299,7 +299,7 @@ class FunctionsSimulation:
 
     def _launch(self, start: Start, engine: FunctionEngine, now: float, *, awake_until: float) -> None:
         device = start.device
-        device.note_use(now)
+        device.gaps.end(now)
         self._settle(device, now)
         start.commit()
         process = device.processes[engine.key] = Process(engine, start.at, start.stages, awake_until)
@@ -332,7 +332,7 @@ class FunctionsSimulation:
             engine.queue.extendleft(reversed(calls))
             self.counts["waits_for_memory"] += 1
             return False
-        device.note_use(now)
+        device.gaps.end(now)
         device.settle(now)
         if not process.is_awake(now):
             device.node.settle(now, self._holding.users)
