@@ -251,8 +251,7 @@ class PriceList:
 
     def even_s(self, saved_s: float, *, host_bytes: int | None = None) -> float:
         """Return the seconds of rent that so many seconds of waiting are worth: of a device, or of host memory."""
-        device, host = self.idle_device_gb_s * self.device_gb, self.host_gb_s * (host_bytes or 0) / 1e9
-        rent = device if host_bytes is None else host
+        rent = self.idle_device_gb_s * self.device_gb if host_bytes is None else self.host_gb_s * host_bytes / 1e9
         return saved_s * self.wait_s / rent if rent else math.inf
 
     def cost(self, usage: Usage) -> float:

@@ -167,13 +167,13 @@ def revise_holding(
         needs = hold_name("libraries", one.backbone)
         artefacts.append(_artefact("adapter", one.name, one.adapter, one.requests_per_s, needs))
         artefacts.append(_artefact("process", one.name, _with_adapter(one), one.requests_per_s, needs))
-    artefacts = [one for one in artefacts if is_worth(one)]
-    for _ in _KINDS:  # without those whose parent is not worth it
-        known = {one.name for one in artefacts}
-        artefacts = [one for one in artefacts if one.parent is None or one.parent in known]
+    worth: dict[str, Artefact] = {}  # with their parents, which come before them
+    for artefact in artefacts:
+        if is_worth(artefact) and (artefact.parent is None or artefact.parent in worth):
+            worth[artefact.name] = artefact
     node = Place(name="node", memory=MemoryKind.HOST, node="node", free_bytes=free_bytes)
     before = frozenset(Placed(name, node.name) for name in held)
-    chosen = Preloader(PreloadProblem(tuple(artefacts), (node,))).revise(before, {})
+    chosen = Preloader(PreloadProblem(tuple(worth.values()), (node,))).revise(before, {})
     return frozenset(one.artefact for one in chosen)
 
 
