@@ -89,7 +89,7 @@ class Process:
     Args:
         ready_at: When all that it needs is loaded.
         stages: Its cold start: name, begin and end of each stage.
-        awake_until: End of its keep-alive. From then on it sleeps, and the platform pays for its memory.
+        awake_until: End of its keep-alive. From then on it sleeps, and is there for the functions that it is held for.
         prompts: Calls of the prompt step that runs.
         joining: Calls of the next prompt step.
         decoding: Calls that decode.
@@ -183,6 +183,7 @@ class SimulatedNode:
         self.devices = [Device(device_name(number, place), self, device_bytes) for place in range(num_devices)]
         self.held: dict[str, Copy] = {}
         self.free_bytes = host_bytes
+        self.users: Mapping[str, Sequence[str]] = {}  # of each artefact: those that it is held for
         self.disk_free_at = 0.0
         self.ledger = Ledger()
 
@@ -192,14 +193,14 @@ class SimulatedNode:
             self.free_bytes -= num_bytes
             self.held[name] = Copy(num_bytes, ready_at)
 
-    def settle(self, now: float, users: Mapping[str, Sequence[str]]) -> None:
-        """Charge its copies to their functions that are awake on the node, or to all of them; ``users`` by copy."""
+    def settle(self, now: float) -> None:
+        """Charge its copies to their functions that are awake on the node, or to all of them."""
         duration_ns = self.ledger.elapse(now)
         if duration_ns:
             began_at = now - duration_ns / 1e9
             awake = {name for device in self.devices for name in device.awake(began_at)}
             shared = [
-                (copy.num_bytes, [one for one in users[name] if one in awake] or users[name])
+                (copy.num_bytes, [one for one in self.users[name] if one in awake] or self.users[name])
                 for name, copy in self.held.items()
             ]
             add_usage(self.ledger.accounts, charge(MachineState(num_devices=0, shared_host_bytes=shared), duration_ns))
@@ -217,7 +218,6 @@ class Device:
         self.processes: dict[str, Process] = {}
         self.turns = Turns()
         self.gaps = IdleGaps()
-        self.users: Mapping[str, Sequence[str]] = {}
         self.link_free_at = 0.0
         self.due = 0  # the number of its event that counts; earlier ones are void
         self.ledger = Ledger()
@@ -250,10 +250,10 @@ class Device:
         for name, copy in self.held.items():
             kind, _, owner = name.partition("/")
             if kind == "backbone":
-                shared.append((copy.num_bytes, self._users_of(name, began_at) or self.users[name]))
+                shared.append((copy.num_bytes, self._users_of(name, began_at) or self.node.users[name]))
             else:
                 own[owner] = own.get(owner, 0) + copy.num_bytes
-        kept_for = {one: None for name in self.held for one in self.users[name]}
+        kept_for = {one: None for name in self.held for one in self.node.users[name]}
         running = [process.accounts for process in self.processes.values() if process.is_busy]
         state = MachineState(
             running={0: sorted({name for accounts in running for name in accounts})},

@@ -48,8 +48,8 @@ class Holding:
         for one in functions:
             for name in (LIBRARIES, one.backbone, one.adapter, one.kernels):
                 self.users.setdefault(name, []).extend([one.name] if asked[one.name] else ())
-        for device in devices:
-            device.users = self.users
+        for node in nodes:
+            node.users = self.users
         duration_s = max(1.0, workload.duration_s)
         self.rates = {name: count / duration_s for name, count in asked.items()}
         self._counted: dict[str, int] = dict.fromkeys(asked, 0)

@@ -224,12 +224,12 @@ class FunctionsSimulation:
             return
         if self._setup.preload_copies == "load":
             for device, engine in self._renting.first(now):
-                self._launch(self._plan(engine, device, now), engine, now, awake_until=math.inf)
+                self._launch(self._renting.plan(engine, device, now), engine, now, awake_until=math.inf)
             return
         for machine in self._devices:
             self._settle(machine, now)
         for engine, device in self._holding.revise(now, self._engine_of):
-            self._launch(self._plan(engine, device, now), engine, now, awake_until=-math.inf)
+            self._launch(self._renting.plan(engine, device, now), engine, now, awake_until=-math.inf)
         self._post(now + self._setup.preload_every_s, self._revise_again)
 
     def decide(self, now: float) -> None:
@@ -277,19 +277,18 @@ class FunctionsSimulation:
 
     # -- processes and batches ---------------------------------------------------------------------------------------
 
-    def _plan(self, engine: FunctionEngine, device: Device, now: float) -> Start:
-        return self._renting.plan(engine, device, now)
-
     def _start(self, engine: FunctionEngine, device: Device, now: float) -> bool:
         """Start a process for the requests that wait; return whether there is room for it."""
-        need = self._plan(engine, device, now).num_bytes + engine.queue[0].kv_bytes
+        need = self._renting.plan(engine, device, now).num_bytes + engine.queue[0].kv_bytes
         if not self._make_room(device, engine, need, now):
             return False
-        start = self._plan(engine, device, now)  # room may have been made of copies that the first plan counted on
+        start = self._renting.plan(
+            engine, device, now
+        )  # room may have been made of copies that the first plan counted on
         is_opened = not device.processes
         self._launch(start, engine, now, awake_until=math.inf)
         for other in self._renting.beside(device, engine.functions[0].backbone) if is_opened else ():
-            self._launch(self._plan(other, device, now), other, now, awake_until=math.inf)
+            self._launch(self._renting.plan(other, device, now), other, now, awake_until=math.inf)
         self.counts["starts"] += 1
         stages: dict[str, float] = {}
         for name, began_at, ended_at in start.stages:
@@ -309,7 +308,7 @@ class FunctionsSimulation:
         for index, engine in enumerate(self._engines):
             for copy in range(self._setup.always_on):
                 device = self._devices[(index * self._setup.always_on + copy) % len(self._devices)]
-                start = self._plan(engine, device, 0.0)
+                start = self._renting.plan(engine, device, 0.0)
                 if start.num_bytes > device.free_bytes:
                     raise ConfigError(f"{engine.key} does not fit on {device.name} beside what it holds")
                 start.commit()
@@ -335,7 +334,7 @@ class FunctionsSimulation:
         device.gaps.end(now)
         device.settle(now)
         if not process.is_awake(now):
-            device.node.settle(now, self._holding.users)
+            device.node.settle(now)
         device.turns.advance(now)
         self.counts["batches"] += 1
         self.counts["peak_batch"] = max(self.counts["peak_batch"], len(calls) + running)
@@ -353,4 +352,4 @@ class FunctionsSimulation:
 
     def _settle(self, device: Device, now: float) -> None:
         device.settle(now)
-        device.node.settle(now, self._holding.users)
+        device.node.settle(now)
