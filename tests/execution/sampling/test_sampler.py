@@ -335,6 +335,11 @@ def test_uniform_numbers_are_uniform_and_keyed() -> None:
     assert uniform(-1, 3) == uniform(2**64 - 1, 3)
 
 
+def test_a_greedy_batch_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manylora.execution.sampling.draw.philox_uniform", None)
+    assert sample_ids(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), [sequence(SamplingParams(temperature=0.0))] * 2) == [1, 0]
+
+
 def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 5.0, 5.0, 5.0]])
     greedy = SamplingParams(temperature=0.0)

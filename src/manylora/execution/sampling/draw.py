@@ -54,11 +54,12 @@ def num_generated(sequence: PlannedSequence) -> int:
 def row_numbers(sequences: Sequence[PlannedSequence], vocab: int) -> NDArray[np.float64]:
     """Return temperature (0 is greedy), min_p, top_k (from 1), top_p and a uniform number of each row ``[n, 5]``."""
     numbers = np.zeros((len(sequences), SAMPLING_NUMBERS))
-    for row, sequence in zip(numbers, sequences, strict=True):
-        sampling = sequence.sampling
-        if sampling.temperature >= GREEDY_BELOW:
-            row[:4] = sampling.temperature, sampling.min_p, min(sampling.top_k or vocab, vocab), sampling.top_p
-    drawn = [i for i, row in enumerate(numbers) if row[0]]
+    drawn = [i for i, sequence in enumerate(sequences) if sequence.sampling.temperature >= GREEDY_BELOW]
+    if not drawn:
+        return numbers
+    for i in drawn:
+        own = sequences[i].sampling
+        numbers[i, :4] = own.temperature, own.min_p, min(own.top_k or vocab, vocab), own.top_p
     numbers[drawn, 4] = philox_uniform(
         np.array([sequences[i].seed % 2**64 for i in drawn], dtype=np.uint64),
         np.array([num_generated(sequences[i]) for i in drawn], dtype=np.uint64),
