@@ -16,7 +16,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.collectives import Collectives
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.model.load import LoadedModel, load_model
-from manylora.execution.peers import Answer, Follower, Loaded, Message, SharedExecutor, SharedReader
+from manylora.execution.peers import Answer, Follower, Loaded, Message, SharedExecutor
 from manylora.execution.storage.adapter_files import InlineReader
 
 __all__ = ["ThreadPeer", "build_shared", "build_workers", "join"]
@@ -78,8 +78,7 @@ def join(parts: list[EngineParts], clock: Clock) -> EngineParts:
         for one in parts:
             one.close()
 
-    reader = SharedReader(first.reader, shared)
-    return replace(first, executor=shared, reader=reader, close=close, reads_host=False, waits_by_layer=False)
+    return shared.join(first, close)
 
 
 def build_shared(config: EngineConfig, clock: Clock, *, size: int, **_: object) -> EngineParts:

@@ -26,11 +26,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 from manylora.core.clock import Clock
 from manylora.core.errors import AdapterError, EngineDead
 from manylora.core.plan import AdapterLoad, LoadResult, PlannedSequence, PromptRows, StepPlan, StepResult
-from manylora.core.ports import AdapterReader
+from manylora.core.ports import AdapterReader, EngineParts
 from manylora.core.types import AdapterKey, AdapterVersion, SamplingParams, Tier
 from manylora.execution.executor import FutureWork, TorchExecutor
 
-__all__ = ["Answer", "Failed", "Follower", "Here", "Loaded", "Message", "Peer", "SharedExecutor", "SharedReader"]
+__all__ = ["Answer", "Failed", "Follower", "Here", "Loaded", "Message", "Peer", "SharedExecutor"]
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -198,6 +198,18 @@ class SharedExecutor:
         self._pages: dict[int, tuple[Sequence[int], int]] = {}  # of each sequence, and how many were announced
         own.runner.announce = self._announce
 
+    def join(self, parts: EngineParts, close: Callable[[], None]) -> EngineParts:
+        """Return the parts of all workers, which ``close`` ends, from those of worker 0."""
+        return replace(
+            parts,
+            executor=self,
+            reader=_SharedReader(parts.reader, self),
+            close=close,
+            reads_host=False,  # adapters are copied to every device before a step, so that no step waits by a clock
+            waits_by_layer=False,
+            shared=None,
+        )
+
     def launch(self, plan: StepPlan, now: float) -> _SharedStep:
         """Start a step on all workers; as ``Executor.launch``."""
         self.check()
@@ -314,7 +326,7 @@ class _SharedLoad:
         return replace(worst, layer_digests=own.layer_digests)
 
 
-class SharedReader:
+class _SharedReader:
     """Reads adapters on all workers, into the host tier of each.
 
     Args:

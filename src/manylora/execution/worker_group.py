@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import TimeoutExpired
 
@@ -23,7 +23,7 @@ from manylora.core.ports import EngineParts
 from manylora.execution.collectives import PATIENCE_S, Collectives, Store, file_store
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.machine import count_cores
-from manylora.execution.peers import Answer, Failed, Here, Loaded, Message, SharedExecutor, SharedReader
+from manylora.execution.peers import Answer, Failed, Here, Loaded, Message, SharedExecutor
 
 __all__ = ["WorkerGroup", "WorkerSetup"]
 
@@ -86,15 +86,7 @@ class WorkerGroup:
             parts.close()  # its last step needs the others
             self.close()
 
-        return replace(
-            parts,
-            executor=shared,
-            reader=SharedReader(parts.reader, shared),
-            close=close,
-            reads_host=False,  # adapters are copied to every device before a step, so that no step waits by a clock
-            waits_by_layer=False,
-            shared=None,
-        )
+        return shared.join(parts, close)
 
     def close(self) -> None:
         """End the processes."""
