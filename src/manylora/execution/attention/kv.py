@@ -45,10 +45,6 @@ class KvPages:
         is_compiled = self._dtype is torch.float32 and self.device.type == "cpu"
         self.compiled = find_compiled() if is_compiled else None
 
-    def slot(self, page: int, position: int) -> int:
-        """Return the slot of ``position``, which ``page`` holds."""
-        return page * self.block_size + position % self.block_size
-
     def places(self, sequences: Sequence[PlannedSequence]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the position and the slot of every row of a step ``[rows]``."""
         positions: list[NDArray[np.int64]] = []

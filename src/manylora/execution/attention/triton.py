@@ -144,7 +144,7 @@ class StepBlocks:
     """The rows of a step, and the query blocks that attend for them (``BLOCK_FIELDS``); on the host."""
 
     positions: Numbers  # position of each row in its sequence ``[rows]``
-    slots: Numbers  # place of each token ``[rows]`` (``KvPages.slot``)
+    slots: Numbers  # place of each token ``[rows]`` (its slot: ``kv``)
     parts: Numbers  # blocks of chunks of one token, long contexts in several ``[n, BLOCK_FIELDS]``
     merges: Numbers  # of rows with several parts: the row, its first part, their number ``[m, 3]``
     spans: Sequence[tuple[int, int, int, int]]  # longer chunks: first row, tokens, start, line of the page table
@@ -216,7 +216,7 @@ class TritonAttention:
 
     kv: KvPages
     positions: torch.Tensor  # position of each row in its sequence ``[rows]``, int64
-    slots: torch.Tensor  # place of each token ``[rows]``, int64 (``KvPages.slot``); below 0 for none
+    slots: torch.Tensor  # place of each token ``[rows]``, int64 (its slot: ``kv``); below 0 for none
     tables: torch.Tensor  # pages of each sequence ``[lines, width]``, int32
     decode: CutContexts | None  # rows of one token, if there are any
     prompts: Callable[[int], torch.Tensor] | None  # returns the blocks of longer chunks, given the most tokens of one
