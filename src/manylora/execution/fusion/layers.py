@@ -111,6 +111,7 @@ class FusedNorm(nn.Module):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         total = out if residual is None else torch.empty_like(out)
         width = x.shape[-1]
+        block = power_of_two(width)
         rows = _rows(x)
         others = rows if residual is None else _rows(residual)
         first = self if inner is None else inner
@@ -118,13 +119,12 @@ class FusedNorm(nn.Module):
             *(rows, rows.stride(0), others, others.stride(0)),
             *(first.weight, first._eps, self.weight, self._eps, total, out),
             WIDTH=width,
-            BLOCK=power_of_two(width),
+            BLOCK=block,
             IS_OFFSET=self.is_offset,
             IS_SUM=residual is not None,
             HAS_INNER=inner is not None,
-            num_warps=min(
-                16, max(4, power_of_two(width) // 512)
-            ),  # a few rows occupy a few processors: threads enough to read ahead
+            # A few rows occupy a few processors: threads enough to read ahead.
+            num_warps=min(16, max(4, block // 512)),
         )
         return total, out if self.numbers is None else self.numbers.apply(out)
 

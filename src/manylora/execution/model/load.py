@@ -58,9 +58,7 @@ class LoadedModel:
     device: torch.device
     checkpoint: Checkpoint | None = None  # the files that its weights, which are missing, are to be read from
     place: Callable[[str], str] | None = None  # returns the file of a weight that was read, by its name
-    share: ModelShare | None = (
-        None  # the part of the model that this one of several workers has; ``model`` is that part
-    )
+    share: ModelShare | None = None  # of several workers, how ``model`` is this one's part of the whole
 
     def read(self, name: str) -> Codes | torch.Tensor:
         """Return a weight of the checkpoint as it is stored; as ``Checkpoint.linear``."""

@@ -118,11 +118,11 @@ class PinnedMemory:
 
     def empty_like(self, source: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape and type of ``source``, not initialised."""
-        chunk, first = self._take(-(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES)
+        num_bytes = -(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        chunk, first = self._take(num_bytes)
         part = self._chunks[chunk][first : first + source.nbytes]
-        last = first + -(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         # A tensor keeps the array that it was made of, and so do its views.
-        weakref.finalize(part, self._freed.append, (chunk, first, last)).atexit = False
+        weakref.finalize(part, self._freed.append, (chunk, first, first + num_bytes)).atexit = False
         return torch.from_numpy(part).view(source.dtype).view(source.shape)
 
     def _take(self, num_bytes: int) -> tuple[int, int]:
