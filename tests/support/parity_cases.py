@@ -107,6 +107,8 @@ _LATENT = {
     "topk_group": 1,
 }
 
+_GEMMA = _COMMON | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16}
+
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -133,27 +135,14 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
     "qwen2": Qwen2Config(**_COMMON),
     "qwen3": Qwen3Config(**_COMMON, head_dim=24),
     "mistral": MistralConfig(**_COMMON, sliding_window=24, head_dim=16),
-    "gemma3": Gemma3TextConfig(
-        **_COMMON,
-        head_dim=16,
-        sliding_window=20,
-        query_pre_attn_scalar=16,
-        layer_types=["sliding_attention"] * 2 + ["full_attention"],
-    ),
+    "gemma3": Gemma3TextConfig(**_GEMMA, layer_types=["sliding_attention"] * 2 + ["full_attention"]),
     "phi3": Phi3Config(**_COMMON),
     "mixtral": MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
 }
 """The seven architectures that the project promises."""
 
 FURTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
-    "gemma2": Gemma2Config(
-        **_COMMON,
-        head_dim=16,
-        sliding_window=20,
-        query_pre_attn_scalar=16,
-        attn_logit_softcapping=5.0,
-        final_logit_softcapping=8.0,
-    ),
+    "gemma2": Gemma2Config(**_GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
     "granite": GraniteConfig(**_COMMON, logits_scaling=2.0, embedding_multiplier=3.0, residual_multiplier=0.5),
     "olmo2": Olmo2Config(**_COMMON),
     "qwen3_moe": Qwen3MoeConfig(**_COMMON, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
@@ -188,7 +177,7 @@ OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
         tie_word_embeddings=False,
     ),
     "gemma3_vision": Gemma3Config(
-        text_config=Gemma3TextConfig(**_COMMON, head_dim=16, sliding_window=20, query_pre_attn_scalar=16),
+        text_config=Gemma3TextConfig(**_GEMMA),
         vision_config=SiglipVisionConfig(**_VISION),
         mm_tokens_per_image=4,
     ),
@@ -196,33 +185,25 @@ OTHER_ARCHITECTURES: dict[str, PreTrainedConfig] = {
 """Architectures whose attention, or whose way to it, is another: sinks, values of another size than keys, layers that
 hand down no keywords or attend by themselves, a decoder inside the model, vision beside it."""
 
-_HYBRID: dict[str, Any] = _COMMON | {"head_dim": 16}
+_MAMBA = _COMMON | {"mamba_n_groups": 2, "mamba_d_state": 12, "mamba_chunk_size": 8}
+
 HYBRIDS: dict[str, PreTrainedConfig] = {
     "lfm2": Lfm2Config(**_COMMON, layer_types=["conv", "conv", "full_attention"], block_auto_adjust_ff_dim=False),
     "falcon_h1": FalconH1Config(
-        **_HYBRID,
+        **_MAMBA,
+        head_dim=16,
         mamba_d_ssm=48,
         mamba_n_heads=6,
         mamba_d_head=8,
-        mamba_n_groups=2,
-        mamba_d_state=12,
         mamba_d_conv=4,
-        mamba_chunk_size=8,
         mamba_rms_norm=False,
         ssm_multipliers=[0.5, 0.7, 0.9, 0.8, 0.6],
         ssm_in_multiplier=0.8,
     ),
-    "bamba": BambaConfig(
-        **_COMMON,
-        attn_layer_indices=[2],
-        mamba_n_heads=8,
-        mamba_d_head=16,
-        mamba_n_groups=2,
-        mamba_d_state=12,
-        mamba_chunk_size=8,
-    ),
+    "bamba": BambaConfig(**_MAMBA, attn_layer_indices=[2], mamba_n_heads=8, mamba_d_head=16),
     "qwen3_next": Qwen3NextConfig(
-        **_HYBRID,
+        **_COMMON,
+        head_dim=16,
         layer_types=["linear_attention", "linear_attention", "full_attention"],
         linear_num_key_heads=2,
         linear_num_value_heads=4,
