@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
-from manylora.core.plan import AdapterLoad, PlannedSequence, StepPlan
+from manylora.core.plan import PlannedSequence, StepPlan
 from manylora.core.ports import EngineParts
 from manylora.core.types import SamplingParams, Tier
 from manylora.demo import demo_adapters
@@ -47,6 +47,7 @@ from manylora.serving.server import BackgroundServer, LoraModule
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
 from disturbed import answers, leave_alone, replicas_of
+from live_executor import finish, load
 from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, run_oracle
 from shared_model import build_shared, build_workers, join
 
@@ -113,13 +114,13 @@ def measure_divided(folder: Path) -> list[dict[str, Any]]:
         sizes = _sizes(shared, folder)
         version = shared.reader.read("adapter", str(folder / "adapter"))
         pages = tuple(range(300, 300 + version.num_pages))
-        _finish(shared, shared.executor.load_adapter(AdapterLoad(version=version, tier=Tier.DEVICE, pages=pages), 0.0))
+        assert load(shared, version, Tier.DEVICE, pages) is None
         counted = {}
         for name, key in (("base", None), ("adapters", version.key)):
             for group in groups:
                 group.calls.clear()
                 group.num_bytes.clear()
-            _finish(shared, shared.executor.launch(StepPlan(step_id=1, sequences=_decode(key)), 0.0))
+            finish(shared.executor.launch(StepPlan(step_id=1, sequences=_decode(key)), 0.0))
             counted[name] = [(dict(group.calls), dict(group.num_bytes)) for group in groups]
         shared.close()
         assert all(one == counted["adapters"][0] for one in counted["adapters"])
@@ -158,11 +159,6 @@ def _decode(key: Any) -> tuple[PlannedSequence, ...]:
         )
         for row in range(ROWS)
     )
-
-
-def _finish(parts: EngineParts, work: Any) -> None:
-    while work.poll(0.0) is None:
-        time.sleep(0.001)
 
 
 # -- lost workers -----------------------------------------------------------------------------------------------------
