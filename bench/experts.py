@@ -15,18 +15,14 @@ Writes `bench/results/experts.json` and `.md`.
 from __future__ import annotations
 
 import itertools
-import os
-import time
 from typing import Any
 
-import numpy as np
 import torch
-from kernels_cpu import FLOORS, Case, against_floor, floor_cases
+from kernels_cpu import Case, against_floor, floor_cases, summarise, time_calls
 from publishing import arguments, publish, table
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from manylora.core.adapters.layout import lay_out
-from manylora.execution.device import describe_machine
 from manylora.execution.lora.batch import LoraBatch, LoraSegment, StepContext
 from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.model.experts import AdaptedExperts
@@ -50,15 +46,7 @@ def main() -> None:
     experts = make_experts()
     for dtype, (name, (num_adapters, rows_each)) in itertools.product(("float32", "bfloat16"), STEPS.items()):
         cases |= step_cases(experts, dtype, f"{name}, {dtype}", num_adapters, rows_each)
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    with torch.inference_mode():
-        for number, (name, case) in itertools.product(range(-1, options.rounds), cases.items()):
-            for layer in range(LAYERS):
-                began = time.perf_counter()
-                case.run(layer)
-                if number >= 0:
-                    times[name].append(time.perf_counter() - began)
-    report = summarise(cases, times)
+    report = summarise(cases, time_calls(cases, options.rounds, LAYERS), "python bench/experts.py")
     publish("experts", report, page(report))
 
 
@@ -163,28 +151,6 @@ def step_cases(
     return cases
 
 
-def summarise(cases: dict[str, Case], times: dict[str, list[float]]) -> dict[str, Any]:
-    best = {name: float(np.quantile(samples, 0.1)) for name, samples in times.items()}
-    bytes_per_s = cases["read"].num_bytes / best["read"]
-    operations_per_s = cases["product"].num_operations / best["product"]
-    return {
-        "command": "python bench/experts.py",
-        "machine": f"{describe_machine(torch.device('cpu'))}",
-        "load_average": os.getloadavg()[1],
-        "bytes_per_s": bytes_per_s,
-        "operations_per_s": operations_per_s,
-        "cases": {
-            name: {
-                "seconds": best[name],
-                "floor_s": max(case.num_bytes / bytes_per_s, case.num_operations / operations_per_s),
-                "num_pairs": case.per_step,
-            }
-            for name, case in cases.items()
-            if name not in FLOORS
-        },
-    }
-
-
 def page(report: dict[str, Any]) -> str:
     lines = [
         "# LoRA of experts on a CPU against its floor",
@@ -197,7 +163,7 @@ def page(report: dict[str, Any]) -> str:
         "",
         *table(
             ("what", "pairs of expert and adapter", "time", "floor", "floor / time"),
-            ((name, row["num_pairs"] or "", *against_floor(row, 1e6, 0)) for name, row in report["cases"].items()),
+            ((name, row["count"] or "", *against_floor(row, 1e6, 0)) for name, row in report["kernels"].items()),
         ),
     ]
     return "\n".join(lines)

@@ -52,13 +52,13 @@ class Case:
         run: Does it for a layer.
         num_bytes: Read and written at least.
         num_operations: Multiplications and additions.
-        per_step: Calls in a decoding step; 0 for a call of prompts.
+        count: Calls in a decoding step, 0 for a call of prompts; of experts, their pairs with adapters.
     """
 
     run: Callable[[int], object]
     num_bytes: float
     num_operations: float
-    per_step: int
+    count: int
 
 
 def main() -> None:
@@ -70,16 +70,25 @@ def main() -> None:
     clock = clock_of(options, time.thread_time)
     torch.manual_seed(0)
     cases = {**floor_cases(), **product_cases(), **attention_cases(), **lora_cases()}
+    best = time_calls(cases, options.rounds, LAYERS, clock)
+    report = summarise(cases, best, "python bench/kernels_cpu.py" + " --processor-time" * options.processor_time)
+    report["steps"] = add_up(report["kernels"])
+    publish("kernels_cpu", report, page(report))
+
+
+def time_calls(
+    cases: dict[str, Case], num_rounds: int, num_layers: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Return the best tenth of the calls of each case, in seconds; they take turns, and go round the layers."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     with torch.inference_mode():
-        for number, (name, case) in itertools.product(range(-1, options.rounds), cases.items()):
-            for layer in range(LAYERS):
+        for number, (name, case) in itertools.product(range(-1, num_rounds), cases.items()):
+            for layer in range(num_layers):
                 began = clock()
                 case.run(layer)
                 if number >= 0:
                     times[name].append(clock() - began)
-    report = summarise(cases, times, "python bench/kernels_cpu.py" + " --processor-time" * options.processor_time)
-    publish("kernels_cpu", report, page(report))
+    return {name: float(np.quantile(samples, 0.1)) for name, samples in times.items()}
 
 
 FLOORS = ("read", "product")
@@ -201,8 +210,7 @@ def lora_case(base: BaseShape, dtype: str, ranks: list[int], rows_each: int, per
     return Case(run, size * num_weights + 4.0 * activations, 2 * num_weights * rows_each, per_step)
 
 
-def summarise(cases: dict[str, Case], times: dict[str, list[float]], command: str) -> dict[str, Any]:
-    best = {name: float(np.quantile(samples, 0.1)) for name, samples in times.items()}
+def summarise(cases: dict[str, Case], best: dict[str, float], command: str) -> dict[str, Any]:
     bytes_per_s = cases["read"].num_bytes / best["read"]
     operations_per_s = cases["product"].num_operations / best["product"]
     rows = {
@@ -211,15 +219,11 @@ def summarise(cases: dict[str, Case], times: dict[str, list[float]], command: st
             "floor_s": max(case.num_bytes / bytes_per_s, case.num_operations / operations_per_s),
             "bytes_per_s": case.num_bytes / best[name],
             "operations_per_s": case.num_operations / best[name],
-            "per_step": case.per_step,
+            "count": case.count,
         }
         for name, case in cases.items()
         if name not in FLOORS
     }
-    steps = {}
-    for what, unwanted in (("base", "LoRA"), ("float32", "bfloat16"), ("bfloat16", "float32")):
-        parts = [row for name, row in rows.items() if unwanted not in name]
-        steps[what] = {key: sum(row["per_step"] * row[key] for row in parts) for key in ("seconds", "floor_s")}
     return {
         "command": command,
         "machine": f"{describe_machine(torch.device('cpu'))}",
@@ -227,8 +231,15 @@ def summarise(cases: dict[str, Case], times: dict[str, list[float]], command: st
         "bytes_per_s": bytes_per_s,
         "operations_per_s": operations_per_s,
         "kernels": rows,
-        "steps": steps,
     }
+
+
+def add_up(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    steps = {}
+    for what, unwanted in (("base", "LoRA"), ("float32", "bfloat16"), ("bfloat16", "float32")):
+        parts = [row for name, row in rows.items() if unwanted not in name]
+        steps[what] = {key: sum(row["count"] * row[key] for row in parts) for key in ("seconds", "floor_s")}
+    return steps
 
 
 def against_floor(row: dict[str, float], unit: float, digits: int) -> tuple[str, str, str]:

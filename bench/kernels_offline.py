@@ -12,7 +12,6 @@ It writes `results/kernels_offline.md`. `tests/execution/kernels/test_triton_com
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -32,7 +31,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import numpy as np
 import torch
 import triton
-from publishing import publish, table
+from publishing import arguments, publish, table
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -340,7 +339,7 @@ def report(kernels: Sequence[Compiled]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--sites", help="names of places, divided by semicolons; all by default")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each kernel, and write nothing")
