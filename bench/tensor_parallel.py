@@ -220,12 +220,13 @@ def measure_lost(
 
 
 def page(figures: dict[str, Any]) -> str:
-    sizes = figures["divided"]
+    sizes, about = figures["divided"], figures["machine"]
     whole = sizes[0]
     lines = [
         "# One model over several workers",
         "",
-        f"`python bench/tensor_parallel.py` on {figures['machine']}; gloo over the loopback interface.",
+        f"`python bench/tensor_parallel.py` on {about['cores']} cores of {about['cpu']}; "
+        "gloo over the loopback interface.",
         "",
         "## Right",
         "",
