@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_executor import BLOCK, executor_of, load, run, sequence
+from live_executor import BLOCK, KERNELS, executor_of, load, load_all, run, sequence
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from triton_cases import DEVICE, DTYPES
@@ -43,11 +43,6 @@ RANKS = {"one": 3, "two": 20, "three": 8}
 """Ranks of the adapters; the first fills no tile, the second two."""
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
-KERNELS = {
-    "torch": {"lora_kernel": "grouped", "attention_kernel": "torch", "decode_graphs": "off"},
-    "triton": {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "off"},
-    "graphs": {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "on"},
-}
 
 
 def save(path: Path, family: str, dtype: str) -> None:
@@ -79,14 +74,8 @@ def build(path: Path, kernels: str, dtype: str) -> EngineParts:
     return build_parts(config, WallClock())
 
 
-def load_all(parts: EngineParts, path: Path) -> dict[str, AdapterVersion]:
-    versions, first = {}, 40
-    for name in RANKS:
-        version = versions[name] = parts.reader.read(name, str(path / name))
-        assert load(parts, version, Tier.DEVICE, tuple(range(first, first + version.num_pages))[::-1]) is None
-        first += version.num_pages
-    assert first <= parts.num_pages
-    return versions
+def load_ranks(parts: EngineParts, path: Path) -> dict[str, AdapterVersion]:
+    return load_all(parts, {name: path / name for name in RANKS})
 
 
 TOKENS = [[(7 * i + 5 * s + 1) % 100 for i in range(24)] for s in range(4)]
@@ -124,7 +113,7 @@ def test_graphs_and_launches_give_the_logits_of_torch(family: str, dtype: str, t
     for kernels in KERNELS:
         parts = build(tmp_path, kernels, dtype)
         try:
-            versions = load_all(parts, tmp_path)
+            versions = load_ranks(parts, tmp_path)
             found[kernels] = logits_of(parts, versions)
             if kernels == "graphs" and family == "llama":  # every shape is captured by now: these are replays
                 for again, first in zip(logits_of(parts, versions), found[kernels], strict=True):
@@ -143,7 +132,7 @@ def test_tokens_beside_loads_and_evictions_are_those_of_a_quiet_engine(num_round
     save(tmp_path, "llama", "float32")
     parts = build(tmp_path, "graphs", "float32")
     try:
-        versions = load_all(parts, tmp_path)
+        versions = load_ranks(parts, tmp_path)
         quiet = logits_of(parts, versions)
         last, is_done = versions["three"], threading.Event()
         pages = tuple(range(95, 95 - last.num_pages, -1))

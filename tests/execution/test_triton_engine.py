@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_executor import BLOCK, executor_of, folders, load, run, sequence
+from live_executor import BLOCK, KERNELS, executor_of, folders, load_all, run, sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.ports import EngineParts
-from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.attention.call import choose_attention
 from manylora.execution.build import build_parts
 from manylora.execution.device import DeviceOps
@@ -25,13 +24,6 @@ from manylora.execution.step_graphs import batch_buckets, token_buckets
 pytest.importorskip("triton")
 
 __all__ = ["folders"]
-
-
-KERNELS = {
-    "torch": {"lora_kernel": "grouped", "attention_kernel": "torch"},
-    "triton": {"lora_kernel": "ragged", "attention_kernel": "triton"},
-    "graphs": {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "on"},
-}
 
 
 def build(folders: dict[str, Path], kernels: str) -> EngineParts:
@@ -45,14 +37,8 @@ def build(folders: dict[str, Path], kernels: str) -> EngineParts:
 
 def serve(parts: EngineParts, folders: dict[str, Path]) -> list[torch.Tensor]:
     """Run a mixed prompt step, then decode: the base alone, then with one adapter, then with two."""
-    versions: list[AdapterVersion] = []
-    first = 40
-    for name in ("one", "two"):
-        version = parts.reader.read(name, str(folders[name]))
-        assert load(parts, version, Tier.DEVICE, tuple(range(first, first + version.num_pages))[::-1]) is None
-        first += version.num_pages
-        versions.append(version)
-    keys = [None, versions[0].key, versions[1].key]
+    versions = load_all(parts, {name: folders[name] for name in ("one", "two")})
+    keys = [None, *(version.key for version in versions.values())]
     tokens = [[(7 * i + 5 * s) % 100 for i in range(6 + s)] for s in range(3)]
     logits = [run(parts, *(sequence(tokens[s], 0, len(tokens[s]), 8 * s, keys[s], seq_id=s) for s in range(3)))]
     last = [row.argmax() for row in logits[0]]

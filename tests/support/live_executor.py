@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,13 @@ from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
 
 BLOCK = 4
+
+KERNELS = {
+    "torch": {"lora_kernel": "grouped", "attention_kernel": "torch", "decode_graphs": "off"},
+    "triton": {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "off"},
+    "graphs": {"lora_kernel": "ragged", "attention_kernel": "triton", "decode_graphs": "on"},
+}
+"""Options of a model by the kernels that its steps run on."""
 
 
 @pytest.fixture(scope="module")
@@ -124,5 +131,17 @@ def load(parts: EngineParts, version: AdapterVersion, tier: Tier, pages: tuple[i
     return result.error  # type: ignore[attr-defined,no-any-return]
 
 
-def pages_for(version: AdapterVersion) -> tuple[int, ...]:
-    return tuple(range(40, 40 + version.num_pages))[::-1]
+def load_all(parts: EngineParts, folders: Mapping[str, Path]) -> dict[str, AdapterVersion]:
+    """Load adapters to the pages from 40 on; return their versions by name."""
+    versions: dict[str, AdapterVersion] = {}
+    first = 40
+    for name, folder in folders.items():
+        version = versions[name] = parts.reader.read(name, str(folder))
+        assert load(parts, version, Tier.DEVICE, pages_for(version, first)) is None
+        first += version.num_pages
+    assert first <= parts.num_pages
+    return versions
+
+
+def pages_for(version: AdapterVersion, first: int = 40) -> tuple[int, ...]:
+    return tuple(range(first, first + version.num_pages))[::-1]
