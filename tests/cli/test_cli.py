@@ -488,6 +488,11 @@ def test_help_explains_every_option() -> None:
         assert result.exit_code == 0
 
 
+def test_help_shows_the_model_of_a_server_first_and_tenants_after_http() -> None:
+    text = CliRunner().invoke(app, ["serve", "--help"]).stdout
+    assert text.index("─ Model ─") < text.index("─ HTTP ─") < text.index("─ Tenants ─")
+
+
 def test_version() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert result.stdout.strip() == metadata.version("manylora")

@@ -47,7 +47,7 @@ _FLAGS = flags_of(
     *options_of(ROUTERS).values(),
     *(EngineConfig, FleetConfig, PublishConfig, ServerConfig, WebConfig, TlsConfig, TraceConfig),
 )
-_PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Debugging", "Simulation")
+_PANELS = ("Model", "Adapters", "Scheduling", "Memory", "Replicas", "HTTP", "Tenants", "Debugging", "Simulation")
 
 
 class ServeCommand(TyperCommand):
