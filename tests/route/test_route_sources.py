@@ -333,3 +333,22 @@ def test_ready_pods_are_backends_through_every_trouble_of_a_watch(
 
     with caplog.at_level(logging.INFO):
         run(test)
+
+
+def test_a_client_that_leaves_while_it_sends_a_backend_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def test() -> None:
+        async with servers(FakeServer()) as (url,), routing(url, admin_key="admin") as (proxy, _):
+            scope = {"type": "http", "method": "POST", "path": "/backends", "scheme": "http", "query_string": b""}
+            headers = [(b"authorization", b"Bearer admin"), (b"content-length", b"100")]
+            await proxy._app({**scope, "headers": headers, "client": ("127.0.0.1", 1)}, gone, send)
+
+    run(test)
+    assert sent[0]["status"] == 400 and "bug" not in caplog.text

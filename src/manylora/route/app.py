@@ -28,6 +28,7 @@ from manylora.route.metrics import ProxyMetrics
 from manylora.serving.http.auth import Gate, without_foreign_pages
 from manylora.serving.http.errors import HttpError, error_response, on_error, on_http_exception
 from manylora.serving.http.page import LivePage, PageAction
+from manylora.serving.http.room import short_body
 
 __all__ = ["PASSED_ON", "RouterRoutes", "make_app"]
 
@@ -251,11 +252,7 @@ def _status_of(backend: Backend, now: float) -> dict[str, Any]:
 
 
 async def _body(request: Request, kind: type[BodyT]) -> BodyT:
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise HttpError(413, f"The body is larger than {MAX_BODY_BYTES} bytes.")
+    body = await short_body(request, MAX_BODY_BYTES)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -48,6 +48,7 @@ from manylora.serving.http.connections import ConnectionBounds
 from manylora.serving.http.errors import HttpError
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
+from manylora.serving.http.room import short_body
 from manylora.serving.http.tls import ServerTls
 
 __all__ = ["LEDGER", "ControllerServer", "bind_guarded", "exit_code_of", "make_app", "member_of", "run_controller"]
@@ -144,15 +145,9 @@ async def _health(request: Request) -> Response:
 
 
 async def _body(request: Request, kind: type[T], max_bytes: int) -> T:
-    body = bytearray()
+    body = await short_body(request, max_bytes)
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
-                raise HttpError(413, f"Got a body of more than {max_bytes} bytes")
         return msgspec.json.decode(body, type=kind)
-    except ClientDisconnect:
-        raise HttpError(400, "The body ended early") from None
     except (msgspec.MsgspecError, RecursionError) as error:  # its message names the field
         raise HttpError(400, f"Got a wrong body: {error}") from None
 

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from starlette.requests import ClientDisconnect, Request
+
 from manylora.core.config import SchedulerConfig
 from manylora.core.errors import CapacityError
 from manylora.serving.http.errors import HttpError
@@ -36,6 +38,7 @@ __all__ = [
     "WaitingAnswers",
     "default_body_bytes",
     "room_of_engine",
+    "short_body",
 ]
 
 MAX_BODIES_BYTES = 256 << 20
@@ -61,6 +64,23 @@ def default_body_bytes(max_model_len: int) -> int:
 def room_of_engine(scheduler: SchedulerConfig) -> int:
     """Return the most answers of one caller on an engine: all that run, and half of those that wait."""
     return scheduler.max_num_seqs + scheduler.max_waiting // 2
+
+
+async def short_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body of a request that needs no room, because few bytes are enough for it.
+
+    Raises:
+        HttpError: 413, it is longer; 400, the client has gone.
+    """
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+    except ClientDisconnect:
+        raise HttpError(400, "The body ended early") from None
+    return bytes(body)
 
 
 class _Counts(Counter[str]):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -27,6 +27,7 @@ from manylora.serving.http.auth import IS_ADMIN, Gate
 from manylora.serving.http.errors import HttpError
 from manylora.serving.http.page.session import IDLE_S, PageSessions
 from manylora.serving.http.page.viewers import Viewers
+from manylora.serving.http.room import short_body
 
 __all__ = ["LivePage", "PageAction"]
 
@@ -187,14 +188,7 @@ async def _key_of(request: Request) -> str:
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "Expected the media type application/json")
-    body = b""
-    try:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_KEY_BYTES:
-                raise HttpError(413, f"The body is larger than {MAX_KEY_BYTES} bytes", headers={"Connection": "close"})
-    except ClientDisconnect:
-        raise HttpError(400, "The body ended early") from None
+    body = await short_body(request, MAX_KEY_BYTES)
     try:
         return msgspec.json.decode(body, type=SignInBody).key.strip()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # its text may have the key
