@@ -26,7 +26,7 @@ from time import monotonic
 import msgspec
 
 from manylora.core.routing import ReplicaView
-from manylora.route.config import ProxyConfig
+from manylora.route.config import ProxyConfig, is_key
 from manylora.route.report import BackendMetrics, Card, ServerKind
 from manylora.route.times import ReportedTimes
 from manylora.route.upstream.address import Address, request_head
@@ -221,7 +221,7 @@ class Backend:
         except (OSError, ValueError) as error:
             logger.warning("backend_key_unreadable url=%s error=%s", self.url, type(error).__name__)
             return
-        if key is not None and (not key or not key.isascii() or not key.isprintable()):
+        if key is not None and not is_key(key):
             logger.warning("backend_key_unusable url=%s", self.url)
             return
         self.authorization = None if key is None else b"Bearer " + key.encode()

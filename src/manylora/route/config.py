@@ -12,7 +12,7 @@ from manylora.core.options import check_options, option
 from manylora.core.routing.policies import DEFAULT_ROUTER
 from manylora.core.server_config import TlsConfig, TraceConfig
 
-__all__ = ["ProxyConfig"]
+__all__ = ["ProxyConfig", "is_key"]
 
 _backends, _routing, _health, _http, _tenants = (
     partial(option, panel=name) for name in ("Backends", "Routing", "Health", "HTTP", "Tenants")
@@ -178,5 +178,10 @@ class ProxyConfig:
             raise ConfigError(f"Got api_keys = {self.api_keys!r}, expected keys that are not empty")
         for name in ("admin_key", "backend_key", "metrics_key", "router_key"):
             key = getattr(self, name)
-            if key is not None and (not key or not key.isascii() or not key.isprintable()):
+            if key is not None and not is_key(key):
                 raise ConfigError(f"Got {name} = {key!r}, expected printable ASCII that is not empty")
+
+
+def is_key(text: str) -> bool:
+    """Whether a text can be sent as a key: printable ASCII that is not empty."""
+    return bool(text) and text.isascii() and text.isprintable()

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from manylora.core.errors import ConfigError
+from manylora.route.config import is_key
 from manylora.route.upstream.address import Address, parse_backend
 
 __all__ = ["Pods", "Resolve", "Sources", "parse_source", "resolve"]
@@ -113,7 +114,7 @@ class Sources:
         if isinstance(address, Pods) or address.is_name_of_many or address.key_from:  # a file would be sent there
             raise ConfigError(f"Got backend = {text.partition('#')[0]!r}, expected the URL of one server and no more")
         if key is not None:
-            if not key or not key.isascii() or not key.isprintable():
+            if not is_key(key):
                 raise ConfigError("Got a key that is not printable ASCII, or empty")
             address = replace(address, key_from=f"key:{key}")
         self._added[address.url] = address
