@@ -178,10 +178,8 @@ class Choice:
             num_own: Requests of this router that were there when it was asked.
             metrics: Its report; ``None`` for none, which halves the correction.
         """
-        view = member.view
-        if metrics is None:
-            report, num_foreign = ReplicaReport(), view.num_foreign // 2
-        else:
+        view, report, num_reported = member.view, ReplicaReport(), None
+        if metrics is not None:
             report = ReplicaReport(
                 resident=metrics.on_device,
                 num_queued=metrics.num_waiting,
@@ -190,11 +188,10 @@ class Choice:
                 num_answers=metrics.num_answers,
                 num_answer_tokens=metrics.num_answer_tokens,
             )
-            reported = metrics.num_requests
-            num_foreign = view.num_foreign // 2 if reported is None else max(0, reported - num_own)
+            num_reported = metrics.num_requests
             self._answers.count(view, report)
+        view.num_foreign = view.num_foreign // 2 if num_reported is None else max(0, num_reported - num_own)
         view.learn(report)
-        view.num_foreign, view.load_then = num_foreign, view.num_requests + num_foreign
         for one in self._views:
             one.guess(report.steps, self._answers.mean)
 
