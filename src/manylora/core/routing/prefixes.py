@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -63,24 +64,24 @@ def text_blocks(model: str, salt: bytes, beginning: bytes, num_bytes: int, num_t
         num_bytes: Its whole length.
         num_tokens: Its length in tokens.
     """
-    hashes, chained = [], hash((model, salt))
-    for place in range(1, bisect_right(EDGES, len(beginning))):
-        chained = hash((chained, beginning[EDGES[place - 1] : EDGES[place]]))
-        hashes.append(chained)
-    return PromptBlocks(hashes, num_tokens / max(1, num_bytes), num_tokens)
+    return PromptBlocks(_hashes((model, salt), beginning, EDGES), num_tokens / max(1, num_bytes), num_tokens)
 
 
 def token_blocks(model: str, salt: str, tokens: tuple[int, ...]) -> PromptBlocks:
     """Return the blocks of a prompt of token ids."""
-    hashes, chained, num_tokens = [], hash((model, salt)), len(tokens)
-    for place in range(1, bisect_right(TOKEN_EDGES, num_tokens)):
-        chained = hash((chained, tokens[TOKEN_EDGES[place - 1] : TOKEN_EDGES[place]]))
+    return PromptBlocks(_hashes((model, salt), tokens, TOKEN_EDGES), 1 / BYTES_PER_TOKEN, len(tokens))
+
+
+def _hashes(root: tuple[str, str | bytes], content: bytes | tuple[int, ...], edges: Seq[int]) -> list[int]:
+    hashes, chained = [], hash(root)
+    for place in range(1, bisect_right(edges, len(content))):
+        chained = hash((chained, content[edges[place - 1] : edges[place]]))
         hashes.append(chained)
-    return PromptBlocks(hashes, 1 / BYTES_PER_TOKEN, num_tokens)
+    return hashes
 
 
 class _ReplicaBlocks:
-    """The blocks of block replica in order of use, and their bytes; ``bit`` stands for it among holders of a block."""
+    """The blocks of one replica in order of use, and their bytes; ``bit`` stands for it among holders of a block."""
 
     __slots__ = ("bit", "blocks", "num_bytes", "view")
 
