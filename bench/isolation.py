@@ -25,7 +25,6 @@ import hashlib
 import http.client
 import json
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from fleet_rig import free_port
 from numpy.typing import NDArray
 from publishing import arguments, publish, table
 from scipy.optimize import minimize
@@ -141,10 +141,7 @@ def serving(folder: Path) -> Iterator[Place]:
             "note": str(index),
         }
         (folder / "adapters" / name / "adapter_config.json").write_text(json.dumps(settings))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = folder / "log"
+    port, log = free_port(), folder / "log"
     with registry() as url, log.open("wb") as file:
         command = [sys.executable, "-m", "manylora", "serve", str(demo_model_path()), "--served-model-name", "demo"]
         command += ["--simulate", "h100:llama-3-8b", "--port", str(port), "--tenants", str(folder / "tenants.toml")]

@@ -18,9 +18,6 @@ import contextlib
 import hashlib
 import json
 import random
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -31,6 +28,7 @@ from typing import Any
 import httpx
 import numpy as np
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from route import started
 
 from manylora.demo import demo_model_path
 from manylora.lab.bench.rounds import Ratio, in_turns, machine, ratio_by_round
@@ -67,28 +65,14 @@ async def serving(folder: Path, policy: str) -> AsyncIterator[httpx.AsyncClient]
         (folder / "adapters" / name).mkdir(parents=True, exist_ok=True)
         settings = {"peft_type": "LORA", "r": 16, "target_modules": ["q_proj", "v_proj"], "note": name}
         (folder / "adapters" / name / "adapter_config.json").write_text(json.dumps(settings))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "manylora", "serve", str(demo_model_path()), "--served-model-name", "demo"]
-    command += ["--simulate", "h100:llama-3-8b", "--port", str(port), "--policy", policy, "--no-prefix-caching"]
+    command = ["serve", str(demo_model_path()), "--served-model-name", "demo"]
+    command += ["--simulate", "h100:llama-3-8b", "--policy", policy, "--no-prefix-caching"]
     command += ["--tenants", str(folder / "tenants.toml"), "--lora-dir", str(folder / "adapters")]
     command += ["--max-num-seqs", str(SEATS), "--max-num-batched-tokens", "2048"]
-    with (folder / f"log-{policy}").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
     limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, limits=limits) as client:
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline and process.poll() is None:
-                with contextlib.suppress(httpx.TransportError):
-                    if (await client.get("/health")).status_code == 200:
-                        break
-                await asyncio.sleep(0.1)
+    with started(command) as (url,):
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
             yield client
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 async def ask(client: httpx.AsyncClient, tenant: str, rng: random.Random, seen: Seen, *, counts: bool) -> None:
