@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from live import VOCABULARY
 from publishing import Others, arguments, publish, reason_to_refuse, table
 from route import started
 
@@ -80,7 +81,7 @@ async def ask(client: httpx.AsyncClient, tenant: str, rng: random.Random, seen: 
     num_tokens = rng.randrange(*ANSWER)
     body = {
         "model": tenant,
-        "prompt": [rng.randrange(10, 250) for _ in range(rng.randrange(*PROMPT))],
+        "prompt": [rng.randrange(10, VOCABULARY) for _ in range(rng.randrange(*PROMPT))],
         "max_tokens": num_tokens,
         "ignore_eos": True,
         "stream": tenant == "light",
