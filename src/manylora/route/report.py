@@ -23,14 +23,12 @@ MAX_NAME = 512
 
 _PREFIXES = (b"vllm:", b"sglang:", b"manylora:lora_adapter_loaded")
 ANSWERS = (b"vllm:request_success_total", b"sglang:num_requests_total")
-PROMPT_TOKENS = b"vllm:prompt_tokens_total"
 ANSWER_TOKENS = (b"vllm:generation_tokens_total", b"sglang:generation_tokens_total")
 _NAME = re.compile(rb"[a-z:_]{1,64}")
 _LABEL = re.compile(rb'([a-z_]{1,64})="((?:[^"\\\n]|\\.)*)",?')
 
 RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
 WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
-TOKENS = (b"vllm:generation_tokens_total", b"vllm:prompt_tokens_total", b"sglang:generation_tokens_total")
 KV_USAGE = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 SUMS = {
     b"vllm:inter_token_latency_seconds_sum": "gaps_s",
@@ -41,6 +39,7 @@ SUMS = {
     b"sglang:inter_token_latency_seconds_count": "num_gaps",
     b"vllm:request_prefill_time_seconds_sum": "prefills_s",
     b"vllm:request_prefill_time_seconds_count": "num_prefills",
+    b"vllm:prompt_tokens_total": "num_prompt_tokens",
     b"vllm:prefix_cache_hits_total": "num_cached_tokens",
 }
 """Totals of which the router takes the growth between two polls; one that comes under two names counts twice."""
@@ -69,7 +68,6 @@ class BackendMetrics:
         on_device: Adapters on the device.
         in_use: Adapters with requests running or waiting, by the latest ``lora_requests_info``.
         ranks: Rank by adapter, where reported.
-        num_tokens: Tokens so far; their growth is a sign of life. 0 where they are not reported.
         num_answers: Requests that have ended, so far.
         num_answer_tokens: Tokens of answers, so far.
         gaps_s: Times between tokens, added up, in seconds.
@@ -86,7 +84,6 @@ class BackendMetrics:
     on_device: set[str] | None = None
     in_use: frozenset[str] = frozenset()
     ranks: dict[str, int] = field(default_factory=dict)
-    num_tokens: float = 0.0
     num_answers: int = 0
     num_answer_tokens: int = 0
     gaps_s: float = 0.0
@@ -95,6 +92,11 @@ class BackendMetrics:
     num_prefills: float = 0.0
     num_prompt_tokens: float = 0.0
     num_cached_tokens: float = 0.0
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens so far; their growth is a sign of life. 0 where they are not reported."""
+        return self.num_prompt_tokens + self.num_answer_tokens
 
     @property
     def num_requests(self) -> int | None:
@@ -136,12 +138,8 @@ class MetricsReader:
             metrics.num_running = _plus(metrics.num_running, _value(line))
         elif name in WAITING:
             metrics.num_waiting = _plus(metrics.num_waiting, _value(line))
-        elif name in TOKENS:
-            metrics.num_tokens += _value(line) or 0.0
-            if name == PROMPT_TOKENS:
-                metrics.num_prompt_tokens += _value(line) or 0.0
-            if name in ANSWER_TOKENS:
-                metrics.num_answer_tokens = _total(metrics.num_answer_tokens, _value(line))
+        elif name in ANSWER_TOKENS:
+            metrics.num_answer_tokens = _total(metrics.num_answer_tokens, _value(line))
         elif name in SUMS:
             setattr(metrics, SUMS[name], getattr(metrics, SUMS[name]) + (_value(line) or 0.0))
         elif name in ANSWERS:
