@@ -397,6 +397,33 @@ def test_a_tenant_with_a_claim_has_more_than_its_share_of_the_seats_and_nobody_t
     assert len(waited) == 9 and max(waited.values()) < 0.2, "a step or two"
 
 
+def test_the_sequence_with_the_fewest_tokens_gives_up_its_place():
+    made = fair(max_num_seqs=3)
+    flood = [sequence(index, tenant="flood") for index in range(6)]
+    for one in flood:
+        made.add(one, 0.0)
+    order_of(made, 3)
+    for one, num_computed in zip(flood, (9, 5, 7), strict=False):
+        one.num_computed = num_computed
+    made.add(sequence(6, tenant="light"), 1.0)
+    assert made.squash(1.0) == [flood[1]]
+
+
+@pytest.mark.parametrize(("num_before", "num_squashed"), [(0, 0), (40, 1)])
+def test_a_tenant_that_is_owed_takes_a_seat_of_one_that_is_not_beyond_its_share(num_before, num_squashed):
+    made = fair(max_num_seqs=5, fair_burst_s=100.0)
+    for index in range(num_before):
+        one = sequence(100 + index, num_prompt=100, tenant="flood")
+        made.add(one, 0.0)
+        order_of(made, 1)
+        made.finish(one, 0.0)
+    for index in range(5):
+        made.add(sequence(index, tenant=("flood", "light")[index % 2]), 1.0)
+    assert Counter(order_of(made, 5, 1.0)) == {"flood": 3, "light": 2}
+    made.add(sequence(5, tenant="light"), 1.0)
+    assert [one.request.tenant for one in made.squash(1.0)] == ["flood"] * num_squashed
+
+
 def test_tenants_with_a_claim_take_turns():
     """Of two that are behind a flood, the one that came first goes first, also if it was served before."""
     made = fair(fair_burst_s=100.0)
