@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in four calls of less than nine and a half minutes each; see `gpu.sh`.
 
-    python bench/gpu.py --call RIGHT|SPEED|WHERE|LOADS [--out DIR] [--minutes 9] [--sections ...] [--cpu-smoke]
+    python bench/gpu.py --call RIGHT|SPEED|WHERE|LOADS [--out DIR] [--minutes 9] [--sections ...] [--cpu-smoke|--quick]
 
 ::
 
@@ -24,7 +24,7 @@
 
 Each section writes its rows at once to `gpu_CALL.json` and `.md`; one that fails leaves its error in its place. The
 last line is the verdict, and the exit status is 1 unless it is good. `--cpu-smoke` walks the same code on a toy model
-in Triton's interpreter: its figures mean nothing.
+in Triton's interpreter, ``--quick`` on two layers of the model on a GPU: their figures mean nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -47,7 +48,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gpu_rig import ALL_LINEAR, DTYPES, LLAMA_3_8B, SMOKE, Engine, Report, Sizes, captured, seconds, wait, wall_seconds
+from gpu_rig import (
+    ALL_LINEAR,
+    DTYPES,
+    LLAMA_3_8B,
+    QUICK,
+    SMOKE,
+    Engine,
+    Report,
+    Sizes,
+    captured,
+    seconds,
+    wait,
+    wall_seconds,
+)
 from gpu_where import Where
 from live import live_arrivals
 
@@ -58,7 +72,7 @@ from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion
 from manylora.execution.attention.call import AttentionCall, Rotation
 from manylora.execution.attention.triton import TritonAttention, TritonAttentionKernel
-from manylora.execution.device import make_device_ops
+from manylora.execution.device import find_device, make_device_ops
 from manylora.execution.fusion.layers import FusedNorm, activate
 from manylora.execution.kernels.linear import BaseLinear
 from manylora.execution.kernels.row_weight import RowWeight, write_rows
@@ -88,18 +102,20 @@ CALLS = {
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests/execution"
-KERNEL_TESTS = (
-    "lora/test_triton_lora.py",
-    "attention/test_triton_attention.py",
-    "kernels/test_row_weight.py",
-    "fusion/test_triton_norm.py",
-    "fusion/test_triton_gate.py",
-    "fusion/test_triton_fused.py",
-    "sampling/test_sampler.py",
-    "assist/test_assist_cuda.py",
-    "model/test_device_memory.py",
-)
-DEVICE_TESTS = ("test_on_device.py",)
+KERNEL_TESTS = {
+    "lora/test_triton_lora.py": 3,
+    "attention/test_triton_attention.py": 4,
+    "kernels/test_row_weight.py": 8,
+    "fusion/test_triton_norm.py": 1,
+    "fusion/test_triton_gate.py": 1,
+    "fusion/test_triton_fused.py": 2,
+    "sampling/test_sampler.py": 3,
+    "assist/test_assist_cuda.py": 1,
+    "model/test_device_memory.py": 1,
+}
+"""Files of tests, and the processes that share one's: most of their time is compilation."""
+
+DEVICE_TESTS = {"test_on_device.py": 3}
 
 
 class Bench:
@@ -131,7 +147,9 @@ class Bench:
 
     def kernel_tests(self) -> list[dict[str, Any]]:
         # On a CPU one is enough: all have run by themselves.
-        return self._tests("kernel_tests", KERNEL_TESTS if self.device.type == "cuda" else KERNEL_TESTS[4:5], 300.0)
+        return self._tests(
+            "kernel_tests", KERNEL_TESTS if self.device.type == "cuda" else {"fusion/test_triton_gate.py": 1}, 300.0
+        )
 
     def device_tests(self) -> list[dict[str, Any]]:
         return self._tests("device_tests", DEVICE_TESTS, 150.0)
@@ -144,42 +162,35 @@ class Bench:
         return self._tests("sanitizer", DEVICE_TESTS, 150.0, *options, before=before)
 
     def _tests(
-        self, section: str, files: tuple[str, ...], limit_s: float, *options: str, before: tuple[str, ...] = ()
+        self, section: str, files: dict[str, int], limit_s: float, *options: str, before: tuple[str, ...] = ()
     ) -> list[dict[str, Any]]:
-        """Run tests by file, each in a process: one that crashes takes no other with it."""
-        rows: list[dict[str, Any]] = []
+        """Run tests by file, each in processes of its own and all at once: one that crashes takes no other with it."""
         ends_at = min(self.ends_at, time.monotonic() + limit_s)
-        parallel = ("-n", "8") if find_spec("xdist") and self.device.type == "cuda" and not before else ()
         is_gpu = self.device.type == "cuda"
         environment = {**os.environ, "TRITON_INTERPRET": str(int(not is_gpu)), "ON_DEVICE": self.device.type}
         settings = ("-p", "no:cacheprovider", "--noconftest", "-o", "addopts=", "-o", "filterwarnings=default")
-        for file in files:
-            command = (*before, sys.executable, "-m", "pytest", "-q", *settings, *parallel, *options)
-            left_s = ends_at - time.monotonic()
-            try:
-                done = subprocess.run(
-                    (*command, f"{TESTS}/{file}"),
+        running = {}
+        for file, num in files.items():
+            is_parallel = num > 1 and find_spec("xdist") and is_gpu and not before
+            parallel = ("-n", str(num)) if is_parallel else ()
+            log = self.report.folder / f"{section}_{Path(file).stem}.log"
+            with log.open("w") as output:
+                running[file, log] = subprocess.Popen(
+                    (*before, sys.executable, "-m", "pytest", "-q", *settings, *parallel, *options, f"{TESTS}/{file}"),
                     cwd=ROOT,
                     env=environment,
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                    timeout=max(1.0, left_s),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
+        rows: list[dict[str, Any]] = []
+        for (file, log), process in running.items():
+            try:
+                status = process.wait(max(1.0, ends_at - time.monotonic()))
             except subprocess.TimeoutExpired:
-                rows.append({"file": file, "error": f"not done in the {left_s:.0f} s that were left"})
-                break
-            print(done.stdout[-3000:], flush=True)
-            found = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)
-            counts = {name: int(number) for number, name in found}
-            row: dict[str, Any] = {"file": file, "passed": 0, "failed": 0, "skipped": 0} | counts
-            missing = re.search(r"No module named '?([\w.]+)", done.stdout + done.stderr)
-            if done.returncode == 5 or (missing and not counts.get("failed")):
-                row = {"file": file, "left out": f"{missing[1]} is missing" if missing else "no test was chosen"}
-            elif done.returncode:
-                lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
-                row["error"] = f"exit status {done.returncode}: {' '.join(lines)[:300] or done.stderr[-300:]}"
-            rows.append(row)
+                os.killpg(process.pid, signal.SIGKILL)
+                status = process.wait()
+            rows.append(_test_row(file, log.read_text(), status))
             self.report.put(section, rows)
         return rows
 
@@ -550,6 +561,22 @@ class Bench:
         return _latencies(recorder.records)
 
 
+def _test_row(file: str, output: str, status: int) -> dict[str, Any]:
+    """Return what a file's tests came to, by their output and exit status."""
+    print(output[-3000:], flush=True)
+    counts = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", output)}
+    missing = re.search(r"No module named '?([\w.]+)", output)
+    if status == 5 or (missing and not counts.get("failed")):
+        return {"file": file, "left out": f"{missing[1]} is missing" if missing else "no test was chosen"}
+    row: dict[str, Any] = {"file": file, "passed": 0, "failed": 0, "skipped": 0} | counts
+    if status == -signal.SIGKILL:
+        row["error"] = "not done in time"
+    elif status:
+        lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
+        row["error"] = f"exit status {status}: {' '.join(lines)[:300] or output[-300:]}"
+    return row
+
+
 def _against_floor(batch: int, step_s: float, floor_s: float) -> dict[str, float]:
     times = {"step ms": step_s * 1e3, "tokens/s": batch / step_s}
     return times | {"floor ms": floor_s * 1e3, "floor over step": floor_s / step_s}
@@ -614,14 +641,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="no section starts after this")
     parser.add_argument("--sections", help="some of the call's, divided by commas")
     parser.add_argument("--cpu-smoke", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="two layers and few rounds: does the script work here?")
     options = parser.parse_args()
     if not (options.cpu_smoke or torch.cuda.is_available()):
         raise SystemExit("There is no GPU; --cpu-smoke shows that the script works")
     sections = CALLS[options.call] if options.sections is None else tuple(options.sections.split(","))
     ends_at = time.monotonic() + 60 * options.minutes
-    device = torch.device("cpu" if options.cpu_smoke else "cuda")
+    device = find_device("cpu" if options.cpu_smoke else "cuda")
     report = Report(options.out, options.call)
-    bench = Bench(SMOKE if options.cpu_smoke else LLAMA_3_8B, device, report, ends_at)
+    bench = Bench(SMOKE if options.cpu_smoke else QUICK if options.quick else LLAMA_3_8B, device, report, ends_at)
     # Not inference mode: adapters are copied on threads that are not in it, and could not write to its tensors.
     with torch.no_grad():
         for section in sections:

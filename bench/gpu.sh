@@ -6,6 +6,7 @@
 #     bench/gpu.sh OUT WHERE               where the time of a step goes
 #     bench/gpu.sh OUT LOADS               copies beside steps, CPU assistance, the live engine
 #     bench/gpu.sh OUT CALL --cpu-smoke    the same code on a toy model, interpreted on the CPU: does the script work?
+#     bench/gpu.sh OUT CALL --quick        two layers of the model, on the GPU: its kernels are compiled then
 #
 # On a machine with an NVIDIA GPU, torch, triton and transformers. Each call has a deadline of its own, writes what it has
 # as it comes, and ends with a line that begins with VERDICT; its exit status is 0 only if that is good. What to expect
@@ -16,7 +17,7 @@
 #
 #     pip download --no-deps --only-binary :all: --python-version 3.12 -d bench/wheels msgspec blake3 pytest pluggy iniconfig pygments hypothesis sortedcontainers
 set -uo pipefail
-usage="usage: bench/gpu.sh OUT RIGHT|SPEED|WHERE|LOADS [--cpu-smoke]"
+usage="usage: bench/gpu.sh OUT RIGHT|SPEED|WHERE|LOADS [--cpu-smoke|--quick]"
 out=${1:?$usage}
 call=${2:?$usage}
 mode=${3:-}

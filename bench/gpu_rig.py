@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,15 @@ LLAMA_3_8B = Sizes(
     copy_bytes=1 << 30,
     live_adapters=500,
     live_s=20.0,
+)
+
+QUICK = replace(
+    LLAMA_3_8B,
+    model=LLAMA_3_8B.model | {"num_hidden_layers": 2},
+    rounds=2,
+    num_pages=32768,
+    live_adapters=40,
+    live_s=2.0,
 )
 
 SMOKE = Sizes(

@@ -35,8 +35,8 @@ def test_a_call_walks_its_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """One quick file of tests stands for those of the kernels, which run by themselves."""
     monkeypatch.syspath_prepend(ROOT / "bench")
     gpu = importlib.import_module("gpu")
-    monkeypatch.setattr(gpu, "KERNEL_TESTS", ("kernels/test_widening_ptx.py",) * 5)
-    monkeypatch.setattr(gpu, "DEVICE_TESTS", ("of_no_such_name.py",))
+    monkeypatch.setattr(gpu, "KERNEL_TESTS", {"kernels/test_widening_ptx.py": 1})
+    monkeypatch.setattr(gpu, "DEVICE_TESTS", {"of_no_such_name.py": 1})
     arguments = ["gpu.py", "--call", "RIGHT", "--cpu-smoke", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", [*arguments, "--sections", "kernel_tests,sanitizer"])
     with pytest.raises(SystemExit) as ended:

@@ -16,7 +16,7 @@ from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
 from manylora.execution.storage.tile_tables import GroupDirectory, make_template
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 """The kernels are compiled where there is a GPU, and interpreted elsewhere."""
 
 HALVES = ["float16", "bfloat16"] if DEVICE.type == "cuda" else ["float16"]

@@ -65,11 +65,11 @@ class CudaOps(DeviceOps):
     """CUDA through torch: page-locked memory, asynchronous copies and captured graphs.
 
     Args:
-        device: The GPU; steps run on its current stream.
+        device: The GPU, by number; steps run on its current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device if device.index is not None else torch.device("cuda", torch.cuda.current_device()))
+        super().__init__(device)
         # One pool for all graphs: only one replays at a time, so they may share their intermediate tensors.
         self._graph_pool = torch.cuda.graph_pool_handle()
 
@@ -125,20 +125,22 @@ class CudaOps(DeviceOps):
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device of that name; ``auto`` is the GPU if there is one.
+    """Return the device of that name, a GPU with its number; ``auto`` is the GPU if there is one.
 
     Raises:
         ConfigError: There is no such device.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"Got device = {name!r}, expected auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise ConfigError(f"Got device = {name!r}, but no CUDA device is available")
-    return device
+    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def make_device_ops(device: torch.device) -> DeviceOps:

@@ -71,12 +71,11 @@ class ThreadDriver:
         self.operations.put(lambda: await_word(_words_at(address), 0, value))
         return (Result.CUDA_SUCCESS,)
 
-    def CUhostFn(self, address: int) -> Any:
-        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-
-    def cuLaunchHostFunc(self, stream: int, function: Any, order: int) -> tuple[Any, ...]:
-        self.operations.put(lambda: function(order))
-        return (Result.CUDA_SUCCESS,)
+    def cuLaunchHostFunc(self, stream: ctypes.c_void_p, function: ctypes.c_void_p, order: ctypes.c_void_p) -> int:
+        assert function.value is not None
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)
+        self.operations.put(lambda: call(order))
+        return Result.CUDA_SUCCESS
 
 
 def _words_at(address: int) -> Any:
@@ -88,6 +87,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDriver]:
     monkeypatch.setattr(CudaStream, "handle", 0)
     monkeypatch.setattr(CudaStream, "host_memory", lambda self, size: torch.zeros(size, dtype=torch.uint8))
     driver = ThreadDriver()
+    monkeypatch.setattr(cuda, "_load_library", lambda: driver)
     yield driver
     driver.operations.put(None)
 
@@ -128,7 +128,7 @@ def test_bindings_that_lack_a_call_leave_the_next_kind_or_none(
     stream = cuda.open_stream(torch.device("cpu"))
     assert type(stream) is HostFunctionStream
     await_word(words, 0, 1)  # the driver's thread has run its function, so it may be freed
-    monkeypatch.delattr(ThreadDriver, "CUhostFn")
+    monkeypatch.delattr(ThreadDriver, "cuLaunchHostFunc")
     assert cuda.open_stream(torch.device("cpu")) is None
 
 
@@ -178,6 +178,7 @@ class ThreadEvent:
 @pytest.fixture
 def deaf(driver: ThreadDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeafDriver]:
     deaf = DeafDriver()
+    monkeypatch.setattr(cuda, "_load_library", lambda: deaf)
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=deaf))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -223,7 +224,7 @@ def test_a_gpu_gives_assisted_rows_the_logits_of_pages(
 ) -> None:
     from cuda.bindings import driver  # type: ignore[import-not-found,unused-ignore]
 
-    device = torch.device("cuda")
+    device = torch.device("cuda", 0)
     stream = kind(device, driver)
     cuda._probe(stream, device)
     config = EngineConfig(

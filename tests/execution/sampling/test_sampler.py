@@ -15,7 +15,7 @@ from triton_cases import DEVICE
 
 from manylora.core.plan import PlannedSequence
 from manylora.core.types import Constraint, SampledToken, SamplingParams
-from manylora.execution.device import DeviceOps
+from manylora.execution.device import make_device_ops
 from manylora.execution.sampling.draw import draw_at, philox4x32, philox_uniform
 from manylora.execution.sampling.logprobs import most_likely, most_likely_by_keys
 from manylora.execution.sampling.sampler import Sampler
@@ -178,7 +178,7 @@ def both_ways(logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> lis
     return found
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, deadline=None)
 @given(batches())
 def test_the_kernel_chooses_the_same_tokens(batch: tuple[torch.Tensor, list[PlannedSequence]]) -> None:
     both_ways(*batch)
@@ -208,18 +208,19 @@ def test_sampling_on_a_device_waits_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """Tokens and log-probabilities of any parameters come by one read; nothing else looks at a value of the device."""
     pytest.importorskip("triton")
     reads: list[int] = []
-    read = DeviceOps.read
-    monkeypatch.setattr(DeviceOps, "read", lambda self, *found: reads.append(len(found)) or read(self, *found))
+    ops = type(make_device_ops(DEVICE))
+    read = ops.read
+    monkeypatch.setattr(ops, "read", lambda self, *found: reads.append(len(found)) or read(self, *found))
     rows = [
         SamplingParams(temperature=0.0, logprobs=3),
         SamplingParams(top_k=3, top_p=0.5, logprobs=30),
         SamplingParams(repetition_penalty=1.3, logit_bias=((5, 2.0),), min_tokens=3, allowed_token_ids=(5, 9)),
         SamplingParams(temperature=0.0, logprobs=1, logprob_token_ids=(4, 8)),
     ]
-    sampler = Sampler(40, (EOS,), is_fused=True)
+    sampler = Sampler(40, (EOS,), DEVICE, is_fused=True)
     monkeypatch.setattr("manylora.execution.sampling.sampler.most_likely", most_likely_by_keys)
     with counted_launches() as counts:
-        sampler.sample(torch.randn(4, 40), [sequence(one) for one in rows])
+        sampler.sample(torch.randn(4, 40, device=DEVICE), [sequence(one) for one in rows])
     assert len(reads) == 1
     assert not counts.keys() & {"_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero"}
 

@@ -3,13 +3,16 @@
 ``cuStreamWriteValue32`` and ``cuStreamWaitValue32`` are executed by the GPU's front end, between kernels: no kernel
 polls, and no thread of the host takes part. The write comes behind a fence, so the copies before it are seen with it.
 Both are in every driver from CUDA 12 on, but not under every virtualisation: a small exchange at the start finds out.
-Host functions do the same from a thread of the driver, at tens of microseconds each.
+Host functions do the same from a thread of the driver, at tens of microseconds each. They are launched through the
+driver's own library: the bindings run them under the interpreter's lock, and a wait would keep it from the thread that
+is to write the word.
 
 ``cuda-bindings`` comes with torch for CUDA.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from types import ModuleType
@@ -101,21 +104,27 @@ class HostFunctionStream(CudaStream):
         super().__init__(device, driver)
         self._orders = np.zeros((NUM_ORDERS, 2), np.int64)
         self._num_orders = 0
-        self._write, self._wait = (driver.CUhostFn(int(function.address)) for function in (_write, _wait))
+        self._library = _load_library()
 
     def write_value(self, words: Words, index: int, value: int) -> None:
         """Enqueue a host function that writes a word."""
-        self._launch(self._write, words, index, value)
+        self._launch(_write.address, words, index, value)
 
     def wait_value(self, words: Words, index: int, value: int) -> None:
         """Enqueue a host function that waits for a word."""
-        self._launch(self._wait, words, index, value)
+        self._launch(_wait.address, words, index, value)
 
-    def _launch(self, function: Any, words: Words, index: int, value: int) -> None:
+    def _launch(self, function: int, words: Words, index: int, value: int) -> None:
         order = self._orders[self._num_orders % NUM_ORDERS]
         self._num_orders += 1
         order[:] = words.ctypes.data + 4 * index, value
-        self._check(self._driver.cuLaunchHostFunc(self.handle, function, order.ctypes.data))
+        places = (ctypes.c_void_p(place) for place in (self.handle, function, order.ctypes.data))
+        if error := self._library.cuLaunchHostFunc(*places):
+            raise RuntimeError(f"CUDA driver: cuLaunchHostFunc returned {error}")
+
+
+def _load_library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def open_stream(device: torch.device) -> CudaStream | None:
