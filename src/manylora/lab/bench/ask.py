@@ -28,37 +28,23 @@ MAX_PAUSE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """One request, ready to be sent.
-
-    Args:
-        at_s: When it is due, in seconds from the start of the run.
-        adapter: Name for the record; empty for the base.
-        num_prompt_tokens: Planned length; the server's own count replaces it.
-        body: Body of the HTTP request.
-    """
+    """One request, ready to be sent."""
 
     request_id: str
-    at_s: float
-    adapter: str
-    num_prompt_tokens: int
-    body: bytes
+    at_s: float  # when it is due, in seconds from the start of the run
+    adapter: str  # name for the record; empty for the base
+    num_prompt_tokens: int  # planned length; the server's own count replaces it
+    body: bytes  # body of the HTTP request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAnswer:
-    """The outcome of a question.
+    """The outcome of a question."""
 
-    Args:
-        record: The record that reports are made from; times in seconds on the monotonic clock.
-        num_chunks: Chunks that brought text.
-        has_usage: Whether the server said how many tokens there were.
-        num_retries: Times it was refused and sent again.
-    """
-
-    record: RequestRecord
-    num_chunks: int = 0
-    has_usage: bool = True
-    num_retries: int = 0
+    record: RequestRecord  # the record that reports are made from; times in seconds on the monotonic clock
+    num_chunks: int = 0  # chunks that brought text
+    has_usage: bool = True  # whether the server said how many tokens there were
+    num_retries: int = 0  # times it was refused and sent again
 
 
 class _Delta(msgspec.Struct):

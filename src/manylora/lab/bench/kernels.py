@@ -33,35 +33,23 @@ TABLELESS = tuple(sorted(LORA_KERNELS.keys() - TABLE_KERNELS))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCost:
-    """One kernel over a step.
-
-    Args:
-        step_s: Median seconds for all groups of all layers.
-        bytes_per_s: Adapter weights read in that time, per second.
-        floor_share: The floor over its time: 1 is as fast as memory allows.
-    """
+    """One kernel over a step."""
 
     kernel: str
-    step_s: float
-    bytes_per_s: float
-    floor_share: Ratio
+    step_s: float  # median seconds for all groups of all layers
+    bytes_per_s: float  # adapter weights read in that time, per second
+    floor_share: Ratio  # the floor over its time: 1 is as fast as memory allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelsResult:
-    """A run.
-
-    Args:
-        num_bytes: Their weights together.
-        floor_s: Median seconds that a plain sum over as many bytes took.
-        costs: Cost of every kernel.
-    """
+    """A run."""
 
     num_adapters: int
     rows_each: int
-    num_bytes: int
-    floor_s: float
-    costs: tuple[KernelCost, ...]
+    num_bytes: int  # their weights together
+    floor_s: float  # median seconds that a plain sum over as many bytes took
+    costs: tuple[KernelCost, ...]  # cost of every kernel
 
 
 def measure_kernels(

@@ -35,21 +35,14 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class LoadRun:
-    """The outcome of a load.
+    """The outcome of a load."""
 
-    Args:
-        answers: Answers of the requests that ended, in order of their end.
-        num_unsent: Requests that were due after the run was stopped.
-        num_unfinished: Requests that were in flight then; they are in no figure.
-        lag_s: Delay of each request at its sending, in seconds.
-        loop_lag_s: How late the event loop was when it was asked to wake, every ten milliseconds: chunks were noticed
-            that much too late.
-    """
-
-    answers: list[LoadAnswer] = field(default_factory=list)
-    num_unsent: int = 0
-    num_unfinished: int = 0
-    lag_s: list[float] = field(default_factory=list)
+    answers: list[LoadAnswer] = field(default_factory=list)  # answers of the requests that ended, in order of their end
+    num_unsent: int = 0  # requests that were due after the run was stopped
+    num_unfinished: int = 0  # requests that were in flight then; they are in no figure
+    lag_s: list[float] = field(default_factory=list)  # delay of each request at its sending, in seconds
+    # How late the event loop was when it was asked to wake, every ten milliseconds: chunks were noticed that much too
+    # late.
     loop_lag_s: list[float] = field(default_factory=list)
 
 

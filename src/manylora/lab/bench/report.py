@@ -26,46 +26,27 @@ LEAST_LAG_S = 0.002
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generator:
-    """Whether the generator kept up.
+    """Whether the generator kept up."""
 
-    Args:
-        lag: Delays of the requests at their sending, in seconds.
-        loop_lag: Delays of its event loop, in seconds: chunks were noticed that much too late.
-        warnings: Consequences for the figures, in words.
-    """
-
-    lag: PercentileSummary | None
-    loop_lag: PercentileSummary | None
-    warnings: tuple[str, ...]
+    lag: PercentileSummary | None  # delays of the requests at their sending, in seconds
+    loop_lag: PercentileSummary | None  # delays of its event loop, in seconds: chunks were noticed that much too late
+    warnings: tuple[str, ...]  # consequences for the figures, in words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One run.
+    """One run."""
 
-    Args:
-        records: Every request that ended.
-        summary: Their figures; requests for adapters and for the base are groups where there are both.
-        errors: Number and an example, by kind.
-        generator: Figures of the generator itself.
-        offered_per_s: Requests per second that were due.
-        tokens_per_chunk: Mean; above 1 the gaps between chunks are longer than those between tokens.
-        is_counted_by_chunks: Whether some answer had no usage, so that its chunks were taken for tokens.
-        num_retries: Times requests were refused and sent again.
-        num_unsent: Requests that were not sent because the run was stopped.
-        num_unfinished: Requests that were in flight then, and are in no figure.
-    """
-
-    records: tuple[RequestRecord, ...]
-    summary: Summary
-    errors: dict[str, tuple[int, str]]
-    generator: Generator
-    offered_per_s: float
-    tokens_per_chunk: float
-    is_counted_by_chunks: bool
-    num_retries: int
-    num_unsent: int
-    num_unfinished: int
+    records: tuple[RequestRecord, ...]  # every request that ended
+    summary: Summary  # their figures; requests for adapters and for the base are groups where there are both
+    errors: dict[str, tuple[int, str]]  # number and an example, by kind
+    generator: Generator  # figures of the generator itself
+    offered_per_s: float  # requests per second that were due
+    tokens_per_chunk: float  # mean; above 1 the gaps between chunks are longer than those between tokens
+    is_counted_by_chunks: bool  # whether some answer had no usage, so that its chunks were taken for tokens
+    num_retries: int  # times requests were refused and sent again
+    num_unsent: int  # requests that were not sent because the run was stopped
+    num_unfinished: int  # requests that were in flight then, and are in no figure
 
     def tables(self) -> list[FigureTable]:
         """Return the report as tables."""

@@ -29,19 +29,12 @@ COVERED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A ratio over the rounds, taken within each.
+    """A ratio over the rounds, taken within each."""
 
-    Args:
-        median: Median of the rounds.
-        low: Lower end of the interval for the median.
-        high: Upper end.
-        rounds: The ratio of each round.
-    """
-
-    median: float
-    low: float
-    high: float
-    rounds: tuple[float, ...]
+    median: float  # median of the rounds
+    low: float  # lower end of the interval for the median
+    high: float  # upper end
+    rounds: tuple[float, ...]  # the ratio of each round
 
     def verdict(self, most: float) -> str:
         """Return whether a goal of at most ``most`` is met or missed by the whole interval, else ``open``."""

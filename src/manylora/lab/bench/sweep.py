@@ -40,19 +40,13 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Burst:
-    """Requests of one size.
-
-    Args:
-        num_output_tokens: Length of each answer.
-        adapters: Indices of the adapters that they name in turn; ``None`` among them is the base.
-        stagger_s: Delay of the second half, in seconds.
-    """
+    """Requests of one size."""
 
     num_requests: int
     num_prompt_tokens: int
-    num_output_tokens: int
-    adapters: tuple[int | None, ...]
-    stagger_s: float
+    num_output_tokens: int  # length of each answer
+    adapters: tuple[int | None, ...]  # indices of the adapters that they name in turn; ``None`` among them is the base
+    stagger_s: float  # delay of the second half, in seconds
 
 
 def draw_burst(

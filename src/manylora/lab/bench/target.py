@@ -31,21 +31,13 @@ SHARED, OWN = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How to ask.
+    """How to ask."""
 
-    Args:
-        url: Address of the server, without ``/v1``.
-        is_chat: Ask for chat completions instead of completions.
-        api_key: Sent as a bearer token.
-        ignore_eos: Ask for answers of exactly the length wanted, an extension that vLLM, SGLang and we know.
-        extra: Further fields of every body.
-    """
-
-    url: str
-    is_chat: bool = False
-    api_key: str | None = None
-    ignore_eos: bool = True
-    extra: dict[str, Any] | None = None
+    url: str  # address of the server, without ``/v1``
+    is_chat: bool = False  # ask for chat completions instead of completions
+    api_key: str | None = None  # sent as a bearer token
+    ignore_eos: bool = True  # ask for answers of exactly the length wanted, an extension that vLLM, SGLang and we know
+    extra: dict[str, Any] | None = None  # further fields of every body
 
     @property
     def path(self) -> str:

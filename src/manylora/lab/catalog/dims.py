@@ -22,69 +22,45 @@ class LatentAttention:
     """Narrow vectors that keys and values, and mostly queries, are products of (MLA, DeepSeek).
 
     KV in pages are the whole keys and values, as transformers computes them, and not the vectors.
-
-    Args:
-        kv_rank: Width of the vector of keys and values.
-        rope_dim: Dimensions of each key head that are rotated; they are the same in all heads.
-        query_rank: Width of the vector of queries; ``None`` where queries have none.
     """
 
-    kv_rank: int
-    rope_dim: int
-    query_rank: int | None = None
+    kv_rank: int  # width of the vector of keys and values
+    rope_dim: int  # dimensions of each key head that are rotated; they are the same in all heads
+    query_rank: int | None = None  # width of the vector of queries; ``None`` where queries have none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDims:
-    """The dimensions of a decoder with a gated MLP, dense or a mixture of experts.
-
-    Args:
-        hidden_size: Width of the residual stream.
-        num_kv_heads: Key and value heads.
-        head_dim: Size of a query or key head.
-        value_dim: Size of a value head; ``None``: as of a key head.
-        latent: Of latent attention, the vectors between.
-        intermediate_size: Width of the MLP; of one expert in a mixture.
-        num_shared_experts: Experts that every token uses, beside those that it is routed to.
-        num_dense_layers: Layers of a mixture that have an MLP of ``dense_size`` in place of experts.
-        vocab_size: Rows of the embedding.
-        max_model_len: Longest context in tokens.
-        num_experts: Experts per layer; 0 for a dense model.
-        experts_per_token: Experts that a token is routed to.
-        num_kv_layers: Layers with attention; ``None``: all. The others keep a state; their linears count as those of
-            attention.
-        state_bytes: Bytes of the states of a sequence in these layers.
-        tie_embeddings: Whether the head is the embedding.
-        has_attention_bias: Whether q, k and v have biases.
-        weight_bits: Bits per weight of the layers' matrices in a quantised base, whose embedding and head stay in
-            ``dtype``; ``None`` for an unquantised base.
-    """
+    """The dimensions of a decoder with a gated MLP, dense or a mixture of experts."""
 
     name: str
-    hidden_size: int
+    hidden_size: int  # width of the residual stream
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_model_len: int
-    num_experts: int = 0
-    experts_per_token: int = 0
-    value_dim: int | None = None
-    latent: LatentAttention | None = None
-    num_shared_experts: int = 0
-    num_dense_layers: int = 0
+    num_kv_heads: int  # key and value heads
+    head_dim: int  # size of a query or key head
+    intermediate_size: int  # width of the MLP; of one expert in a mixture
+    vocab_size: int  # rows of the embedding
+    max_model_len: int  # longest context in tokens
+    num_experts: int = 0  # experts per layer; 0 for a dense model
+    experts_per_token: int = 0  # experts that a token is routed to
+    value_dim: int | None = None  # size of a value head; ``None``: as of a key head
+    latent: LatentAttention | None = None  # of latent attention, the vectors between
+    num_shared_experts: int = 0  # experts that every token uses, beside those that it is routed to
+    num_dense_layers: int = 0  # layers of a mixture that have an MLP of ``dense_size`` in place of experts
     dense_size: int = 0
+    # Layers with attention; ``None``: all. The others keep a state; their linears count as those of attention.
     num_kv_layers: int | None = None
-    state_bytes: int = 0
-    tie_embeddings: bool = False
-    has_attention_bias: bool = False
+    state_bytes: int = 0  # bytes of the states of a sequence in these layers
+    tie_embeddings: bool = False  # whether the head is the embedding
+    has_attention_bias: bool = False  # whether q, k and v have biases
     dtype: str = option(
         "bfloat16",
         choices=tuple(ELEMENT_BYTES),
         help="Precision of adapters and activations, and by default of KV.",
     )
+    # Bits per weight of the layers' matrices in a quantised base, whose embedding and head stay in ``dtype``; ``None``
+    # for an unquantised base.
     weight_bits: int | None = None
     kv_dtype: str | None = option(
         None, choices=("int8", *ELEMENT_BYTES), help="Precision of KV; int8 has a scale for each vector."

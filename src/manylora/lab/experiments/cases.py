@@ -37,26 +37,16 @@ DIGITS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One run of an experiment: a system, its workload, and what counts as good.
+    """One run of an experiment: a system, its workload, and what counts as good."""
 
-    Args:
-        setup: The simulated system, as the table ``[setup]`` of the experiment's file.
-        workload: Its requests, as the table ``[workload]``.
-        seed: Seed of all random streams.
-        warm_up_s: Requests that arrive this early are not counted, in seconds.
-        slo_s: Limit on the time to first token, in seconds.
-        slo_tpot_s: Limit on the mean time per token after the first, in seconds; ``None`` for no limit.
-        traces: Folder of traces; ``None`` where the workload needs none.
-        calculation: Name of a calculation that replaces the simulation; ``None`` for a simulated run.
-    """
-
-    setup: Table
-    workload: Table
-    seed: int
-    warm_up_s: float
-    slo_s: float
-    traces: Path | None
-    calculation: str | None = None
+    setup: Table  # the simulated system, as the table ``[setup]`` of the experiment's file
+    workload: Table  # its requests, as the table ``[workload]``
+    seed: int  # seed of all random streams
+    warm_up_s: float  # requests that arrive this early are not counted, in seconds
+    slo_s: float  # limit on the time to first token, in seconds
+    traces: Path | None  # folder of traces; ``None`` where the workload needs none
+    calculation: str | None = None  # name of a calculation that replaces the simulation; ``None`` for a simulated run
+    # Limit on the mean time per token after the first, in seconds; ``None`` for no limit.
     slo_tpot_s: float | None = None
 
     @property
@@ -163,13 +153,9 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A case, run.
+    """A case, run."""
 
-    Args:
-        figures: Numbers by name; times in seconds unless the name says otherwise, shares in [0, 1].
-    """
-
-    figures: dict[str, float]
+    figures: dict[str, float]  # numbers by name; times in seconds unless the name says otherwise, shares in [0, 1]
     curves: dict[str, Curve] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:

@@ -42,17 +42,11 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A claim beside ours.
+    """A claim beside ours."""
 
-    Args:
-        claim: The published figure.
-        ours: The same of our runs; ``None`` where they do not go that far.
-        verdict: Agreement of the two.
-    """
-
-    claim: Claim
-    ours: Estimate | None
-    verdict: Verdict
+    claim: Claim  # the published figure
+    ours: Estimate | None  # the same of our runs; ``None`` where they do not go that far
+    verdict: Verdict  # agreement of the two
 
 
 class Findings:

@@ -37,13 +37,9 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of an experiment.
+    """A picture of an experiment."""
 
-    Args:
-        name: Name of its file, without folder or ending.
-    """
-
-    name: str
+    name: str  # name of its file, without folder or ending
     png: bytes
 
 

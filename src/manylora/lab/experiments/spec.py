@@ -29,16 +29,11 @@ Table = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One place on the horizontal axis.
+    """One place on the horizontal axis."""
 
-    Args:
-        label: Name in tables, to which claims refer.
-        changes: Settings by dotted names that begin with ``workload.`` or ``setup.``.
-    """
-
-    label: str
+    label: str  # name in tables, to which claims refer
     x: float
-    changes: Table
+    changes: Table  # settings by dotted names that begin with ``workload.`` or ``setup.``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,23 +22,17 @@ __all__ = ["Call", "Copy", "Device", "FunctionEngine", "Ledger", "Process", "Sim
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request to a function, and its course.
+    """A request to a function, and its course."""
 
-    Args:
-        number: Its place in the workload.
-        spec: Lengths and arrival.
-        left: Tokens to generate after those it has; in the midst of a stretch it may be a fraction.
-        waited_s: Seconds in which it waited for stages of a cold start, by stage.
-    """
-
-    number: int
+    number: int  # its place in the workload
     function: SimulatedFunction
-    spec: RequestSpec
-    left: float = 0.0
+    spec: RequestSpec  # lengths and arrival
+    left: float = 0.0  # tokens to generate after those it has; in the midst of a stretch it may be a fraction
     started_at: float | None = None
     answered_from: float | None = None
     finished_at: float | None = None
     batch_size: int = 0
+    # Seconds in which it waited for stages of a cold start, by stage.
     waited_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -58,20 +52,15 @@ class Stretch:
 
 @dataclass(slots=True, eq=False)
 class FunctionEngine:
-    """The unit that has processes: a function, or all functions of a model where they are tenants of one process.
-
-    Args:
-        batch_s: Time of a batch on a device of its own, in seconds, as far as seen.
-        check_at: Time of the next look at its window; infinite for none.
-    """
+    """The unit that has processes: a function, or all functions of a model where they are tenants of one process."""
 
     key: str
     functions: tuple[SimulatedFunction, ...]
     model: Model
     window: Window
-    batch_s: float
+    batch_s: float  # time of a batch on a device of its own, in seconds, as far as seen
     queue: deque[Call] = field(default_factory=deque)
-    check_at: float = math.inf
+    check_at: float = math.inf  # time of the next look at its window; infinite for none
 
 
 @dataclass(slots=True)
@@ -84,29 +73,19 @@ class Copy:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A process of an engine on a device.
-
-    Args:
-        ready_at: When all that it needs is loaded.
-        stages: Its cold start: name, begin and end of each stage.
-        awake_until: End of its keep-alive. From then on it sleeps, and is there for the functions that it is held for.
-        prompts: Calls of the prompt step that runs.
-        joining: Calls of the next prompt step.
-        decoding: Calls that decode.
-        stretch: The decode steps that run.
-        work_s: Device time of the batch so far.
-    """
+    """A process of an engine on a device."""
 
     engine: FunctionEngine
-    ready_at: float
-    stages: list[tuple[str, float, float]]
+    ready_at: float  # when all that it needs is loaded
+    stages: list[tuple[str, float, float]]  # its cold start: name, begin and end of each stage
+    # End of its keep-alive. From then on it sleeps, and is there for the functions that it is held for.
     awake_until: float
     is_ready: bool = False
-    prompts: list[Call] = field(default_factory=list)
-    joining: list[Call] = field(default_factory=list)
-    decoding: list[Call] = field(default_factory=list)
-    stretch: Stretch | None = None
-    work_s: float = 0.0
+    prompts: list[Call] = field(default_factory=list)  # calls of the prompt step that runs
+    joining: list[Call] = field(default_factory=list)  # calls of the next prompt step
+    decoding: list[Call] = field(default_factory=list)  # calls that decode
+    stretch: Stretch | None = None  # the decode steps that run
+    work_s: float = 0.0  # device time of the batch so far
 
     @property
     def is_busy(self) -> bool:

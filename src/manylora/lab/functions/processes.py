@@ -31,23 +31,17 @@ __all__ = ["Batches", "Start", "plan_start"]
 
 @dataclass(slots=True)
 class Start:
-    """A cold start as planned.
-
-    Args:
-        at: Its end so far, in seconds.
-        stages: Name, begin and end of each stage that takes time.
-        on_device: Copies that it makes there.
-        on_host: Copies that it makes in host memory.
-    """
+    """A cold start as planned."""
 
     device: Device
     loads: LoadTimes
-    at: float
+    at: float  # its end so far, in seconds
     disk_free_at: float
     link_free_at: float
+    # Name, begin and end of each stage that takes time.
     stages: list[tuple[str, float, float]] = field(default_factory=list)
-    on_device: dict[str, Copy] = field(default_factory=dict)
-    on_host: dict[str, Copy] = field(default_factory=dict)
+    on_device: dict[str, Copy] = field(default_factory=dict)  # copies that it makes there
+    on_host: dict[str, Copy] = field(default_factory=dict)  # copies that it makes in host memory
 
     @property
     def num_bytes(self) -> int:

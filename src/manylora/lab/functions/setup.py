@@ -140,18 +140,13 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFunction:
-    """An adapter of a model.
-
-    Args:
-        adapter_bytes: Bytes of its weights.
-        backbone: Name of the copy of the base that it maps: of all functions of the model, or its own.
-    """
+    """An adapter of a model."""
 
     name: str
     model: Model
     rank: int
-    adapter_bytes: int
-    backbone: str
+    adapter_bytes: int  # bytes of its weights
+    backbone: str  # name of the copy of the base that it maps: of all functions of the model, or its own
 
     @property
     def adapter(self) -> str:

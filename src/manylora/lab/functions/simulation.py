@@ -41,23 +41,15 @@ RECENT = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionsRun:
-    """The outcome of a run.
+    """The outcome of a run."""
 
-    Args:
-        calls: Every request, in order of arrival.
-        accounts: Usage of each account, over all machines; the platform's own is ``""``.
-        duration_s: Virtual time of the end.
-        num_devices: Devices of all nodes.
-        counts: Counters of events, by name.
-        starts: Seconds of the stages of each cold start for a request, by stage.
-    """
-
-    calls: list[Call]
+    calls: list[Call]  # every request, in order of arrival
     functions: list[SimulatedFunction]
-    accounts: dict[str, Usage]
-    duration_s: float
-    num_devices: int
-    counts: dict[str, int]
+    accounts: dict[str, Usage]  # usage of each account, over all machines; the platform's own is ``""``
+    duration_s: float  # virtual time of the end
+    num_devices: int  # devices of all nodes
+    counts: dict[str, int]  # counters of events, by name
+    # Seconds of the stages of each cold start for a request, by stage.
     starts: list[dict[str, float]] = field(default_factory=list)
 
 

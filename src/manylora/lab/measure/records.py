@@ -30,41 +30,29 @@ GAUGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """One request, from its arrival to its end; times in seconds on the run's clock.
-
-    Args:
-        adapter: Name of the adapter; empty for the base.
-        rank: Its rank; 0 for the base, or where it is not known (a remote server).
-        admitted_at: Start of its first step; ``None`` if it never ran or that is unknown.
-        first_token_at: ``None`` if it got no token.
-        max_gap_s: Longest time between two of its tokens; 0 with fewer than two.
-        was_resident: Whether the scheduler found its adapter on the device at first; ``None`` for the base.
-        adapter_wait_s: Seconds before its first token in which it waited for nothing but its adapter: the part of
-            loading that delayed the first token.
-        num_cached_tokens: Prompt tokens from the prefix cache.
-        num_preemptions: Times it was pre-empted, squashes included.
-        error: A message; ``None`` for a full answer.
-        gaps_s: Seconds between its tokens, in order; empty where they were not kept.
-    """
+    """One request, from its arrival to its end; times in seconds on the run's clock."""
 
     request_id: str
-    adapter: str
-    rank: int
+    adapter: str  # name of the adapter; empty for the base
+    rank: int  # its rank; 0 for the base, or where it is not known (a remote server)
     num_prompt_tokens: int
     num_output_tokens: int
     arrived_at: float
-    admitted_at: float | None
-    first_token_at: float | None
+    admitted_at: float | None  # start of its first step; ``None`` if it never ran or that is unknown
+    first_token_at: float | None  # ``None`` if it got no token
     finished_at: float
-    max_gap_s: float = 0.0
+    max_gap_s: float = 0.0  # longest time between two of its tokens; 0 with fewer than two
+    # Whether the scheduler found its adapter on the device at first; ``None`` for the base.
     was_resident: bool | None = None
+    # Seconds before its first token in which it waited for nothing but its adapter: the part of loading that delayed
+    # the first token.
     adapter_wait_s: float = 0.0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache
+    num_preemptions: int = 0  # times it was pre-empted, squashes included
     num_squashes: int = 0
-    error: str | None = None
+    error: str | None = None  # a message; ``None`` for a full answer
     replica: int = 0
-    gaps_s: Seq[float] = ()
+    gaps_s: Seq[float] = ()  # seconds between its tokens, in order; empty where they were not kept
 
     @property
     def ttft_s(self) -> float | None:
@@ -94,44 +82,29 @@ _COLUMN: Callable[[], array[float]] = partial(array, "d")  # type: ignore[assign
 
 @dataclass(slots=True)
 class Steps:
-    """Every step; the columns are equally long.
+    """Every step; the columns are equally long."""
 
-    Args:
-        took_s: Seconds from its launch to its results.
-    """
-
-    took_s: array[float] = field(default_factory=_COLUMN)
+    took_s: array[float] = field(default_factory=_COLUMN)  # seconds from its launch to its results
     num_sequences: array[float] = field(default_factory=_COLUMN)
 
 
 @dataclass(slots=True)
 class Loads:
-    """Every load into one tier that succeeded; the columns are equally long.
+    """Every load into one tier that succeeded; the columns are equally long."""
 
-    Args:
-        at: Time of its end, in seconds.
-        busy_s: Seconds that the link worked on it, without the time in the link's queue (first in, first out).
-        num_bytes: Bytes that were moved.
-    """
-
-    at: array[float] = field(default_factory=_COLUMN)
+    at: array[float] = field(default_factory=_COLUMN)  # time of its end, in seconds
+    # Seconds that the link worked on it, without the time in the link's queue (first in, first out).
     busy_s: array[float] = field(default_factory=_COLUMN)
-    num_bytes: array[float] = field(default_factory=_COLUMN)
+    num_bytes: array[float] = field(default_factory=_COLUMN)  # bytes that were moved
 
 
 @dataclass(slots=True)
 class Timeline:
-    """One replica over time, as columns that are small enough to keep for hours.
+    """One replica over time, as columns that are small enough to keep for hours."""
 
-    Args:
-        gauges: A column for each of ``GAUGES``.
-        loads: Loads by target tier.
-        at: Time of each sample of the gauges, in seconds.
-        queues: Requests waiting in each of the policy's queues, a row for each sample; the number of queues may change.
-    """
-
-    gauges: dict[str, array[float]]
-    loads: dict[Tier, Loads]
-    at: array[float] = field(default_factory=_COLUMN)
+    gauges: dict[str, array[float]]  # a column for each of ``GAUGES``
+    loads: dict[Tier, Loads]  # loads by target tier
+    at: array[float] = field(default_factory=_COLUMN)  # time of each sample of the gauges, in seconds
+    # Requests waiting in each of the policy's queues, a row for each sample; the number of queues may change.
     queues: list[tuple[int, ...]] = field(default_factory=list)
     steps: Steps = field(default_factory=Steps)

@@ -30,15 +30,11 @@ STUDENT_T = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PercentileSummary:
-    """Mean, percentiles and maximum of a distribution, in the unit of its values.
-
-    Args:
-        p50: The median; percentiles are interpolated linearly.
-    """
+    """Mean, percentiles and maximum of a distribution, in the unit of its values."""
 
     count: int
     mean: float
-    p50: float
+    p50: float  # the median; percentiles are interpolated linearly
     p90: float
     p99: float
     highest: float
@@ -111,64 +107,42 @@ class Slo(CheckedOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """A group of requests, such as one rank, one class of size or one tenant; times in seconds.
-
-    Args:
-        queueing_share: Mean share of a request's time before its admission.
-        slo_attainment: Share of requests within the SLO.
-    """
+    """A group of requests, such as one rank, one class of size or one tenant; times in seconds."""
 
     num_requests: int
     ttft: PercentileSummary | None
     tbt: PercentileSummary | None
     e2e: PercentileSummary | None
-    queueing_share: float
-    slo_attainment: float
+    queueing_share: float  # mean share of a request's time before its admission
+    slo_attainment: float  # share of requests within the SLO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run. Times in seconds, shares in [0, 1]; latencies count successful requests.
-
-    Args:
-        num_errors: Requests that were refused, failed or were cancelled.
-        duration_s: From the first arrival to the last end.
-        requests_per_s: Successful requests; the token rates count these as well.
-        total_tokens_per_s: Prompt and output tokens.
-        tbt: Time between tokens, every gap counted.
-        queueing: Time before admission.
-        normalised: End-to-end time per output token.
-        slo_attainment: Share of all requests within the SLO.
-        goodput_per_s: Requests per second within the SLO.
-        hit_rate: Share of requests for an adapter that found it on the device; ``None`` where that is unknown.
-        adapter_wait_share: Share of all time to first token in which a request waited for nothing but its adapter.
-        num_adapter_waits: Requests that at any time waited for nothing but their adapter.
-        cached_share: Share of prompt tokens from the prefix cache.
-        preempted_share: Share of requests pre-empted at least once, squashes included.
-        adapter_spread: Distribution over adapters of their mean time to first token.
-    """
+    """A run. Times in seconds, shares in [0, 1]; latencies count successful requests."""
 
     num_requests: int
-    num_errors: int
-    duration_s: float
-    requests_per_s: float
+    num_errors: int  # requests that were refused, failed or were cancelled
+    duration_s: float  # from the first arrival to the last end
+    requests_per_s: float  # successful requests; the token rates count these as well
     output_tokens_per_s: float
-    total_tokens_per_s: float
+    total_tokens_per_s: float  # prompt and output tokens
     ttft: PercentileSummary | None
-    tbt: PercentileSummary | None
+    tbt: PercentileSummary | None  # time between tokens, every gap counted
     tpot: PercentileSummary | None
     e2e: PercentileSummary | None
-    queueing: PercentileSummary | None
-    normalised: PercentileSummary | None
-    slo_attainment: float
-    goodput_per_s: float
+    queueing: PercentileSummary | None  # time before admission
+    normalised: PercentileSummary | None  # end-to-end time per output token
+    slo_attainment: float  # share of all requests within the SLO
+    goodput_per_s: float  # requests per second within the SLO
+    # Share of requests for an adapter that found it on the device; ``None`` where that is unknown.
     hit_rate: float | None
-    adapter_wait_share: float
-    num_adapter_waits: int
-    cached_share: float
-    preempted_share: float
+    adapter_wait_share: float  # share of all time to first token in which a request waited for nothing but its adapter
+    num_adapter_waits: int  # requests that at any time waited for nothing but their adapter
+    cached_share: float  # share of prompt tokens from the prefix cache
+    preempted_share: float  # share of requests pre-empted at least once, squashes included
     squashed_share: float
-    adapter_spread: PercentileSummary | None
+    adapter_spread: PercentileSummary | None  # distribution over adapters of their mean time to first token
     groups: dict[str, GroupSummary] = field(default_factory=dict)
 
 

@@ -31,15 +31,10 @@ WARM_UP = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Limits that a share of all requests (of all gaps, for the time between tokens) must keep.
+    """Limits that a share of all requests (of all gaps, for the time between tokens) must keep."""
 
-    Args:
-        slo: The limits; at least one is set.
-        percentile: Percentage that must keep them.
-    """
-
-    slo: Slo = field(default_factory=Slo)
-    percentile: float = 99.0
+    slo: Slo = field(default_factory=Slo)  # the limits; at least one is set
+    percentile: float = 99.0  # percentage that must keep them
 
     def __post_init__(self) -> None:
         require(0 < self.percentile < 100, "percentile", self.percentile, "a number between 0 and 100")
@@ -104,35 +99,24 @@ class SearchBudget(CheckedOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTestRun:
-    """One run of a load test.
-
-    Args:
-        counted: Requests after the warm-up.
-        meter: The device's time by part.
-    """
+    """One run of a load test."""
 
     run: Run
-    counted: list[RequestRecord]
-    meter: PriceMeter
+    counted: list[RequestRecord]  # requests after the warm-up
+    meter: PriceMeter  # the device's time by part
     config: SimulationConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTest:
-    """The result of one rate.
+    """The result of one rate."""
 
-    Args:
-        rate: Requests per second, all replicas together.
-        is_met: Whether the SLO was met.
-        measured: Each limited metric at its percentile, in seconds; infinite if the load test stopped early.
-        runs: Empty if the load test stopped early.
-    """
-
-    rate: float
+    rate: float  # requests per second, all replicas together
     num_replicas: int
-    is_met: bool
+    is_met: bool  # whether the SLO was met
+    # Each limited metric at its percentile, in seconds; infinite if the load test stopped early.
     measured: dict[str, float]
-    runs: tuple[LoadTestRun, ...] = ()
+    runs: tuple[LoadTestRun, ...] = ()  # empty if the load test stopped early
 
 
 def at_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:

@@ -47,17 +47,12 @@ START = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficDemand:
-    """The traffic and price to plan for.
+    """The traffic and price to plan for."""
 
-    Args:
-        rate: Traffic in requests per second, all replicas together; ``None`` plans for one full replica.
-        price_per_hour: Price of a device, in any currency; ``None`` for no cost.
-        tolerance: Largest error of the capacity, as a share of the true one.
-    """
-
+    # Traffic in requests per second, all replicas together; ``None`` plans for one full replica.
     rate: float | None = None
-    price_per_hour: float | None = None
-    tolerance: float = 0.02
+    price_per_hour: float | None = None  # price of a device, in any currency; ``None`` for no cost
+    tolerance: float = 0.02  # largest error of the capacity, as a share of the true one
     search_budget: SearchBudget = field(default_factory=SearchBudget)
 
     def __post_init__(self) -> None:
@@ -70,19 +65,12 @@ class TrafficDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The result of a search.
+    """The result of a search."""
 
-    Args:
-        rate: Requests per second; 0 if every rate missed the SLO.
-        met: The load test at that rate; ``None`` if there is none.
-        missed: The load test at the lowest rate that missed the SLO; ``None`` if none did.
-        load_tests: All load tests, in the order of the search.
-    """
-
-    rate: float
-    met: LoadTest | None
-    missed: LoadTest | None
-    load_tests: tuple[LoadTest, ...]
+    rate: float  # requests per second; 0 if every rate missed the SLO
+    met: LoadTest | None  # the load test at that rate; ``None`` if there is none
+    missed: LoadTest | None  # the load test at the lowest rate that missed the SLO; ``None`` if none did
+    load_tests: tuple[LoadTest, ...]  # all load tests, in the order of the search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,29 +85,20 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of planning.
-
-    Args:
-        most_per_s: Requests per second of a replica that is never idle, in closed form.
-        capacity: Capacity of one replica.
-        binds: The bottleneck; ``None`` if no rate meets the SLO.
-        usage: Usage of the planned service, or of one replica at capacity; ``None`` if no rate meets the SLO.
-        num_replicas: Replicas for the traffic: 1 without a rate, ``None`` if ``MOST_SIMULATED`` are too few.
-        is_simulated: Whether the replicas were simulated together, not computed by division.
-        served: The load test of the service as planned.
-        cost: Cost of the replicas; ``None`` without a price, or if no rate meets the SLO.
-    """
+    """The result of planning."""
 
     objective: Objective
     demand: TrafficDemand
-    most_per_s: float
-    capacity: Capacity
-    binds: str | None = None
+    most_per_s: float  # requests per second of a replica that is never idle, in closed form
+    capacity: Capacity  # capacity of one replica
+    binds: str | None = None  # the bottleneck; ``None`` if no rate meets the SLO
+    # Usage of the planned service, or of one replica at capacity; ``None`` if no rate meets the SLO.
     usage: LoadTestUsage | None = None
+    # Replicas for the traffic: 1 without a rate, ``None`` if ``MOST_SIMULATED`` are too few.
     num_replicas: int | None = None
-    is_simulated: bool = True
-    served: LoadTest | None = None
-    cost: Cost | None = None
+    is_simulated: bool = True  # whether the replicas were simulated together, not computed by division
+    served: LoadTest | None = None  # the load test of the service as planned
+    cost: Cost | None = None  # cost of the replicas; ``None`` without a price, or if no rate meets the SLO
 
 
 def make_plan(

@@ -58,15 +58,10 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One setting and the values it takes.
+    """One setting and the values it takes."""
 
-    Args:
-        label: The name in the command.
-        key: The dotted name of the setting.
-    """
-
-    label: str
-    key: str
+    label: str  # the name in the command
+    key: str  # the dotted name of the setting
     values: tuple[Any, ...]
 
 
@@ -83,11 +78,6 @@ class PlanSettings:
     """Settings of a plan beside the scenario.
 
     ``rate`` counts all replicas together; without it the plan is for one full replica.
-
-    Args:
-        price: Per device and hour, for kinds that are not in ``prices``.
-        prices: Per device and hour, by kind of hardware.
-        compare: Settings to vary; every combination is planned.
     """
 
     rate: float | None = option(
@@ -99,9 +89,9 @@ class PlanSettings:
     requests: int = option(2000, panel="Search", help="Fewest requests of a run; 2000 by default.")
     seeds: int = option(2, panel="Search", help="Runs of each load test; 2 by default.")
     tolerance: float = option(0.02, panel="Search", help="Relative error of the capacity found; 0.02 by default.")
-    price: float | None = None
-    prices: Mapping[str, float] = field(default_factory=dict)
-    compare: tuple[Axis, ...] = ()
+    price: float | None = None  # per device and hour, for kinds that are not in ``prices``
+    prices: Mapping[str, float] = field(default_factory=dict)  # per device and hour, by kind of hardware
+    compare: tuple[Axis, ...] = ()  # settings to vary; every combination is planned
 
     def demand(self, hardware: str) -> TrafficDemand:
         """Return the demand, with the price of a kind of hardware.

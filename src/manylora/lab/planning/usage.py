@@ -31,48 +31,30 @@ OWNERS = ("kv", "prefixes", "adapters", "free")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Memory of one replica, all of its devices together, in bytes.
+    """Memory of one replica, all of its devices together, in bytes."""
 
-    Args:
-        weights: The base model's; ``None`` under a measured profile, which has no sizes.
-        pool: All pages.
-        mean: Mean over time, by owner.
-        highest: Maximum by owner; maxima may be at different times.
-        over_time: Up to 200 moments of the first run: seconds, then bytes by owner.
-    """
-
-    weights: int | None
-    pool: int
-    mean: dict[str, float]
-    highest: dict[str, float]
-    over_time: dict[str, list[float]]
+    weights: int | None  # the base model's; ``None`` under a measured profile, which has no sizes
+    pool: int  # all pages
+    mean: dict[str, float]  # mean over time, by owner
+    highest: dict[str, float]  # maximum by owner; maxima may be at different times
+    over_time: dict[str, list[float]]  # up to 200 moments of the first run: seconds, then bytes by owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTestUsage:
-    """Usage of a load test; means over its runs and replicas.
-
-    Args:
-        hit_rate: Share of requests for an adapter that found it on the device; ``None`` without adapters.
-        device_busy: Share of time in which a step ran.
-        link_busy: Share of time in which an adapter was copied to the device.
-        adapter_wait: Share of all time to first token in which a request waited for nothing but its adapter.
-        preempted: Share of requests that were pre-empted.
-        step_parts: Share of each part in the time of steps; empty where they are unknown.
-        prompt_tokens_per_s: Prompt tokens of successful requests, all replicas together; output tokens likewise.
-        waited_for: Share of each reason (``seats``, ``memory``, ``device``) in all samples of waiting requests.
-    """
+    """Usage of a load test; means over its runs and replicas."""
 
     memory: MemoryUse
-    hit_rate: float | None
-    device_busy: float
-    link_busy: float
-    adapter_wait: float
-    preempted: float
+    hit_rate: float | None  # share of requests for an adapter that found it on the device; ``None`` without adapters
+    device_busy: float  # share of time in which a step ran
+    link_busy: float  # share of time in which an adapter was copied to the device
+    adapter_wait: float  # share of all time to first token in which a request waited for nothing but its adapter
+    preempted: float  # share of requests that were pre-empted
     mean_running: float
-    step_parts: dict[str, float]
-    prompt_tokens_per_s: float
+    step_parts: dict[str, float]  # share of each part in the time of steps; empty where they are unknown
+    prompt_tokens_per_s: float  # prompt tokens of successful requests, all replicas together; output tokens likewise
     output_tokens_per_s: float
+    # Share of each reason (``seats``, ``memory``, ``device``) in all samples of waiting requests.
     waited_for: dict[str, float]
 
 

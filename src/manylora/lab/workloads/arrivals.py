@@ -57,17 +57,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Arrivals, in order.
+    """Arrivals, in order."""
 
-    Args:
-        times: Seconds from the start.
-        callers: Caller of each, numbered from 0, in a trace of functions or clients.
-        num_callers: All callers, also those without a request.
-    """
-
-    times: FloatArray
-    callers: IntArray | None = None
-    num_callers: int = 0
+    times: FloatArray  # seconds from the start
+    callers: IntArray | None = None  # caller of each, numbered from 0, in a trace of functions or clients
+    num_callers: int = 0  # all callers, also those without a request
 
 
 class ArrivalProcess(Protocol):

@@ -33,21 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DrawnLengths:
-    """Lengths of requests, in order of arrival.
+    """Lengths of requests, in order of arrival."""
 
-    Args:
-        prompt: Prompt tokens, at least 1.
-        output: Answer tokens, at least 1.
-        prefix: Names of the blocks each prompt begins with, where a trace tells; shared names are shared tokens.
-        prefix_block_tokens: Tokens in each of those blocks.
-        tenants: Tenant of each, where a trace tells.
-    """
-
-    prompt: IntArray
-    output: IntArray
+    prompt: IntArray  # prompt tokens, at least 1
+    output: IntArray  # answer tokens, at least 1
+    # Names of the blocks each prompt begins with, where a trace tells; shared names are shared tokens.
     prefix: tuple[tuple[int, ...], ...] | None = None
-    prefix_block_tokens: int = 512
-    tenants: tuple[str, ...] | None = None
+    prefix_block_tokens: int = 512  # tokens in each of those blocks
+    tenants: tuple[str, ...] | None = None  # tenant of each, where a trace tells
 
 
 class Lengths(Protocol):

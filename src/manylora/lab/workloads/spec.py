@@ -86,12 +86,7 @@ class AdapterSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSpec(CheckedOptions):
-    """The parts of a workload; without ``num_requests`` and ``duration_s`` a replayed trace is used once.
-
-    Args:
-        popularity: Uniform when ``None``; not allowed with arrivals that name their callers.
-        drift: ``None`` for constant popularity.
-    """
+    """The parts of a workload; without ``num_requests`` and ``duration_s`` a replayed trace is used once."""
 
     arrivals: ArrivalProcess
     lengths: Lengths
@@ -99,8 +94,8 @@ class WorkloadSpec(CheckedOptions):
     num_requests: int | None = option(None, at_least=1, help="Requests at most.")
     duration_s: float | None = option(None, above=0, unit="s", help="Time of arrivals at most.")
     adapters: AdapterSet = field(default_factory=AdapterSet)
-    popularity: Popularity | None = None
-    drift: Drift | None = None
+    popularity: Popularity | None = None  # uniform when ``None``; not allowed with arrivals that name their callers
+    drift: Drift | None = None  # ``None`` for constant popularity
 
 
 def make_workload(spec: WorkloadSpec, seed: int) -> Workload:

@@ -21,59 +21,40 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """An adapter as a workload names it.
-
-    Args:
-        rank: Rank of every module.
-        targets: Last names of the modules it changes, in every layer.
-        is_activated: Whether it is activated behind the shared blocks of a prompt (aLoRA), by the first token that the
-            prompt has to itself.
-    """
+    """An adapter as a workload names it."""
 
     name: str
-    rank: int
-    targets: tuple[str, ...] = ATTENTION
+    rank: int  # rank of every module
+    targets: tuple[str, ...] = ATTENTION  # last names of the modules it changes, in every layer
+    # Whether it is activated behind the shared blocks of a prompt (aLoRA), by the first token that the prompt has to
+    # itself.
     is_activated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """One request: its lengths are the true ones, not a predictor's.
+    """One request: its lengths are the true ones, not a predictor's."""
 
-    Args:
-        arrival_s: Seconds from the start of the workload.
-        num_output_tokens: Length of the answer, at least 1.
-        adapter: Name of an adapter of the workload; ``None`` for the base.
-        tenant: Name of the tenant, for policies that divide the engine by weight.
-        prefix: Names of the blocks its prompt begins with, as in Mooncake's traces: requests with equal leading
-            names have equal leading tokens. The prompt may end inside the last of them, or go on behind it with
-            tokens of its own. Empty: a prompt that no other request shares.
-        prefix_block_tokens: Tokens in each of those blocks.
-    """
-
-    arrival_s: float
+    arrival_s: float  # seconds from the start of the workload
     num_prompt_tokens: int
-    num_output_tokens: int
-    adapter: str | None = None
-    tenant: str = ""
+    num_output_tokens: int  # length of the answer, at least 1
+    adapter: str | None = None  # name of an adapter of the workload; ``None`` for the base
+    tenant: str = ""  # name of the tenant, for policies that divide the engine by weight
     weight: float = 1.0
+    # Names of the blocks its prompt begins with, as in Mooncake's traces: requests with equal leading names have equal
+    # leading tokens. The prompt may end inside the last of them, or go on behind it with tokens of its own. Empty: a
+    # prompt that no other request shares.
     prefix: tuple[int, ...] = ()
-    prefix_block_tokens: int = 512
+    prefix_block_tokens: int = 512  # tokens in each of those blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Requests in order of arrival, and the adapters they name.
+    """Requests in order of arrival, and the adapters they name."""
 
-    Args:
-        name: Name in titles and of files.
-        requests: Sorted by ``arrival_s``.
-        adapters: Every adapter that is registered, asked for or not.
-    """
-
-    name: str
-    requests: tuple[RequestSpec, ...]
-    adapters: tuple[AdapterSpec, ...] = ()
+    name: str  # name in titles and of files
+    requests: tuple[RequestSpec, ...]  # sorted by ``arrival_s``
+    adapters: tuple[AdapterSpec, ...] = ()  # every adapter that is registered, asked for or not
 
     def __post_init__(self) -> None:
         times = [request.arrival_s for request in self.requests]

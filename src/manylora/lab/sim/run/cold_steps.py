@@ -30,16 +30,11 @@ class LoadTimeline:
     """A load under way, which brings the layers of an adapter in their order; times in seconds.
 
     Loads that begin later may put off its pieces that wait for the tier below.
-
-    Args:
-        arrivals: Time at which each layer has arrived.
-        begins_at: Time of its turn on the link, from which on its layout is known.
-        uses: Intervals in which it was to use the link when it began.
     """
 
-    arrivals: list[float]
-    begins_at: float = 0.0
-    uses: Seq[tuple[float, float]] = ()
+    arrivals: list[float]  # time at which each layer has arrived
+    begins_at: float = 0.0  # time of its turn on the link, from which on its layout is known
+    uses: Seq[tuple[float, float]] = ()  # intervals in which it was to use the link when it began
 
     @property
     def ready_at(self) -> float:
@@ -52,17 +47,11 @@ class LoadTimeline:
 
 
 class ColdStep(NamedTuple):
-    """The outcome of a step with cold sequences.
+    """The outcome of a step with cold sequences."""
 
-    Args:
-        ends_at: Its end, in seconds.
-        cpu_share: Share of its assisted layers that workers computed.
-        late: Adapters that it has ceased to wait for.
-    """
-
-    ends_at: float
-    cpu_share: float = 1.0
-    late: frozenset[AdapterKey] = frozenset()
+    ends_at: float  # its end, in seconds
+    cpu_share: float = 1.0  # share of its assisted layers that workers computed
+    late: frozenset[AdapterKey] = frozenset()  # adapters that it has ceased to wait for
 
 
 class ColdSteps:

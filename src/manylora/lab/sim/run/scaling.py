@@ -26,36 +26,23 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedScaling(CheckedOptions):
-    """The scaling of a simulation's replicas.
+    """The scaling of a simulation's replicas."""
 
-    Args:
-        policy: Bounds and prices; ``min_replicas`` serve from the beginning.
-        make_scaler: Makes the scaler; ``None`` for the scaler of a live fleet.
-    """
-
-    policy: ScalingPolicy
+    policy: ScalingPolicy  # bounds and prices; ``min_replicas`` serve from the beginning
     start_s: float = option(at_least=0, unit="s", help="Mean time from the order to a replica that can load adapters.")
     jitter: float = option(0.2, at_least=0, at_most=1, help="Each start takes up to this part less or more.")
-    make_scaler: Callable[[], Scaler] | None = None
+    make_scaler: Callable[[], Scaler] | None = None  # makes the scaler; ``None`` for the scaler of a live fleet
 
 
 @dataclass(slots=True)
 class ReplicaSpan:
-    """One life of a replica; times in seconds, infinite until they come.
+    """One life of a replica; times in seconds, infinite until they come."""
 
-    Args:
-        index: Its place in the fleet.
-        asked_at: Time of the order to start it.
-        serving_at: First time at which it could take a request.
-        draining_at: Time of the order to drain it.
-        ended_at: Time at which its last request had ended.
-    """
-
-    index: int
-    asked_at: float
-    serving_at: float = math.inf
-    draining_at: float = math.inf
-    ended_at: float = math.inf
+    index: int  # its place in the fleet
+    asked_at: float  # time of the order to start it
+    serving_at: float = math.inf  # first time at which it could take a request
+    draining_at: float = math.inf  # time of the order to drain it
+    ended_at: float = math.inf  # time at which its last request had ended
 
 
 @dataclass(slots=True)

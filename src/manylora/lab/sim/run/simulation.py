@@ -63,51 +63,39 @@ Progress = Callable[[int, float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """The engines that serve the workload.
+    """The engines that serve the workload."""
 
-    Args:
-        base: The base model's shape; a page spans all devices of a replica.
-        cost: Times of steps and loads.
-        num_slots: Adapters on the device of each replica, in slots of equal size beside KV that is never short, as in
-            vLLM; a copy begins once its whole adapter is read, and all adapters begin on disk. ``None`` for one pool.
-        memory: Block size and prefix caching; its sizes are not used.
-        scaling: Starts and drains engines over time; ``None`` for a fixed number.
-        router: Name in ``routing.ROUTERS``, or a plug-in.
-        interference: Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
-        reads_host: Whether steps can read an adapter's weights from host memory: by ``assist``, else in place.
-        waits_by_layer: Whether steps can run on an adapter that is on its way, and wait for each layer.
-        assist: Prices CPU workers beside an accelerator.
-        all_resident: Keep every adapter on the device from the start, in pages beside ``num_pages``.
-        speed: Makes the speed over time of the replica with this number; constant when ``None``.
-        exact_caps: Set each request's cap to the length of its answer, as benchmark clients do; for engines that
-            reserve it.
-        seed: Seeds the router and the noisy predictor.
-    """
-
-    base: BaseShape
-    cost: CostModel
+    base: BaseShape  # the base model's shape; a page spans all devices of a replica
+    cost: CostModel  # times of steps and loads
     num_pages: int = option(at_least=2, help="Pages in each replica's pool.")
+    # Adapters on the device of each replica, in slots of equal size beside KV that is never short, as in vLLM; a copy
+    # begins once its whole adapter is read, and all adapters begin on disk. ``None`` for one pool.
     num_slots: int | None = option(None, at_least=1, help="Slots for adapters beside the pool.")
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    # Block size and prefix caching; its sizes are not used.
     memory: MemoryConfig = field(default_factory=lambda: MemoryConfig(prefix_caching=False))
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     num_replicas: int = option(
         1, at_least=1, help="Engines that share the workload; with ``scaling`` as many as that allows."
     )
-    scaling: SimulatedScaling | None = None
-    router: str = DEFAULT_ROUTER
+    scaling: SimulatedScaling | None = None  # starts and drains engines over time; ``None`` for a fixed number
+    router: str = DEFAULT_ROUTER  # name in ``routing.ROUTERS``, or a plug-in
     router_options: Mapping[str, Any] = field(default_factory=dict)
     scheduler_time_s: float = option(0.0, at_least=0, unit="s", help="Time to decide a step.")
+    # Slow-down of a step by a load beside it, by tier; see ``SimulatedExecutor``.
     interference: Mapping[Tier, float] = field(default_factory=dict)
+    # Whether steps can read an adapter's weights from host memory: by ``assist``, else in place.
     reads_host: bool = False
-    waits_by_layer: bool = False
-    assist: AssistCost | None = None
-    all_resident: bool = False
+    waits_by_layer: bool = False  # whether steps can run on an adapter that is on its way, and wait for each layer
+    assist: AssistCost | None = None  # prices CPU workers beside an accelerator
+    all_resident: bool = False  # keep every adapter on the device from the start, in pages beside ``num_pages``
+    # Makes the speed over time of the replica with this number; constant when ``None``.
     speed: Callable[[int], MachineSpeed | None] | None = None
     max_tokens: int | None = option(None, at_least=1, help="Cap of every request; as many as fit when ``None``.")
+    # Set each request's cap to the length of its answer, as benchmark clients do; for engines that reserve it.
     exact_caps: bool = False
     sample_every_s: float = option(1.0, above=0, unit="s", help="Virtual time between two samples of the timeline.")
-    seed: int = 0
+    seed: int = 0  # seeds the router and the noisy predictor
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -122,23 +110,16 @@ class SimulationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The outcome of a simulated run.
-
-    Args:
-        records: Every request, in order of arrival; refused ones have an ``error``.
-        timelines: A timeline for each replica.
-        stats: The counters of each engine at its end.
-        duration_s: Virtual time of the last event.
-        spans: The lives of replicas that were started and drained; empty for a fixed number.
-        decisions: Decisions about the number of replicas, with their times in seconds.
-    """
+    """The outcome of a simulated run."""
 
     workload: str
-    records: list[RequestRecord]
-    timelines: list[Timeline]
-    stats: list[EngineStats]
-    duration_s: float
+    records: list[RequestRecord]  # every request, in order of arrival; refused ones have an ``error``
+    timelines: list[Timeline]  # a timeline for each replica
+    stats: list[EngineStats]  # the counters of each engine at its end
+    duration_s: float  # virtual time of the last event
+    # The lives of replicas that were started and drained; empty for a fixed number.
     spans: list[ReplicaSpan] = field(default_factory=list)
+    # Decisions about the number of replicas, with their times in seconds.
     decisions: list[tuple[float, ScalingDecision]] = field(default_factory=list)
 
     def summary(

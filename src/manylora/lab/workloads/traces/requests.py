@@ -21,20 +21,15 @@ __all__ = ["RequestTrace", "read_azure_llm", "read_length_pairs", "read_mooncake
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestTrace:
-    """Requests in order of arrival (or, without times, of the file).
+    """Requests in order of arrival (or, without times, of the file)."""
 
-    Args:
-        arrival_s: Seconds since the first request; ``None`` in a trace that has only lengths.
-        output: Answer tokens.
-        prefix: Names of the blocks each prompt consists of, the last one perhaps in part; ``None`` if unknown.
-        tenants: Tenant of each, from a column ``tenant`` beside those of the family; ``None`` without it.
-    """
-
-    arrival_s: FloatArray | None
+    arrival_s: FloatArray | None  # seconds since the first request; ``None`` in a trace that has only lengths
     prompt: IntArray
-    output: IntArray
+    output: IntArray  # answer tokens
+    # Names of the blocks each prompt consists of, the last one perhaps in part; ``None`` if unknown.
     prefix: tuple[tuple[int, ...], ...] | None = None
     prefix_block_tokens: int = 512
+    # Tenant of each, from a column ``tenant`` beside those of the family; ``None`` without it.
     tenants: tuple[str, ...] | None = None
 
     def __len__(self) -> int:

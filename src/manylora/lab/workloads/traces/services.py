@@ -39,15 +39,10 @@ WINDOW_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Calls:
-    """Single calls in order of arrival.
+    """Single calls in order of arrival."""
 
-    Args:
-        arrival_s: Seconds since the first.
-        function: Which function, numbered in order of appearance.
-    """
-
-    arrival_s: FloatArray
-    function: IntArray
+    arrival_s: FloatArray  # seconds since the first
+    function: IntArray  # which function, numbered in order of appearance
 
 
 @lru_cache(maxsize=2)
@@ -86,22 +81,14 @@ def read_single_calls(file: Path) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class ClientWindow:
-    """One client in one window.
+    """One client in one window."""
 
-    Args:
-        model: The model it asked.
-        start_s: Beginning of the window, in seconds since the trace's midnight.
-        rate: Mean requests per second.
-        pattern: The distribution that was fitted to the gaps.
-        shape: The fit's shape.
-    """
-
-    model: str
+    model: str  # the model it asked
     client: int
-    start_s: float
-    rate: float
-    pattern: Literal["gamma", "weibull"]
-    shape: float
+    start_s: float  # beginning of the window, in seconds since the trace's midnight
+    rate: float  # mean requests per second
+    pattern: Literal["gamma", "weibull"]  # the distribution that was fitted to the gaps
+    shape: float  # the fit's shape
 
 
 @lru_cache(maxsize=2)
