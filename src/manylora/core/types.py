@@ -88,18 +88,14 @@ MAX_CONSTRAINT_CHARS = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form that an answer must have.
+    """The form that an answer must have."""
 
-    Args:
-        kind: ``json``: the text is a JSON schema, ``"{}"`` for any JSON value; ``regex``; ``choice``: a JSON list of
-            strings, one of which is the answer; ``grammar``: in Lark's or GBNF's notation; ``structural_tag``: a JSON
-            object with ``structures`` and ``triggers``, as vLLM takes it.
-        text: The schema, pattern, choices, grammar or tags.
-        tenant: The tenant that it is kept for once it is compiled: tenants share none, or timing would show theirs.
-    """
-
+    # ``json``: the text is a JSON schema, ``"{}"`` for any JSON value; ``regex``; ``choice``: a JSON list of strings,
+    # one of which is the answer; ``grammar``: in Lark's or GBNF's notation; ``structural_tag``: a JSON object with
+    # ``structures`` and ``triggers``, as vLLM takes it.
     kind: str
-    text: str
+    text: str  # the schema, pattern, choices, grammar or tags
+    # The tenant that it is kept for once it is compiled: tenants share none, or timing would show theirs.
     tenant: str = ""
 
     def __post_init__(self) -> None:
@@ -121,55 +117,36 @@ class SamplingParams:
 
     With a seed the tokens depend only on the request: position *i* draws from a counter-based generator keyed by
     ``(seed, i)``, independent of the batch and of pre-emptions.
-
-    Args:
-        max_tokens: Most tokens to generate; ``None`` means as many as fit.
-        min_tokens: End-of-sequence and stop tokens are masked until so many are generated.
-        temperature: 0 is greedy.
-        top_p: Nucleus mass in (0, 1].
-        top_k: Number of candidates; 0 means all.
-        min_p: Least probability relative to the most likely token.
-        presence_penalty: Subtracted once from logits of generated tokens, in [-2, 2].
-        frequency_penalty: Subtracted per occurrence, in [-2, 2].
-        repetition_penalty: Divides (multiplies) positive (negative) logits of seen tokens, prompt included; > 0.
-        seed: Seed of this request; ``None`` lets the engine draw one.
-        stop: Strings that end the text (applied by the detokenizer, not in the engine core).
-        stop_token_ids: Tokens that end the sequence, beside the model's own.
-        include_stop_str_in_output: Whether the matched stop string stays in the text.
-        ignore_eos: Continue after end-of-sequence tokens, for load generators.
-        logprobs: Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
-        logprob_token_ids: Tokens to report at each position in place of the most likely ones, in this order; needs
-            ``logprobs``, whose number is then without effect.
-        prompt_logprobs: As ``logprobs``, for the positions of the prompt. All its tokens are then computed: none is
-            served from the prefix cache.
-        skip_special_tokens: Leave special tokens out of the text.
-        constraint: The form that the answer must have.
-        logit_bias: Pairs of token id and additive bias in [-100, 100].
-        allowed_token_ids: The only tokens that may be generated; empty for all.
-        bad_words_token_ids: Runs of tokens that are not generated (``text.bad_words_token_ids`` makes them of words).
     """
 
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    max_tokens: int | None = None  # most tokens to generate; ``None`` means as many as fit
+    min_tokens: int = 0  # end-of-sequence and stop tokens are masked until so many are generated
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # nucleus mass in (0, 1]
+    top_k: int = 0  # number of candidates; 0 means all
+    min_p: float = 0.0  # least probability relative to the most likely token
+    presence_penalty: float = 0.0  # subtracted once from logits of generated tokens, in [-2, 2]
+    frequency_penalty: float = 0.0  # subtracted per occurrence, in [-2, 2]
+    # Divides (multiplies) positive (negative) logits of seen tokens, prompt included; > 0.
     repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    seed: int | None = None  # seed of this request; ``None`` lets the engine draw one
+    stop: tuple[str, ...] = ()  # strings that end the text (applied by the detokenizer, not in the engine core)
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the sequence, beside the model's own
+    include_stop_str_in_output: bool = False  # whether the matched stop string stays in the text
+    ignore_eos: bool = False  # continue after end-of-sequence tokens, for load generators
+    # Number of most likely tokens to report per position; ``None`` reports none, 0 only the chosen one.
     logprobs: int | None = None
+    # As ``logprobs``, for the positions of the prompt. All its tokens are then computed: none is served from the prefix
+    # cache.
     prompt_logprobs: int | None = None
+    # Tokens to report at each position in place of the most likely ones, in this order; needs ``logprobs``, whose
+    # number is then without effect.
     logprob_token_ids: tuple[int, ...] = ()
-    skip_special_tokens: bool = True
-    constraint: Constraint | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True  # leave special tokens out of the text
+    constraint: Constraint | None = None  # the form that the answer must have
+    logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of token id and additive bias in [-100, 100]
+    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that may be generated; empty for all
+    # Runs of tokens that are not generated (``text.bad_words_token_ids`` makes them of words).
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -222,15 +199,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """The answer so far of a request that another engine began; the next engine goes on after it.
+    """The answer so far of a request that another engine began; the next engine goes on after it."""
 
-    Args:
-        tokens: Tokens that the client has; they count as generated. None if no token had come yet.
-        adapter: The adapter version that they are from, ``None`` for the base.
-    """
-
+    # Tokens that the client has; they count as generated. None if no token had come yet.
     tokens: tuple[int, ...] = ()
-    adapter: AdapterKey | None = None
+    adapter: AdapterKey | None = None  # the adapter version that they are from, ``None`` for the base
 
 
 MAX_TENANT_CHARS = 128
@@ -239,67 +212,45 @@ WEIGHTS = (1e-3, 1e3)  # least and largest weight of a tenant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A user's request.
+    """A user's request."""
 
-    Args:
-        request_id: Unique among requests in flight.
-        prompt: Token ids.
-        sampling: Sampling parameters.
-        model: Name of the base or of an adapter; resolved to a version on arrival, before any later replacement.
-        tenant: The user, for fairness and accounting; at most ``MAX_TENANT_CHARS`` characters.
-        weight: The tenant's share of the engine beside others' weights, in ``WEIGHTS``, for policies that divide it.
-        cache_salt: Prefix blocks are shared only between equal salts.
-        priority: Lower is sooner, for policies that use it.
-        seed: Seed of this request in place of the seed in ``sampling``, which several requests may share: of one of
-            ``n`` answers, or drawn, so that every engine continues it alike. ``None`` leaves the seed to ``sampling``.
-        continuation: The answer so far, if another engine began it.
-        default_max_tokens: Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
-        version: The version of the adapter that answers, under whatever name an engine knows it; ``None`` for the
-            version that ``model`` has on arrival.
-    """
-
-    request_id: str
-    prompt: tuple[int, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    model: str = ""
-    tenant: str = ""
+    request_id: str  # unique among requests in flight
+    prompt: tuple[int, ...]  # token ids
+    sampling: SamplingParams = field(default_factory=SamplingParams)  # sampling parameters
+    model: str = ""  # name of the base or of an adapter; resolved to a version on arrival, before any later replacement
+    tenant: str = ""  # the user, for fairness and accounting; at most ``MAX_TENANT_CHARS`` characters
+    # The tenant's share of the engine beside others' weights, in ``WEIGHTS``, for policies that divide it.
     weight: float = 1.0
-    cache_salt: str = ""
-    priority: int = 0
+    cache_salt: str = ""  # prefix blocks are shared only between equal salts
+    priority: int = 0  # lower is sooner, for policies that use it
+    # Seed of this request in place of the seed in ``sampling``, which several requests may share: of one of ``n``
+    # answers, or drawn, so that every engine continues it alike. ``None`` leaves the seed to ``sampling``.
     seed: int | None = None
-    continuation: Continuation | None = None
+    continuation: Continuation | None = None  # the answer so far, if another engine began it
+    # Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
     default_max_tokens: int | None = None
+    # The version of the adapter that answers, under whatever name an engine knows it; ``None`` for the version that
+    # ``model`` has on arrival.
     version: AdapterKey | None = None
 
 
 class SampledToken(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One generated token. A struct, like ``Output``: creating a frozen dataclass takes ten times as long.
+    """One generated token. A struct, like ``Output``: creating a frozen dataclass takes ten times as long."""
 
-    Args:
-        token_id: The token.
-        logprob: Its log-probability by softmax of the raw logits, without temperature; ``None`` if not requested.
-        top: The most likely tokens as (token id, log-probability), most likely first; empty if not requested.
-    """
-
-    token_id: int
+    token_id: int  # the token
+    # Its log-probability by softmax of the raw logits, without temperature; ``None`` if not requested.
     logprob: float | None = None
+    # The most likely tokens as (token id, log-probability), most likely first; empty if not requested.
     top: tuple[tuple[int, float], ...] = ()
 
 
 class PromptToken(NamedTuple):
-    """The log-probability of one token of a prompt, after the tokens before it.
+    """The log-probability of one token of a prompt, after the tokens before it."""
 
-    Args:
-        token_id: The token.
-        logprob: Its log-probability by softmax of the raw logits.
-        rank: 1 if no token is more likely.
-        top: The most likely tokens as (token id, log-probability), most likely first.
-    """
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
+    token_id: int  # the token
+    logprob: float  # its log-probability by softmax of the raw logits
+    rank: int  # 1 if no token is more likely
+    top: tuple[tuple[int, float], ...]  # the most likely tokens as (token id, log-probability), most likely first
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -309,18 +260,12 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
         token_ids, logprobs   | token | most likely | second | ... |    num_top + 1 columns, a row per token
         ranks                 | rank of the token |
-
-    Args:
-        num_top: Number of most likely tokens of each row.
-        token_ids: ``[rows, num_top + 1]`` int32.
-        logprobs: ``[rows, num_top + 1]`` float32.
-        ranks: ``[rows]`` int32.
     """
 
-    num_top: int
-    token_ids: bytes
-    logprobs: bytes
-    ranks: bytes
+    num_top: int  # number of most likely tokens of each row
+    token_ids: bytes  # ``[rows, num_top + 1]`` int32
+    logprobs: bytes  # ``[rows, num_top + 1]`` float32
+    ranks: bytes  # ``[rows]`` int32
 
     @classmethod
     def join(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
@@ -349,68 +294,44 @@ class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """A request's new tokens since its last output, and its end when ``finish`` is set.
+    """A request's new tokens since its last output, and its end when ``finish`` is set."""
 
-    Args:
-        request_id: The request.
-        tokens: New tokens in order; may be empty on the last output.
-        finish: Set on the last output.
-        stop_token: The token that ended the sequence, if one did: the last of ``tokens``, counted in usage; its text is
-            part of the answer only with ``include_stop_str_in_output``.
-        num_cached_tokens: Prompt tokens served from the prefix cache.
-        adapter: The version that answered, ``None`` for the base.
-        error: The reason, if ``finish`` is ``ERROR``.
-        is_refused: Whether the request is at fault for the error: the form of its answer.
-        prompt_logprobs: Log-probabilities of the whole prompt, if requested; in an output without tokens, before the
-            first token.
-    """
-
-    request_id: str
-    tokens: tuple[SampledToken, ...] = ()
-    finish: FinishReason | None = None
+    request_id: str  # the request
+    tokens: tuple[SampledToken, ...] = ()  # new tokens in order; may be empty on the last output
+    finish: FinishReason | None = None  # set on the last output
+    # The token that ended the sequence, if one did: the last of ``tokens``, counted in usage; its text is part of the
+    # answer only with ``include_stop_str_in_output``.
     stop_token: int | None = None
-    num_cached_tokens: int = 0
-    adapter: AdapterKey | None = None
-    error: str | None = None
-    is_refused: bool = False
+    num_cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    adapter: AdapterKey | None = None  # the version that answered, ``None`` for the base
+    error: str | None = None  # the reason, if ``finish`` is ``ERROR``
+    is_refused: bool = False  # whether the request is at fault for the error: the form of its answer
+    # Log-probabilities of the whole prompt, if requested; in an output without tokens, before the first token.
     prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterVersion:
-    """Identity and sizes of LoRA weights, for the scheduler.
+    """Identity and sizes of LoRA weights, for the scheduler."""
 
-    Args:
-        key: Content hash, or a provisional key.
-        source: Directory from which it is read, and read again.
-        rank: Largest rank over its modules.
-        num_modules: Modules it changes.
-        target_modules: Their distinct last names, sorted (``q_proj``, ``down_proj`` ...).
-        num_pages: Its device pages.
-        weight_bytes: Its weights at device precision, without padding.
-        host_bytes: Size of its host copy.
-        disk_bytes: Size of its weight file.
-        dtype: Type of its packed weights; ``None`` for a version without weights (simulated).
-        layer_digests: Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty
-            where they are not known. ``key`` is the hash over them.
-        file_key: Identity of the files that it was registered from (``core/adapters/identity.py``); empty without one.
-        is_whole: Whether no layer of its image may be used before the whole file was read: its content is not known yet
-            and is not vouched for by a server.
-        invocation: Tokens that activate it (aLoRA): it applies from their last occurrence in a prompt on, and rows
-            before it are the base's. Empty for an adapter that is always active.
-    """
-
-    key: AdapterKey
-    source: str
-    rank: int
-    num_modules: int
-    target_modules: tuple[str, ...]
-    num_pages: int
-    weight_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    dtype: str | None = None
+    key: AdapterKey  # content hash, or a provisional key
+    source: str  # directory from which it is read, and read again
+    rank: int  # largest rank over its modules
+    num_modules: int  # modules it changes
+    target_modules: tuple[str, ...]  # their distinct last names, sorted (``q_proj``, ``down_proj`` ...)
+    num_pages: int  # its device pages
+    weight_bytes: int  # its weights at device precision, without padding
+    host_bytes: int  # size of its host copy
+    disk_bytes: int  # size of its weight file
+    dtype: str | None = None  # type of its packed weights; ``None`` for a version without weights (simulated)
+    # Digests of its layers' weights, one behind the other, in the order in which layers arrive; empty where they are
+    # not known. ``key`` is the hash over them.
     layer_digests: bytes = b""
+    # Identity of the files that it was registered from (``core/adapters/identity.py``); empty without one.
     file_key: str = field(default="", compare=False)
+    # Whether no layer of its image may be used before the whole file was read: its content is not known yet and is not
+    # vouched for by a server.
     is_whole: bool = False
+    # Tokens that activate it (aLoRA): it applies from their last occurrence in a prompt on, and rows before it are the
+    # base's. Empty for an adapter that is always active.
     invocation: tuple[int, ...] = ()

@@ -73,17 +73,11 @@ def _stored(name: str, folder: Folder, max_bytes: int) -> tuple[AdapterSettings,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleVerdict:
-    """The tensors of one module in a weight file, and whether they would be applied.
+    """The tensors of one module in a weight file, and whether they would be applied."""
 
-    Args:
-        module: The module's name in the file; of a tensor whose module is not known, its own.
-        tensors: Their names, types and shapes.
-        problem: The reason why they would not be applied, ``None`` if they would.
-    """
-
-    module: str
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
-    problem: str | None
+    module: str  # the module's name in the file; of a tensor whose module is not known, its own
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]  # their names, types and shapes
+    problem: str | None  # the reason why they would not be applied, ``None`` if they would
 
 
 def explain_adapter(

@@ -157,20 +157,13 @@ class FallbackRouter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterContext:
-    """The view that a router has of the service.
-
-    Args:
-        base_name: The base model's name in requests.
-        max_num_seqs: Requests that a replica runs at once.
-        ranks: Rank of each adapter by name.
-        options: The router's own ``Options``, checked; ``None`` where it has none.
-    """
+    """The view that a router has of the service."""
 
     rng: Random
-    base_name: str = ""
-    max_num_seqs: int = 128
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    options: Any = None
+    base_name: str = ""  # the base model's name in requests
+    max_num_seqs: int = 128  # requests that a replica runs at once
+    ranks: Mapping[str, int] = field(default_factory=dict)  # rank of each adapter by name
+    options: Any = None  # the router's own ``Options``, checked; ``None`` where it has none
 
 
 @takes(RankAwareRouter.Options)

@@ -34,27 +34,17 @@ MOST_BELIEVED = 4096  # adapters that are believed to be on one device; the olde
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """A replica's own account; ``None`` where it does not say.
+    """A replica's own account; ``None`` where it does not say."""
 
-    Args:
-        num_requests: Requests that run or wait, of every router.
-        kv_tokens: Tokens of KV for which it has room beside the adapters in use.
-        resident: Names of the adapters on its device.
-        steps: Its step-time model.
-        num_answers: Requests that have ended with an answer, since its start.
-        num_answer_tokens: Their tokens.
-        num_queued: Requests that wait for a seat or for memory, where the router does not know the number of seats.
-        kv_usage: Share of KV memory in use, 0 to 1, where it does not know their size.
-    """
-
-    num_requests: int | None = None
-    kv_tokens: int | None = None
-    resident: Iterable[str] | None = None
-    steps: StepModel | None = None
-    num_answers: int = 0
-    num_answer_tokens: int = 0
+    num_requests: int | None = None  # requests that run or wait, of every router
+    kv_tokens: int | None = None  # tokens of KV for which it has room beside the adapters in use
+    resident: Iterable[str] | None = None  # names of the adapters on its device
+    steps: StepModel | None = None  # its step-time model
+    num_answers: int = 0  # requests that have ended with an answer, since its start
+    num_answer_tokens: int = 0  # their tokens
+    # Requests that wait for a seat or for memory, where the router does not know the number of seats.
     num_queued: int | None = None
-    kv_usage: float | None = None
+    kv_usage: float | None = None  # share of KV memory in use, 0 to 1, where it does not know their size
 
     @classmethod
     def of(cls, stats: EngineStats, block_size: int) -> ReplicaReport:

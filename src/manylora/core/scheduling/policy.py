@@ -61,46 +61,32 @@ class Nearness(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStatus:
-    """One queue of a policy, for status pages.
+    """One queue of a policy, for status pages."""
 
-    Args:
-        num_waiting: Sequences in it.
-        num_running: Sequences admitted from it that have not ended, where the policy counts them.
-        below: Upper bound of the sizes of its requests; ``None`` for the last queue.
-        quota_tokens: Tokens that its running requests may hold together; ``None`` where there are no quotas.
-        used_tokens: Tokens of the quota in use, those lent to other queues included.
-    """
-
-    num_waiting: int
-    num_running: int | None = None
-    below: float | None = None
+    num_waiting: int  # sequences in it
+    num_running: int | None = None  # sequences admitted from it that have not ended, where the policy counts them
+    below: float | None = None  # upper bound of the sizes of its requests; ``None`` for the last queue
+    # Tokens that its running requests may hold together; ``None`` where there are no quotas.
     quota_tokens: int | None = None
-    used_tokens: int | None = None
+    used_tokens: int | None = None  # tokens of the quota in use, those lent to other queues included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyContext:
-    """The view that a policy has of its engine.
-
-    Args:
-        block_size: Tokens of KV in a page.
-        predictor: Predicts output lengths.
-        num_claimable_pages: Pages that an admission could get now; with ``True``, an admission of the first in line.
-        prompt_s: Device time of a sequence's prompt in seconds, by the costs learned so far.
-        inner: Finds a policy by name and returns a function that makes one of it after the other, for a policy that
-            divides the sequences among others.
-        options: The policy's own ``Options``, checked; ``None`` where it has none.
-    """
+    """The view that a policy has of its engine."""
 
     config: SchedulerConfig
     num_pages: int
-    block_size: int
-    predictor: LengthPredictor
+    block_size: int  # tokens of KV in a page
+    predictor: LengthPredictor  # predicts output lengths
     nearness: Callable[[Sequence], Nearness]
+    # Pages that an admission could get now; with ``True``, an admission of the first in line.
     num_claimable_pages: Callable[[bool], int]
-    prompt_s: Callable[[Sequence], float]
+    prompt_s: Callable[[Sequence], float]  # device time of a sequence's prompt in seconds, by the costs learned so far
+    # Finds a policy by name and returns a function that makes one of it after the other, for a policy that divides the
+    # sequences among others.
     inner: Callable[[str], Callable[[], Policy]] | None = None
-    options: Any = None
+    options: Any = None  # the policy's own ``Options``, checked; ``None`` where it has none
 
 
 class Policy(Protocol):

@@ -31,23 +31,14 @@ class Depth(IntEnum):
 
 
 class IdleItem(NamedTuple):
-    """An item that may be dropped, and the work of its reload; a tuple, because each idle block has one.
+    """An item that may be dropped, and the work of its reload; a tuple, because each idle block has one."""
 
-    Args:
-        key: The adapter's key, or the page number of a prefix block.
-        num_pages: Its pages.
-        idle_since: When it was last in use, in seconds.
-        copy_bytes: Bytes to copy from the host to the device (adapters).
-        read_bytes: Bytes to read from disk before that; 0 while the host has a copy.
-        run_tokens: Tokens to recompute (prefix blocks).
-    """
-
-    key: ItemKey
-    num_pages: int
-    idle_since: float
-    copy_bytes: int = 0
-    read_bytes: int = 0
-    run_tokens: int = 0
+    key: ItemKey  # the adapter's key, or the page number of a prefix block
+    num_pages: int  # its pages
+    idle_since: float  # when it was last in use, in seconds
+    copy_bytes: int = 0  # bytes to copy from the host to the device (adapters)
+    read_bytes: int = 0  # bytes to read from disk before that; 0 while the host has a copy
+    run_tokens: int = 0  # tokens to recompute (prefix blocks)
 
 
 class EvictionPolicy(Protocol):
