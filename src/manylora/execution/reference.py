@@ -23,55 +23,33 @@ __all__ = ["ComparedAnswer", "Difference", "GivenAnswer", "Reference", "compare"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenAnswer:
-    """A server's greedy answer.
+    """A server's greedy answer."""
 
-    Args:
-        prompt: Token ids of its prompt.
-        tokens: Its own token ids.
-        logprobs: Their log-probabilities, ``None`` if the server gave none.
-    """
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...] | None
+    prompt: tuple[int, ...]  # token ids of its prompt
+    tokens: tuple[int, ...]  # its own token ids
+    logprobs: tuple[float, ...] | None  # their log-probabilities, ``None`` if the server gave none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A token on which server and reference differ.
+    """A token on which server and reference differ."""
 
-    Args:
-        position: Its place in the answer, from 0.
-        token: The server's token.
-        expected: The reference's most likely one.
-        logprob: Log-probability of ``token`` by the server, ``None`` if it gave none.
-        reference: The same by the reference.
-        best: Log-probability of ``expected`` by the reference.
-    """
-
-    position: int
-    token: int
-    expected: int
-    logprob: float | None
-    reference: float
-    best: float
+    position: int  # its place in the answer, from 0
+    token: int  # the server's token
+    expected: int  # the reference's most likely one
+    logprob: float | None  # log-probability of ``token`` by the server, ``None`` if it gave none
+    reference: float  # the same by the reference
+    best: float  # log-probability of ``expected`` by the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedAnswer:
-    """An answer beside the reference.
+    """An answer beside the reference."""
 
-    Args:
-        num_tokens: Tokens of the answer.
-        num_equal: Those that are the reference's most likely one.
-        largest_error: Largest difference of a token's log-probabilities, ``None`` without the server's.
-        first: The first difference beyond the tolerance, if there is one.
-    """
-
-    num_tokens: int
-    num_equal: int
-    largest_error: float | None
-    first: Difference | None
+    num_tokens: int  # tokens of the answer
+    num_equal: int  # those that are the reference's most likely one
+    largest_error: float | None  # largest difference of a token's log-probabilities, ``None`` without the server's
+    first: Difference | None  # the first difference beyond the tolerance, if there is one
 
 
 def compare(answer: GivenAnswer, reference: NDArray[np.float32], tolerance: float) -> ComparedAnswer:

@@ -58,26 +58,16 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, tag="rows"):
 
     They are codes ``[num_out, row_bytes]``, scales ``[groups, num_out]``, shifts as many, a table of float32 and an
     order of int32, each if there is one, each from a multiple of 16 on.
-
-    Args:
-        num_out: Outputs.
-        num_in: Inputs.
-        numbers: Kind of the weights: ``int8``, ``int4``, ``float8_e4m3fn``, ``float8_e5m2`` or ``table4``.
-        group: Inputs that share a scale, a multiple of 16.
-        scale_dtype: Type of scales and shifts.
-        dtype: Type of activations.
-        has_shift: Whether a weight is ``scale number + shift``, or without a shift.
-        has_order: Whether columns are sorted in another order than the inputs.
     """
 
-    num_out: int
-    num_in: int
-    numbers: str
-    group: int
-    scale_dtype: str
-    dtype: str
-    has_shift: bool = False
-    has_order: bool = False
+    num_out: int  # outputs
+    num_in: int  # inputs
+    numbers: str  # kind of the weights: ``int8``, ``int4``, ``float8_e4m3fn``, ``float8_e5m2`` or ``table4``
+    group: int  # inputs that share a scale, a multiple of 16
+    scale_dtype: str  # type of scales and shifts
+    dtype: str  # type of activations
+    has_shift: bool = False  # whether a weight is ``scale number + shift``, or without a shift
+    has_order: bool = False  # whether columns are sorted in another order than the inputs
 
     @property
     def halves(self) -> int:
