@@ -63,53 +63,37 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class BackboneSpec(_Table, frozen=True, kw_only=True):
-    """A base that functions share.
+    """A base that functions share."""
 
-    Args:
-        model: Folder of the checkpoint, or ``demo``.
-        dtype: Type of the model's numbers: ``auto`` or ``float32``.
-        base_dtype: Numbers that the weights are kept in, as ``--base-dtype`` of a server.
-    """
-
-    model: PathText
-    dtype: str = "auto"
+    model: PathText  # folder of the checkpoint, or ``demo``
+    dtype: str = "auto"  # type of the model's numbers: ``auto`` or ``float32``
+    # Numbers that the weights are kept in, as ``--base-dtype`` of a server.
     base_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"] = "auto"
 
 
 class FunctionSpec(_Table, frozen=True, kw_only=True):
-    """A function.
+    """A function."""
 
-    Args:
-        backbone: Name of its base.
-        adapter: Folder of its adapter.
-        tenant: The account that pays.
-        callers: Tenants that may call it, and API keys, each as ``key-`` and the first 12 hexadecimal digits of its
-            SHA-256; empty for any key of the server.
-        slo_s: Objective for the first token of a warm request, in seconds.
-        max_batch: Most requests that leave as one batch.
-        max_waiting: Most requests that wait; further ones are refused.
-        kv_bytes: Its pool of pages.
-        adapter_bytes: Host memory for its adapter's packed weights.
-        keep_alive_s: Seconds without a request after which its process ends; ``None`` for the node's.
-        threads: Threads of its engine; ``None`` for the machine's cores.
-        memory_bytes: Most address space that its process may add to the zygote's; ``None`` for no limit.
-        cgroup_bytes: Most memory of a control group of its own; ``None`` for no limit.
-        cgroup_cpus: Most processors of the group; ``None`` for no limit.
-    """
-
-    backbone: FunctionName
-    adapter: PathText
-    tenant: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._/@+-]*$")] = ""
+    backbone: FunctionName  # name of its base
+    adapter: PathText  # folder of its adapter
+    tenant: Annotated[str, Meta(max_length=128, pattern=r"^[A-Za-z0-9._/@+-]*$")] = ""  # the account that pays
+    # Tenants that may call it, and API keys, each as ``key-`` and the first 12 hexadecimal digits of its SHA-256; empty
+    # for any key of the server.
     callers: Annotated[tuple[Caller, ...], Meta(max_length=1024)] = ()
+    # Objective for the first token of a warm request, in seconds.
     slo_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 2.0
-    max_batch: Annotated[int, Meta(ge=1, le=4096)] = 16
-    max_waiting: Annotated[int, Meta(ge=1, le=65536)] = 256
-    kv_bytes: Bytes = 64 * MIB
-    adapter_bytes: Bytes = 64 * MIB
+    max_batch: Annotated[int, Meta(ge=1, le=4096)] = 16  # most requests that leave as one batch
+    max_waiting: Annotated[int, Meta(ge=1, le=65536)] = 256  # most requests that wait; further ones are refused
+    kv_bytes: Bytes = 64 * MIB  # its pool of pages
+    adapter_bytes: Bytes = 64 * MIB  # host memory for its adapter's packed weights
+    # Seconds without a request after which its process ends; ``None`` for the node's.
     keep_alive_s: Seconds | None = None
+    # Threads of its engine; ``None`` for the machine's cores.
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    # Most address space that its process may add to the zygote's; ``None`` for no limit.
     memory_bytes: Bytes | None = None
-    cgroup_bytes: Bytes | None = None
+    cgroup_bytes: Bytes | None = None  # most memory of a control group of its own; ``None`` for no limit
+    # Most processors of the group; ``None`` for no limit.
     cgroup_cpus: Annotated[float, Meta(gt=0.0, le=4096.0)] | None = None
 
     def may_call(self, caller: str) -> bool:
@@ -118,18 +102,14 @@ class FunctionSpec(_Table, frozen=True, kw_only=True):
 
 
 class NodeSpec(_Table, frozen=True, kw_only=True):
-    """The limits of every node.
+    """The limits of every node."""
 
-    Args:
-        memory_bytes: Memory for backbones, zygotes and functions; ``None`` for most of the memory that is available.
-        keep_alive_s: Seconds without a request after which a function's process ends; ``None`` for as long as the rent
-            of the machine is worth the start that it saves.
-        preload: Whether the controller decides what is held ready.
-    """
-
+    # Memory for backbones, zygotes and functions; ``None`` for most of the memory that is available.
     memory_bytes: Bytes | None = None
+    # Seconds without a request after which a function's process ends; ``None`` for as long as the rent of the machine
+    # is worth the start that it saves.
     keep_alive_s: Seconds | None = None
-    preload: bool = True
+    preload: bool = True  # whether the controller decides what is held ready
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):

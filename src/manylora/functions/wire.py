@@ -70,64 +70,42 @@ class BackboneState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A node's report.
+    """A node's report."""
 
-    Args:
-        incarnation: Names this run of the agent.
-        is_first: Whether it is the first of this run, which replaces all earlier ones.
-        since_ns: Begin of the interval, in nanoseconds since the epoch.
-        until_ns: Its end.
-        accounts: Usage in the interval.
-        device_ns: Time of all devices in the interval, which the accounts add up to, as to ``cpu_ns`` and
-            ``host_byte_ns``.
-        address: Where the node serves the functions.
-        pid: The agent's process.
-        generation: Generation of the orders that it has.
-        free_bytes: Memory for artefacts, with those that it holds.
-        lines: Lines that functions have written since the last report, by function.
-    """
-
-    incarnation: Annotated[str, Meta(min_length=1, max_length=64)]
-    is_first: bool
-    since_ns: Nanoseconds
-    until_ns: Nanoseconds
+    incarnation: Annotated[str, Meta(min_length=1, max_length=64)]  # names this run of the agent
+    is_first: bool  # whether it is the first of this run, which replaces all earlier ones
+    since_ns: Nanoseconds  # begin of the interval, in nanoseconds since the epoch
+    until_ns: Nanoseconds  # its end
     num_devices: Annotated[int, Meta(ge=1, le=1024)]
     num_cpus: Annotated[int, Meta(ge=1, le=65536)]
-    accounts: Annotated[list[Account], Meta(max_length=200_000)]
+    accounts: Annotated[list[Account], Meta(max_length=200_000)]  # usage in the interval
+    # Time of all devices in the interval, which the accounts add up to, as to ``cpu_ns`` and ``host_byte_ns``.
     device_ns: Count
     cpu_ns: Count
     host_byte_ns: int
-    address: Text
-    pid: int
-    generation: int
-    free_bytes: int
+    address: Text  # where the node serves the functions
+    pid: int  # the agent's process
+    generation: int  # generation of the orders that it has
+    free_bytes: int  # memory for artefacts, with those that it holds
     functions: Annotated[list[FunctionState], Meta(max_length=200_000)]
     backbones: Annotated[list[BackboneState], Meta(max_length=1024)]
+    # Lines that functions have written since the last report, by function.
     lines: dict[FunctionName, Annotated[list[Text], Meta(max_length=MAX_LOG_LINES)]] = {}
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer to a report.
+    """The answer to a report."""
 
-    Args:
-        recorded_until_ns: End of the node's ledger.
-        generation: Generation of the functions.
-        functions: The node's functions; ``None`` if the agent has this generation.
-        hold: Names of artefacts to hold ready (`decisions/placement.py`).
-        prices: Rents, and the price of waiting, by which functions are kept awake.
-        api_keys: Keys of the HTTP server in front of the functions, if the agent was started without.
-        admin_key: Key of their administrators.
-    """
-
-    recorded_until_ns: int
-    generation: int
+    recorded_until_ns: int  # end of the node's ledger
+    generation: int  # generation of the functions
     node: NodeSpec
     backbones: dict[str, BackboneSpec]
-    functions: dict[str, FunctionSpec] | None = None
-    hold: list[str] = []
-    prices: PriceList = PriceList()
+    functions: dict[str, FunctionSpec] | None = None  # the node's functions; ``None`` if the agent has this generation
+    hold: list[str] = []  # names of artefacts to hold ready (`decisions/placement.py`)
+    prices: PriceList = PriceList()  # rents, and the price of waiting, by which functions are kept awake
+    # Keys of the HTTP server in front of the functions, if the agent was started without.
     api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
+    admin_key: str | None = None  # key of their administrators
 
 
 class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,67 +139,40 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of one side of TLS, in PEM.
+    """The files of one side of TLS, in PEM."""
 
-    Args:
-        cert: Its certificate, followed by those that lead to the authority.
-        key: Its private key, without a password.
-        ca: The authority. It admits every certificate that leads to it, so it should sign for this purpose alone.
-    """
-
-    cert: str
-    key: str
-    ca: str
+    cert: str  # its certificate, followed by those that lead to the authority
+    key: str  # its private key, without a password
+    ca: str  # the authority. It admits every certificate that leads to it, so it should sign for this purpose alone
 
 
 class ControllerSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The set-up of a controller.
+    """The set-up of a controller."""
 
-    Args:
-        config: File of functions.
-        folder: Where its database is.
-        token: Token of all calls; ``None`` for none, on loopback or with TLS.
-        tls: Its certificate, and the authority of its callers; ``None`` for no TLS.
-        socket: Descriptor of its listening socket; ``None`` to bind ``host`` and ``port``.
-        parent_pipe: Descriptor of a pipe with whose end this process ends; ``None`` for none.
-        has_adapters: Whether the adapters are on this machine, so that one that cannot be read is refused.
-        api_keys: Keys of the HTTP servers of agents that were started without.
-        admin_key: Key of their administrators.
-    """
-
-    config: str
-    folder: str
-    token: str | None
-    tls: TlsFiles | None = None
+    config: str  # file of functions
+    folder: str  # where its database is
+    token: str | None  # token of all calls; ``None`` for none, on loopback or with TLS
+    tls: TlsFiles | None = None  # its certificate, and the authority of its callers; ``None`` for no TLS
     host: str = "127.0.0.1"
     port: int = 0
-    socket: int | None = None
-    parent_pipe: int | None = None
-    has_adapters: bool = False
-    api_keys: tuple[str, ...] = ()
-    admin_key: str | None = None
+    socket: int | None = None  # descriptor of its listening socket; ``None`` to bind ``host`` and ``port``
+    parent_pipe: int | None = None  # descriptor of a pipe with whose end this process ends; ``None`` for none
+    has_adapters: bool = False  # whether the adapters are on this machine, so that one that cannot be read is refused
+    api_keys: tuple[str, ...] = ()  # keys of the HTTP servers of agents that were started without
+    admin_key: str | None = None  # key of their administrators
     log_level: int = logging.INFO
 
 
 class AgentSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The set-up of an agent.
-
-    Args:
-        controller: Address of the controller.
-        token: Its token; ``None`` for none.
-        tls: This node's certificate for it; ``None`` for none.
-        server: The HTTP server in front of the functions.
-        folder: Where sockets of backbones are made.
-        socket: Descriptor of its listening socket; ``None`` to bind one.
-        parent_pipe: Descriptor of a pipe with whose end this process and its backbones end; ``None`` for none.
-    """
+    """The set-up of an agent."""
 
     node: str
-    controller: str
-    token: str | None
-    tls: TlsFiles | None = None
-    server: ServerConfig
-    folder: str
-    socket: int | None = None
+    controller: str  # address of the controller
+    token: str | None  # its token; ``None`` for none
+    tls: TlsFiles | None = None  # this node's certificate for it; ``None`` for none
+    server: ServerConfig  # the HTTP server in front of the functions
+    folder: str  # where sockets of backbones are made
+    socket: int | None = None  # descriptor of its listening socket; ``None`` to bind one
+    # Descriptor of a pipe with whose end this process and its backbones end; ``None`` for none.
     parent_pipe: int | None = None
     log_level: int = logging.INFO

@@ -67,22 +67,14 @@ BodyT = TypeVar("BodyT", RoutedLoadBody, RoutedBackendBody)
 
 @dataclass(slots=True, eq=False)
 class RouterRoutes:
-    """The routes that the router answers itself.
+    """The routes that the router answers itself."""
 
-    Args:
-        config: Whether the router manages adapters.
-        gate: Knows the keys of callers.
-        adapters: Loads and unloads adapters on all backends.
-        metrics: The router's own.
-        sources: Takes backends in and out.
-    """
-
-    config: ProxyConfig
-    gate: Gate
+    config: ProxyConfig  # whether the router manages adapters
+    gate: Gate  # knows the keys of callers
     backends: Backends
-    adapters: RoutedAdapters
-    metrics: ProxyMetrics
-    sources: Sources
+    adapters: RoutedAdapters  # loads and unloads adapters on all backends
+    metrics: ProxyMetrics  # the router's own
+    sources: Sources  # takes backends in and out
     is_stopping: bool = False
     _started_at: float = field(default_factory=time.time)
 

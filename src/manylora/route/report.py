@@ -59,39 +59,23 @@ class ServerKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class BackendMetrics:
-    """The part of a backend's metrics that the router reads; ``None`` for figures that it does not report.
+    """The part of a backend's metrics that the router reads; ``None`` for figures that it does not report."""
 
-    Args:
-        num_running: Requests in steps, over all engines of the server.
-        num_waiting: Requests in its queue.
-        kv_usage: Share of KV memory in use, 0 to 1, of its fullest engine.
-        on_device: Adapters on the device.
-        in_use: Adapters with requests running or waiting, by the latest ``lora_requests_info``.
-        ranks: Rank by adapter, where reported.
-        num_answers: Requests that have ended, so far.
-        num_answer_tokens: Tokens of answers, so far.
-        gaps_s: Times between tokens, added up, in seconds.
-        num_gaps: Their number.
-        prefills_s: Times from admission to the first token, added up, in seconds.
-        num_prefills: Their number.
-        num_prompt_tokens: Tokens of prompts, so far.
-        num_cached_tokens: Of these, the tokens that the prefix cache held.
-    """
-
-    num_running: int | None = None
-    num_waiting: int | None = None
-    kv_usage: float | None = None
-    on_device: set[str] | None = None
+    num_running: int | None = None  # requests in steps, over all engines of the server
+    num_waiting: int | None = None  # requests in its queue
+    kv_usage: float | None = None  # share of KV memory in use, 0 to 1, of its fullest engine
+    on_device: set[str] | None = None  # adapters on the device
+    # Adapters with requests running or waiting, by the latest ``lora_requests_info``.
     in_use: frozenset[str] = frozenset()
-    ranks: dict[str, int] = field(default_factory=dict)
-    num_answers: int = 0
-    num_answer_tokens: int = 0
-    gaps_s: float = 0.0
-    num_gaps: float = 0.0
-    prefills_s: float = 0.0
-    num_prefills: float = 0.0
-    num_prompt_tokens: float = 0.0
-    num_cached_tokens: float = 0.0
+    ranks: dict[str, int] = field(default_factory=dict)  # rank by adapter, where reported
+    num_answers: int = 0  # requests that have ended, so far
+    num_answer_tokens: int = 0  # tokens of answers, so far
+    gaps_s: float = 0.0  # times between tokens, added up, in seconds
+    num_gaps: float = 0.0  # their number
+    prefills_s: float = 0.0  # times from admission to the first token, added up, in seconds
+    num_prefills: float = 0.0  # their number
+    num_prompt_tokens: float = 0.0  # tokens of prompts, so far
+    num_cached_tokens: float = 0.0  # of these, the tokens that the prefix cache held
 
     @property
     def num_tokens(self) -> float:
@@ -176,19 +160,12 @@ class MetricsReader:
 
 
 class Card(msgspec.Struct, frozen=True):
-    """An entry of ``/v1/models``.
+    """An entry of ``/v1/models``."""
 
-    Args:
-        id: The model's name.
-        root: Where its weights are; for an adapter, the path that it can be loaded from.
-        parent: The base of an adapter; ``None`` for a base.
-        owned_by: The server's software.
-    """
-
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    owned_by: str = ""
+    id: str  # the model's name
+    root: str | None = None  # where its weights are; for an adapter, the path that it can be loaded from
+    parent: str | None = None  # the base of an adapter; ``None`` for a base
+    owned_by: str = ""  # the server's software
 
 
 class _Cards(msgspec.Struct):

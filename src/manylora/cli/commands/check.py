@@ -49,38 +49,24 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderCheck:
-    """What was found in a folder.
+    """What was found in a folder."""
 
-    Args:
-        report: Its contents; ``None`` if no base can serve them.
-        modules: Each module's tensors, and whether they would be applied.
-        problem: The first fault, if there is one.
-    """
-
-    report: AdapterReport | None
-    modules: tuple[ModuleVerdict, ...]
-    problem: str | None
+    report: AdapterReport | None  # its contents; ``None`` if no base can serve them
+    modules: tuple[ModuleVerdict, ...]  # each module's tensors, and whether they would be applied
+    problem: str | None  # the first fault, if there is one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCheck:
-    """Answers of a server beside those of PEFT.
+    """Answers of a server beside those of PEFT."""
 
-    Args:
-        model: The adapter's name on the server.
-        prompts: The prompts.
-        answers: The comparison of each answer.
-        texts: Of each answer, its text before the first difference, the server's token and PEFT's.
-        explanation: A mistake that explains all answers of the server, if there is one.
-        has_ids: Whether the server named tokens by id: if not, its text was tokenised again.
-    """
-
-    model: str
+    model: str  # the adapter's name on the server
     prompts: tuple[str, ...]
-    answers: tuple[ComparedAnswer, ...]
+    answers: tuple[ComparedAnswer, ...]  # the comparison of each answer
+    # Of each answer, its text before the first difference, the server's token and PEFT's.
     texts: tuple[tuple[str, str, str] | None, ...]
-    explanation: str | None
-    has_ids: bool
+    explanation: str | None  # a mistake that explains all answers of the server, if there is one
+    has_ids: bool  # whether the server named tokens by id: if not, its text was tokenised again
 
 
 def check(

@@ -47,20 +47,13 @@ PLUGINS: dict[str, Mapping[str, Callable[..., Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A field as an option of a command.
-
-    Args:
-        owner: The dataclass.
-        known: Meaning and limits of the field.
-        hint: Its type, without ``None``.
-        may_be_unset: Whether the option has no default, and changes nothing if it is not given.
-    """
+    """A field as an option of a command."""
 
     owner: type
     field: dataclasses.Field[Any]
-    known: Option
-    hint: Any
-    may_be_unset: bool = False
+    known: Option  # meaning and limits of the field
+    hint: Any  # its type, without ``None``
+    may_be_unset: bool = False  # whether the option has no default, and changes nothing if it is not given
 
     @property
     def spelled(self) -> str:

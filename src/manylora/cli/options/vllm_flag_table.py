@@ -15,16 +15,11 @@ __all__ = ["SAME_AS", "TRANSLATED", "VLLM_FLAGS", "VllmFlag"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFlag:
-    """A flag of ``vllm serve`` that is ignored or refused.
+    """A flag of ``vllm serve`` that is ignored or refused."""
 
-    Args:
-        why: The reason, for the remark or the error.
-        has_value: Whether the flag has a value.
-        fine: Values that are ignored with a remark; ``None`` for all. Any other value is refused; empty refuses all.
-    """
-
-    why: str
-    has_value: bool = False
+    why: str  # the reason, for the remark or the error
+    has_value: bool = False  # whether the flag has a value
+    # Values that are ignored with a remark; ``None`` for all. Any other value is refused; empty refuses all.
     fine: tuple[str, ...] | None = None
 
 

@@ -24,24 +24,15 @@ __all__ = ["SimulationReport", "print_report", "setup_of", "write_report", "writ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationReport:
-    """One simulation.
-
-    Args:
-        table: The scenario as a TOML table, with options.
-        workload: Requests and adapters.
-        config: Configuration of the simulation.
-        run: The result.
-        summary: Its figures.
-        wall_s: Duration of the simulation in seconds.
-    """
+    """One simulation."""
 
     scenario: Scenario
-    table: dict[str, Any]
-    workload: Workload
+    table: dict[str, Any]  # the scenario as a TOML table, with options
+    workload: Workload  # requests and adapters
     config: SimulationConfig
     run: Run
     summary: Summary
-    wall_s: float
+    wall_s: float  # duration of the simulation in seconds
 
 
 def print_report(report: SimulationReport, console: Console) -> None:

@@ -46,21 +46,14 @@ class BillLine:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """A bill.
+    """A bill."""
 
-    Args:
-        lines: The most expensive first; the platform's own last.
-        total: The sum of the lines.
-        device_ns: Time of the machines' devices, counted apart, as are ``cpu_ns`` and ``host_byte_ns``.
-        lost_ns: Time without an agent's report, which the platform bears.
-    """
-
-    lines: tuple[BillLine, ...]
-    total: Usage
-    device_ns: int
+    lines: tuple[BillLine, ...]  # the most expensive first; the platform's own last
+    total: Usage  # the sum of the lines
+    device_ns: int  # time of the machines' devices, counted apart, as are ``cpu_ns`` and ``host_byte_ns``
     cpu_ns: int
     host_byte_ns: int
-    lost_ns: int
+    lost_ns: int  # time without an agent's report, which the platform bears
 
     @property
     def difference_ns(self) -> int:

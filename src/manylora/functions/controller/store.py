@@ -62,19 +62,12 @@ class NodeEnd(NamedTuple):
 
 
 class MachineUse(NamedTuple):
-    """The amounts of a node in one minute, counted apart from the accounts.
+    """The amounts of a node in one minute, counted apart from the accounts."""
 
-    Args:
-        device_ns: Time of all its devices.
-        cpu_ns: Time of all its processors.
-        host_byte_ns: Memory held.
-        lost_ns: The part of the minute's recorded time in which no agent reported.
-    """
-
-    device_ns: int
-    cpu_ns: int
+    device_ns: int  # time of all its devices
+    cpu_ns: int  # time of all its processors
     host_byte_ns: int
-    lost_ns: int
+    lost_ns: int  # the part of the minute's recorded time in which no agent reported
 
 
 class Store:

@@ -44,23 +44,16 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artefact:
-    """A thing that is loaded before a function's first token.
+    """A thing that is loaded before a function's first token."""
 
-    Args:
-        name: Unique.
-        num_bytes: Memory that it takes, by kind of memory; it cannot be held in a kind that is missing.
-        saves_s: Seconds of a cold start that it saves from there; the same keys. A device saves at least as much as
-            the host.
-        requests_per_s: Rate of the requests that need it; of a shared one, the sum over its functions.
-        parent: Name of the artefact that must be loaded before it, if any.
-    """
-
-    name: str
+    name: str  # unique
     kind: ArtefactKind
+    # Memory that it takes, by kind of memory; it cannot be held in a kind that is missing.
     num_bytes: Mapping[MemoryKind, int]
+    # Seconds of a cold start that it saves from there; the same keys. A device saves at least as much as the host.
     saves_s: Mapping[MemoryKind, float]
-    requests_per_s: float
-    parent: str | None = None
+    requests_per_s: float  # rate of the requests that need it; of a shared one, the sum over its functions
+    parent: str | None = None  # name of the artefact that must be loaded before it, if any
 
     def __post_init__(self) -> None:
         if not self.num_bytes or self.num_bytes.keys() != self.saves_s.keys():
@@ -77,19 +70,12 @@ class Artefact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Memory that can hold artefacts: of a node's host, or of one device.
+    """Memory that can hold artefacts: of a node's host, or of one device."""
 
-    Args:
-        name: Unique.
-        memory: Its kind.
-        node: The node that it belongs to; a node has one host place.
-        free_bytes: Bytes that artefacts may take.
-    """
-
-    name: str
-    memory: MemoryKind
-    node: str
-    free_bytes: int
+    name: str  # unique
+    memory: MemoryKind  # its kind
+    node: str  # the node that it belongs to; a node has one host place
+    free_bytes: int  # bytes that artefacts may take
 
 
 class Placed(NamedTuple):

@@ -41,15 +41,10 @@ FADE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTime:
-    """Time to the first token of a batch that has the device to itself: ``single_s + each_s * (size - 1)``.
+    """Time to the first token of a batch that has the device to itself: ``single_s + each_s * (size - 1)``."""
 
-    Args:
-        single_s: Time for one request, in seconds.
-        each_s: Time that every further one adds.
-    """
-
-    single_s: float
-    each_s: float
+    single_s: float  # time for one request, in seconds
+    each_s: float  # time that every further one adds
 
     def __post_init__(self) -> None:
         if self.single_s <= 0.0 or self.each_s < 0.0:
@@ -69,20 +64,15 @@ class FirstTokenTime:
 
 @dataclass(frozen=True, slots=True)
 class BatchWindow:
-    """The rule of one function: when its waiting requests leave as a batch.
-
-    Args:
-        objective_s: Its objective for the first token, in seconds.
-        cap: Most requests in a batch, whatever the objective allows; the memory for their KV sets it.
-        wait_share: Share of the spare time that a batch waits while it would have the device to itself: 1 is equation
-            3, with 0 it leaves for an idle device at once.
-        busy_share: The same on a busy device; 0 where later requests join the batch, so that none is worth waiting for.
-    """
+    """The rule of one function: when its waiting requests leave as a batch."""
 
     time: FirstTokenTime
-    objective_s: float
-    cap: int
+    objective_s: float  # its objective for the first token, in seconds
+    cap: int  # most requests in a batch, whatever the objective allows; the memory for their KV sets it
+    # Share of the spare time that a batch waits while it would have the device to itself: 1 is equation 3, with 0 it
+    # leaves for an idle device at once.
     wait_share: float = 1.0
+    # The same on a busy device; 0 where later requests join the batch, so that none is worth waiting for.
     busy_share: float = 1.0
 
     def __post_init__(self) -> None:
@@ -106,19 +96,12 @@ class BatchWindow:
 
 @dataclass(frozen=True, slots=True)
 class FixedWindow:
-    """A batch of a fixed size that waits a fixed time, whatever the objective: the rule to compare with.
-
-    Args:
-        time: The function's times.
-        objective_s: Its objective for the first token, in seconds.
-        size: Requests of a full batch.
-        delay_s: Longest wait of the oldest request.
-    """
+    """A batch of a fixed size that waits a fixed time, whatever the objective: the rule to compare with."""
 
     time: FirstTokenTime
-    objective_s: float
-    size: int
-    delay_s: float
+    objective_s: float  # its objective for the first token, in seconds
+    size: int  # requests of a full batch
+    delay_s: float  # longest wait of the oldest request
 
     def size_limit(self, num_batches: int = 1) -> int:
         """Return the size at which a batch is full."""

@@ -41,20 +41,12 @@ PLATFORM = ""
 
 
 class Usage(NamedTuple):
-    """What an account used. Sums of usages are exact.
+    """What an account used. Sums of usages are exact."""
 
-    Args:
-        active_device_ns: Device time in steps.
-        idle_device_ns: Device time kept ready.
-        cpu_ns: Processor time.
-        device_byte_ns: Device memory held, in bytes times nanoseconds.
-        host_byte_ns: Host memory held.
-    """
-
-    active_device_ns: int = 0
-    idle_device_ns: int = 0
-    cpu_ns: int = 0
-    device_byte_ns: int = 0
+    active_device_ns: int = 0  # device time in steps
+    idle_device_ns: int = 0  # device time kept ready
+    cpu_ns: int = 0  # processor time
+    device_byte_ns: int = 0  # device memory held, in bytes times nanoseconds
     host_byte_ns: int = 0
 
     def plus(self, other: Usage) -> Usage:
@@ -77,23 +69,16 @@ _ACTIVE, _IDLE, _, _DEVICE_BYTES, _HOST_BYTES = range(len(Usage._fields))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineState:
-    """All that is charged by time, while none of it changes.
-
-    Args:
-        running: Functions that run steps, by device number.
-        awake: Functions with a process on the machine, or those for which it is held ready.
-        device_bytes: Device memory of its own, by function.
-        host_bytes: Host memory of its own, by function.
-        shared_device_bytes: Device memory of shared backbones, each with the functions that keep it.
-        shared_host_bytes: Host memory of shared backbones and libraries, each with the functions that keep it.
-    """
+    """All that is charged by time, while none of it changes."""
 
     num_devices: int = 1
-    running: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    awake: Sequence[str] = ()
-    device_bytes: Mapping[str, int] = field(default_factory=dict)
-    host_bytes: Mapping[str, int] = field(default_factory=dict)
+    running: Mapping[int, Sequence[str]] = field(default_factory=dict)  # functions that run steps, by device number
+    awake: Sequence[str] = ()  # functions with a process on the machine, or those for which it is held ready
+    device_bytes: Mapping[str, int] = field(default_factory=dict)  # device memory of its own, by function
+    host_bytes: Mapping[str, int] = field(default_factory=dict)  # host memory of its own, by function
+    # Device memory of shared backbones, each with the functions that keep it.
     shared_device_bytes: Sequence[tuple[int, Sequence[str]]] = ()
+    # Host memory of shared backbones and libraries, each with the functions that keep it.
     shared_host_bytes: Sequence[tuple[int, Sequence[str]]] = ()
 
 
@@ -146,22 +131,13 @@ def charge(state: MachineState, duration_ns: int) -> dict[str, Usage]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """The use of an interval.
+    """The use of an interval."""
 
-    Args:
-        since_ns: Its begin.
-        until_ns: Its end.
-        accounts: Usage by account. Device time adds up to ``device_ns``, and so on.
-        device_ns: Time of the machine's devices.
-        cpu_ns: Time of its processors; the part that no function used is the platform's.
-        host_byte_ns: Memory held.
-    """
-
-    since_ns: int
-    until_ns: int
-    accounts: Mapping[str, Usage]
-    device_ns: int
-    cpu_ns: int
+    since_ns: int  # its begin
+    until_ns: int  # its end
+    accounts: Mapping[str, Usage]  # usage by account. Device time adds up to ``device_ns``, and so on
+    device_ns: int  # time of the machine's devices
+    cpu_ns: int  # time of its processors; the part that no function used is the platform's
     host_byte_ns: int
 
 

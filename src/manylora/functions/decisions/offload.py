@@ -17,39 +17,24 @@ __all__ = ["Held", "Offload", "choose_offload", "values_lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """An artefact on a device.
-
-    Args:
-        num_bytes: Bytes that it takes there.
-        value: Value of holding it there, in seconds saved per second.
-        host_value: Value of a copy in host memory.
-        host_bytes: Bytes that such a copy takes; 0 if the host has one already, or if it cannot be there.
-        parent: Name of its parent on the device, if any.
-        in_use: Whether a running request needs it.
-    """
+    """An artefact on a device."""
 
     name: str
-    num_bytes: int
-    value: float
-    host_value: float = 0.0
-    host_bytes: int = 0
-    parent: str | None = None
-    in_use: bool = False
+    num_bytes: int  # bytes that it takes there
+    value: float  # value of holding it there, in seconds saved per second
+    host_value: float = 0.0  # value of a copy in host memory
+    host_bytes: int = 0  # bytes that such a copy takes; 0 if the host has one already, or if it cannot be there
+    parent: str | None = None  # name of its parent on the device, if any
+    in_use: bool = False  # whether a running request needs it
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """A decision.
+    """A decision."""
 
-    Args:
-        names: Artefacts to take off the device, children before their parents.
-        kept: Of ``names``, the artefacts to keep in host memory.
-        lost: Value that is lost, in seconds saved per second.
-    """
-
-    names: tuple[str, ...]
-    kept: frozenset[str]
-    lost: float
+    names: tuple[str, ...]  # artefacts to take off the device, children before their parents
+    kept: frozenset[str]  # of ``names``, the artefacts to keep in host memory
+    lost: float  # value that is lost, in seconds saved per second
 
 
 def values_lost(one: Held) -> tuple[float, float]:

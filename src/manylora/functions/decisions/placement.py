@@ -43,25 +43,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A place that could serve a batch or a function.
+    """A place that could serve a batch or a function."""
 
-    Args:
-        place: Name of the device or the node.
-        load_s: Seconds until all that it lacks is loaded; 0 for a warm process.
-        wait_s: Seconds until its process is free.
-        num_batches: Batches that run there besides this one.
-        evicts_bytes: Bytes that idle artefacts of others must give up for it.
-        num_functions: Other functions that only this place serves.
-        rent_s: Seconds of waiting that the rent is worth which this choice is expected to add.
-    """
-
-    place: str
-    load_s: float
-    wait_s: float = 0.0
-    num_batches: int = 0
-    evicts_bytes: int = 0
-    num_functions: int = 0
-    rent_s: float = 0.0
+    place: str  # name of the device or the node
+    load_s: float  # seconds until all that it lacks is loaded; 0 for a warm process
+    wait_s: float = 0.0  # seconds until its process is free
+    num_batches: int = 0  # batches that run there besides this one
+    evicts_bytes: int = 0  # bytes that idle artefacts of others must give up for it
+    num_functions: int = 0  # other functions that only this place serves
+    rent_s: float = 0.0  # seconds of waiting that the rent is worth which this choice is expected to add
 
     def order(self, batch_s: float) -> tuple[float, ...]:
         """Return the key by which places are compared, the best first: the seconds until a batch is answered, and ties.
@@ -95,19 +85,13 @@ class HoldingCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A function that gets requests.
-
-    Args:
-        requests_per_s: Rate of its requests.
-        adapter: Its adapter's file.
-        process: Its process; the time to start does not include the time to load the adapter.
-    """
+    """A function that gets requests."""
 
     name: str
     backbone: str
-    requests_per_s: float
-    adapter: HoldingCost
-    process: HoldingCost
+    requests_per_s: float  # rate of its requests
+    adapter: HoldingCost  # its adapter's file
+    process: HoldingCost  # its process; the time to start does not include the time to load the adapter
 
 
 BackboneCost: TypeAlias = tuple[HoldingCost, HoldingCost]

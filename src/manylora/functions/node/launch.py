@@ -48,16 +48,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Bounds of a function's silence.
+    """Bounds of a function's silence."""
 
-    Args:
-        hang_s: Seconds without progress after which its process is killed and started again; a request waits no longer
-            for the process. ``None`` for never.
-        start_s: Seconds for a process to start and to read the adapter; ``None`` for any time.
-    """
-
+    # Seconds without progress after which its process is killed and started again; a request waits no longer for the
+    # process. ``None`` for never.
     hang_s: float | None
-    start_s: float | None
+    start_s: float | None  # seconds for a process to start and to read the adapter; ``None`` for any time
 
     @classmethod
     def of(cls, config: ServerConfig) -> Timeouts:
@@ -86,17 +82,11 @@ class ProcessUsers:
 
 @dataclass(slots=True, eq=False)
 class AwakeFunction:
-    """A function's engine.
+    """A function's engine."""
 
-    Args:
-        fleet: The engine, restarted when it dies.
-        keeping: Watches it.
-        links: The links of its processes, the last one alive.
-    """
-
-    fleet: Fleet
-    keeping: asyncio.Task[None]
-    links: list[FunctionLink]
+    fleet: Fleet  # the engine, restarted when it dies
+    keeping: asyncio.Task[None]  # watches it
+    links: list[FunctionLink]  # the links of its processes, the last one alive
     _share: ProcessorShare | None = field(default=None, init=False)
     _weighed: FunctionLink | None = field(default=None, init=False)
 
@@ -143,24 +133,15 @@ class AwakeFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """Starts the processes of one function.
-
-    Args:
-        spec: Its registration.
-        host: Its backbone.
-        log: Takes the lines that its processes write.
-        users: Gives each process a user.
-        timeouts: Bounds of its silence.
-        observe: Called with the observations of its engine.
-    """
+    """Starts the processes of one function."""
 
     name: str
-    spec: FunctionSpec
+    spec: FunctionSpec  # its registration
     host: BackboneHost
-    log: FunctionLog
-    users: ProcessUsers
-    timeouts: Timeouts
-    observe: Callable[[Observations], None]
+    log: FunctionLog  # takes the lines that its processes write
+    users: ProcessUsers  # gives each process a user
+    timeouts: Timeouts  # bounds of its silence
+    observe: Callable[[Observations], None]  # called with the observations of its engine
 
     async def start(self, begun_from: str) -> tuple[AwakeFunction, dict[str, float]]:
         """Start the function once its backbone is ready; again from another zygote if the zygote ends meanwhile.

@@ -16,18 +16,12 @@ __all__ = ["BatchQueue"]
 
 @dataclass(slots=True, eq=False)
 class _QueuedRequests:
-    """Requests that were submitted together.
+    """Requests that were submitted together."""
 
-    Args:
-        go: Done when they may leave, or with the error that refuses them.
-        since: When they came, in seconds.
-        has_left: Whether they are on their way to the engine.
-    """
-
-    go: asyncio.Future[None]
-    since: float
+    go: asyncio.Future[None]  # done when they may leave, or with the error that refuses them
+    since: float  # when they came, in seconds
     num_requests: int
-    has_left: bool = False
+    has_left: bool = False  # whether they are on their way to the engine
 
 
 class BatchQueue:

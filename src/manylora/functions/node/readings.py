@@ -13,18 +13,13 @@ _CPU_CLOCK = 2  # CPUCLOCK_SCHED: the process's, with threads that have ended
 
 
 class MemoryReading(NamedTuple):
-    """Memory of a process, in bytes.
+    """Memory of a process, in bytes."""
 
-    Args:
-        pss: Proportional set size: pages that are shared count by the number of sharers.
-        own: Memory that is not a file and that no other process shares, neither the base nor the zygote's, and memory
-            that it has mapped to be shared beside the base: no process but it can have that.
-        anonymous: Memory that is not a file, shared or not.
-    """
-
-    pss: int
+    pss: int  # proportional set size: pages that are shared count by the number of sharers
+    # Memory that is not a file and that no other process shares, neither the base nor the zygote's, and memory that it
+    # has mapped to be shared beside the base: no process but it can have that.
     own: int
-    anonymous: int
+    anonymous: int  # memory that is not a file, shared or not
 
 
 def cpu_ns(pid: int) -> int | None:

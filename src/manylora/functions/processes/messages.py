@@ -37,48 +37,29 @@ MAX_PACKET_BYTES = 64 << 10
 
 
 class Backbone(msgspec.Struct, frozen=True, kw_only=True):
-    """A base that is sealed in memory; ``base.file`` is valid in the process that holds this.
+    """A base that is sealed in memory; ``base.file`` is valid in the process that holds this."""
 
-    Args:
-        model: The model as it was loaded; its folder is read again for configuration and tokenizer.
-    """
-
-    model: ModelConfig
+    model: ModelConfig  # the model as it was loaded; its folder is read again for configuration and tokenizer
     base: SharedBase
 
 
 class ZygoteSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The set-up of a zygote, on its standard input.
+    """The set-up of a zygote, on its standard input."""
 
-    Args:
-        socket: Descriptor of its end of the socket for forks.
-        backbone: The base of all its functions.
-        builder: Builds the parts of its functions' engines; ``None`` for live ones.
-        log_level: Level of its log, and its functions', on standard error.
-    """
-
-    socket: int
+    socket: int  # descriptor of its end of the socket for forks
     backbone: Backbone
-    builder: str | None
-    log_level: int
+    builder: str | None  # builds the parts of its functions' engines; ``None`` for live ones
+    log_level: int  # level of its log, and its functions', on standard error
 
 
 class FunctionPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The files, the user and the limits of a function's process; libraries and the base are added to the files.
+    """The files, the user and the limits of a function's process; libraries and the base are added to the files."""
 
-    Args:
-        readable: Folders of its adapter.
-        uid: User to become, if this process is root; no other process should have it.
-        memory_bytes: Most address space that it may add to the zygote's; ``None`` for no limit.
-        cgroup_bytes: Most memory of a control group of its own; ``None`` for no limit.
-        cgroup_cpus: Most processors of the group; ``None`` for no limit.
-    """
-
-    readable: list[str]
-    uid: int | None = None
-    memory_bytes: int | None = None
-    cgroup_bytes: int | None = None
-    cgroup_cpus: float | None = None
+    readable: list[str]  # folders of its adapter
+    uid: int | None = None  # user to become, if this process is root; no other process should have it
+    memory_bytes: int | None = None  # most address space that it may add to the zygote's; ``None`` for no limit
+    cgroup_bytes: int | None = None  # most memory of a control group of its own; ``None`` for no limit
+    cgroup_cpus: float | None = None  # most processors of the group; ``None`` for no limit
 
     def __post_init__(self) -> None:
         if self.uid is not None and self.uid <= 0:
@@ -86,17 +67,12 @@ class FunctionPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Fork a function, with the socket and the pipe for its log that come along.
+    """Fork a function, with the socket and the pipe for its log that come along."""
 
-    Args:
-        number: Names the function in later messages.
-        asked_at: Monotonic time of the request, in seconds.
-    """
-
-    number: int
+    number: int  # names the function in later messages
     engine: EngineSpec
     place: FunctionPlace
-    asked_at: float
+    asked_at: float  # monotonic time of the request, in seconds
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True):

@@ -54,20 +54,14 @@ _decoder: msgspec.msgpack.Decoder[FromZygote] = msgspec.msgpack.Decoder(FromZygo
 
 @dataclass(eq=False, slots=True)
 class ForkedFunction:
-    """A function's process.
+    """A function's process."""
 
-    Args:
-        number: Its number at the zygote.
-        exited: Done once the process has ended, with its exit code or minus the number of a signal; with ``None`` if
-            the zygote ended first, and the function with it.
-        pid: Its process; ``None`` before the fork.
-        process: Descriptor of the process while it lives; ``None`` before the fork.
-    """
-
-    number: int
+    number: int  # its number at the zygote
+    # Done once the process has ended, with its exit code or minus the number of a signal; with ``None`` if the zygote
+    # ended first, and the function with it.
     exited: asyncio.Future[int | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    pid: int | None = None
-    process: int | None = None
+    pid: int | None = None  # its process; ``None`` before the fork
+    process: int | None = None  # descriptor of the process while it lives; ``None`` before the fork
 
     def end(self, code: int | None) -> None:
         """Record that the function process ended."""

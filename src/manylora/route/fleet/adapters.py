@@ -37,17 +37,11 @@ Answers = dict[Backend, tuple[int, str]]
 
 @dataclass(slots=True, eq=False)
 class AdapterPlacement:
-    """Loads adapters on backends where requests want them. For the event loop's thread alone.
+    """Loads adapters on backends where requests want them. For the event loop's thread alone."""
 
-    Args:
-        config: Its ``max_placed`` bounds the adapters that are loaded on demand on a backend.
-        backends: Read their lists of models after a load.
-        changes: Makes the changes of the log, which go before lists of models.
-    """
-
-    config: ProxyConfig
-    backends: Backends
-    changes: BackendChanges
+    config: ProxyConfig  # its ``max_placed`` bounds the adapters that are loaded on demand on a backend
+    backends: Backends  # read their lists of models after a load
+    changes: BackendChanges  # makes the changes of the log, which go before lists of models
     _tasks: dict[tuple[Backend, str], asyncio.Task[bool]] = field(default_factory=dict)
     _blocked: str | None = None  # the adapter of a change that is under way
 
@@ -162,17 +156,11 @@ class AdapterPlacement:
 
 @dataclass(slots=True, eq=False)
 class RoutedAdapters:
-    """Loads and unloads adapters on all backends. For the event loop's thread alone.
-
-    Args:
-        backends: Every backend of the router.
-        changes: Makes changes on single backends.
-        placement: Loads adapters on demand, and holds off while an adapter changes.
-    """
+    """Loads and unloads adapters on all backends. For the event loop's thread alone."""
 
     backends: Backends
-    changes: BackendChanges
-    placement: AdapterPlacement
+    changes: BackendChanges  # makes changes on single backends
+    placement: AdapterPlacement  # loads adapters on demand, and holds off while an adapter changes
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:

@@ -36,15 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The latest change of one adapter.
+    """The latest change of one adapter."""
 
-    Args:
-        path: The adapter's weights; ``None`` where it was unloaded.
-        generation: A number that no other change has.
-    """
-
-    path: str | None
-    generation: int
+    path: str | None  # the adapter's weights; ``None`` where it was unloaded
+    generation: int  # a number that no other change has
 
 
 class ChangeLog:
@@ -102,20 +97,16 @@ class _Failure:
 
 @dataclass(slots=True, eq=False)
 class AdapterAccount:
-    """The adapters that the router changed or placed on one backend.
-
-    Args:
-        placed: Adapters that were placed on demand and the time of their last request, the oldest first; an adapter
-            counts from before its load until its unload has succeeded.
-        making_room: Held while room is made for an adapter, by the unload of ``leaving``.
-        leaving: The adapter that is being unloaded.
-        calls: Bounds the changes under way.
-    """
+    """The adapters that the router changed or placed on one backend."""
 
     backend: Backend
+    # Adapters that were placed on demand and the time of their last request, the oldest first; an adapter counts from
+    # before its load until its unload has succeeded.
     placed: dict[str, float] = field(default_factory=dict)
+    # Held while room is made for an adapter, by the unload of ``leaving``.
     making_room: asyncio.Lock = field(default_factory=asyncio.Lock)
-    leaving: str | None = None
+    leaving: str | None = None  # the adapter that is being unloaded
+    # Bounds the changes under way.
     calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CALLS))
     _made: dict[str, _Made] = field(default_factory=dict)
     _failures: dict[str, _Failure] = field(default_factory=dict)
@@ -187,15 +178,10 @@ class AdapterAccount:
 
 @dataclass(slots=True, eq=False)
 class BackendChanges:
-    """Makes changes of adapters on single backends, and accounts for them.
+    """Makes changes of adapters on single backends, and accounts for them."""
 
-    Args:
-        config: The time limit.
-        backends: Read their lists of models after a change.
-    """
-
-    config: ProxyConfig
-    backends: Backends
+    config: ProxyConfig  # the time limit
+    backends: Backends  # read their lists of models after a change
     log: ChangeLog = field(default_factory=ChangeLog)
     _accounts: dict[Backend, AdapterAccount] = field(default_factory=dict)
 

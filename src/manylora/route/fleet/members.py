@@ -36,21 +36,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model that requests may name.
+    """A model that requests may name."""
 
-    Args:
-        name: As backends list it.
-        base: The base of an adapter; ``None`` for a base.
-        holders: The backends that list it.
-        only_at: The URL of the only backend that it may be asked of; ``None`` for any.
-        arm: The version that answers a public name, for clients to see; empty for a model that was named itself.
-    """
-
-    name: str
-    base: str | None
-    holders: Sequence[Backend]
-    only_at: str | None = None
-    arm: str = ""
+    name: str  # as backends list it
+    base: str | None  # the base of an adapter; ``None`` for a base
+    holders: Sequence[Backend]  # the backends that list it
+    only_at: str | None = None  # the URL of the only backend that it may be asked of; ``None`` for any
+    arm: str = ""  # the version that answers a public name, for clients to see; empty for a model that was named itself
 
     @property
     def adapter(self) -> str:

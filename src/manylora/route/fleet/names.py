@@ -34,17 +34,11 @@ MAX_KEY_BYTES = 16 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One version behind a public name.
+    """One version behind a public name."""
 
-    Args:
-        model: As backends list it.
-        weight: Its share of conversations, beside those of the others.
-        url: The only backend that it is asked of; ``None`` for all that list it.
-    """
-
-    model: str
-    weight: float
-    url: str | None = None
+    model: str  # as backends list it
+    weight: float  # its share of conversations, beside those of the others
+    url: str | None = None  # the only backend that it is asked of; ``None`` for all that list it
 
     def __str__(self) -> str:
         return self.model if self.url is None else f"{self.model}@{self.url}"

@@ -45,21 +45,13 @@ async def resolve(name: str, port: int) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Pods:
-    """Pods of a cluster.
-
-    Args:
-        namespace: Their namespace.
-        selector: Selects them by labels, as ``kubectl -l`` does; empty for those of a pool.
-        port: Their port; ``None`` for that of a pool.
-        pool: Name of an InferencePool.
-        key_from: As for ``Address``.
-    """
+    """Pods of a cluster."""
 
     namespace: str
-    selector: str = ""
-    port: int | None = None
-    pool: str = ""
-    key_from: str = ""
+    selector: str = ""  # selects them by labels, as ``kubectl -l`` does; empty for those of a pool
+    port: int | None = None  # their port; ``None`` for that of a pool
+    pool: str = ""  # name of an InferencePool
+    key_from: str = ""  # as for ``Address``
 
 
 WatchPods = Callable[[Pods, Callable[[Iterable[Address]], None]], Awaitable[None]]
@@ -68,21 +60,13 @@ WatchPods = Callable[[Pods, Callable[[Iterable[Address]], None]], Awaitable[None
 
 @dataclass(slots=True, eq=False)
 class Sources:
-    """The sources of addresses. For the event loop's thread alone.
+    """The sources of addresses. For the event loop's thread alone."""
 
-    Args:
-        resolve_s: Time between two look-ups of a name, in seconds.
-        resolve: Looks names up.
-        watch_pods: Watches pods.
-        on_change: Called with the addresses of all sources, by URL.
-        environment: Environment variables, for keys.
-    """
-
-    resolve_s: float
+    resolve_s: float  # time between two look-ups of a name, in seconds
     resolve: Resolve
     watch_pods: WatchPods
-    on_change: Callable[[Mapping[str, Address]], None]
-    environment: Mapping[str, str]
+    on_change: Callable[[Mapping[str, Address]], None]  # called with the addresses of all sources, by URL
+    environment: Mapping[str, str]  # environment variables, for keys
     _configured: dict[str, dict[str, Address]] = field(default_factory=dict)  # addresses by URL, of each text
     _added: dict[str, Address] = field(default_factory=dict)
     _removed: set[str] = field(default_factory=set)

@@ -54,25 +54,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Relay:
-    """An ASGI application for the routes that are passed on.
+    """An ASGI application for the routes that are passed on."""
 
-    Args:
-        config: Limits.
-        gate: Knows the keys of callers.
-        backends: All backends of the router.
-        selection: Chooses the backend of a request.
-        placement: Learns which adapters are used.
-        metrics: Counts.
-        tenants: Lets the requests of tenants in; ``None`` if there are none.
-    """
-
-    config: ProxyConfig
-    gate: Gate
+    config: ProxyConfig  # limits
+    gate: Gate  # knows the keys of callers
     backends: Backends
-    selection: Selection
-    placement: AdapterPlacement
+    selection: Selection  # chooses the backend of a request
+    placement: AdapterPlacement  # learns which adapters are used
     metrics: ProxyMetrics
-    tenants: RoutedTenants | None = None
+    tenants: RoutedTenants | None = None  # lets the requests of tenants in; ``None`` if there are none
     _bodies: BodyRoom = field(default_factory=lambda: BodyRoom(MAX_HELD_BYTES))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

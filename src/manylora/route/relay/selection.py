@@ -33,49 +33,29 @@ MAX_LOST = 2
 
 @dataclass(slots=True)
 class RelayedRequest:
-    """A request on its way.
+    """A request on its way."""
 
-    Args:
-        scope: Its line and headers.
-        model: The model's name in its body; ``None`` if it has none.
-        prompt: Its prompt.
-        found: The model.
-        body: Its body, until the first byte of its answer.
-        tried: Backends that are not asked again: it was sent there, or its adapter could not be loaded there.
-        num_sent: Times that it was sent.
-        num_lost: Backends that died on it.
-        refusal: The last answer that sent it elsewhere, or an error for the lack of one.
-        call: The tenant's side of it; ``None`` without tenants.
-    """
-
-    scope: Scope
-    model: str | None
+    scope: Scope  # its line and headers
+    model: str | None  # the model's name in its body; ``None`` if it has none
     prompt: PromptText
     found: Found
-    body: bytes
+    body: bytes  # its body, until the first byte of its answer
+    # Backends that are not asked again: it was sent there, or its adapter could not be loaded there.
     tried: list[Backend] = field(default_factory=list)
-    num_sent: int = 0
-    num_lost: int = 0
-    refusal: ManyloraError | None = None
-    call: TenantCall | None = None
+    num_sent: int = 0  # times that it was sent
+    num_lost: int = 0  # backends that died on it
+    refusal: ManyloraError | None = None  # the last answer that sent it elsewhere, or an error for the lack of one
+    call: TenantCall | None = None  # the tenant's side of it; ``None`` without tenants
 
 
 @dataclass(slots=True, eq=False)
 class Selection:
-    """Chooses backends for requests.
+    """Chooses backends for requests."""
 
-    Args:
-        config: Limits.
-        backends: All backends of the router.
-        choice: The router.
-        changes: Knows which backends have the present version of an adapter.
-        placement: Loads adapters.
-    """
-
-    config: ProxyConfig
+    config: ProxyConfig  # limits
     backends: Backends
-    choice: Choice
-    changes: BackendChanges
+    choice: Choice  # the router
+    changes: BackendChanges  # knows which backends have the present version of an adapter
     placement: AdapterPlacement
 
     async def choose(self, request: RelayedRequest, client: Client) -> Ticket:

@@ -25,22 +25,15 @@ NOT_RETURNED = HOP_BY_HOP | {b"date", b"server"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A place where a server listens.
+    """A place where a server listens."""
 
-    Args:
-        host: Name or IP address to connect to.
-        name: The name in the ``Host`` header and of the certificate.
-        path: Prefix of all routes, without a slash at its end.
-        is_name_of_many: Whether each address of ``host`` is a backend of its own.
-        key_from: The source of the key that it gets: ``file:PATH``, or ``key:`` and the key itself, so it is not shown.
-    """
-
-    host: str
-    name: str
+    host: str  # name or IP address to connect to
+    name: str  # the name in the ``Host`` header and of the certificate
     port: int
     is_tls: bool = False
-    path: str = ""
-    is_name_of_many: bool = False
+    path: str = ""  # prefix of all routes, without a slash at its end
+    is_name_of_many: bool = False  # whether each address of ``host`` is a backend of its own
+    # The source of the key that it gets: ``file:PATH``, or ``key:`` and the key itself, so it is not shown.
     key_from: str = field(default="", repr=False)
 
     @property

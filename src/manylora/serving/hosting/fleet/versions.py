@@ -39,15 +39,10 @@ def name_of(model: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionTerms:
-    """How long the versions of a name that it has left stay addressable.
+    """How long the versions of a name that it has left stay addressable."""
 
-    Args:
-        keep: Versions beside the current one.
-        ttl_s: Seconds after the name has moved on; ``None`` for no such end.
-    """
-
-    keep: int = 1
-    ttl_s: float | None = None
+    keep: int = 1  # versions beside the current one
+    ttl_s: float | None = None  # seconds after the name has moved on; ``None`` for no such end
 
 
 @dataclass(slots=True, eq=False)
