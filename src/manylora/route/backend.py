@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from time import monotonic
@@ -54,30 +55,25 @@ class BackendState(Enum):
     DOWN = "down"
 
 
+@dataclass(eq=False, kw_only=True)
 class Health:
-    """The state of one backend; ``num_joins`` counts the times that it came up.
+    """The state of one backend; ``num_joins`` counts the times that it came up."""
 
-    Args:
-        fall: Failures in a row after which it is down.
-        rise: Good polls in a row after which it is up again.
-        slow_start_s: Time over which it gets its share of requests, in seconds.
-        is_warm: Whether its first requests need no slow start, as when the router itself starts.
-    """
-
-    def __init__(self, *, fall: int, rise: int, slow_start_s: float, is_warm: bool) -> None:
-        self.state = BackendState.JOINING
-        self.reason = ""
-        self.num_joins = 0
-        self._fall_after = fall
-        self._rise_after = rise
-        self._slow_start_s = slow_start_s
-        self._is_warm = is_warm
-        self._num_failed_polls = self._num_failed = self._num_good_polls = 0
-        self._num_reads_seen = 0
-        self._up_since: float | None = None  # None without a slow start
-        self._hold_s = 0.0
-        self._held_until = 0.0
-        self._needs_probe = False
+    fall: int  # failures in a row after which it is down
+    rise: int  # good polls in a row after which it is up again
+    slow_start_s: float  # time over which it gets its share of requests, in seconds
+    is_warm: bool  # whether its first requests need no slow start, as when the router itself starts
+    state: BackendState = BackendState.JOINING
+    reason: str = ""
+    num_joins: int = 0
+    _num_failed_polls: int = 0
+    _num_failed: int = 0
+    _num_good_polls: int = 0
+    _num_reads_seen: int = 0
+    _up_since: float | None = None  # ``None`` without a slow start
+    _hold_s: float = 0.0
+    _held_until: float = 0.0
+    _needs_probe: bool = False
 
     @property
     def is_up(self) -> bool:
@@ -92,11 +88,11 @@ class Health:
             if self._up_since is not None and now - self._up_since > MOST_HOLD_S:
                 self._hold_s = 0.0
             return False
-        needed = 1 if self.state is BackendState.JOINING else self._rise_after
+        needed = 1 if self.state is BackendState.JOINING else self.rise
         if self._num_good_polls < needed or self._needs_probe:
             return False
-        self._up_since = None if self._is_warm else now
-        self._is_warm = False
+        self._up_since = None if self.is_warm else now
+        self.is_warm = False
         self._num_failed = 0
         self.state, self.reason = BackendState.UP, ""
         self.num_joins += 1
@@ -112,13 +108,13 @@ class Health:
             reason: For logs and ``/status``.
         """
         self._num_good_polls = 0
-        self._is_warm = False
+        self.is_warm = False
         if num_reads != self._num_reads_seen:
             self._num_reads_seen = num_reads
             self._num_failed_polls = 0
             return False
         self._num_failed_polls += 1
-        if self._num_failed_polls < self._fall_after:
+        if self._num_failed_polls < self.fall:
             return False
         self._num_failed_polls = 0
         self._go_down(reason)
@@ -127,7 +123,7 @@ class Health:
     def failed(self, now: float, reason: str) -> bool:
         """Count a request without an answer; return whether the backend has gone down by it."""
         self._num_failed += 1
-        return self._num_failed >= self._fall_after and self.stalled(now, reason)
+        return self._num_failed >= self.fall and self.stalled(now, reason)
 
     def stalled(self, now: float, reason: str) -> bool:
         """Take the backend out until a probe is answered; return whether it has gone down by this."""
@@ -153,9 +149,9 @@ class Health:
 
     def share(self, now: float) -> float:
         """Return the share of its full load that the backend may have, above 0 and up to 1: less in a slow start."""
-        if self._up_since is None or self._slow_start_s == 0:
+        if self._up_since is None or self.slow_start_s == 0:
             return 1.0
-        return min(1.0, max(LEAST_SHARE, (now - self._up_since) / self._slow_start_s))
+        return min(1.0, max(LEAST_SHARE, (now - self._up_since) / self.slow_start_s))
 
     def _go_down(self, reason: str) -> bool:
         self.reason = reason

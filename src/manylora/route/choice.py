@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from manylora.core.routing import ReplicaReport, ReplicaView, Router
@@ -76,25 +77,21 @@ class Ticket:
             self.member.view.remove(self.sent)
 
 
+@dataclass(eq=False)
 class Choice:
     """Chooses among backends that come and go.
 
     A backend keeps its slot, and another takes it over when it is gone: routers know backends by their place, and
     adapters should not move when an unrelated backend leaves.
-
-    Args:
-        router: Chooses by place.
-        ranks: Rank by adapter, as reported so far; a missing one counts as the base.
     """
 
-    def __init__(self, router: Router, ranks: MutableMapping[str, int]) -> None:
-        self._ranks = ranks
-        self._router = router
-        self._slots: list[Backend | None] = []
-        self._views: list[ReplicaView] = []
-        self._places: list[int] = []  # of all backends
-        self._prefixes = SentPrefixes()
-        self._answers = AnswerLengths()
+    router: Router  # chooses by place
+    ranks: MutableMapping[str, int]  # rank by adapter, as reported so far; a missing one counts as the base
+    _slots: list[Backend | None] = field(default_factory=list)
+    _views: list[ReplicaView] = field(default_factory=list)
+    _places: list[int] = field(default_factory=list)  # of all backends
+    _prefixes: SentPrefixes = field(default_factory=SentPrefixes)
+    _answers: AnswerLengths = field(default_factory=AnswerLengths)
 
     def join(self, member: Backend) -> None:
         """Give a backend a slot."""
@@ -128,7 +125,7 @@ class Choice:
             prompt: The prompt.
             available: The backends that can take the request.
         """
-        if model and model not in self._ranks:
+        if model and model not in self.ranks:
             self.learn_ranks({model: USUAL_RANK})
         chosen, num_cached = available[0], 0
         if len(self._slots) > 1:
@@ -141,7 +138,7 @@ class Choice:
         sent = Sent(
             replica=0,
             adapter=model or None,
-            rank=self._ranks.get(model, 0),
+            rank=self.ranks.get(model, 0),
             num_prompt_tokens=prompt.num_tokens,
             num_cached_tokens=num_cached,
         )
@@ -153,7 +150,7 @@ class Choice:
         among = self._places
         if len(available) < len(among):
             among = sorted([member.place for member in available])
-        member = self._slots[self._router.choose(request, self._views, among)]
+        member = self._slots[self.router.choose(request, self._views, among)]
         assert member is not None
         return member
 
@@ -166,9 +163,9 @@ class Choice:
 
     def learn_ranks(self, ranks: Mapping[str, int]) -> None:
         """Learn the ranks of adapters; once there are too many, ranks of earlier reports are forgotten."""
-        if len(self._ranks) + len(ranks) > MOST_RANKS:
-            self._ranks.clear()
-        self._ranks.update(ranks)
+        if len(self.ranks) + len(ranks) > MOST_RANKS:
+            self.ranks.clear()
+        self.ranks.update(ranks)
 
     def correct(self, member: Backend, num_own: int, metrics: BackendMetrics | None) -> None:
         """Take in a report of a backend.

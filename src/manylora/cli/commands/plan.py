@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -220,40 +220,37 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
     return plans
 
 
+@dataclass(eq=False)
 class PlanProgress:
     """Describes the runs of plans, one after another: a status line on a terminal, a line now and then elsewhere.
 
     The number of runs is an estimate: a search that begins far from the capacity takes more of them. Late runs are near
     the capacity and therefore longer than the first, so the time left is estimated from the mean of the runs so far.
-
-    Args:
-        num_runs: Estimated runs of all plans together.
-        write: Shows a line, in place of the one before it on a terminal.
-        is_live: Whether lines replace each other.
-        now: Returns a time in seconds that never steps back.
     """
 
-    def __init__(self, num_runs: int, write: Callable[[str], None], *, is_live: bool, now: Callable[[], float]) -> None:
-        self._num_runs = num_runs
-        self._write = write
-        self._is_live = is_live
-        self._now = now
-        self._began_at = self._written_at = now()
-        self._num_begun = 0
-        write(f"about {num_runs} runs of the simulator; the first ones tell how long they take")
+    num_runs: int  # estimated runs of all plans together
+    write: Callable[[str], None]  # shows a line, in place of the one before it on a terminal
+    _: KW_ONLY
+    is_live: bool  # whether lines replace each other
+    now: Callable[[], float]  # returns a time in seconds that never steps back
+    _num_begun: int = 0
+
+    def __post_init__(self) -> None:
+        self._began_at = self._written_at = self.now()
+        self.write(f"about {self.num_runs} runs of the simulator; the first ones tell how long they take")
 
     def begin_run(self, text: str) -> None:
         """Begin a run, with its description."""
-        now = self._now()
+        now = self.now()
         num_done, self._num_begun = self._num_begun, self._num_begun + 1
-        if not self._is_live and now - self._written_at < SILENCE_S:
+        if not self.is_live and now - self._written_at < SILENCE_S:
             return
         self._written_at = now
         left = ""
         if num_done:
-            num_left = max(1, self._num_runs - num_done)
+            num_left = max(1, self.num_runs - num_done)
             left = f", about {_span(num_left * (now - self._began_at) / num_done)} left"
-        self._write(f"run {self._num_begun} of about {max(self._num_runs, self._num_begun)}{left}: {text}")
+        self.write(f"run {self._num_begun} of about {max(self.num_runs, self._num_begun)}{left}: {text}")
 
 
 def _span(seconds: float) -> str:

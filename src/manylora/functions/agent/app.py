@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -145,39 +145,29 @@ class _Named(msgspec.Struct):
     model: str = ""
 
 
+@dataclass(eq=False)
 class Dispatch:
-    """An ASGI application over others.
+    """An ASGI application over others."""
 
-    Args:
-        apps: The application of each backbone, the first one the default.
-        backbone_of: Returns the backbone of a model's name; ``None`` if there is no such model for that caller.
-        gate: Checks a request's key before its body is read; the default application answers one without.
-        max_body_bytes: Longest body that is read for its model; a longer one goes to the default, which refuses it.
-    """
+    apps: Mapping[str, ASGIApp]  # the application of each backbone, the first one the default
+    # Returns the backbone of a model's name; ``None`` if there is no such model for that caller.
+    backbone_of: Callable[[str, str], str | None]
+    _: KW_ONLY
+    gate: Gate  # checks a request's key before its body is read; the default application answers one without
+    max_body_bytes: int  # longest body that is read for its model; a longer one goes to the default, which refuses it
+    _bodies: BodyRoom = field(default_factory=BodyRoom)
 
-    def __init__(
-        self,
-        apps: Mapping[str, ASGIApp],
-        backbone_of: Callable[[str, str], str | None],
-        *,
-        gate: Gate,
-        max_body_bytes: int,
-    ) -> None:
-        self._apps = apps
-        self._backbone_of = backbone_of
-        self._gate = gate
-        self._max_body_bytes = max_body_bytes
-        self._bodies = BodyRoom()
-        self._default = next(iter(apps.values()))
+    def __post_init__(self) -> None:
+        self._default = next(iter(self.apps.values()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        if scope["type"] != "http" or len(self._apps) == 1:
+        if scope["type"] != "http" or len(self.apps) == 1:
             await self._default(scope, receive, send)
             return
         path = scope["path"]
         if asked := parse_qs(scope.get("query_string", b"").decode("latin-1")).get("backbone"):
-            await self._apps.get(asked[0], self._default)(scope, receive, send)
+            await self.apps.get(asked[0], self._default)(scope, receive, send)
         elif path == "/v1/models":
             await self._list(scope, receive, send)
         elif (caller := self._caller(scope)) is None:
@@ -195,11 +185,11 @@ class Dispatch:
             await self._default(scope, receive, send)
 
     def _app_of(self, model: str, caller: str) -> ASGIApp:
-        return self._apps.get(self._backbone_of(model, caller) or "", self._default)
+        return self.apps.get(self.backbone_of(model, caller) or "", self._default)
 
     def _caller(self, scope: Scope) -> str | None:
         try:
-            return self._gate.check_inference(Request(scope))  # the admin key passes as well
+            return self.gate.check_inference(Request(scope))  # the admin key passes as well
         except HttpError:
             return None
 
@@ -212,9 +202,9 @@ class Dispatch:
         messages: list[Message] = []
         parts: list[bytes] = []
         num_bytes = 0
-        arriving = self._bodies.enter(lambda: self._gate.caller_of(Request(scope)))
+        arriving = self._bodies.enter(lambda: self.gate.caller_of(Request(scope)))
         try:
-            while num_bytes <= self._max_body_bytes:
+            while num_bytes <= self.max_body_bytes:
                 message = await receive()
                 messages.append(message)
                 if message["type"] != "http.request":
@@ -236,7 +226,7 @@ class Dispatch:
     async def _list(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the models of all applications, or with the first refusal."""
         cards: list[dict[str, object]] = []
-        for app in self._apps.values():
+        for app in self.apps.values():
             status, body = await _ask(app, Request(scope, receive))
             if status != 200:
                 await app(scope, receive, send)

@@ -7,9 +7,11 @@ expected to answer first (`placing.py`).
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from manylora.core.errors import ConfigError, RequestError
 from manylora.functions.controller.placing import NodeView, backbone_costs, choose_nodes, wanted
@@ -30,40 +32,27 @@ DECIDE_EVERY_S = 5.0
 MAX_NODES = 1024
 
 
+@dataclass(eq=False)
 class Controller:
-    """The controller. Only for one thread.
+    """The controller. Only for one thread."""
 
-    Args:
-        store: Its database.
-        deployment: The configuration, whose functions are registered.
-        now: Returns monotonic seconds.
-        api_keys: Keys of the HTTP servers of agents that were started without.
-        admin_key: Key of their administrators.
-    """
+    store: Store  # its database
+    deployment: Deployment  # the configuration, whose functions are registered
+    _: KW_ONLY
+    now: Callable[[], float]  # returns monotonic seconds
+    api_keys: tuple[str, ...] = ()  # keys of the HTTP servers of agents that were started without
+    admin_key: str | None = None  # key of their administrators
+    _lines: dict[str, deque[str]] = field(default_factory=dict)
+    _nodes: dict[str, NodeView] = field(default_factory=dict)
+    _hold: dict[str, frozenset[str]] = field(default_factory=dict)
+    _decided_at: float = -math.inf
 
-    def __init__(
-        self,
-        store: Store,
-        deployment: Deployment,
-        *,
-        now: Callable[[], float],
-        api_keys: tuple[str, ...] = (),
-        admin_key: str | None = None,
-    ) -> None:
-        self._store = store
-        self._backbones = deployment.backbones
-        self._node, self._prices = deployment.node, deployment.prices
-        self._now = now
-        self._api_keys, self._admin_key = api_keys, admin_key
-        store.configure(deployment.functions, deployment.prices)
-        self._functions = store.functions()
-        self._placements = {name: node for name, node in store.placements().items() if name in self._functions}
-        self._starts = store.starts()
-        self._lines: dict[str, deque[str]] = {}
-        self._nodes: dict[str, NodeView] = {}
-        self._hold: dict[str, frozenset[str]] = {}
-        self._decided_at = float("-inf")
-        self._started_at = now()
+    def __post_init__(self) -> None:
+        self.store.configure(self.deployment.functions, self.deployment.prices)
+        self._functions = self.store.functions()
+        self._placements = {name: node for name, node in self.store.placements().items() if name in self._functions}
+        self._starts = self.store.starts()
+        self._started_at = self.now()
         # Numbers of one run of the controller say nothing to agents that knew another.
         self._generation = int.from_bytes(os.urandom(6), "big") << 8
 
@@ -77,9 +66,9 @@ class Controller:
             RequestError: Another run of the node's agent has reported since, or a caller with another certificate.
         """
         known = self._nodes.get(node)
-        if known is not None and known.member != member and self._now() - known.seen_at < LOST_AFTER_S:
+        if known is not None and known.member != member and self.now() - known.seen_at < LOST_AFTER_S:
             raise RequestError(f"Got a report of node {node!r} by certificate {member!r}, expected {known.member!r}")
-        end = self._store.end_of(node)
+        end = self.store.end_of(node)
         if len(self._nodes) >= MAX_NODES:
             self._nodes = self._up()
         if end is None and node not in self._nodes and len(self._nodes) >= MAX_NODES:
@@ -91,52 +80,52 @@ class Controller:
             for state in report.functions
             if state.last_start is not None and self._starts.get(state.name) != state.last_start
         }
-        recorded_until_ns = self._store.record(node, report, starts)
+        recorded_until_ns = self.store.record(node, report, starts)
         self._starts |= starts
         if end is None or report.until_ns > end.until_ns:  # not sent again
             for name, lines in report.lines.items():
                 if name in self._functions:
                     self._lines.setdefault(name, deque(maxlen=MAX_LOG_LINES)).extend(lines)
         has_joined = node not in self._nodes
-        self._nodes[node] = NodeView(report, self._now(), {one.name: one for one in report.functions}, member)
+        self._nodes[node] = NodeView(report, self.now(), {one.name: one for one in report.functions}, member)
         self._place(joined=has_joined)
         self._decide()
         is_current = report.generation == self._generation and not report.is_first
         return Orders(
             recorded_until_ns=recorded_until_ns,
             generation=self._generation,
-            node=self._node,
-            backbones=self._backbones,
+            node=self.deployment.node,
+            backbones=self.deployment.backbones,
             functions=None if is_current else self._functions_of(node),
             hold=sorted(self._hold.get(node, ())),
-            prices=self._prices,
-            api_keys=self._api_keys,
-            admin_key=self._admin_key,
+            prices=self.deployment.prices,
+            api_keys=self.api_keys,
+            admin_key=self.admin_key,
         )
 
     def _up(self) -> dict[str, NodeView]:
-        now = self._now()
+        now = self.now()
         return {name: view for name, view in sorted(self._nodes.items()) if now - view.seen_at < LOST_AFTER_S}
 
     def _place(self, *, joined: bool = False) -> None:
         """Choose a node for every function that has none which reports."""
         # A controller that has just begun waits for the agents of functions that have a node.
-        may_move = self._now() - self._started_at >= LOST_AFTER_S
+        may_move = self.now() - self._started_at >= LOST_AFTER_S
         moved = choose_nodes(
             self._up(), self._functions, self._placements, self._starts, joined=joined, may_move=may_move
         )
         if moved:
-            self._store.place(moved)
+            self.store.place(moved)
             self._placements |= moved
             self._generation += 1
 
     def _decide(self) -> None:
         """Choose the artefacts to hold, from the rates, sizes and times of the last reports."""
-        if not self._node.preload or self._now() - self._decided_at < DECIDE_EVERY_S:
+        if not self.deployment.node.preload or self.now() - self._decided_at < DECIDE_EVERY_S:
             return
-        self._decided_at = self._now()
+        self._decided_at = self.now()
         up = self._up()
-        backbones = backbone_costs(up.values(), self._backbones)
+        backbones = backbone_costs(up.values(), self.deployment.backbones)
         # A function's node serves it, so that its artefacts are chosen for that node alone.
         for node, view in up.items():
             functions = [
@@ -145,7 +134,9 @@ class Controller:
                 if self._placements.get(name) == node and name in self._functions
             ]
             held = self._hold.get(node, frozenset())
-            self._hold[node] = revise_holding(held, functions, backbones, view.report.free_bytes, self._prices)
+            self._hold[node] = revise_holding(
+                held, functions, backbones, view.report.free_bytes, self.deployment.prices
+            )
 
     def _functions_of(self, node: str) -> dict[str, FunctionSpec]:
         return {name: spec for name, spec in self._functions.items() if self._placements.get(name) == node}
@@ -154,14 +145,14 @@ class Controller:
 
     def check(self, name: str, spec: FunctionSpec) -> None:
         """Raise ``ConfigError`` if the name or the backbone of a function is wrong, or there are too many functions."""
-        check_function(name, spec, self._backbones)
+        check_function(name, spec, self.deployment.backbones)
         if name not in self._functions and len(self._functions) >= MAX_FUNCTIONS:
             raise ConfigError(f"Got functions.{name}, and there are {MAX_FUNCTIONS} already")
 
     def register(self, name: str, spec: FunctionSpec) -> None:
         """Add a function, or replace it; raise ``ConfigError`` like ``check``."""
         self.check(name, spec)
-        self._store.register(name, spec)
+        self.store.register(name, spec)
         self._functions[name] = spec
         self._generation += 1
         self._place()
@@ -172,7 +163,7 @@ class Controller:
         Raises:
             RequestError: There is none of this name.
         """
-        if not self._store.remove(name):
+        if not self.store.remove(name):
             raise RequestError(f"Got function {name!r}, expected a registered one", param="name")
         self._functions.pop(name, None)
         self._placements.pop(name, None)
@@ -208,7 +199,7 @@ class Controller:
                     is_up=name in up,
                     address=view.report.address,
                     pid=view.report.pid,
-                    seen_s=self._now() - view.seen_at,
+                    seen_s=self.now() - view.seen_at,
                     backbones=view.report.backbones,
                 )
                 for name, view in sorted(self._nodes.items())

@@ -17,11 +17,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -51,36 +53,31 @@ _BITS = {"float32": 32, "int8": 9, "int4": 5}
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class BackboneHost:
-    """One backbone. Only for the event loop's thread.
+    """One backbone. Only for the event loop's thread."""
 
-    Args:
-        folder: Where its sockets are made.
-        parent_pipe: Descriptor of a pipe with which the holder ends; ``None`` to outlive this process.
-        on_change: Called when its memory or its zygote comes or goes.
-    """
+    name: str
+    spec: BackboneSpec
+    folder: Path  # where its sockets are made
+    _: KW_ONLY
+    parent_pipe: int | None  # descriptor of a pipe with which the holder ends; ``None`` to outlive this process
+    on_change: Callable[[], None]  # called when its memory or its zygote comes or goes
+    load_s: float = 0.0
+    zygote_s: float = 0.0
+    zygote_bytes: int = 0
+    is_ready: bool = False
+    _failed_at: float = -math.inf
+    _backbone: Backbone | None = None
+    pid: int | None = None  # the holder's process at the last look
+    _holder: subprocess.Popen[bytes] | None = None  # ``None`` if another agent started it
+    _zygote: Zygote | None = None
+    _starting: asyncio.Task[Zygote] | None = None
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a start or a release
 
-    def __init__(
-        self, name: str, spec: BackboneSpec, folder: Path, *, parent_pipe: int | None, on_change: Callable[[], None]
-    ) -> None:
-        self.name = name
-        self.spec = spec
-        self.load_s = 0.0
-        self.zygote_s = 0.0
-        self.zygote_bytes = 0
-        self.is_ready = False
-        self._failed_at = float("-inf")
-        self._model = str(demo_model_path() if spec.model == "demo" else Path(spec.model).resolve())
-        self._path = folder / f"backbone-{name.replace('/', '%')}"
-        self._parent_pipe = parent_pipe
-        self._on_change = on_change
-        self._backbone: Backbone | None = None
-        self.pid: int | None = None
-        """The holder's process at the last look."""
-        self._holder: subprocess.Popen[bytes] | None = None  # None if another agent started it
-        self._zygote: Zygote | None = None
-        self._starting: asyncio.Task[Zygote] | None = None
-        self._turn = asyncio.Lock()  # of a start or a release
+    def __post_init__(self) -> None:
+        self._model = str(demo_model_path() if self.spec.model == "demo" else Path(self.spec.model).resolve())
+        self._path = self.folder / f"backbone-{self.name.replace('/', '%')}"
 
     @property
     def state(self) -> str:
@@ -190,7 +187,7 @@ class BackboneHost:
                 with contextlib.suppress(OSError):
                     os.close(backbone.base.file)
             self.zygote_bytes = 0
-        self._on_change()
+        self.on_change()
 
     async def _end_holder(self) -> None:
         holder, self._holder, self.pid = self._holder, None, None
@@ -209,14 +206,14 @@ class BackboneHost:
                 self._backbone = await self._fetch_or_load()
                 self.load_s = max(self.load_s, time.monotonic() - began)
                 logger.info("backbone_ready name=%s bytes=%d took_s=%.3f", self.name, self.num_bytes, self.load_s)
-                self._on_change()
+                self.on_change()
             began = time.monotonic()
             zygote = self._zygote = Zygote(self._backbone)
             await zygote.start()
             self.zygote_s = time.monotonic() - began
             self.is_ready = True
         self.tend()
-        self._on_change()
+        self.on_change()
         return zygote
 
     async def _fetch_or_load(self) -> Backbone:
@@ -253,8 +250,8 @@ class BackboneHost:
     def _hold(self) -> None:
         """Start the process that holds the memory for later agents."""
         assert self._backbone is not None
-        parent_pipe = -1 if self._parent_pipe is None else self._parent_pipe
-        keep = [self._backbone.base.file, *([] if self._parent_pipe is None else [self._parent_pipe])]
+        parent_pipe = -1 if self.parent_pipe is None else self.parent_pipe
+        keep = [self._backbone.base.file, *([] if self.parent_pipe is None else [self.parent_pipe])]
         with in_memory(msgspec.msgpack.encode(self._backbone)) as stdin:
             self._holder = subprocess.Popen(
                 hold_command(self._path, self._backbone.base.file, parent_pipe=parent_pipe),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -97,39 +99,37 @@ class HostNode(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class FunctionInstance:
     """A function on its node. Only for the event loop's thread."""
 
-    def __init__(self, name: str, spec: FunctionSpec, host: BackboneHost, node: HostNode) -> None:
-        self.name = name
-        self.spec = spec
-        self.host = host
-        self.account = f"{spec.tenant}:{name}"  # neither part has a colon
-        self.queue = BatchQueue(spec.slo_s, spec.max_batch)
-        self.rate = RequestRate()
-        self.log: FunctionLog | None = None
-        """The lines that its processes write; ``None`` before its first start."""
-        self.phase = FunctionPhase.ASLEEP
-        self.engine: AwakeFunction | None = None
-        """Its engine, while it is awake."""
-        self.is_held = False
-        """Whether the controller wants it awake, whatever its requests."""
-        self.last_used = float("-inf")
-        self.own_bytes = 0
-        """Memory of its own process at the last reading; while asleep, of the previous process."""
-        self.pss_bytes = 0
-        """Proportional set size of its process at the last reading."""
-        self._node = node
-        self._ending: AwakeFunction | None = None  # from the end of its service to the end of its process
-        self._waker: asyncio.Task[None] | None = None
-        self._stopping: asyncio.Task[None] | None = None  # of an engine whose processes died too often
-        self._timer: asyncio.TimerHandle | None = None
-        self._num_starts = self._num_deaths = 0
-        self._start: FunctionStart | None = None
-        self._awake_since: float | None = None
-        self._failed: tuple[float, ManyloraError] | None = None
-        self._adapter_bytes = 0  # of its files, from its first start on
-        self._logged_missing: tuple[MeasureNote, ...] = ()
+    name: str
+    spec: FunctionSpec
+    host: BackboneHost
+    node: HostNode
+    phase: FunctionPhase = FunctionPhase.ASLEEP
+    last_used: float = -math.inf
+    rate: RequestRate = field(default_factory=RequestRate)
+    log: FunctionLog | None = None  # the lines that its processes write; ``None`` before its first start
+    engine: AwakeFunction | None = None  # its engine, while it is awake
+    is_held: bool = False  # whether the controller wants it awake, whatever its requests
+    own_bytes: int = 0  # memory of its own process at the last reading; while asleep, of the previous process
+    pss_bytes: int = 0  # proportional set size of its process at the last reading
+    _ending: AwakeFunction | None = None  # from the end of its service to the end of its process
+    _waker: asyncio.Task[None] | None = None
+    _stopping: asyncio.Task[None] | None = None  # of an engine whose processes died too often
+    _timer: asyncio.TimerHandle | None = None
+    _num_starts: int = 0
+    _num_deaths: int = 0
+    _start: FunctionStart | None = None
+    _awake_since: float | None = None
+    _failed: tuple[float, ManyloraError] | None = None
+    _adapter_bytes: int = 0  # of its files, from its first start on
+    _logged_missing: tuple[MeasureNote, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.account = f"{self.spec.tenant}:{self.name}"  # neither part has a colon
+        self.queue = BatchQueue(self.spec.slo_s, self.spec.max_batch)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -197,11 +197,11 @@ class FunctionInstance:
                     raise self._asleep_error()
                 return await self.engine.fleet.requests.submit(requests)
         finally:
-            self._node.changed(self)
+            self.node.changed(self)
 
     async def _wait(self, go: asyncio.Future[None]) -> None:
         """Wait until requests may leave; for as long as their batch may wait, and a process may be silent."""
-        hang_s = self._node.timeouts.hang_s
+        hang_s = self.node.timeouts.hang_s
         try:
             async with asyncio.timeout(None if hang_s is None else hang_s + self.spec.slo_s):
                 await go
@@ -236,26 +236,26 @@ class FunctionInstance:
             self._timer = loop.call_later(RESTARTING_S, self.advance)
             return
         while self.queue:
-            num_batches = self._node.num_running_beside(self) + 1
+            num_batches = self.node.num_running_beside(self) + 1
             if num_batches > 1 and not self.is_running:
                 at = self.queue.leaves_at(now, num_batches)
                 if self.rate.per_s(now) * (at - now) >= 1.0:  # another request is expected by then
                     self._timer = loop.call_later(at - now, self.advance)
                     return
             if self.queue.leave(now, num_batches, is_alone=not self.is_running):
-                self._node.changed(self)
+                self.node.changed(self)
 
     def observed(self, seen: Observations) -> None:
         """Count the observations of its engine."""
         now = asyncio.get_running_loop().time()
-        self._node.observed(self, seen)
+        self.node.observed(self, seen)
         if seen.ttft_s:
             took_s = self.queue.times.note(now, sum(map(len, seen.ttft_s.values())))
             if took_s is not None and self._start is not None:
                 self._start = structs.replace(self._start, first_token_s=took_s)
         if seen.finished:
             self.last_used = now
-            self._node.changed(self)
+            self.node.changed(self)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -325,11 +325,11 @@ class FunctionInstance:
             spec=self.spec,
             host=self.host,
             log=self.log,
-            users=self._node.users,
-            timeouts=self._node.timeouts,
+            users=self.node.users,
+            timeouts=self.node.timeouts,
             observe=self.observed,
         )
-        await self._node.reserve(self)
+        await self.node.reserve(self)
         room_s = loop.time() - began
         engine, launched_s = await launcher.start(begun_from)
         stages = {"room": room_s, **launched_s, **({} if engine.report is None else engine.report.took_s)}
@@ -368,7 +368,7 @@ class FunctionInstance:
 
     def _enter(self, phase: FunctionPhase) -> None:
         assert (self.phase, phase) in TRANSITIONS, f"{self.name} went from {self.phase} to {phase}"
-        self._node.enter(self, phase)
+        self.node.enter(self, phase)
 
     def _asleep_error(self) -> CapacityError:
         return CapacityError(

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import os
 import stat
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,46 +47,35 @@ MAX_LOG_CHARS = 1 << 20
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class FunctionNode:
-    """Backbones and functions of one machine. Only for the event loop's thread.
+    """Backbones and functions of one machine. Only for the event loop's thread."""
 
-    Args:
-        folder: Where sockets of backbones are made.
-        memory_bytes: Memory for backbones, zygotes and functions, unless the controller's orders set it.
-        parent_pipe: Descriptor of a pipe with which holders of backbones end; ``None`` to outlive this process.
-        timeouts: Bounds of the silence of functions.
-    """
+    folder: Path  # where sockets of backbones are made
+    _: KW_ONLY
+    memory_bytes: int  # memory for backbones, zygotes and functions, unless the controller's orders set it
+    # Descriptor of a pipe with which holders of backbones end; ``None`` to outlive this process.
+    parent_pipe: int | None
+    timeouts: Timeouts  # bounds of the silence of functions
+    functions: dict[str, FunctionInstance] = field(default_factory=dict)
+    hosts: dict[str, BackboneHost] = field(default_factory=dict)
+    num_changes: int = 0  # changes of the set of functions
+    users: ProcessUsers = field(default_factory=ProcessUsers)
+    # Those with a process, or about to have one; removed ones too.
+    _present: dict[FunctionInstance, None] = field(default_factory=dict)
+    _woken: dict[str, FunctionInstance] = field(default_factory=dict)  # those that have been present
+    accounts: NodeAccounts = field(default_factory=NodeAccounts)
+    _observers: dict[str, list[Callable[[Observations], None]]] = field(default_factory=dict)
+    _spec: NodeSpec = field(default_factory=NodeSpec)
+    _prices: PriceList = field(default_factory=PriceList)
+    _gaps: IdleGaps = field(default_factory=IdleGaps)  # of the device: no function runs or waits
+    _keep_s: float = 0.0  # since the last one began
+    _hold: dict[str, None] = field(default_factory=dict)
+    _beside: set[asyncio.Task[None]] = field(default_factory=set)  # loads, and functions that end
+    _memory_read_at: float = -math.inf
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        memory_bytes: int,
-        parent_pipe: int | None,
-        timeouts: Timeouts,
-    ) -> None:
-        self.functions: dict[str, FunctionInstance] = {}
-        self.hosts: dict[str, BackboneHost] = {}
-        self.num_changes = 0
-        """Changes of the set of functions."""
-        self.users = ProcessUsers()
-        self.timeouts = timeouts
-        # A node may have many thousand functions, so that nothing done each second, or for a request, visits them all.
-        self._present: dict[FunctionInstance, None] = {}  # those with a process, or about to have one; removed ones too
-        self._woken: dict[str, FunctionInstance] = {}  # those that have been present
-        self.room = NodeRoom(memory_bytes, self.hosts, self.functions, self._woken, self._present.keys())
-        self.accounts = NodeAccounts()
-        self._default_bytes = memory_bytes
-        self._folder = folder
-        self._parent_pipe = parent_pipe
-        self._observers: dict[str, list[Callable[[Observations], None]]] = {}
-        self._spec = NodeSpec()
-        self._prices = PriceList()
-        self._gaps = IdleGaps()  # of the device: no function runs or waits
-        self._keep_s = 0.0  # since the last one began
-        self._hold: dict[str, None] = {}
-        self._beside: set[asyncio.Task[None]] = set()  # loads, and functions that end
-        self._memory_read_at = float("-inf")
+    def __post_init__(self) -> None:
+        self.room = NodeRoom(self.memory_bytes, self.hosts, self.functions, self._woken, self._present.keys())
 
     # -- orders ------------------------------------------------------------------------------------------------------
 
@@ -99,12 +90,12 @@ class FunctionNode:
         """Follow the controller's orders; what is ``None`` is the same as before."""
         self._spec = spec
         self._prices = prices or self._prices
-        self.room.num_bytes = spec.memory_bytes or self._default_bytes
+        self.room.num_bytes = spec.memory_bytes or self.memory_bytes
         before, self._hold = self._hold, dict.fromkeys(hold)
         for name, backbone in backbones.items():
             if name not in self.hosts:
                 self.hosts[name] = BackboneHost(
-                    name, backbone, self._folder, parent_pipe=self._parent_pipe, on_change=self.changed
+                    name, backbone, self.folder, parent_pipe=self.parent_pipe, on_change=self.changed
                 )
         if functions is not None:
             self._set_functions(functions)

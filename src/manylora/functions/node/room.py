@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from manylora.core.errors import CapacityError
 from manylora.functions.decisions.offload import Held, choose_offload
@@ -24,31 +25,20 @@ LEAST_BYTES = 64 << 20
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class NodeRoom:
-    """Memory for backbones, zygotes and functions. Only for the event loop's thread.
+    """Memory for backbones, zygotes and functions. Only for the event loop's thread."""
 
-    Args:
-        woken: Functions that have been awake.
-        present: Functions with a process, or about to have one; removed ones too, until their process has ended.
-    """
-
-    def __init__(
-        self,
-        num_bytes: int,
-        hosts: Mapping[str, BackboneHost],
-        functions: Mapping[str, FunctionInstance],
-        woken: Mapping[str, FunctionInstance],
-        present: Collection[FunctionInstance],
-    ) -> None:
-        self.num_bytes = num_bytes
-        self._hosts = hosts
-        self._functions = functions
-        self._woken = woken
-        self._present = present
-        self._usual_bytes = LEAST_BYTES
-        self._reserved: dict[FunctionInstance, None] = {}  # functions that memory is reserved for
-        self._making_room = asyncio.Lock()
-        self._has_changed = asyncio.Event()
+    num_bytes: int
+    hosts: Mapping[str, BackboneHost]
+    functions: Mapping[str, FunctionInstance]
+    woken: Mapping[str, FunctionInstance]  # functions that have been awake
+    # Functions with a process, or about to have one; removed ones too, until their process has ended.
+    present: Collection[FunctionInstance]
+    _usual_bytes: int = LEAST_BYTES
+    _reserved: dict[FunctionInstance, None] = field(default_factory=dict)  # functions that memory is reserved for
+    _making_room: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def used_bytes(self) -> int:
@@ -56,7 +46,7 @@ class NodeRoom:
         needed = {one.host.name for one in self._reserved}
         bases = sum(
             host.num_bytes + host.zygote_bytes or (host.expected_bytes if name in needed else 0)
-            for name, host in self._hosts.items()
+            for name, host in self.hosts.items()
         )
         return bases + sum(map(self.bytes_of, self._reserved))
 
@@ -70,7 +60,7 @@ class NodeRoom:
         pid, host = instance.pid, instance.host
         if instance.engine is None or pid is None:
             return
-        num_sharers = 1 + sum(one.host is host and one.pid is not None for one in self._present)  # and the zygote
+        num_sharers = 1 + sum(one.host is host and one.pid is not None for one in self.present)  # and the zygote
         reading = memory_of(pid, num_sharers, host.zygote_bytes, host.num_bytes)
         if reading is not None:
             instance.pss_bytes, instance.own_bytes = reading.pss, reading.own
@@ -125,11 +115,11 @@ class NodeRoom:
             Held(
                 name=hold_name("backbone", host.name),
                 num_bytes=host.num_bytes + host.zygote_bytes,
-                value=sum(one.rate.per_s(now) for one in self._woken.values() if one.host is host)
+                value=sum(one.rate.per_s(now) for one in self.woken.values() if one.host is host)
                 * (host.load_s + host.zygote_s),
                 in_use=host is waking.host or not host.is_ready,
             )
-            for host in self._hosts.values()
+            for host in self.hosts.values()
             if host.num_bytes
         ]
         return held + [
@@ -140,25 +130,25 @@ class NodeRoom:
                 parent=hold_name("backbone", one.host.name),
                 in_use=not one.is_idle,
             )
-            for one in self._present
+            for one in self.present
             if not self._is_leaving(one)
         ]
 
     def _is_in_use(self, name: str) -> bool:
         kind, _, owner = name.partition(":")
         if kind == "backbone":
-            return any(one.host.name == owner for one in self._present)
-        found = self._functions.get(owner)
+            return any(one.host.name == owner for one in self.present)
+        found = self.functions.get(owner)
         return found is not None and found.phase is FunctionPhase.AWAKE and not found.is_idle
 
     def _is_leaving(self, instance: FunctionInstance) -> bool:
         """Whether its process ends, or is about to: the function was removed."""
-        return instance.phase is FunctionPhase.ENDING or self._functions.get(instance.name) is not instance
+        return instance.phase is FunctionPhase.ENDING or self.functions.get(instance.name) is not instance
 
     async def _offload(self, name: str) -> None:
         kind, _, owner = name.partition(":")
         logger.info("offloaded name=%s", name)
         if kind == "backbone":
-            await self._hosts[owner].release()
-        elif owner in self._functions:
-            await self._functions[owner].sleep("offloaded")
+            await self.hosts[owner].release()
+        elif owner in self.functions:
+            await self.functions[owner].sleep("offloaded")

@@ -16,6 +16,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import cast
 
 import msgspec
@@ -120,37 +121,26 @@ class FunctionLog:
             logger.warning("function_says name=%s line=%s", self._name, text)
 
 
+@dataclass(eq=False)
 class FunctionLink(asyncio.Protocol):
-    """An ``EngineLink`` to a new function.
+    """An ``EngineLink`` to a new function."""
 
-    Args:
-        engine: Its engine, with the model of the zygote's backbone.
-        log: Takes the lines that it writes; by default one of its own.
-        on_gone: Called once its process has ended, or could not be forked.
-    """
+    engine: EngineSpec  # its engine, with the model of the zygote's backbone
+    zygote: Zygote
+    place: FunctionPlace
+    _: KW_ONLY
+    log: FunctionLog | None = None  # takes the lines that it writes; by default one of its own
+    on_gone: Callable[[], None] = lambda: None  # called once its process has ended, or could not be forked
+    report: StartReport | None = None  # its start and the measures in force; ``None`` before it is ready
+    _function: ForkedFunction | None = None
+    _transport: asyncio.Transport | None = None
+    _buffer: FrameBuffer = field(default_factory=FrameBuffer)
+    _time: TimeBudget = field(default_factory=TimeBudget)
+    _deliver: Callable[[Sequence[Message]], None] = lambda messages: None
 
-    def __init__(
-        self,
-        engine: EngineSpec,
-        zygote: Zygote,
-        place: FunctionPlace,
-        *,
-        log: FunctionLog | None = None,
-        on_gone: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.report: StartReport | None = None
-        """Its start and the measures in force; ``None`` before it is ready."""
-        self._engine = engine
-        self._zygote = zygote
-        self._place = place
-        self._log = log or FunctionLog(engine.served_name)
-        self._on_gone = on_gone
-        self._function: ForkedFunction | None = None
-        self._transport: asyncio.Transport | None = None
-        self._buffer = FrameBuffer()
-        self._time = TimeBudget()
-        self._check = MessageCheck({"", engine.served_name})
-        self._deliver: Callable[[Sequence[Message]], None] = lambda messages: None
+    def __post_init__(self) -> None:
+        self._log = self.log or FunctionLog(self.engine.served_name)
+        self._check = MessageCheck({"", self.engine.served_name})
         self._lost: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -169,12 +159,12 @@ class FunctionLink(asyncio.Protocol):
         here, there = socket.socketpair()
         with there, open(self._log.open(), "wb", 0) as log:
             try:
-                self._function = await self._zygote.fork(self._engine, there, log.fileno(), self._place)
+                self._function = await self.zygote.fork(self.engine, there, log.fileno(), self.place)
             except BaseException:
                 here.close()
-                self._on_gone()
+                self.on_gone()
                 raise
-        self._function.exited.add_done_callback(lambda _: self._on_gone())
+        self._function.exited.add_done_callback(lambda _: self.on_gone())
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
 
     def send(self, command: Command) -> None:
@@ -211,7 +201,7 @@ class FunctionLink(asyncio.Protocol):
     async def stop(self) -> None:
         """Kill the function and wait for its end."""
         if self._function is not None:
-            self._zygote.kill(self._function)
+            self.zygote.kill(self._function)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(self._function.exited), EXIT_S)
         if self._transport is not None:

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 
 import msgspec
 
@@ -96,22 +96,18 @@ def harmless(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name in HARMLESS or name.startswith(HARMLESS_GROUPS)}
 
 
+@dataclass(eq=False)
 class Zygote:
-    """One zygote, replaced by another when it ends. Only for the event loop's thread.
+    """One zygote, replaced by another when it ends. Only for the event loop's thread."""
 
-    Args:
-        backbone: The base of its functions.
-        builder: Builds the parts of their engines, as ``module:function``; ``None`` for live ones.
-    """
-
-    def __init__(self, backbone: Backbone, *, builder: str | None = None) -> None:
-        self._backbone = backbone
-        self._builder = builder
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._warm: asyncio.Future[None] | None = None
-        self._functions: dict[int, ForkedFunction] = {}
-        self._numbers = itertools.count(1)
+    backbone: Backbone  # the base of its functions
+    _: KW_ONLY
+    builder: str | None = None  # builds the parts of their engines, as ``module:function``; ``None`` for live ones
+    _process: subprocess.Popen[bytes] | None = None
+    _socket: socket.socket | None = None
+    _warm: asyncio.Future[None] | None = None
+    _functions: dict[int, ForkedFunction] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def pid(self) -> int | None:
@@ -184,8 +180,8 @@ class Zygote:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         setup = ZygoteSetup(
             socket=there.fileno(),
-            backbone=self._backbone,
-            builder=self._builder,
+            backbone=self.backbone,
+            builder=self.builder,
             log_level=logging.getLogger().getEffectiveLevel(),
         )
         # -P: do not import files from the working directory.
@@ -196,7 +192,7 @@ class Zygote:
                 stdin=stdin,
                 start_new_session=True,
                 env=harmless(os.environ),
-                pass_fds=[there.fileno(), self._backbone.base.file],
+                pass_fds=[there.fileno(), self.backbone.base.file],
             )
         here.setblocking(False)
         self._socket = here

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 import msgspec
@@ -188,23 +188,19 @@ def _named_card(name: str) -> dict[str, str | None]:
     return {"id": name, "object": "model", "owned_by": "manylora-route", "parent": None, "root": None}
 
 
+@dataclass(eq=False)
 class Backends:
     """The backends, in the order in which they joined, and the ``catalog`` of their models.
 
     For the event loop's thread alone.
-
-    Args:
-        config: Times and limits.
-        choice: Gives them slots.
     """
 
-    def __init__(self, config: ProxyConfig, choice: Choice) -> None:
-        self._config = config
-        self.catalog = Catalog()
-        self._choice = choice
-        self._by_url: dict[str, Backend] = {}
-        self._refreshed_at = 0.0
-        self._refreshing: asyncio.Task[None] | None = None
+    config: ProxyConfig  # times and limits
+    choice: Choice  # gives them slots
+    catalog: Catalog = field(default_factory=Catalog)
+    _by_url: dict[str, Backend] = field(default_factory=dict)
+    _refreshed_at: float = 0.0
+    _refreshing: asyncio.Task[None] | None = None
 
     def __iter__(self) -> Iterator[Backend]:
         """Iterate over a copy: backends may join and leave meanwhile."""
@@ -221,7 +217,7 @@ class Backends:
 
     def none_up(self, what: str = "No backend") -> CapacityError:
         """Return the error for a request while no backend is up."""
-        return CapacityError(f"{what} is up; please try again.", retry_after_s=self._config.poll_s, status=503)
+        return CapacityError(f"{what} is up; please try again.", retry_after_s=self.config.poll_s, status=503)
 
     def join(self, address: Address, *, is_warm: bool) -> Backend | None:
         """Take in an address; return its backend, or ``None`` if it is there already or there are too many.
@@ -235,8 +231,8 @@ class Backends:
         if len(self._by_url) >= MAX_BACKENDS:
             logger.warning("backend_ignored url=%s reason=%r", address.url, "too many backends")
             return None
-        backend = self._by_url[address.url] = Backend(address, self._config, is_warm=is_warm)
-        self._choice.join(backend)
+        backend = self._by_url[address.url] = Backend(address, self.config, is_warm=is_warm)
+        self.choice.join(backend)
         logger.info("backend_joins url=%s", backend.url)
         return backend
 
@@ -245,7 +241,7 @@ class Backends:
         logger.info("backend_leaves url=%s in_flight=%d", backend.url, backend.num_in_flight)
         backend.is_leaving = True
         del self._by_url[backend.url]
-        self._choice.leave(backend)
+        self.choice.leave(backend)
         self.catalog.update(backend, {}, {})
         backend.pool.close()
 
@@ -260,7 +256,7 @@ class Backends:
                 return
             backend.models_read_at = monotonic()
             status, body = await backend.call(
-                b"/v1/models", timeout_s=self._config.poll_timeout_s, max_bytes=MAX_MODELS_BYTES
+                b"/v1/models", timeout_s=self.config.poll_timeout_s, max_bytes=MAX_MODELS_BYTES
             )
             if status != 200:
                 raise FetchFailed(f"/v1/models answered {status}")

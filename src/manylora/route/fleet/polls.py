@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from random import Random
 from time import monotonic
 
@@ -37,49 +38,32 @@ JITTER = 0.2
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Polls:
-    """Keeps the set of backends, their health and their reports up to date.
+    """Keeps the set of backends, their health and their reports up to date."""
 
-    Args:
-        config: Times and limits.
-        backends: The backends, empty at first.
-        adapters: Brings the adapters of a backend up to date before it gets requests.
-        choice: Takes corrections of their load.
-        metrics: Forgets backends that have left.
-        rng: Draws the time between polls.
-    """
-
-    def __init__(
-        self,
-        config: ProxyConfig,
-        backends: Backends,
-        adapters: RoutedAdapters,
-        choice: Choice,
-        metrics: ProxyMetrics,
-        *,
-        rng: Random,
-    ) -> None:
-        self._config = config
-        self._backends = backends
-        self._adapters = adapters
-        self._choice = choice
-        self._metrics = metrics
-        self._rng = rng
-        self._tasks: dict[Backend, asyncio.Task[None]] = {}
-        self._is_starting = True
+    config: ProxyConfig  # times and limits
+    backends: Backends  # the backends, empty at first
+    adapters: RoutedAdapters  # brings the adapters of a backend up to date before it gets requests
+    choice: Choice  # takes corrections of their load
+    metrics: ProxyMetrics  # forgets backends that have left
+    _: KW_ONLY
+    rng: Random  # draws the time between polls
+    _tasks: dict[Backend, asyncio.Task[None]] = field(default_factory=dict)
+    _is_starting: bool = True
 
     # -- backends join and leave -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Poll each backend once."""
-        await asyncio.gather(*map(self._poll, self._backends))
+        await asyncio.gather(*map(self._poll, self.backends))
         self._is_starting = False
-        for backend in self._backends:
+        for backend in self.backends:
             self._tasks[backend] = asyncio.create_task(self._poll_forever(backend))
 
     def update(self, addresses: Mapping[str, Address]) -> None:
         """Let backends join and leave until they are those at these addresses, by URL."""
-        for backend in self._backends:
+        for backend in self.backends:
             if backend.url not in addresses:
                 self._leave(backend)
             elif backend.address != addresses[backend.url]:  # another key
@@ -94,18 +78,18 @@ class Polls:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for backend in self._backends:
+        for backend in self.backends:
             backend.pool.abort()
 
     def _join(self, address: Address) -> None:
-        backend = self._backends.join(address, is_warm=self._is_starting)
+        backend = self.backends.join(address, is_warm=self._is_starting)
         if backend is not None and not self._is_starting:
             self._tasks[backend] = asyncio.create_task(self._poll_forever(backend))
 
     def _leave(self, backend: Backend) -> None:
-        self._backends.leave(backend)
-        self._adapters.changes.left(backend)
-        self._metrics.left(backend)
+        self.backends.leave(backend)
+        self.adapters.changes.left(backend)
+        self.metrics.left(backend)
         if (polling := self._tasks.pop(backend, None)) is not None:  # none yet while the router starts
             polling.cancel()
 
@@ -114,7 +98,7 @@ class Polls:
     async def _poll_forever(self, backend: Backend) -> None:
         while True:
             await self._poll(backend)
-            await asyncio.sleep(self._config.poll_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
+            await asyncio.sleep(self.config.poll_s * self.rng.uniform(1 - JITTER, 1 + JITTER))
 
     async def _poll(self, backend: Backend) -> None:
         backend.pool.sweep()
@@ -128,7 +112,7 @@ class Polls:
             self._failed(backend, f"the poll broke: {error!r}")
         else:
             if backend.health.poll_succeeded(monotonic()):
-                self._choice.returned(backend)
+                self.choice.returned(backend)
                 logger.info("backend_up url=%s kind=%s models=%d", backend.url, backend.kind.value, len(backend.cards))
 
     async def _ask(self, backend: Backend) -> None:
@@ -137,14 +121,14 @@ class Polls:
         Raises:
             FetchFailed: The backend may have no requests.
         """
-        status, _ = await backend.call(b"/health", timeout_s=self._config.poll_timeout_s, max_bytes=MAX_HEALTH_BYTES)
+        status, _ = await backend.call(b"/health", timeout_s=self.config.poll_timeout_s, max_bytes=MAX_HEALTH_BYTES)
         if status >= 500:
             raise FetchFailed(f"/health answered {status}")
         if backend.needs_models or backend.num_polls % MODELS_EVERY == 0:
-            await self._backends.read_models(backend)
+            await self.backends.read_models(backend)
         backend.num_polls += 1
         await self._read_metrics(backend)
-        if not await self._adapters.prepare(backend):
+        if not await self.adapters.prepare(backend):
             raise FetchFailed("adapters could not be loaded")
         if backend.health.wants_probe(monotonic()):
             await self._probe(backend)
@@ -167,7 +151,7 @@ class Polls:
         backend.health.answered()
 
     def _failed(self, backend: Backend, reason: str) -> None:
-        self._choice.correct(backend, 0, None)
+        self.choice.correct(backend, 0, None)
         before = backend.health.state, backend.health.reason
         if backend.health.poll_failed(backend.num_reads, reason):
             if before[0] is BackendState.UP:
@@ -182,17 +166,17 @@ class Polls:
         num_own = backend.num_in_flight  # requests that begin or end meanwhile are no strangers either
         try:
             status, _ = await backend.call(
-                b"/metrics", timeout_s=self._config.poll_timeout_s, max_bytes=MAX_METRICS_BYTES, on_piece=reader.feed
+                b"/metrics", timeout_s=self.config.poll_timeout_s, max_bytes=MAX_METRICS_BYTES, on_piece=reader.feed
             )
         except FetchFailed:
             status = 0
         if status != 200:  # not every server has them
-            self._choice.correct(backend, 0, None)
+            self.choice.correct(backend, 0, None)
             return
         num_own = max(num_own, backend.num_in_flight)
         metrics = reader.result()
         if metrics.num_tokens > backend.metrics.num_tokens:
             backend.num_pieces += 1
         backend.metrics, backend.metrics_at = metrics, monotonic()
-        self._choice.learn_ranks(metrics.ranks)
-        self._choice.correct(backend, num_own, metrics)
+        self.choice.learn_ranks(metrics.ranks)
+        self.choice.correct(backend, num_own, metrics)

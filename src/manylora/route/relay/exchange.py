@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 import msgspec
 from starlette.types import Receive
@@ -94,42 +95,31 @@ def _num_tokens(raw: bytes) -> int:
     return len(raw) // BYTES_PER_TOKEN
 
 
+@dataclass(eq=False)
 class Exchange:
-    """One attempt of a request at a backend: receives the answer and passes it on.
+    """One attempt of a request at a backend: receives the answer and passes it on."""
 
-    Args:
-        backend: Where the request was sent.
-        first_byte_s: Time to the first byte of the body, in seconds.
-        idle_s: Time between two pieces of the body, in seconds.
-        read: Called with every piece of an answer that is no error; ``None`` if its contents do not count.
-    """
+    backend: Backend  # where the request was sent
+    _: KW_ONLY
+    first_byte_s: float  # time to the first byte of the body, in seconds
+    idle_s: float  # time between two pieces of the body, in seconds
+    # Called with every piece of an answer that is no error; ``None`` if its contents do not count.
+    read: Callable[[bytes], None] | None = None
+    status: int = 0
+    headers: Headers = field(default_factory=list)
+    failure: Failure | None = None
+    is_whole: bool = False
+    last: bytes = b""  # the last piece, for the end of a stream that breaks off; empty before the first
+    # Whether the backend sent nothing to any other request either, within the time limit that this attempt met.
+    is_backend_silent: bool = False
+    _is_paused: bool = False
+    _timer: asyncio.TimerHandle | None = None
+    _connection: UpstreamConnection | None = None
+    _pieces: list[bytes] = field(default_factory=list)
+    _num_held: int = 0
+    _write: WriteChunk | None = None
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        first_byte_s: float,
-        idle_s: float,
-        read: Callable[[bytes], None] | None = None,
-    ) -> None:
-        self.status = 0
-        self.headers: Headers = []
-        self.failure: Failure | None = None
-        self.is_whole = False
-        self.last = b""
-        """The last piece, for the end of a stream that breaks off; empty before the first."""
-        self.is_backend_silent = False
-        """Whether the backend sent nothing to any other request either, within the time limit that this attempt met."""
-        self._first_byte_s = first_byte_s
-        self._idle_s = idle_s
-        self._read = read
-        self._is_paused = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._backend = backend
-        self._connection: UpstreamConnection | None = None
-        self._pieces: list[bytes] = []
-        self._num_held = 0
-        self._write: WriteChunk | None = None
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._changed: asyncio.Future[None] = self._loop.create_future()
 
@@ -141,9 +131,9 @@ class Exchange:
     def begin(self, connection: UpstreamConnection, head: bytes, body: bytes) -> None:
         """Send the request."""
         self._connection = connection
-        self._backend.at_work.add(connection)
+        self.backend.at_work.add(connection)
         self._progress()
-        self._timer = self._loop.call_later(self._first_byte_s, self._look)
+        self._timer = self._loop.call_later(self.first_byte_s, self._look)
         connection.begin(self, head, body)
 
     def cancel(self, failure: Failure = Failure.CANCELLED) -> None:
@@ -184,20 +174,20 @@ class Exchange:
 
     def head(self, status: int, headers: Headers) -> None:
         """Keep the head."""
-        self._backend.num_reads += 1
+        self.backend.num_reads += 1
         self.status, self.headers = status, headers
 
     def body(self, piece: bytes) -> None:
         """Write a piece, or hold it."""
-        self._backend.num_reads += 1
+        self.backend.num_reads += 1
         if self.status < 400:
-            self._backend.num_pieces += 1
-            if self._read is not None:
-                self._read(piece)
+            self.backend.num_pieces += 1
+            if self.read is not None:
+                self.read(piece)
         self._progress()
         if self._timer is not None and not self.last:
             self._timer.cancel()
-            self._timer = self._loop.call_later(self._idle_s, self._look)
+            self._timer = self._loop.call_later(self.idle_s, self._look)
         self.last = piece
         if self._write is not None and not self._pieces and self._write(piece):
             return
@@ -220,7 +210,7 @@ class Exchange:
 
     def _over(self) -> None:
         if self._connection is not None:
-            self._backend.at_work.discard(self._connection)
+            self.backend.at_work.discard(self._connection)
             self._connection = None
         if self._timer is not None:
             self._timer.cancel()
@@ -228,16 +218,16 @@ class Exchange:
 
     def _progress(self) -> None:
         self._progress_at = self._loop.time()
-        self._num_pieces_seen = self._backend.num_pieces
+        self._num_pieces_seen = self.backend.num_pieces
 
     def _look(self) -> None:
         """End the attempt if it has met its time limit; the client's time is not counted."""
-        limit_s = self._idle_s if self.last else self._first_byte_s
+        limit_s = self.idle_s if self.last else self.first_byte_s
         left_s = limit_s if self._is_paused else self._progress_at + limit_s - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._look)
             return
-        self.is_backend_silent = self._backend.num_pieces == self._num_pieces_seen
+        self.is_backend_silent = self.backend.num_pieces == self._num_pieces_seen
         self.cancel(Failure.STALLED)
 
     def _wake(self) -> None:
@@ -253,20 +243,15 @@ class ClientClosed(Exception):
     """The client has closed its connection; there is nothing to answer."""
 
 
+@dataclass(eq=False)
 class Client:
-    """The client's side of one request; ``is_gone`` once it has closed its connection.
+    """The client's side of one request; ``is_gone`` once it has closed its connection."""
 
-    Args:
-        receive: Receives the messages of the ASGI server.
-        arriving: Counts the body, until it is needed no more.
-    """
-
-    def __init__(self, receive: Receive, arriving: ArrivingBody) -> None:
-        self._receive = receive
-        self._arriving = arriving
-        self._exchange: Exchange | None = None
-        self._task: asyncio.Task[None] | None = None
-        self.is_gone = False
+    receive: Receive  # receives the messages of the ASGI server
+    arriving: ArrivingBody  # counts the body, until it is needed no more
+    _exchange: Exchange | None = None
+    _task: asyncio.Task[None] | None = None
+    is_gone: bool = False
 
     async def body(self, max_bytes: int) -> bytes:
         """Return the body of the request, and watch for the end of the connection from then on.
@@ -277,14 +262,14 @@ class Client:
         """
         pieces, num_bytes, is_more = [], 0, True
         while is_more:
-            message = await self._receive()
+            message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise ClientClosed
             piece, is_more = message.get("body", b""), message.get("more_body", False)
             num_bytes += len(piece)
             if num_bytes > max_bytes:
                 raise HttpError(413, f"The body is larger than {max_bytes} bytes.", headers={"Connection": "close"})
-            self._arriving.grow(num_bytes)
+            self.arriving.grow(num_bytes)
             pieces.append(piece)
         self._task = asyncio.create_task(self._watch())
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -306,7 +291,7 @@ class Client:
 
     def forget_body(self) -> None:
         """Count the body no more: it will not be sent again."""
-        self._arriving.close()
+        self.arriving.close()
 
     def close(self) -> None:
         """Stop to watch."""
@@ -315,7 +300,7 @@ class Client:
             self._task.cancel()
 
     async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
         self.is_gone = True
         if self._exchange is not None:

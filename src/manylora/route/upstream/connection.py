@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, cast
 
@@ -63,30 +64,21 @@ class Receiver(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class UpstreamConnection(asyncio.Protocol):
-    """A connection that serves one exchange at a time.
+    """A connection that serves one exchange at a time."""
 
-    Args:
-        on_idle: Called when an exchange has ended and the connection can serve another.
-        on_closed: Called when the connection is closed.
-        on_surplus: Called when the backend sent bytes behind an answer, before the connection is closed.
-    """
-
-    def __init__(
-        self,
-        on_idle: Callable[[UpstreamConnection], None],
-        on_closed: Callable[[UpstreamConnection], None],
-        on_surplus: Callable[[], None],
-    ) -> None:
-        self._on_idle = on_idle
-        self._on_closed = on_closed
-        self._on_surplus = on_surplus
-        self._receiver: Receiver | None = None
-        self._pieces: list[bytes] = []
-        self._headers: Headers = []
-        self._num_bare_bytes = 0
-        self.num_exchanges = 0
-        self.idle_since = 0.0
+    # Called when an exchange has ended and the connection can serve another.
+    on_idle: Callable[[UpstreamConnection], None]
+    on_closed: Callable[[UpstreamConnection], None]  # called when the connection is closed
+    # Called when the backend sent bytes behind an answer, before the connection is closed.
+    on_surplus: Callable[[], None]
+    _receiver: Receiver | None = None
+    _pieces: list[bytes] = field(default_factory=list)
+    _headers: Headers = field(default_factory=list)
+    _num_bare_bytes: int = 0
+    num_exchanges: int = 0
+    idle_since: float = 0.0
 
     def is_quiet(self) -> bool:
         """Whether nothing came behind the last answer, not even bytes that the event loop has yet to read.
@@ -139,7 +131,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Parse, and hand on the pieces of the body."""
         receiver = self._receiver
         if receiver is None:  # bytes without a request
-            self._on_surplus()
+            self.on_surplus()
             self._transport.abort()
             return
         try:
@@ -165,7 +157,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the exchange: whole, if its answer goes on to the end of the connection."""
-        self._on_closed(self)
+        self.on_closed(self)
         if self._receiver is not None:
             if exc is None and self._has_head and self._is_until_close:
                 self._end()
@@ -222,10 +214,10 @@ class UpstreamConnection(asyncio.Protocol):
         assert receiver is not None
         is_sent = not self._transport.get_write_buffer_size()  # else an early answer: the request goes no further
         if self._has_surplus:
-            self._on_surplus()
+            self.on_surplus()
         if self._keeps_alive and is_sent and not self._has_surplus and not self._transport.is_closing():
             self.resume()
-            self._on_idle(self)
+            self.on_idle(self)
         else:
             self._transport.abort()
         receiver.ended()

@@ -18,7 +18,7 @@ Source: transformers, ``GenerationMixin._beam_search`` with ``early_stopping=Fal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from manylora.core.errors import ContextExceeded, ManyloraError, RequestError
@@ -61,39 +61,26 @@ class Beam(NamedTuple):
     end: int | None = None  # the end token that it ends with, if it does
 
 
+@dataclass(eq=False)
 class BeamSearch:
-    """The beams of one prompt. It neither asks the engine nor waits.
+    """The beams of one prompt. It neither asks the engine nor waits."""
 
-    Args:
-        width: Beams that go on, and answers.
-        max_tokens: Tokens of the longest answer.
-        length_penalty: Power of the length by which a sum of log-probabilities is divided.
-        end_tokens: Tokens that end an answer.
-        num_top: Most likely tokens to report beside each token; ``None`` for no report.
-    """
+    width: int  # beams that go on, and answers
+    max_tokens: int  # tokens of the longest answer
+    length_penalty: float  # power of the length by which a sum of log-probabilities is divided
+    end_tokens: frozenset[int]  # tokens that end an answer
+    num_top: int | None = None  # most likely tokens to report beside each token; ``None`` for no report
+    running: list[Beam] = field(default_factory=lambda: [Beam()])
+    ended: list[Beam] = field(default_factory=list)  # the best ones, best first
+    is_over: bool = False
 
-    def __init__(
-        self,
-        width: int,
-        max_tokens: int,
-        length_penalty: float,
-        end_tokens: frozenset[int],
-        num_top: int | None = None,
-    ) -> None:
-        self.num_candidates = max(2, 1 + len(end_tokens)) * width
-        self.running = [Beam()]
-        self.ended: list[Beam] = []  # the best ones, best first
-        self.is_over = False
-        self._width = width
-        self._max_tokens = max_tokens
-        self._penalty = length_penalty
-        self._end_tokens = end_tokens
-        self._num_top = num_top
+    def __post_init__(self) -> None:
+        self.num_candidates = max(2, 1 + len(self.end_tokens)) * self.width
 
     def advance(self, found: Sequence[SampledToken]) -> None:
         """Add a token to the beams: ``top`` of the token found for each has its ``num_candidates`` most likely ones."""
         length = len(self.running[0].tokens) + 1
-        is_last = length == self._max_tokens
+        is_last = length == self.max_tokens
         likely = sorted(
             (
                 (beam.score + logprob, index, token, logprob)
@@ -103,22 +90,22 @@ class BeamSearch:
             key=lambda candidate: -candidate[0],
         )[: self.num_candidates]
         before, self.running = self.running, []
-        scale = length**self._penalty
+        scale = length**self.length_penalty
         for rank, (score, index, token, logprob) in enumerate(likely):
-            is_end = token in self._end_tokens
-            if not (is_end or is_last) and len(self.running) == self._width:
+            is_end = token in self.end_tokens
+            if not (is_end or is_last) and len(self.running) == self.width:
                 continue
             tokens = (*before[index].tokens, token)
             reports: tuple[SampledToken, ...] = ()
-            if self._num_top is not None:
-                report = SampledToken(token_id=token, logprob=logprob, top=found[index].top[: self._num_top])
+            if self.num_top is not None:
+                report = SampledToken(token_id=token, logprob=logprob, top=found[index].top[: self.num_top])
                 reports = (*before[index].reports, report)
             if not (is_end or is_last):
                 self.running.append(Beam(tokens, reports, score))
-            elif rank < self._width:
+            elif rank < self.width:
                 self.ended.append(Beam(tokens, reports, score / scale, token if is_end else None))
-        self.ended = sorted(self.ended, key=lambda beam: -beam.score)[: self._width]
-        is_full = len(self.ended) == self._width
+        self.ended = sorted(self.ended, key=lambda beam: -beam.score)[: self.width]
+        is_full = len(self.ended) == self.width
         self.is_over = not self.running or (is_full and self.running[0].score / scale <= self.ended[-1].score)
 
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from manylora.core.adapters.sources import check_name, resolve_url
 from manylora.core.errors import (
@@ -33,22 +34,16 @@ MAX_LOADING = 64
 RETRY_S = 5.0
 
 
+@dataclass(eq=False)
 class OnDemand:
-    """Loads the adapters that requests name. For the event loop's thread alone.
+    """Loads the adapters that requests name. For the event loop's thread alone."""
 
-    Args:
-        fleet: The engines.
-        registries: Where to look, in order.
-        now: Returns a time in seconds that never steps back.
-    """
-
-    def __init__(self, fleet: FleetPort, registries: Sequence[str], now: Callable[[], float]) -> None:
-        self._fleet = fleet
-        self._registries = registries
-        self._now = now
-        self._loading: dict[str, asyncio.Task[None]] = {}
-        self._callers: Counter[str] = Counter()
-        self._refused: OrderedDict[tuple[str, str], tuple[float, AdapterError | None]] = OrderedDict()
+    fleet: FleetPort  # the engines
+    registries: Sequence[str]  # where to look, in order
+    now: Callable[[], float]  # returns a time in seconds that never steps back
+    _loading: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _callers: Counter[str] = field(default_factory=Counter)
+    _refused: OrderedDict[tuple[str, str], tuple[float, AdapterError | None]] = field(default_factory=OrderedDict)
 
     async def find(self, model: str, caller: str) -> None:
         """Load the adapter that a request names, unless there is none: then its name stays unknown.
@@ -57,14 +52,14 @@ class OnDemand:
             AdapterError: There is one, and it cannot be served.
             CapacityError: Its registry does not answer, there is no room for it, or too many are looked for.
         """
-        adapters = self._fleet.adapters
-        name = model.removeprefix(f"{self._fleet.served_name}:")
-        if name in adapters.loaded or model == self._fleet.served_name or name in adapters.unavailable:
+        adapters = self.fleet.adapters
+        name = model.removeprefix(f"{self.fleet.served_name}:")
+        if name in adapters.loaded or model == self.fleet.served_name or name in adapters.unavailable:
             return
         if "@" in name or adapters.find(model) is not None:  # a version of an adapter that was published
             return
         until, error = self._refused.get((caller, name), (0.0, None))
-        if self._now() < until:
+        if self.now() < until:
             if error is not None:
                 raise type(error)(name, error.reason)
             return
@@ -81,7 +76,7 @@ class OnDemand:
         """Return the URLs of an adapter of that name; none for a name that is no part of a URL."""
         try:
             check_name(name)
-            return [resolve_url(name, f"{one.rstrip('/')}/{name}", (one,)) for one in self._registries]
+            return [resolve_url(name, f"{one.rstrip('/')}/{name}", (one,)) for one in self.registries]
         except AdapterError:
             return []
 
@@ -97,7 +92,7 @@ class OnDemand:
         try:
             for url in self._places(name):
                 try:
-                    await self._fleet.adapters.load(name, url, by_header=True)
+                    await self.fleet.adapters.load(name, url, by_header=True)
                     return
                 except AdapterNotFound:
                     continue
@@ -107,7 +102,7 @@ class OnDemand:
             raise CapacityError(str(unavailable), retry_after_s=RETRY_S, status=503) from None
         except AdapterError as refusal:
             error = refusal
-        self._refused[caller, name] = self._now() + REFUSED_S, error
+        self._refused[caller, name] = self.now() + REFUSED_S, error
         self._refused.move_to_end((caller, name))
         while len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)

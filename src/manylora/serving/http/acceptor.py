@@ -25,6 +25,7 @@ import ssl
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from manylora.serving.http.connections import ConnectionBounds, client_of
 from manylora.serving.http.turns import CallerQueues
@@ -45,40 +46,36 @@ PAUSE_S = 0.5  # time without new connections after one could not be taken, for 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Acceptor:
     """Accepts the connections of one listening socket until closed. For the event loop's thread alone.
 
     ``bounds`` knows the connections that are open; the owner of the ``listening`` socket closes it.
     """
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
-        *,
-        bounds: ConnectionBounds,
-        num_open: Callable[[], int],
-        backlog: int,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._listening = listening
-        self._make_protocol = make_protocol
-        self._bounds = bounds
-        self._num_open = num_open
-        self._tls = tls
+    listening: socket.socket
+    make_protocol: Callable[[], asyncio.Protocol]
+    _: KW_ONLY
+    bounds: ConnectionBounds
+    num_open: Callable[[], int]
+    backlog: int
+    tls: ssl.SSLContext | None = None
+    _queues: CallerQueues[socket.socket] = field(default_factory=CallerQueues)  # by client
+    _num_of: Counter[str] = field(default_factory=Counter)  # connections in the queues, or being opened
+    _num: int = 0  # of them in all
+    _opening: set[asyncio.Task[None]] = field(default_factory=set)
+    _is_due: bool = False
+    _pause: asyncio.TimerHandle | None = None
+    _is_closed: bool = False
+
+    def __post_init__(self) -> None:
         # Before a handshake nothing can be told.
-        self._told_of_client, self._told_in_all = (TOLD_OF_CLIENT, TOLD_IN_ALL) if tls is None else (0, 0)
+        self._told_of_client, self._told_in_all = (TOLD_OF_CLIENT, TOLD_IN_ALL) if self.tls is None else (0, 0)
         self._loop = asyncio.get_running_loop()
-        self._queues: CallerQueues[socket.socket] = CallerQueues()  # by client
-        self._num_of: Counter[str] = Counter()  # connections in the queues, or being opened
-        self._num = 0  # of them in all
-        self._opening: set[asyncio.Task[None]] = set()
-        self._is_due = False
-        self._pause: asyncio.TimerHandle | None = None
-        self._is_closed = False
+        listening = self.listening
         listening.setblocking(False)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which the connections inherit
-        listening.listen(backlog)
+        listening.listen(self.backlog)
         self._loop.add_reader(listening.fileno(), self._take)
 
     def close(self) -> None:
@@ -87,7 +84,7 @@ class Acceptor:
             return
         self._is_closed = True
         if self._pause is None:
-            self._loop.remove_reader(self._listening.fileno())
+            self._loop.remove_reader(self.listening.fileno())
         else:
             self._pause.cancel()
         for one in self._queues:
@@ -104,14 +101,14 @@ class Acceptor:
         """Take connections from the kernel's queue into the clients' queues."""
         for _ in range(TAKEN_AT_ONCE):
             try:
-                one, address = self._listening.accept()
+                one, address = self.listening.accept()
             except (BlockingIOError, InterruptedError):
                 break
             except ConnectionAbortedError:
                 continue
             except OSError as error:
                 logger.warning("connections_not_accepted error=%r", error.strerror)
-                self._loop.remove_reader(self._listening.fileno())
+                self._loop.remove_reader(self.listening.fileno())
                 self._pause = self._loop.call_later(PAUSE_S, self._resume)
                 break
             client = client_of(address[0])
@@ -127,14 +124,14 @@ class Acceptor:
 
     def _resume(self) -> None:
         self._pause = None
-        self._loop.add_reader(self._listening.fileno(), self._take)
+        self._loop.add_reader(self.listening.fileno(), self._take)
 
     def _has_room(self, client: str) -> bool:
         """Return whether another connection may wait, to be opened or to be told that it is one too many."""
-        bounds = self._bounds
+        bounds = self.bounds
         if bounds.num_of[client] + self._num_of[client] >= bounds.max_per_address + self._told_of_client:
             return False
-        if self._num_open() + self._num < bounds.max_connections:
+        if self.num_open() + self._num < bounds.max_connections:
             return True
         return bounds.make_room() or self._num < self._told_in_all
 
@@ -159,10 +156,8 @@ class Acceptor:
 
     async def _open(self, one: socket.socket) -> None:
         """Give a connection its protocol, after the handshake of TLS."""
-        timeout_s = None if self._tls is None else self._bounds.header_timeout_s
-        await self._loop.connect_accepted_socket(
-            self._make_protocol, one, ssl=self._tls, ssl_handshake_timeout=timeout_s
-        )
+        timeout_s = None if self.tls is None else self.bounds.header_timeout_s
+        await self._loop.connect_accepted_socket(self.make_protocol, one, ssl=self.tls, ssl_handshake_timeout=timeout_s)
 
     def _note(self, client: str, one: socket.socket, task: asyncio.Task[None]) -> None:
         """Note that a connection is open, or will not be."""

@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -189,30 +189,18 @@ class Places:
         return self._room.headers(self._name)
 
 
+@dataclass(eq=False)
 class CallerRoom:
-    """Bounds the answers under way of each caller, and what it takes in a minute. For the event loop's thread alone.
+    """Bounds the answers under way of each caller, and what it takes in a minute. For the event loop's thread alone."""
 
-    Args:
-        num_each: Most answers of a caller on an engine.
-        num_engines: Returns the number of engines.
-        limits_of: Returns the limits of a caller of its own.
-        now: Returns a time in seconds that never steps back.
-    """
-
-    def __init__(
-        self,
-        num_each: int,
-        num_engines: Callable[[], int],
-        *,
-        limits_of: Callable[[str], CallerLimits] = lambda caller: NO_LIMITS,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._num_each = num_each
-        self._num_engines = num_engines
-        self._limits_of = limits_of
-        self._now = now
-        self._callers: dict[str, _Caller] = {}
-        self._full: set[str] = set()  # those that have taken their last place, and have given none back since
+    num_each: int  # most answers of a caller on an engine
+    num_engines: Callable[[], int]  # returns the number of engines
+    _: KW_ONLY
+    limits_of: Callable[[str], CallerLimits] = lambda caller: NO_LIMITS  # returns the limits of a caller of its own
+    now: Callable[[], float] = time.monotonic  # returns a time in seconds that never steps back
+    _callers: dict[str, _Caller] = field(default_factory=dict)
+    # those that have taken their last place, and have given none back since
+    _full: set[str] = field(default_factory=set)
 
     @property
     def is_any_full(self) -> bool:
@@ -224,8 +212,8 @@ class CallerRoom:
         if (one := self._callers.get(caller)) is not None:
             if caller in self._full:
                 self._num_left(one, caller, 1)
-            if (most := self._limits_of(caller).requests) is not None:
-                one.requests.check(most, 1, self._now())
+            if (most := self.limits_of(caller).requests) is not None:
+                one.requests.check(most, 1, self.now())
 
     def take(self, caller: str, num: int, *, num_tokens: int = 0, adapter: str | None = None) -> Places:
         """Take places for the answers of a request, all or none; ``CapacityError`` (429) if a limit is exceeded.
@@ -236,7 +224,7 @@ class CallerRoom:
             num_tokens: Tokens of the prompts.
             adapter: The adapter that answers; ``None`` for the base.
         """
-        one, limits, now = self._callers.get(caller) or _Caller(), self._limits_of(caller), self._now()
+        one, limits, now = self._callers.get(caller) or _Caller(), self.limits_of(caller), self.now()
         num_left = self._num_left(one, caller, num)
         num_adapters = len(one.adapters) + (adapter is not None and adapter not in one.adapters)
         if limits.num_adapters is not None and num_adapters > limits.num_adapters:
@@ -261,7 +249,7 @@ class CallerRoom:
 
     def give(self, caller: str, num: int, adapter: str | None = None, num_tokens: int = 0) -> None:
         """Take back places; with the last of a request the adapter, and the tokens of its answers."""
-        one, limits = self._callers[caller], self._limits_of(caller)
+        one, limits = self._callers[caller], self.limits_of(caller)
         one.num_answers -= num
         self._full.discard(caller)
         if limits.tokens is not None:
@@ -275,9 +263,9 @@ class CallerRoom:
 
     def in_use(self, most: int) -> list[CallerUse]:
         """Return the use of callers that have taken something lately: those with most answers under way."""
-        now, found = self._now(), []
+        now, found = self.now(), []
         for name, one in heapq.nlargest(most, self._callers.items(), key=lambda item: item[1].num_answers):
-            limits = self._limits_of(name)
+            limits = self.limits_of(name)
             found.append(
                 CallerUse(
                     name=name,
@@ -292,14 +280,14 @@ class CallerRoom:
 
     def headers(self, caller: str) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers about the limits a minute of a caller with answers under way."""
-        one, limits, now = self._callers.get(caller) or _Caller(), self._limits_of(caller), self._now()
+        one, limits, now = self._callers.get(caller) or _Caller(), self.limits_of(caller), self.now()
         found = [] if limits.requests is None else one.requests.headers(limits.requests, now)
         return found if limits.tokens is None else [*found, *one.tokens.headers(limits.tokens, now)]
 
     def _num_left(self, one: _Caller, caller: str, num: int) -> int:
         """Return the places that are left to a caller after ``num`` more; errors as of ``take``."""
-        most = self._num_each * max(1, self._num_engines())
-        if (own := self._limits_of(caller).num_answers) is not None:
+        most = self.num_each * max(1, self.num_engines())
+        if (own := self.limits_of(caller).num_answers) is not None:
             most = min(most, own)
         if one.num_answers + num > most:
             raise CapacityError(

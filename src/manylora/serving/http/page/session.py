@@ -14,6 +14,7 @@ import hmac
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from starlette.requests import Request
 
@@ -30,23 +31,16 @@ WRONG_KEYS_A_MINUTE = 10
 MAX_CLIENTS = 1024  # clients whose wrong keys are counted; beyond them the one that tried longest ago is forgotten
 
 
+@dataclass(eq=False)
 class PageSessions:
-    """Signs the administrator in, and knows the cookies that it gave. For the event loop's thread alone.
+    """Signs the administrator in, and knows the cookies that it gave. For the event loop's thread alone."""
 
-    Args:
-        gate: Knows the administrator's key.
-        epoch_s: Returns the time in seconds since 1970.
-        monotonic_s: Returns a time in seconds that never steps back.
-    """
-
-    def __init__(
-        self, gate: Gate, *, epoch_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._gate = gate
-        self._epoch_s = epoch_s
-        self._monotonic_s = monotonic_s
-        self._secret: asyncio.Task[bytes] | None = None
-        self._wrong: OrderedDict[str, Allowance] = OrderedDict()
+    gate: Gate  # knows the administrator's key
+    _: KW_ONLY
+    epoch_s: Callable[[], float] = time.time  # returns the time in seconds since 1970
+    monotonic_s: Callable[[], float] = time.monotonic  # returns a time in seconds that never steps back
+    _secret: asyncio.Task[bytes] | None = None
+    _wrong: OrderedDict[str, Allowance] = field(default_factory=OrderedDict)
 
     async def sign_in(self, request: Request, key: str) -> str:
         """Return the value of a new cookie.
@@ -55,10 +49,10 @@ class PageSessions:
             HttpError: 401: the key is wrong; 403: no key is the administrator's.
             CapacityError: This client has tried too many wrong keys (429).
         """
-        if (administrator := self._gate.administrator) is None:
+        if (administrator := self.gate.administrator) is None:
             raise HttpError(403, "No key opens this page; start the server with --admin-key.")
         client = "" if request.client is None else client_of(request.client.host)
-        wrong, now = self._wrong.get(client) or Allowance("wrong keys"), self._monotonic_s()
+        wrong, now = self._wrong.get(client) or Allowance("wrong keys"), self.monotonic_s()
         wrong.check(WRONG_KEYS_A_MINUTE, 1, now)
         if not hmac.compare_digest(digest_of(key), administrator):
             wrong.take(1)
@@ -67,23 +61,23 @@ class PageSessions:
             if len(self._wrong) > MAX_CLIENTS:
                 self._wrong.popitem(last=False)
             raise HttpError(401, "This is not the administrator's key.")
-        return await self._signed(int(self._epoch_s()))
+        return await self._signed(int(self.epoch_s()))
 
     async def renewed(self, cookie: str) -> str | None:
         """Return the cookie of the same session that ends later; ``None`` if it is not valid, or no more."""
         began_text, _, rest = cookie.partition(".")
         renewed_text, _, mac = rest.partition(".")
-        if self._gate.administrator is None or not hmac.compare_digest(
+        if self.gate.administrator is None or not hmac.compare_digest(
             mac.encode(), await self._mac(began_text, renewed_text)
         ):
             return None
-        now = self._epoch_s()
+        now = self.epoch_s()
         if now - int(renewed_text, 16) > IDLE_S or now - int(began_text, 16) > LIFE_S:
             return None
         return await self._signed(int(began_text, 16))
 
     async def _signed(self, began_at: int) -> str:
-        began, renewed = f"{began_at:x}", f"{int(self._epoch_s()):x}"
+        began, renewed = f"{began_at:x}", f"{int(self.epoch_s()):x}"
         return f"{began}.{renewed}.{(await self._mac(began, renewed)).decode()}"
 
     async def _mac(self, began: str, renewed: str) -> bytes:
@@ -93,5 +87,5 @@ class PageSessions:
         return hmac.new(secret, f"{began}.{renewed}".encode(), hashlib.sha256).hexdigest().encode()
 
     def _derive(self) -> bytes:
-        assert self._gate.administrator is not None
-        return hashlib.scrypt(self._gate.administrator, salt=b"manylora page", n=2**14, r=8, p=1)
+        assert self.gate.administrator is not None
+        return hashlib.scrypt(self.gate.administrator, salt=b"manylora page", n=2**14, r=8, p=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
 
 from starlette.types import Receive, Scope, Send
@@ -62,36 +62,24 @@ class _Viewer:
         return event
 
 
+@dataclass(eq=False)
 class Viewers:
-    """Sends snapshots to all who watch. For the event loop's thread alone.
+    """Sends snapshots to all who watch. For the event loop's thread alone."""
 
-    Args:
-        take: Takes a snapshot, as JSON in one line.
-        is_ending: Returns whether the server ends: each viewer then gets one snapshot, and no stream stays open.
-        most: Viewers at once.
-        every_s: Time between two snapshots, in seconds.
-    """
-
-    def __init__(
-        self,
-        take: Callable[[], Awaitable[bytes]],
-        is_ending: Callable[[], bool],
-        *,
-        most: int = MAX_VIEWERS,
-        every_s: float = EVERY_S,
-    ) -> None:
-        self._take = take
-        self._is_ending = is_ending
-        self._most = most
-        self._every_s = every_s
-        self._streams: dict[_Viewer, asyncio.Task[None]] = {}
-        self._last = b""
-        self._running: asyncio.Task[None] | None = None
+    take: Callable[[], Awaitable[bytes]]  # takes a snapshot, as JSON in one line
+    # Returns whether the server ends: each viewer then gets one snapshot, and no stream stays open.
+    is_ending: Callable[[], bool]
+    _: KW_ONLY
+    most: int = MAX_VIEWERS  # viewers at once
+    every_s: float = EVERY_S  # time between two snapshots, in seconds
+    _streams: dict[_Viewer, asyncio.Task[None]] = field(default_factory=dict)
+    _last: bytes = b""
+    _running: asyncio.Task[None] | None = None
 
     def check_room(self) -> None:
         """Raise ``CapacityError`` (503) if as many watch as may."""
-        if len(self._streams) >= self._most:
-            message = f"{len(self._streams)} pages are open, of {self._most} at most: close one"
+        if len(self._streams) >= self.most:
+            message = f"{len(self._streams)} pages are open, of {self.most} at most: close one"
             raise CapacityError(message, retry_after_s=5.0, status=503)
 
     async def send_to(self, scope: Scope, receive: Receive, send: Send, headers: Headers) -> None:
@@ -118,14 +106,14 @@ class Viewers:
         """Take snapshots until the last viewer has left."""
         try:
             while self._streams:
-                self._last = b"data: " + await self._take() + b"\n\n"
+                self._last = b"data: " + await self.take() + b"\n\n"
                 for viewer, sending in self._streams.items():
                     viewer.offer(self._last)
                     if viewer.is_slow:
                         sending.cancel()
-                    elif self._is_ending():
+                    elif self.is_ending():
                         viewer.end()
-                await asyncio.sleep(self._every_s)
+                await asyncio.sleep(self.every_s)
         except Exception:  # a bug in one part must not leave pages that seem to live
             logger.exception("page_snapshot_failed")
         finally:
