@@ -69,11 +69,7 @@ NO_DEFAULTS = GenerationDefaults()
 
 
 def parse_generation_config(content: bytes, place: str) -> tuple[GenerationDefaults, tuple[str, ...]]:
-    """Return the defaults in the content of a file, and the names of its settings that have no effect here.
-
-    Args:
-        content: JSON.
-        place: The file, for messages.
+    """Return the defaults in the content of a file, ``place``, and the names of its settings that have no effect here.
 
     Raises:
         ConfigError: The content is no JSON object, or a value is of a wrong type or out of range.

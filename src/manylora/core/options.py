@@ -112,13 +112,6 @@ class CheckedOptions:
 
 
 def require(is_allowed: bool, name: str, value: object, expected: str) -> None:
-    """Raise ``ConfigError`` unless a value is allowed: for fields that are no options, and for limits between fields.
-
-    Args:
-        is_allowed: Whether it is.
-        name: The field.
-        value: Its value.
-        expected: The values that are allowed, in words.
-    """
+    """Raise ``ConfigError`` unless a value is allowed: for fields that are no options, and limits between fields."""
     if not is_allowed:
         raise ConfigError(f"Got {name} = {value!r}, expected {expected}")

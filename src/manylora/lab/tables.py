@@ -51,12 +51,7 @@ class TableReader:
         self._folders = tuple(folders)
 
     def read(self, cls: type[T], table: object, where: str) -> T:
-        """Return a dataclass from a table.
-
-        Args:
-            cls: A dataclass, or a Protocol with registered kinds.
-            table: A table of TOML.
-            where: Its name in messages.
+        """Return a dataclass, or a registered kind of a Protocol, from a table, which messages call ``where``.
 
         Raises:
             ConfigError: A key is unknown, missing or of the wrong type, or the dataclass refuses its values.

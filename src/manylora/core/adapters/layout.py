@@ -256,14 +256,8 @@ def lay_out(
     """Return the layout of an adapter; its tiles cover each matrix exactly once and never overlap or cross a page.
 
     A pure function of its arguments, so one host copy can be copied to any pages of any replica. It is worked out once
-    for all adapters of one shape (ranks and type), which share the result.
-
-    Args:
-        ranks: Rank of each module that has weights, by module name; every name is in ``base.modules``.
-        base: The base model.
-        dtype: Type of the packed weights; ``None`` is the ``adapter_dtype`` of the page.
-        vectors: The vectors of modules, all of them in ``ranks``.
-        replaced: The modules that take the place of the base's, by name.
+    for all adapters of one shape, which share the result. ``ranks`` has every module with weights, by its name in the
+    base; ``vectors`` and ``replaced`` are of these. Without a ``dtype`` it is the ``adapter_dtype`` of the page.
     """
     dtype = base.page.adapter_dtype if dtype is None else dtype
     return _lay_out(tuple(ranks.items()), base, dtype, tuple(sorted(vectors)), tuple(sorted(replaced)))
@@ -345,14 +339,8 @@ def make_version(
 ) -> AdapterVersion:
     """Return the version of an adapter with this layout, read or simulated, with its sizes in every tier.
 
-    Args:
-        layout: Returned by its method.
-        page: The base's page.
-        key: Its identity.
-        source: The directory it came from, or its name without one.
-        disk_bytes: Size of its weight file; the size of its weights when ``None``.
-        layer_digests: As in ``AdapterVersion``.
-        invocation: As in ``AdapterVersion``.
+    ``source`` is the directory that it came from, or its name without one; ``disk_bytes`` the size of its weight file,
+    by default of its weights. The others are as in ``AdapterVersion``.
     """
     modules = [part for group in layout.groups.values() for part in group.modules]
     return AdapterVersion(

@@ -100,13 +100,9 @@ class ReadRules:
 
 
 def read_adapter(name: str, path: str | Path, rules: ReadRules, allocate: Allocate = own_memory) -> PackedAdapter:
-    """Read and check a PEFT directory, and pack its weights for a base. Blocks; safe from any thread.
+    """Read and check a PEFT directory or URL, and pack its weights for a base. Blocks; safe from any thread.
 
-    Args:
-        name: The adapter, for messages.
-        path: The directory, or its URL.
-        rules: The base and the bounds.
-        allocate: Returns the memory for the image.
+    ``allocate`` returns the memory for the image.
 
     Raises:
         AdapterError: The adapter cannot be served on this base, with the reason.
@@ -164,10 +160,7 @@ class MatchedShapes:
     def match(self, name: str, config: bytes, file: WeightFile) -> MatchedWeights:
         """Return the weights of an open file; it may hold another version than the registered version.
 
-        Args:
-            name: The adapter, for messages.
-            config: Content of its configuration.
-            file: Its weights.
+        ``config`` is the content of its configuration.
 
         Raises:
             AdapterError: They cannot be served on this base, as far as configuration and header show.

@@ -115,10 +115,7 @@ class _Files:
 def read_request_files(name: str, path: str, roots: Collection[str] | None = None) -> AdapterRequestFiles:
     """Read the settings in the folder of an adapter of that name; never raises. A folder in a registry has none.
 
-    Args:
-        name: The adapter.
-        path: Its folder.
-        roots: Real paths below which it must lie, as in ``AdapterFolder``.
+    It must lie below ``roots``, real paths, as in ``AdapterFolder``.
     """
     if is_url(path):
         return AdapterRequestFiles()

@@ -195,12 +195,9 @@ def registry_of(url: str) -> str:
 
 
 def resolve_url(name: str, url: str, prefixes: Iterable[str]) -> str:
-    """Return the normal form of a URL, without a slash at its end, which must lie below one of ``prefixes``.
+    """Return the normal form of a URL of a folder or file, without a slash at its end.
 
-    Args:
-        name: The adapter, for messages.
-        url: The URL of a folder or file.
-        prefixes: Values of ``--lora-registry``.
+    It must lie below one of ``prefixes``, values of ``--lora-registry``; messages name the adapter ``name``.
 
     Raises:
         AdapterForbidden: The URL is malformed, or below none of them.

@@ -262,11 +262,8 @@ class Located:
 def gather_parts(name: str, tensors: Mapping[str, StoredTensor], key: re.Pattern[str]) -> dict[str, Parts]:
     """Return a file's tensors by module.
 
-    Args:
-        name: The adapter, for messages.
-        tensors: Of the file, by key.
-        key: Matches the keys of the method: ``module`` is the module, and the last other group that matches is the
-            name of the part.
+    ``key`` matches the keys of the method: its group ``module`` is the module, and the last other group that matches is
+    the name of the part.
 
     Raises:
         AdapterError: A key is unknown, a tensor is stored twice, or there are none.

@@ -145,13 +145,9 @@ def read_header_bytes(name: str, source: OpenFile) -> bytes:
 
 
 def parse_header(name: str, header: bytes, num_bytes: int, *, file: str = WEIGHTS) -> dict[str, StoredTensor]:
-    """Return the tensors that a header lists, by key, each with its range in the file.
+    """Return the tensors that a header (without its length) lists, by key, each with its range in the file.
 
-    Args:
-        name: The adapter, for messages.
-        header: The header, without its length.
-        num_bytes: Size of the file, which the tensors fill to the last byte, without holes.
-        file: Its name, for messages.
+    They fill the file, of ``num_bytes``, to the last byte, without holes. Messages name the adapter and the file.
 
     Raises:
         AdapterError: It is no header of a safetensors file of that size.

@@ -61,13 +61,8 @@ def count_on_cpu(
 ) -> int:
     """Return the number of layers of a step that workers compute, if they and the copy go on at a constant rate.
 
-    Args:
-        begins_s: Begin of the step.
-        layer_s: Duration of a layer on the device.
-        delay_s: Time that a layer takes longer when workers compute it.
-        copied_s: Arrival of the last layer.
-        copy_layer_s: Time between the arrivals of two layers.
-        num_layers: Layers of the model.
+    A layer takes ``layer_s`` on the device and ``delay_s`` longer by workers. The last layer arrives at ``copied_s``,
+    and they are ``copy_layer_s`` apart.
     """
     last = num_layers - 1
     first_s, assisted_s = copied_s - last * copy_layer_s, layer_s + delay_s

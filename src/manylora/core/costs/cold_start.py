@@ -212,13 +212,10 @@ class Corrections:
         return math.exp(self._logs[mode])
 
     def observe(self, mode: ColdStart, *, resident_s: float, delay_s: float, actual_s: float) -> None:
-        """Learn the actual time to first token.
+        """Learn the actual time to first token of a request in a mode.
 
-        Args:
-            mode: The request's.
-            resident_s: Prediction for an adapter on the device.
-            delay_s: Prediction of the delay over that, without a correction.
-            actual_s: The time it took.
+        The prediction was ``resident_s`` for an adapter on the device, and a delay over that of ``delay_s`` without a
+        correction.
         """
         for other in self._logs:
             if other is not mode:
@@ -235,11 +232,7 @@ def expect(
 ) -> dict[ColdStart, Expected]:
     """Return the predictions for all modes.
 
-    Args:
-        question: The request and its batch.
-        assist: Costs of assisted rows.
-        corrections: Factors on the delays.
-        is_forced: Whether the mode is given: layers then begin at once, however long they stall.
+    With ``is_forced`` the mode is given: layers then begin at once, however long they stall.
     """
     plain = {
         ColdStart.WAIT: _wait(question),

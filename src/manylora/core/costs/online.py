@@ -110,9 +110,7 @@ def _per_unit(usual: list[float]) -> tuple[float, float, float, float]:
 def solve_nonnegative(gram: Seq[Seq[float]], moment: Seq[float]) -> list[float]:
     """Solve the normal equations of a few terms; negative coefficients are set to 0 and left out, the lowest first.
 
-    Args:
-        gram: Sums of products of features, positive definite.
-        moment: Sums of products of features and target.
+    ``gram`` has the sums of products of features, and is positive definite; ``moment`` those of features and target.
     """
     kept = list(range(len(moment)))
     while kept:

@@ -40,27 +40,14 @@ class StepModel:
     is_prompt_padded: bool  # whether ``X`` of steps with prompts is padded
 
     def decode_s(self, num_requests: int, context: float, num_adapted: int, sum_rank: int, max_rank: int) -> float:
-        """Return the duration of a decode step.
-
-        Args:
-            num_requests: Sequences in the step.
-            context: Tokens of KV of all sequences.
-            num_adapted: Sequences with an adapter.
-            sum_rank: Sum of the ranks of their adapters.
-            max_rank: Largest of their ranks.
-        """
+        """Return the duration of a decode step, whose sequences have ``context`` tokens of KV in all."""
         rank = num_adapted * max_rank if self.is_padded else sum_rank
         return self.step_s + self.request_s * num_requests + self.context_s * context + self.rank_s * rank
 
     def prefill_s(self, num_tokens: float, context: float, num_adapted: float, sum_rank: float, max_rank: int) -> float:
-        """Return the duration of a step with prompt tokens.
+        """Return the duration of a step of ``num_tokens`` with prompts, which reads ``context`` of KV, its own too.
 
-        Args:
-            num_tokens: Tokens in the step.
-            context: Tokens of KV that it reads, its own included.
-            num_adapted: Tokens with an adapter.
-            sum_rank: Sum of ranks over tokens.
-            max_rank: Largest rank in the step.
+        ``sum_rank`` is over the ``num_adapted`` tokens with an adapter.
         """
         rank = num_adapted * max_rank if self.is_prompt_padded else sum_rank
         seconds = self.prompt_step_s + self.prompt_context_s * context + self.token_rank_s * rank

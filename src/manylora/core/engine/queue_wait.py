@@ -47,9 +47,7 @@ _P90 = log2(10)  # the 90 % quantile of that distribution, in medians
 def quantiles(p50: int, p90: int) -> tuple[int, ...]:
     """Return the quantiles in the middle of each part of a Weibull distribution, rising; a single one if it is certain.
 
-    Args:
-        p50: Its median, at least 1.
-        p90: Its 90 % quantile, at least the median.
+    ``p50`` and ``p90`` are its own, at least 1 and rising.
     """
     if p50 == p90:
         return (p50,)
@@ -60,10 +58,7 @@ def quantiles(p50: int, p90: int) -> tuple[int, ...]:
 def play(running: Iterable[int], waiting: Iterable[int], num_free: int) -> list[int]:
     """Play the queue forward: return the steps until each seat is free of all who wait now, as a heap.
 
-    Args:
-        running: Steps that each running sequence has left.
-        waiting: Steps of each waiting sequence, in the order of their turns.
-        num_free: Seats that are free now.
+    ``running`` and ``waiting`` have the steps that each sequence has left, the latter in the order of their turns.
     """
     seats = [*running, *[0] * num_free]
     heapify(seats)

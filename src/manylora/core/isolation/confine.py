@@ -151,13 +151,7 @@ def start_on_pipe(module: str, environment: Mapping[str, str] = {}) -> tuple[sub
 
 
 def receive_answer(pipe: Connection, limit_s: float, decode: Callable[[bytes], T], *, max_bytes: int) -> T:
-    """Return the next answer of a process that handles hostile input, and may die of it.
-
-    Args:
-        pipe: From the process.
-        limit_s: Time to wait for it, in seconds.
-        decode: Decodes an answer.
-        max_bytes: Length of the longest answer that is read.
+    """Return the next answer of a process that handles hostile input, of at most ``max_bytes``; it may die of it.
 
     Raises:
         TimeoutError: There is none within ``limit_s`` seconds.

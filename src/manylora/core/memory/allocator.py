@@ -153,12 +153,7 @@ class TenantPages:
     ) -> IdleItem:
         """Return the item to drop for a load: the eviction policy's choice, or an idle adapter of the tenant itself.
 
-        Args:
-            chosen: The policy's choice.
-            tenant: The tenant whose request the load is for.
-            num_pages: Pages of the load.
-            now: In seconds.
-            items: All items that may be dropped, by key.
+        ``items`` are all that may be dropped, by key.
         """
         if isinstance(chosen.key, int):
             return chosen

@@ -63,12 +63,8 @@ def fork_mark(adapter: AdapterKey, position: int) -> bytes:
 def block_digests(parent: bytes, tokens: Seq[int], start: int, stop: int, block_size: int) -> list[bytes]:
     """Return the digests of the full blocks in ``tokens[start:stop]``, chained from ``parent``.
 
-    Args:
-        parent: Digest of the block that ends at ``start``, or the root when ``start`` is 0.
-        tokens: Token ids, each below 2**31.
-        start: A multiple of ``block_size``.
-        stop: End of the tokens; a last block that is not full is left out.
-        block_size: Tokens per block.
+    That is the digest of the block that ends at ``start``, a multiple of ``block_size``, or the root. Token ids are
+    below 2**31.
     """
     digests: list[bytes] = []
     if stop - start < block_size:  # most steps of a sequence

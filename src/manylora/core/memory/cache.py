@@ -261,12 +261,7 @@ class PageCache:
     ) -> None:
         """Set the depth of claims that may drop an adapter on the device; with ``None`` it is held.
 
-        Args:
-            key: The adapter.
-            depth: The depth of claims that may drop it; ``None`` for none.
-            now: In seconds.
-            copy_bytes: Bytes to copy from the host for a reload.
-            read_bytes: Bytes to read from disk before that; 0 while the host has a copy.
+        A reload reads ``read_bytes`` from disk, 0 while the host has a copy, and copies ``copy_bytes``.
         """
         item, old = self._droppable.get(key, (None, None))
         if old is depth and (item is None or item.read_bytes == read_bytes):

@@ -191,12 +191,7 @@ DEFAULT_ROUTER = "auto"
 
 
 def make_router(name: str, context: RouterContext, given: Mapping[str, object] | None = None) -> Router:
-    """Make a router by its name.
-
-    Args:
-        name: In ``ROUTERS``, or a plug-in (``plugins.py``).
-        context: Its view of the service; ``options`` is set here.
-        given: Its options, by key.
+    """Make a router by its name in ``ROUTERS``, or a plug-in (``plugins.py``), with its options.
 
     Raises:
         ConfigError: No router has that name, or an option is wrong.

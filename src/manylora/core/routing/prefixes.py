@@ -55,14 +55,9 @@ class PromptBlocks(NamedTuple):
 
 
 def text_blocks(model: str, salt: bytes, beginning: bytes, num_bytes: int, num_tokens: int) -> PromptBlocks:
-    """Return the blocks of a prompt.
+    """Return the blocks of a prompt of ``num_bytes``, shared only under equal salts.
 
-    Args:
-        model: The adapter's name, or the base's.
-        salt: Prompts share blocks only under equal salts.
-        beginning: Its first ``MOST_BYTES``; a last block that is not full is left out.
-        num_bytes: Its whole length.
-        num_tokens: Its length in tokens.
+    ``beginning`` is its first ``MOST_BYTES``; a last block that is not full is left out.
     """
     return PromptBlocks(_hashes((model, salt), beginning, EDGES), num_tokens / max(1, num_bytes), num_tokens)
 

@@ -27,14 +27,8 @@ def added_time(
 ) -> tuple[float, float]:
     """Return the time that a request would add at a replica to the next step and to each decode step, in seconds.
 
-    The next step runs the prompts that wait, beside the requests that decode; without any it is a decode step.
-
-    Args:
-        view: The replica.
-        num_tokens: Tokens of the prompt.
-        rank: Rank of its adapter, 0 for the base.
-        answer_tokens: Expected length of its answer.
-        num_cached: Tokens of the prompt that need not run.
+    The next step runs the prompts that wait, beside the requests that decode; without any it is a decode step. Of the
+    prompt, ``num_cached`` tokens need not run.
     """
     prefill_s = _added_prefill_s(view, view.times(), num_tokens, rank, num_cached)
     return prefill_s, _added_decode_s(view, num_tokens, rank, answer_tokens)

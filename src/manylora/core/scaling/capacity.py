@@ -24,17 +24,10 @@ def predict_capacity(
     max_num_seqs: int,
     kv_tokens: int | None,
 ) -> float:
-    """Return the requests per second of a replica whose steps are full.
+    """Return the requests per second of a replica whose steps are full, for requests of mean lengths and rank.
 
     A request takes its prompt's share of steps once, and one place in as many decode steps as its answer has tokens.
-
-    Args:
-        steps: The step-time model of the replica.
-        prompt_tokens: Mean length of a prompt.
-        answer_tokens: Mean length of an answer.
-        mean_rank: Mean rank of the requests' adapters; 0 for the base.
-        max_num_seqs: Most sequences in a step.
-        kv_tokens: Tokens of KV for which the replica has room; ``None`` if unknown.
+    ``kv_tokens`` is the KV that the replica has room for; ``None`` if unknown.
     """
     context = prompt_tokens + answer_tokens / 2
     num = max_num_seqs if kv_tokens is None else max(1, min(max_num_seqs, int(kv_tokens / max(1.0, context))))
@@ -74,12 +67,10 @@ class ReplicaCapacity:
             self._rate = rate if self._rate is None else self._rate + NEWEST * (rate - self._rate)
 
     def learn(self, rate: float, num_judged: int, num_kept: int) -> None:
-        """Learn from a time in which the load was steady.
+        """Learn from a time of steady load, of ``rate`` requests per second on each replica.
 
-        Args:
-            rate: Requests per second that each replica took.
-            num_judged: Requests whose time to first token is known, or is over the SLO already.
-            num_kept: Of these, the requests within the SLO.
+        ``num_judged`` requests have a known time to first token, or one over the SLO already; ``num_kept`` are within
+        it.
         """
         safe = self.safe_rate
         if safe is None or num_judged < FEWEST_JUDGED:

@@ -97,11 +97,9 @@ STEP_COMPOSITIONS: dict[str, Callable[[], StepComposition]] = {
 
 
 def make_policy(name: str, context: PolicyContext) -> Policy:
-    """Make a scheduling policy by name.
+    """Make a scheduling policy by its name in ``POLICIES``, or a plug-in (``plugins.py``).
 
-    Args:
-        name: In ``POLICIES``, or a plug-in (``plugins.py``).
-        context: Its view of the engine; ``options`` and ``inner`` are set here, from the configuration.
+    ``options`` and ``inner`` of the context are set here, from the configuration.
 
     Raises:
         ConfigError: No policy has that name, it lacks a method, or an option of it is wrong.
@@ -117,10 +115,7 @@ def _policy_maker(name: str, context: PolicyContext) -> Callable[[], Policy]:
 
 
 def make_step_composition(name: str) -> StepComposition:
-    """Make a step composition by name, in its first state.
-
-    Args:
-        name: In ``STEP_COMPOSITIONS``, or a plug-in (``plugins.py``).
+    """Make a step composition by its name in ``STEP_COMPOSITIONS``, or a plug-in (``plugins.py``), in its first state.
 
     Raises:
         ConfigError: No step composition has that name, or it lacks a method.
@@ -130,11 +125,7 @@ def make_step_composition(name: str) -> StepComposition:
 
 
 def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
-    """Make the predictor that the configuration names.
-
-    Args:
-        config: Names the predictor, one of ``PREDICTORS`` or a plug-in (``plugins.py``), and has its options.
-        seed: Seed of the noisy predictor.
+    """Make the predictor that the configuration names, one of ``PREDICTORS`` or a plug-in (``plugins.py``).
 
     Raises:
         ConfigError: No predictor has that name, or an option is wrong.

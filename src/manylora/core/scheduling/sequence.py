@@ -198,14 +198,9 @@ class Sequence:
         placement: Placement = ON_DEVICE,
         num_loaded_pages: int = 0,
     ) -> bool:
-        """It starts to run; return whether for the first time.
+        """It starts to run, with ``shared`` pages of its prefix and others; return whether for the first time.
 
-        Args:
-            now: In seconds.
-            shared: Pages of its prefix whose KV is computed.
-            pages: Pages for the rest of its tokens.
-            placement: Where its adapter's weights are.
-            num_loaded_pages: Pages of its adapter, if no other sequence was admitted since they were loaded.
+        ``num_loaded_pages`` are those of its adapter, if no other sequence was admitted since they were loaded.
         """
         self.num_loaded_pages = num_loaded_pages
         self.table.adopt(shared)
@@ -311,12 +306,7 @@ class Sequence:
         self.ending = self.ending or FinishReason.CANCELLED
 
     def failed(self, error: str, *, is_refused: bool = False) -> None:
-        """Its adapter cannot be applied, or it has no next token: it ends with the steps in flight.
-
-        Args:
-            error: The reason.
-            is_refused: Whether the request is at fault, not its adapter.
-        """
+        """Its adapter cannot be applied, or its request is at fault: it ends with the steps in flight."""
         self.ending = self.ending or FinishReason.ERROR
         if self.failure is None:
             self.failure = f"adapter {self.name!r}: {error}" if self.name and not is_refused else error

@@ -39,21 +39,11 @@ class StepComposition(Protocol):
     """
 
     def most_tokens(self, budget: int, longest: int) -> int:
-        """Return the most tokens that a step can hold, for buffers and memory estimates.
-
-        Args:
-            budget: Tokens that a step should hold at most.
-            longest: Tokens of the longest prompt.
-        """
+        """Return the most tokens of a step that should hold ``budget``; the longest prompt has ``longest``."""
         return budget
 
     def chunk(self, num_tokens: int, room: int) -> int:
-        """Return how many tokens of a prompt run in the step.
-
-        Args:
-            num_tokens: Tokens of the prompt whose KV is missing.
-            room: Tokens of the prompt that the step has room for.
-        """
+        """Return how many of a prompt's ``num_tokens`` without KV run in the step, which has ``room`` for so many."""
         return room
 
     def beside_prompts(self, decodes: list[T]) -> list[T]:
@@ -67,9 +57,7 @@ class StepComposition(Protocol):
     def round_ended(self, *, has_admitted: bool, is_loading: bool) -> bool:
         """Learn the outcome of a round of admission; return whether the step is held back for loads.
 
-        Args:
-            has_admitted: A sequence was admitted.
-            is_loading: A sequence was not admitted because its adapter is loading.
+        ``is_loading`` says that a sequence was not admitted because its adapter is loading.
         """
         return False
 

@@ -91,15 +91,7 @@ def find_problem(codes: Codes) -> str | None:
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes in 32-bit words, the lowest bits first.
-
-    Args:
-        words: ``[..., num_words]``, int32.
-        bits: Of a code, 4 or 8.
-
-    Returns:
-        ``[..., num_words, 32 // bits]``, uint8.
-    """
+    """Return the codes of 4 or 8 bits in int32 words, the lowest bits first: uint8 ``[..., words, 32 // bits]``."""
     octets = words.contiguous().unsqueeze(-1).view(torch.uint8)  # (..., words, 4)
     return octets if bits == 8 else unpack_nibbles(octets)
 

@@ -53,17 +53,10 @@ def read_elements(
     zero: str = "",
     bits: int = 8,
 ) -> Codes:
-    """Return a weight whose codes are elements of a tensor.
+    """Return a weight whose codes are elements of the tensor ``codes``, of one of ``dtypes`` (safetensors' names).
 
-    Args:
-        stored: The tensors.
-        codes: Name of the tensor ``[out, in]``.
-        scale: Name of the scales.
-        shape: Outputs and inputs.
-        block: Outputs and inputs that share a scale.
-        dtypes: Types that the codes may have, by safetensors' names.
-        zero: Name of the zero points, if there may be some.
-        bits: Of an integer, 4 or 8.
+    ``shape`` is outputs and inputs, ``block`` those that share a scale. ``zero`` names zero points, if there may be
+    some; an integer has ``bits``, 4 or 8.
 
     Raises:
         ConfigError: A tensor is missing, or of another type or shape, or an integer has more bits.

@@ -133,12 +133,7 @@ class CheckpointFiles:
 
     @classmethod
     def read(cls, model: str, revision: str | None, named: str | None = None) -> CheckpointFiles:
-        """Read the headers of all weight files; of a model at the hub, fetch the files first.
-
-        Args:
-            model: Folder, or name at the hub.
-            revision: Of a model at the hub.
-            named: File that the configuration names (``transformers_weights``).
+        """Read the headers of all weight files, or of the file ``named``; of a model at the hub, fetch the files first.
 
         Raises:
             ConfigError: A file is missing, cannot be read or is damaged, or the index does not match the files.
@@ -177,13 +172,9 @@ class CheckpointFiles:
         return self.files.get(tensor, self.source)
 
     def check_loaded(self, model: nn.Module, differences: Mapping[str, Collection[Any]]) -> None:
-        """Refuse a model that differs from the files.
+        """Refuse a model that differs from the files, as transformers found (``output_loading_info``).
 
         Tied weights, non-persistent buffers, and the names that the architecture's own class ignores may differ.
-
-        Args:
-            model: The loaded model of transformers.
-            differences: The differences that transformers found (``output_loading_info``).
 
         Raises:
             ConfigError: A tensor is missing, left over, or has another shape or type than the model's.

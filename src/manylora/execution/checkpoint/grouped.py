@@ -127,11 +127,8 @@ class Gptq(_Grouped):
 def sort_groups(stored: StoredTensors, name: str, codes: Codes, *, is_sorted: bool) -> Codes:
     """Return codes whose columns are sorted by the groups of their inputs.
 
-    Args:
-        stored: The tensors.
-        name: Of the tensor with the group of each input, ``[in]``; all -1 says that they are sorted.
-        codes: In the order of inputs.
-        is_sorted: Whether that tensor may be missing.
+    The tensor ``name`` has the group of each input, ``[in]``; all -1 says that they are sorted, and so may its absence
+    with ``is_sorted``.
 
     Raises:
         ConfigError: The tensor is missing, or has other groups than those of ``codes``.

@@ -128,13 +128,10 @@ def open_checkpoint(
     trust_remote_code: bool = False,
     build: Callable[[Any], Any] | None = None,
 ) -> Checkpoint:
-    """Open a folder of safetensors files, a model at the hub, or a ``.gguf`` file; read headers alone.
+    """Open a folder of safetensors files, a model at the hub, or a ``.gguf`` file (at the hub too); read headers alone.
 
-    Args:
-        model: Folder, file, hub name, or hub name and file (``owner/name/file.gguf``).
-        revision: Of a model at the hub.
-        trust_remote_code: Whether the checkpoint's own code may build the model.
-        build: Makes the model of transformers, without weights, from its configuration.
+    ``build`` makes the model of transformers, without weights, from its configuration; by default the one of its
+    architecture.
 
     Raises:
         ConfigError: The checkpoint does not exist, is damaged, or is of a format or architecture that is not supported.

@@ -50,12 +50,7 @@ class StoredTensors:
         return {key: text for file in self._opened.values() for key, text in (file.metadata() or {}).items()}
 
     def read(self, name: str, dtypes: Collection[str], shape: Sequence[int] | None = None) -> torch.Tensor:
-        """Return a tensor.
-
-        Args:
-            name: In the files.
-            dtypes: The types it may have, by safetensors' names.
-            shape: The sizes it must have; ``None`` for any.
+        """Return a tensor of one of ``dtypes`` (safetensors' names) and of ``shape``, if it is given.
 
         Raises:
             ConfigError: The tensor is missing, or of another type or shape.
@@ -95,11 +90,8 @@ def check_names(
 ) -> None:
     """Refuse files that lack a tensor of the model, hold it in another shape or type, or hold further tensors.
 
-    Args:
-        skeleton: The model of transformers without weights.
-        files: The files, with the types of those tensors that must be numbers.
-        shapes: The sizes of each parameter and buffer that the files hold, by the model's name.
-        unexpected: Tensors that are no part of the model.
+    ``shapes`` has the sizes of each parameter and buffer that the files hold, by the model's name; ``unexpected``
+    tensors are no part of the model.
 
     Raises:
         ConfigError: The files differ from the model; the error names the tensor.
@@ -145,13 +137,7 @@ class QuantisationConfig:
         return self._fields.get(field) is not None
 
     def get(self, field: str, default: Any = None, *, among: Collection[Any] = (), kind: type = object) -> Any:
-        """Return a field, or the default where it is missing or null.
-
-        Args:
-            field: Its name.
-            default: Returned unchecked.
-            among: The values it may have; none for any.
-            kind: The type it must have.
+        """Return a field of a type, ``among`` the values that it may have; the default where it is missing or null.
 
         Raises:
             ConfigError: The value is of another type, or not among the allowed values.
@@ -245,23 +231,12 @@ class Method(ABC):
         self._unlisted = settings.names(*self.unlisted)
 
     def announces(self, name: str, module: nn.Module) -> bool | None:
-        """Return whether the configuration announces codes for a module; ``None`` if it may be either.
-
-        Args:
-            name: Of the module, in the files.
-            module: The model's, without weights.
-        """
+        """Return whether the configuration announces codes for a module; ``None`` if it may be either."""
         return isinstance(module, nn.Linear) and not self.settings.lists(self._unlisted, name)
 
     @abstractmethod
     def read(self, stored: StoredTensors, name: str, module: nn.Module, shape: tuple[int, int]) -> Codes:
-        """Return the weight of a module.
-
-        Args:
-            stored: The files.
-            name: Of the module, in the files.
-            module: The model's, without weights.
-            shape: Outputs and inputs.
+        """Return the weight of a module, by its name in the files, of outputs and inputs ``shape``.
 
         Raises:
             ConfigError: A tensor is missing, or of another type or shape.

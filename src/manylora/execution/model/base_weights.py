@@ -75,10 +75,8 @@ class BaseWeights:
     def attach(cls, manifest: WeightsManifest, buffer: torch.Tensor, memory: DeviceMemory | None = None) -> BaseWeights:
         """Return the weights that another process exported, without a copy.
 
-        Args:
-            manifest: The table.
-            buffer: The same memory, mapped here (``SealedMemory.map``, ``DeviceMemory.open``), perhaps read-only.
-            memory: That memory, on a GPU.
+        ``buffer`` is the same memory, mapped here, perhaps read-only: by ``SealedMemory.map``, or of ``memory`` on a
+        GPU.
 
         Raises:
             ConfigError: The buffer does not match, or this build of torch cannot read packed weights.

@@ -35,15 +35,9 @@ def describe_model(
     kv_dtype: torch.dtype,
     adapts_experts: bool = True,
 ) -> BaseShape:
-    """Describe a model whose modules are not replaced yet, without its weights.
+    """Describe a model whose modules are not replaced yet, without its weights; contexts have ``max_model_len`` tokens.
 
-    Args:
-        loaded: The model.
-        probe: Its behaviour.
-        block_size: Tokens of KV in a page.
-        max_model_len: The longest context that is served, in tokens.
-        kv_dtype: Type of KV.
-        adapts_experts: Whether the LoRA kernel takes rows that are known only when experts have been chosen.
+    ``adapts_experts`` is whether the LoRA kernel takes rows that are known only when experts have been chosen.
     """
     model, config = loaded.model, loaded.text_config
     page = PageShape(

@@ -163,13 +163,7 @@ class AdaptedExperts:
         self._step = step
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of each row's experts.
-
-        Args:
-            hidden: Inputs ``[rows, hidden]``.
-            chosen: Numbers of the experts of each row ``[rows, experts per row]``.
-            weights: Their weights, likewise.
-        """
+        """Return the weighted sum of each row's experts: ``chosen`` and ``weights`` are ``[rows, experts per row]``."""
         lora, assist = self._step.lora, self._step.assist
         if assist is not None and any(assist.send(group, hidden) is not None for group in self._groups):
             raise AssertionError("workers take no rows of experts, whose adapters are served on a CPU alone")

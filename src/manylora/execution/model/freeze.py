@@ -49,10 +49,8 @@ def load_weights(
 ) -> tuple[LoadedModel, BaseWeights]:
     """Return the module tree of a checkpoint without weights, and the weights.
 
-    Args:
-        config: The model.
-        load: Loads it; another function for a model without a folder.
-        cache: Folder of ``PackedCache``, where weights on a CPU may be found, and are kept for the next start.
+    ``load`` is another function for a model without a folder. In the folder ``cache`` weights on a CPU may be found
+    (``PackedCache``), and are kept for the next start.
 
     Raises:
         ConfigError: The model cannot be served.
@@ -133,11 +131,7 @@ def freeze(
 ) -> BaseWeights:
     """Probe a model, then fuse, pack and freeze its weights; the model has none afterwards.
 
-    Args:
-        loaded: The model.
-        precision: The numbers to keep weights in.
-        buffer: From ``gather``, with the weights in it; by default a new one on the CPU.
-        device_memory: Its memory, from ``gather`` too.
+    ``buffer`` and ``device_memory`` are of ``gather``, with the weights in it; by default a new one on the CPU.
 
     Raises:
         ConfigError: The model cannot be served, or a weight is not finite.

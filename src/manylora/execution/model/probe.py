@@ -139,12 +139,9 @@ def _mixed(places: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> ModelProbe:
-    """Run the model once on a few tokens and report its behaviour.
+    """Run the model, with our attention, once on a few tokens and report its behaviour; it is not changed.
 
-    Args:
-        model: A causal language model with our attention; not changed. Without weights, within ``stand_ins``.
-        architecture: Its ``model_type``, for messages.
-        num_layers: Decoder layers by its configuration.
+    Without weights, it is run within ``stand_ins``.
 
     Raises:
         ConfigError: Its behaviour is not supported.

@@ -63,16 +63,8 @@ def measure_kernels(
 ) -> KernelsResult:
     """Time every kernel and the floor in turns, after a round that does not count.
 
-    Args:
-        base: The base; every linear layer of it gets an adapter.
-        num_adapters: Adapters in the step.
-        ranks: Ranks of the adapters, assigned in turn.
-        rows_each: Rows of each: 1 is decoding.
-        rounds: Rounds that count.
-        device: Name of the device.
-
-    Raises:
-        ConfigError: There is no such device.
+    Every linear layer of the base gets the adapters, whose ranks are assigned in turn; with ``rows_each`` of 1 they
+    decode.
     """
     place = find_device(device)
     layouts = [

@@ -95,14 +95,7 @@ class LoadReport:
 
 
 def make_report(run: LoadRun, *, slo: Slo, offered_per_s: float, warm_up_s: float = 0.0) -> LoadReport:
-    """Return the figures of a load test.
-
-    Args:
-        run: The requests and their answers.
-        slo: Limits on latency.
-        offered_per_s: Requests per second that were due.
-        warm_up_s: Requests that were sent this soon after the first are left out.
-    """
+    """Return the figures of a load test of ``offered_per_s``; requests of the first ``warm_up_s`` are left out."""
     records = tuple(sorted((answer.record for answer in run.answers), key=lambda record: record.arrived_at))
     has_both = len({bool(record.adapter) for record in records}) > 1
     group = (lambda record: ADAPTERS if record.adapter else BASE) if has_both else None

@@ -79,10 +79,7 @@ def time_in_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of every system in every round, after one round that warms up and does not count.
 
-    Args:
-        systems: The work of each system in a round, by name.
-        num_rounds: Rounds that count.
-        on_round: Called after each with the system, the number of the round (-1 does not count) and its seconds.
+    ``on_round`` is called after each with the system, the number of the round (-1 does not count) and its seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for number, name in in_turns(list(systems), num_rounds):

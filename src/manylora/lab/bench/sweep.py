@@ -52,15 +52,9 @@ class Burst:
 def draw_burst(
     rng: random.Random, *, max_num_seqs: int, max_context: int, max_tokens: int, num_adapters: int, step_s: float
 ) -> Burst:
-    """Draw a burst.
+    """Draw a burst of at most ``max_num_seqs`` requests of ``max_context`` tokens, and of ``max_tokens`` of prompts.
 
-    Args:
-        rng: Random numbers.
-        max_num_seqs: Most requests in it.
-        max_context: Longest prompt and answer together.
-        max_tokens: Most prompt tokens in it, which keeps a burst short.
-        num_adapters: Number of adapters.
-        step_s: Typical duration of a step in seconds, the unit of the delay.
+    Delays are in units of ``step_s``, the typical duration of a step.
     """
 
     def spread(low: int, high: int) -> int:
@@ -93,17 +87,10 @@ def run_sweep(
     write: Callable[[StepRecord | LoadRecord], None],
     on_progress: Callable[[float], None] = lambda elapsed_s: None,
 ) -> int:
-    """Run bursts for so many seconds; return the number of steps that were logged.
+    """Run bursts for so many seconds; return the number of steps that were logged, by ``write``.
 
-    Args:
-        parts: The live engine's parts.
-        config: Its configuration; prefix caching must be off, because a cached prompt costs nothing.
-        adapters: In the host tier; loads happen when bursts ask for those that are not on the device.
-        clock: The parts' own.
-        rng: Draws the bursts.
-        seconds: Length of the sweep.
-        write: Receives the records.
-        on_progress: Called with the seconds that have passed.
+    Prefix caching must be off, because a cached prompt costs nothing. The adapters are in the host tier; loads happen
+    when bursts ask for those that are not on the device. ``clock`` is the parts' own.
     """
     assert not config.memory.prefix_caching
     steps: list[float] = []
@@ -173,18 +160,8 @@ def sweep_live(
     """Run the calibration sweep on an engine that is built for it; return the number of steps that were logged.
 
     No adapter idles on the device and a fourth of them finds no place in host memory, so that loads of both kinds
-    happen all the time; prompts are never remembered.
-
-    Args:
-        build: Builds the engine's parts.
-        config: The engine; prefixes are off, and adapters have the settings of a sweep.
-        num_adapters: Synthetic adapters to serve.
-        ranks: Their ranks, in turn.
-        targets: Last names of the modules they change; every linear when ``None``.
-        seconds: Length of the sweep, without building and warming up.
-        seed: Seed of the bursts and the weights.
-        write: Receives the lines of the log, the header first.
-        on_progress: Called with the seconds of the sweep that have passed.
+    happen all the time; prompts are never remembered. Ranks take turns; ``targets`` are last names of modules, by
+    default of every linear. The seconds are without building and warming up; ``write`` gets the log's header first.
 
     Raises:
         ConfigError: The model cannot be served.
@@ -224,15 +201,7 @@ def write_synthetic_adapter(
 ) -> Path:
     """Write an adapter with random weights as PEFT would, in float32: answers are noise, costs are real.
 
-    Args:
-        folder: The adapter's folder; made if it is not there.
-        base: The base it is for.
-        rank: Rank of every module.
-        rng: Draws the weights.
-        targets: Last names of the modules to change; every linear but the head when ``None``.
-
-    Returns:
-        The folder.
+    ``targets`` are the last names of the modules to change; every linear but the head when ``None``. Return the folder.
     """
     names = set(base.all_linear)
     modules = [one for one in base.modules if one.name in names]

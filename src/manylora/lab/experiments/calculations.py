@@ -128,14 +128,9 @@ def most_saved(
     *,
     whole: bool = False,
 ) -> float:
-    """Return the most that keeping items between uses can save.
+    """Return the most that keeping items between their ``uses`` can save, each by its size and the worth of finding it.
 
-    Args:
-        uses: Items in order of use.
-        sizes: Size of each, all at most ``capacity``.
-        savings: Worth of finding an item there.
-        capacity: Room.
-        whole: Solve for whole x instead, the true optimum; exponential, for a hundred uses or so.
+    ``whole`` solves for whole x instead, the true optimum; exponential, for a hundred uses or so.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_matrix, diags, hstack

@@ -70,13 +70,9 @@ class Case:
 def cases_of(
     experiment: Experiment, *, seeds: int, traces: Path | None, duration_s: float | None = None
 ) -> dict[tuple[str, str, int], Case]:
-    """Return an experiment's cases by setup, label of the point, and seed.
+    """Return an experiment's cases by setup, label of the point, and seed, from its first one on.
 
-    Args:
-        experiment: The experiment.
-        seeds: Runs of each case; the seeds are the experiment's first one and those that follow.
-        traces: Folder of traces.
-        duration_s: Cuts workloads off, for a quick look.
+    ``duration_s`` cuts workloads off, for a quick look.
     """
     cases = {}
     for name, setup in experiment.setups.items():

@@ -170,9 +170,8 @@ def compare(claim: Claim, values: Seq[float | None], *, is_drawn: bool = True) -
 def crossing(places: Seq[tuple[float, float]], limit: float) -> float | None:
     """Return where a figure first exceeds a limit; ``None`` if it does nowhere, or from the first place on.
 
-    Args:
-        places: Place on the axis and figure there, in rising order of the place.
-        limit: The figure between two places is interpolated by its logarithm.
+    ``places`` are points on the axis and figures there, rising; between two, the figure is interpolated by its
+    logarithm.
     """
     for (x, y), (next_x, next_y) in pairwise(places):
         if y <= limit < next_y:

@@ -71,12 +71,7 @@ def format_interval(ours: Estimate | None, claim: Claim) -> str:
 
 
 def as_markdown(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
-    """Return a report of experiments, with links to their pictures.
-
-    Args:
-        pages: Findings and pictures of each experiment.
-        command: The command that makes the report.
-    """
+    """Return a report of experiments, with links to their pictures; it names the command that makes it."""
     lines = ["# Experiments", "", f"Made by `{command}`. {_about(pages)}", "", *_overview(pages)]
     for findings, pictures in pages:
         lines += ["", *_section(findings)]
@@ -242,12 +237,7 @@ code { background: #f3f3f3; padding: .1rem .3rem; } img { max-width: 100%; } h2 
 
 
 def as_html(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
-    """Return the same report as one page, its pictures inside.
-
-    Args:
-        pages: Findings and pictures of each experiment.
-        command: The command that makes the report.
-    """
+    """Return the same report as one page, its pictures inside."""
     images = {f"{picture.name}.png": b64encode(picture.png).decode() for _, pictures in pages for picture in pictures}
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
     tokens = reader.parse(as_markdown(pages, command))

@@ -45,11 +45,9 @@ class Runner:
         self._done: dict[str, Result] = {}
 
     def run(self, cases: Iterable[Case], on_progress: Progress | None = None) -> dict[str, Result]:
-        """Return the results of all cases by key.
+        """Return the results of all cases by key; equal cases are run once.
 
-        Args:
-            cases: The cases, in any order; equal cases are run once.
-            on_progress: Called after each case that had to be run, and once before.
+        ``on_progress`` is called after each case that had to be run, and once before.
 
         Raises:
             ConfigError: A case's description is wrong, or a trace is missing.

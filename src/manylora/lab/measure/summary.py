@@ -153,13 +153,9 @@ def summarise(
     warm_up_s: float = 0.0,
     group: Callable[[RequestRecord], str] | None = None,
 ) -> Summary:
-    """Summarise records, given in any order.
+    """Summarise records, given in any order; those that arrived within ``warm_up_s`` of the first are left out.
 
-    Args:
-        records: Records of all requests.
-        slo: Without limits, every full answer meets it.
-        warm_up_s: Requests that arrived this soon after the first are left out.
-        group: Returns the label of a request's group.
+    Without an SLO every full answer meets it. ``group`` returns the label of a request's group.
     """
     slo = slo or Slo()
     began = min((record.arrived_at for record in records), default=0.0) + warm_up_s

@@ -108,13 +108,9 @@ def make_plan(
     *,
     on_run: Callable[[str], None] | None = None,
 ) -> Plan:
-    """Plan a service.
+    """Plan a service: of the scenario, the rate, the length and the replicas are replaced.
 
-    Args:
-        scenario: Workload and setup; rate, length and replicas are replaced.
-        objective: The SLO.
-        demand: Traffic and price.
-        on_run: Called with a description of each simulated run before it begins.
+    ``on_run`` is called with a description of each simulated run before it begins.
 
     Raises:
         ConfigError: The scenario does not fit together, or no rate can keep its objective.
@@ -201,12 +197,9 @@ def expected_load_tests(tolerance: float) -> int:
 
 
 def find_capacity(try_rate: Callable[[float], LoadTest], *, start: float, tolerance: float = 0.02) -> Capacity:
-    """Search for the highest rate that meets the SLO.
+    """Search for the highest rate that meets the SLO, from a first guess on, within a share of the true capacity.
 
-    Args:
-        try_rate: Runs a load test at a rate in requests per second; the SLO must be met at every lower rate as well.
-        start: First guess.
-        tolerance: Largest error of the result, as a share of the true capacity.
+    ``try_rate`` runs a load test at a rate in requests per second; the SLO must be met at every lower rate as well.
 
     Raises:
         ConfigError: The guess or the tolerance is out of range.

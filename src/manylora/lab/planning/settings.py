@@ -137,11 +137,7 @@ def read_axis(text: str) -> Axis:
 
 
 def _make_axis(label: str, values: object) -> Axis:
-    """Return an axis.
-
-    Args:
-        label: A short name, or the dotted name of a setting.
-        values: A list of values.
+    """Return an axis, by a short name or the dotted name of a setting.
 
     Raises:
         ConfigError: The name is no setting, or a value is missing.

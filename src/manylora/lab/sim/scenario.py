@@ -63,11 +63,7 @@ class Scenario(CheckedOptions):
 
 
 def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -> Scenario:
-    """Make a scenario from the content of a TOML file.
-
-    Args:
-        table: The content.
-        folders: Searched in order for traces with relative paths.
+    """Make a scenario from the content of a TOML file; traces with relative paths are in one of ``folders``.
 
     Raises:
         ConfigError: A key is unknown or a value is wrong; the message has its place.

@@ -164,10 +164,8 @@ def read_dims(model: str) -> ModelDims:
 def make_config(setup: Setup, *, targets: tuple[str, ...] | None = None, seed: int = 0) -> SimulationConfig:
     """Return the simulator's configuration for a setup.
 
-    Args:
-        setup: The engines.
-        targets: Modules that adapters change; by default the linears of attention.
-        seed: Seeds the router, the noisy predictor, and the jitter of a profile.
+    Adapters change the modules ``targets``, by default the linears of attention. The seed is of the router, the noisy
+    predictor, and the jitter of a profile.
 
     Raises:
         ConfigError: A name is unknown, a file is not usable, or the model does not fit.

@@ -133,13 +133,7 @@ class Drift(CheckedOptions):
     share: float = option(0.7, at_least=0, at_most=1, help="Part of them that changes each time.")
 
     def apply(self, times: FloatArray, chosen: IntArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
-        """Return the adapters of requests with drift, given those without.
-
-        Args:
-            times: Arrivals in seconds, in order.
-            chosen: Adapter of each, as a law without time has drawn it.
-            ranks: LoRA rank of every adapter.
-            rng: Source of randomness.
+        """Return the adapters of requests with drift, given those that a law without time has ``chosen``.
 
         Raises:
             ConfigError: All adapters count as popular.

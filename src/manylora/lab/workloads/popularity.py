@@ -44,16 +44,7 @@ class Popularity(Protocol):
     kind: ClassVar[str]
 
     def assign(self, times: FloatArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
-        """Return the adapter of each request.
-
-        Args:
-            times: Arrivals in seconds, in order.
-            ranks: LoRA rank of every adapter.
-            rng: Source of randomness.
-
-        Returns:
-            Indices into ``ranks``, one per arrival.
-        """
+        """Return the adapter of each request, as an index into the LoRA ``ranks``, by the arrivals in seconds."""
         ...
 
 

@@ -160,9 +160,7 @@ def _choose(
 def read_workload_spec(file: Path, *, traces: Path | None = None) -> WorkloadSpec:
     """Read a workload's description from a TOML file with a table ``[workload]`` and nothing else.
 
-    Args:
-        file: The file; relative paths of traces are looked for beside it.
-        traces: A folder of traces, looked into as well.
+    Relative paths of traces are looked for beside it, and in the folder ``traces``.
 
     Raises:
         ConfigError: The file cannot be read, is no TOML, or has a wrong key or value.

@@ -89,15 +89,9 @@ def guess_parameter(settings: LoraSettings, stored_name: str) -> str:
 def name_parameters(
     name: str, settings: LoraSettings, modules: Mapping[str, Parts], experts: Sequence[TargetModule]
 ) -> dict[str, Parts]:
-    """Return tensors by module, with those of experts under the names of their parameters.
+    """Return tensors by module, with those of ``experts``, the base's in the file's names, by parameter.
 
     The pairs of single experts become parts of their parameter, by the names of their linears.
-
-    Args:
-        name: The adapter, for messages.
-        settings: Its targets.
-        modules: Tensors by module, as in the file.
-        experts: The parameters of the base, with names as in the file.
 
     Raises:
         AdapterError: Tensors of experts belong to no target, are no pair, or are stored twice.

@@ -276,14 +276,8 @@ def locate_modules(
 ) -> tuple[Targeting, list[Located], list[str]]:
     """Return ranks and scales, the base's modules that the file has tensors of, and the targets that it has none of.
 
-    Modules are in the base's order.
-
-    Args:
-        name: The adapter, for messages.
-        settings: Its targets.
-        modules: The tensors by module, as in the file.
-        base: The base.
-        extra: Parts that a module which is no target may have alone.
+    Modules are in the base's order. ``modules`` are the tensors as in the file; of a module that is no target there may
+    be the parts ``extra`` alone.
 
     Raises:
         AdapterError: A module does not exist in the base, or tensors belong to no target.

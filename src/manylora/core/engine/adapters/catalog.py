@@ -71,10 +71,6 @@ class AdapterCatalog:
 
         A version that has lost its last name goes on under the name in the request, while other answers run on it.
 
-        Args:
-            model: The name in the request.
-            key: The version that began the answer, ``None`` for the base.
-
         Raises:
             AdapterReplaced: The version is not here: the name has other weights now, or is gone.
         """

@@ -108,14 +108,7 @@ class ColdStarts:
         self._last_cold_step = -1
 
     def mode(self, sequence: Sequence, residency: Residency, running: Seq[Sequence], now: float) -> ColdStart:
-        """Return the mode of a waiting sequence whose adapter is not on the device.
-
-        Args:
-            sequence: The sequence.
-            residency: State of its adapter.
-            running: The sequences that run.
-            now: The time.
-        """
+        """Return the mode of a waiting sequence whose adapter is not on the device, beside those that run."""
         if len(self._possible) == 1:
             return ColdStart.WAIT
         choice = self.choices.get(sequence.seq_id)

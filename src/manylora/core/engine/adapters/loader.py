@@ -155,12 +155,9 @@ class AdapterLoader:
     def ensure(self, version: AdapterVersion, now: float, depth: Depth, *, at_once: bool = False) -> Residency:
         """Start the next load of a version towards the device, as far as ``depth`` allows; return its state.
 
-        Args:
-            version: The version.
-            now: In seconds.
-            depth: ``WANTED`` may claim pages of adapters that waiting requests use, and exceed the host limit: it is
-                for the sequence that is first in line, so that it always makes progress.
-            at_once: Start the copy to the device as well while the files are still being read.
+        ``WANTED`` may claim pages of adapters that waiting requests use, and exceed the host limit: it is for the
+        sequence that is first in line, so that it always makes progress. ``at_once`` starts the copy to the device as
+        well while the files are still being read.
         """
         key = version.key
         residency = self._cache.residencies[key]
@@ -278,15 +275,8 @@ def make_loader(
 ) -> tuple[PageCache, AdapterCache, AdapterLoader]:
     """Make a pool of pages, the cache of the adapters in it, and the loader that fills it.
 
-    Args:
-        executor: Carries out loads.
-        config: The eviction policy and the limits of the host tier.
-        costs: Durations of loads, learnt by the loader.
-        telemetry: Counts and reports loads and evictions.
-        num_pages: Pages in the pool.
-        block_size: Tokens of KV in a page.
-        host_bytes: Most bytes of the host tier, if the configuration gives none.
-        is_pinned: Whether a version must stay on the device.
+    The loader learns durations in ``costs``. ``host_bytes`` bounds the host tier if the configuration does not; a
+    version for which ``is_pinned`` is true stays on the device.
     """
     residencies = Residencies(executor, telemetry)
     page_cache = PageCache(

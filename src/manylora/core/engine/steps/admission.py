@@ -54,13 +54,7 @@ class Admission:
         self._block_size = config.memory.block_size
 
     def admit(self, sequence: Sequence, now: float, depth: Depth) -> Outcome:
-        """Admit a waiting sequence if its adapter is where a step can read it and its KV has room.
-
-        Args:
-            sequence: The sequence.
-            now: In seconds.
-            depth: Items that may be dropped for it.
-        """
+        """Admit a waiting sequence if its adapter is where a step can read it and its KV has room at ``depth``."""
         if self._reserves_peak and not self._fits_at_peak(sequence):
             return Outcome.NO_PAGES
         placement, was_resident = ON_DEVICE, True
@@ -156,12 +150,9 @@ def most_pages_together(sequences: Iterable[tuple[int, int]], block_size: int) -
 
     All generate one token a step, so the most is held just before one of them ends. At that time the sequences that
     have as many tokens left, or more, have all grown by as many. Each may leave most of its last page empty.
+    ``sequences`` has the tokens that each holds, and may still generate.
 
     Source: S-LoRA's public request queue, which counts tokens.
-
-    Args:
-        sequences: Tokens that each holds now, and tokens that it may still generate.
-        block_size: Tokens of a page.
     """
     held = most = 0
     for count, (num_left, num_held) in enumerate(sorted(((left, now) for now, left in sequences), reverse=True), 1):

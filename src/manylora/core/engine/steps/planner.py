@@ -68,12 +68,8 @@ class StepPlanner:
     def plan(self, now: float, *, is_ahead: bool = False) -> list[_Planned]:
         """Return the sequences of the next step, each with its number of tokens, in the order of the batch.
 
-        The list is empty if no sequence can run.
-
-        Args:
-            now: In seconds.
-            is_ahead: Whether a step is in flight. It may be writing the pages of a sequence, which can then not be
-                pre-empted: if one must be, the plan is empty.
+        The list is empty if no sequence can run. If the plan ``is_ahead``, a step is in flight. It may be writing the
+        pages of a sequence, which can then not be pre-empted: if one must be, the plan is empty.
         """
         self._admission.again_at = math.inf
         squashed = self._policy.squash(now)
@@ -172,12 +168,7 @@ class StepPlanner:
 
 
 def target_s(longest_s: float, claimable_share: float) -> float:
-    """Return the target duration of a step, in seconds.
-
-    Args:
-        longest_s: The target with pages to spare.
-        claimable_share: Share of all pages that an admission could claim.
-    """
+    """Return the target duration of a step: ``longest_s`` with pages to spare, else less by the claimable share."""
     return longest_s * max(LEAST_OF_TARGET, min(1.0, claimable_share / ROOMY))
 
 

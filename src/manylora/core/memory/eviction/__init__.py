@@ -49,12 +49,9 @@ EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
 
 
 def make_eviction_policy(name: str, costs: ReloadCosts, given: Mapping[str, object] | None = None) -> EvictionPolicy:
-    """Return an eviction policy by name.
+    """Return an eviction policy by its name in ``EVICTION_POLICIES``, or a plug-in (``plugins.py``), with its options.
 
-    Args:
-        name: One of ``EVICTION_POLICIES``, or a plug-in (``plugins.py``).
-        costs: Seconds of reloads; the adapter cache and the core keep them up to date.
-        given: Its options, by key.
+    The adapter cache and the core keep ``costs`` up to date.
 
     Raises:
         ConfigError: The name is unknown or no eviction policy, or an option is wrong.

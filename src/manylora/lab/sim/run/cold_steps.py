@@ -80,17 +80,11 @@ class ColdSteps:
         begins_at: float,
         factor: float,
     ) -> ColdStep:
-        """Return the end of a step.
+        """Return the end of a step that begins once the device is free, on a machine slower by ``factor``.
 
         A sequence in the host tier that no worker takes waits for its whole adapter before the step begins, and so does
-        the step: a published system, whose steps have no limit to it.
-
-        Args:
-            plan: The step.
-            cold: Its cold sequences.
-            copies: The load of each adapter to the device.
-            begins_at: Time at which the device is free.
-            factor: Slowness of the machine at that time.
+        the step: a published system, whose steps have no limit to it. ``copies`` has the load of each adapter to the
+        device.
         """
         arriving: dict[AdapterKey, LoadTimeline] = {}
         assisted: list[PlannedSequence] = []

@@ -92,13 +92,9 @@ class SimulatedLink:
         yield begins_at, ends_at
 
     def load(self, now: float, load_s: float, num_layers: int, below: LoadTimeline | None = None) -> LoadTimeline:
-        """Start a load.
+        """Start a load of ``load_s`` on an idle link, in equal parts for the layers of the model.
 
-        Args:
-            now: The time, in seconds.
-            load_s: Its duration on an idle link.
-            num_layers: Layers of the model, each an equal part of the load.
-            below: The load into the tier below, if that is in flight: a layer is copied once it has arrived there.
+        ``below`` is the load into the tier below, if that is in flight: a layer is copied once it has arrived there.
         """
         del self._pieces[: bisect_right(self._pieces, now, key=lambda piece: piece.ends_at)]
         load = LoadTimeline([0.0] * num_layers)

@@ -140,13 +140,7 @@ def simulate(
     on_progress: Progress | None = None,
     sinks: tuple[EventSink, ...] = (),
 ) -> Run:
-    """Serve a workload to its end, in virtual time.
-
-    Args:
-        workload: The requests, by time of arrival.
-        config: The engines.
-        on_progress: Called after requests have ended.
-        sinks: Receive every event of every replica.
+    """Serve a workload to its end, in virtual time; ``sinks`` receive every event of every replica.
 
     Raises:
         ConfigError: The configuration names a policy, predictor or router that does not exist.

@@ -97,11 +97,7 @@ def header_of(file: Path) -> str:
 
 
 def read_csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of a CSV file with a header, compressed or not.
-
-    Args:
-        file: The file.
-        columns: Columns it must have; it may have more.
+    """Yield the rows of a CSV file with a header and these columns, or more, compressed or not.
 
     Raises:
         ConfigError: The file cannot be read, a column is missing, or a row is not as long as the header.

@@ -38,9 +38,7 @@ class Clustering:
 def cluster(sizes: Seq[float], max_clusters: int) -> list[Clustering]:
     """Return the best clusterings into 1, 2, ... ``max_clusters``; fewer if there are fewer distinct numbers.
 
-    Args:
-        sizes: At least one number; of more than ``MAX_POINTS``, an evenly spaced sample in order of size is used.
-        max_clusters: At least 1.
+    Of more than ``MAX_POINTS`` sizes, an evenly spaced sample in order of size is used.
     """
     points = np.sort(np.asarray(sizes, dtype=np.float64))
     if len(points) > MAX_POINTS:
@@ -74,18 +72,14 @@ def cluster(sizes: Seq[float], max_clusters: int) -> list[Clustering]:
 
 
 def choose(clusterings: Seq[Clustering], criterion: str) -> Clustering:
-    """Choose the number of clusters.
+    """Choose the number of clusters, of clusterings into 1, 2, ... as ``cluster`` returns them.
 
-    ``wcss`` is the paper's criterion to the letter, the least sum of squares: it falls with every cluster, so this
-    is the most that are allowed (unless there are fewer distinct sizes).
+    ``wcss`` is the paper's criterion to the letter, the least sum of squares: it falls with every cluster, so this is
+    the most that are allowed (unless there are fewer distinct sizes).
 
     ``elbow`` can choose fewer. Queues are there because long requests hold up short ones, so where sizes are alike
-    (standard deviation below a quarter of the mean) one queue is enough; otherwise it is the smallest number
-    after which another cluster would explain less than a tenth of the variance.
-
-    Args:
-        clusterings: Into 1, 2, ... clusters, as ``cluster`` returns them.
-        criterion: ``elbow`` or ``wcss``.
+    (standard deviation below a quarter of the mean) one queue is enough; otherwise it is the smallest number after
+    which another cluster would explain less than a tenth of the variance.
     """
     if criterion == "wcss":
         return min(clusterings, key=lambda one: one.wcss)

@@ -99,14 +99,8 @@ def plan_queues(
 ) -> QueuePlan:
     """Cluster recent sizes, cut between the clusters, and share the tokens by load.
 
-    Args:
-        history: Recent requests, at least one.
-        sizer: Fitted to them.
-        criterion: Chooses the number of queues, see ``clustering.choose``.
-        total: Tokens in the pool.
-        least: Least charge of a request, in tokens.
-        slo_s: Time that a request may take; five times the mean when ``None``.
-        now: In seconds.
+    ``sizer`` is fitted to the history, which has a request. ``least`` is the least charge of one, in tokens; ``slo_s``
+    the time that one may take, five times the mean when ``None``.
     """
     sizes = [sizer.size(demand) for _, demand in history.arrivals]
     cuts = cut_offs(choose(cluster(sizes, min(MAX_QUEUES, total // least)), criterion))
