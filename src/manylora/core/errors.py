@@ -105,11 +105,9 @@ class ModelNotFound(RequestError):
 
 
 class AdapterError(ManyloraError):
-    """An adapter cannot be served.
+    """An adapter, by its name or path in the request, cannot be served.
 
-    Args:
-        adapter: The name (or path) in the request.
-        reason: The fault, in words that let the owner of the adapter repair it.
+    The reason is in words that let the owner of the adapter repair it.
     """
 
     status = 400
@@ -153,12 +151,10 @@ class AdapterUnavailable(AdapterError):
 
 
 class CapacityError(ManyloraError):
-    """There is no room now.
+    """There is no room now; try again in ``retry_after_s``.
 
-    Args:
-        retry_after_s: Time in seconds after which to try again.
-        every_s: Time in seconds from one place that becomes free to the next; 0 where no places are counted.
-        status: 429 if the caller should slow down, 503 if the service is stopping or gone.
+    ``every_s`` is the time from one place that becomes free to the next, 0 where no places are counted. The status is
+    429 if the caller should slow down, 503 if the service is stopping or gone.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, every_s: float = 0.0, status: int = 429) -> None:

@@ -35,12 +35,9 @@ def file_store(path: str, size: int) -> Store:
 
 
 class Collectives:
-    """The collectives of one worker.
+    """The collectives of one of ``size`` workers; worker 0 gathers.
 
-    Args:
-        meet: Waits until all workers are about to open their groups; returns the store that they have in common.
-        rank: The number of this worker; worker 0 gathers.
-        size: The number of workers.
+    ``meet`` waits until all workers are about to open their groups; it returns the store that they have in common.
     """
 
     def __init__(self, meet: Callable[[], Store], rank: int, size: int) -> None:

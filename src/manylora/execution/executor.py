@@ -73,14 +73,9 @@ class FutureWork(Generic[ResultT]):
 class TorchExecutor:
     """Carries plans out with torch.
 
-    Args:
-        runner: Runs steps.
-        link: Fills pages from host memory.
-        reader: Brings adapters to the host tier.
-        clock: Woken when steps and loads complete.
-        reads_host: Whether the kernels can read an adapter's weights from the host tier.
-        prepare: Makes a kernel's data for an adapter in its pages.
-        step_wait_s: Time that a step waits for the layers of adapters before it goes on without their sequences.
+    ``reads_host`` is whether the kernels can read an adapter's weights from the host tier. ``prepare`` makes a kernel's
+    data for an adapter in its pages. After ``step_wait_s`` a step goes on without sequences whose layers have not
+    arrived.
     """
 
     def __init__(

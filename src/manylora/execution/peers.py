@@ -122,12 +122,7 @@ class _Window:
 
 
 class Follower:
-    """Does on one worker what the first announces.
-
-    Args:
-        executor: The worker's own.
-        answer: Takes answers; called on any thread.
-    """
+    """Does on one worker what the first announces; answers are given on any thread."""
 
     def __init__(self, executor: TorchExecutor, answer: Callable[[Answer], None]) -> None:
         self._executor = executor
@@ -178,13 +173,7 @@ class Follower:
 
 
 class SharedExecutor:
-    """The executor of worker 0: every call goes to all workers.
-
-    Args:
-        own: Its own part.
-        peers: The other workers.
-        clock: Woken when they end a load, or are lost.
-    """
+    """The executor of worker 0: every call goes to all workers. Their ends of loads, and their loss, wake the clock."""
 
     def __init__(self, own: TorchExecutor, peers: Sequence[Peer], clock: Clock) -> None:
         self.runner = own.runner
@@ -327,12 +316,7 @@ class _SharedLoad:
 
 
 class _SharedReader:
-    """Reads adapters on all workers, into the host tier of each.
-
-    Args:
-        own: The reader of worker 0.
-        executor: All workers.
-    """
+    """Reads adapters on all workers, into the host tier of each."""
 
     def __init__(self, own: AdapterReader, executor: SharedExecutor) -> None:
         self._own = own

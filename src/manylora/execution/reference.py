@@ -85,10 +85,6 @@ def compare(answer: GivenAnswer, reference: NDArray[np.float32], tolerance: floa
 class Reference:
     """A base with one adapter, by transformers and PEFT, in float32 on the CPU.
 
-    Args:
-        base: Folder or hub name of the base.
-        adapter: Folder of the adapter.
-
     Raises:
         ModuleNotFoundError: PEFT is not installed.
     """

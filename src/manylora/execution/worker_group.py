@@ -44,11 +44,7 @@ class WorkerSetup:
 
 
 class WorkerGroup:
-    """The processes of workers 1 to N-1; for the process of worker 0.
-
-    Args:
-        config: The engine, with ``tensor_parallel_size`` above 1.
-        clock: As of ``SharedExecutor``.
+    """The processes of workers 1 to N-1; for the process of worker 0, with ``tensor_parallel_size`` above 1.
 
     Raises:
         OSError: A process could not be started.
@@ -131,12 +127,7 @@ class WorkerGroup:
 
 
 class _WorkerProcess:
-    """One worker's process, and the thread that takes its answers.
-
-    Args:
-        setup: Its set-up.
-        answered: Takes its answers, and its end.
-    """
+    """One worker's process, and the thread that takes its answers and its end."""
 
     def __init__(self, setup: WorkerSetup, answered: Callable[[_WorkerProcess, Answer], None]) -> None:
         threads = str(max(1, count_cores() // setup.config.model.tensor_parallel_size))

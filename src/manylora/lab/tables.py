@@ -40,10 +40,8 @@ def read_table(file: Path) -> dict[str, typing.Any]:
 class TableReader:
     """Reads tables into dataclasses.
 
-    Args:
-        kinds: For each Protocol that fields are annotated with, the dataclasses that implement it; each has a class
-            variable ``kind``.
-        folders: Where files with relative paths are looked for, first to last.
+    ``kinds`` has the dataclasses that implement each Protocol that fields are annotated with; each has a class variable
+    ``kind``. Files with relative paths are looked for in ``folders``, first to last.
     """
 
     def __init__(self, kinds: Mapping[type, Sequence[type]], folders: Sequence[Path] = ()) -> None:

@@ -41,8 +41,7 @@ class KnownContent(NamedTuple):
 class HashCache:
     """Content by file key. Every fault of the file is logged and costs a read of weights, never an error.
 
-    Args:
-        path: The file; it and its folder are made with the first entry.
+    The file and its folder are made with the first entry.
     """
 
     def __init__(self, path: Path) -> None:

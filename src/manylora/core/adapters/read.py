@@ -184,9 +184,7 @@ class MatchedShapes:
 class HeaderReader:
     """Checks adapters for one base, by header; for one thread.
 
-    Args:
-        rules: The base and the bounds.
-        known: Returns the content of files by their file key, if they were read before.
+    ``known`` returns the content of files by their file key, if they were read before.
     """
 
     def __init__(self, rules: ReadRules, known: Callable[[str], KnownContent | None] = lambda file_key: None) -> None:

@@ -48,10 +48,7 @@ LEAST_AHEAD_BYTES = 1024 * 1024
 class LayerReader:
     """A registered version whose files are open; a context, which closes them.
 
-    Args:
-        version: The version, as it was registered.
-        rules: The base and the bounds.
-        shapes: Remembers shapes from one reader to the next.
+    ``shapes`` remembers shapes from one reader to the next.
 
     Raises:
         AdapterError: Its files are gone or broken, or belong to another version now.

@@ -102,11 +102,8 @@ class RemoteFile:
 class RemoteFolder:
     """The folder of an adapter in a registry; a ``Folder``.
 
-    Args:
-        name: The adapter, for messages.
-        place: URL of the folder, checked (``sources.resolve_url``) and without a slash at its end. Its checksum, if it
-            has one, is that of the weight file.
-        registry: Makes the requests.
+    Its URL is checked (``sources.resolve_url``), without a slash at its end. A checksum in it is that of the weight
+    file.
     """
 
     def __init__(self, name: str, place: str, registry: Registry) -> None:

@@ -77,13 +77,7 @@ class _TokenizerConfig(msgspec.Struct):
 
 
 class _Files:
-    """The files of a folder, of which those that cannot be read are ``problems``.
-
-    Args:
-        name: The adapter.
-        directory: The folder, links resolved.
-        places: Real paths below which the files must lie.
-    """
+    """The files of a resolved folder that lie below ``places``; those that cannot be read are ``problems``."""
 
     def __init__(self, name: str, directory: Path, places: Collection[str]) -> None:
         self._name, self._directory, self._places = name, directory, places

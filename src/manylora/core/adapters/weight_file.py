@@ -42,10 +42,7 @@ _BITS: Mapping[str, int] = (
 class WeightFile:
     """The open weight file of a folder; a context, which closes it.
 
-    Args:
-        folder: The folder.
-        max_bytes: Largest weight file.
-        admit: Takes the identity of the open file before it is parsed, and raises to refuse it.
+    ``admit`` takes the identity of the open file before it is parsed, and raises to refuse it.
 
     Raises:
         AdapterError: The file is missing, unreadable, too short for its header, or larger than ``max_bytes``.

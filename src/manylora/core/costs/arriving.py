@@ -82,11 +82,7 @@ def count_on_cpu(
 
 
 class WaitBudget:
-    """The time that a step may yet wait for adapters, all of them together.
-
-    Args:
-        seconds: At the begin of the step; infinite for no limit.
-    """
+    """The seconds that a step may yet wait for adapters, all of them together; infinite for no limit."""
 
     def __init__(self, seconds: float = MAX_WAIT_S) -> None:
         self.left_s = seconds

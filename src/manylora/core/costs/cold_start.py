@@ -140,9 +140,8 @@ class Expected(NamedTuple):
 class AssistCosts:
     """The delay of steps with rows that are computed from host memory, learnt from such steps.
 
-    Args:
-        is_beside: Whether the CPU computes beside a device. If not, the base runs on the same cores and the same
-            kernels, which read the image in place of pages: that costs nothing, and nothing is learnt.
+    If the CPU is not ``is_beside`` a device, the base runs on the same cores and the same kernels, which read the image
+    in place of pages: that costs nothing, and nothing is learnt.
     """
 
     def __init__(self, *, is_beside: bool) -> None:

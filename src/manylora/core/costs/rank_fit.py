@@ -126,10 +126,8 @@ class _Errors:
 class _Lines:
     """The two families of one phase, over one set of sums; the last two terms are padded and unpadded.
 
-    Args:
-        phase: Its name.
-        usual: A usual step: features are in these units, for numerical stability.
-        prior: Seconds per unit of each term, before any step.
+    Features are in units of a ``usual`` step, for numerical stability. ``prior`` has seconds per unit of each term,
+    before any step.
     """
 
     def __init__(self, phase: str, usual: tuple[float, ...], prior: tuple[float, ...]) -> None:

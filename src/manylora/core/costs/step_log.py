@@ -122,9 +122,7 @@ class _LoggedWork:
 class LoggedExecutor:
     """An executor that logs the duration of its work.
 
-    Args:
-        executor: Carries plans out.
-        write: Receives records on the loop's thread, in the order in which the core sees completions.
+    ``write`` receives records on the loop's thread, in the order in which the core sees completions.
     """
 
     def __init__(self, executor: Executor, write: Callable[[StepRecord | LoadRecord], None]) -> None:
@@ -178,9 +176,7 @@ class LoggedExecutor:
 class StepLog:
     """Writes log lines as JSON. An error of the disk, at any time, ends the log, not the engine that calls it.
 
-    Args:
-        file: Open for writing or appending; the caller closes it.
-        header: Written first, so that runs in one file can be told apart.
+    The header is first, so that runs in one file can be told apart. The caller closes the file.
     """
 
     def __init__(self, file: BinaryIO | FileIO, header: LogHeader) -> None:

@@ -30,11 +30,8 @@ __all__ = ["Acceptance", "arrival_of", "find_last"]
 class Acceptance:
     """Makes the sequences of requests, numbered in the order of arrival.
 
-    Args:
-        parts: The shape of the base model, and the pages in the pool.
-        config: Says whether sequences reserve the pages of their longest answers; seeds requests without a seed.
-        adapters: Resolves the names of models to adapter versions.
-        queue_wait: Says whether the queue takes one more request.
+    The configuration says whether sequences reserve the pages of their longest answers, and seeds requests without a
+    seed.
     """
 
     def __init__(self, parts: CoreParts, config: EngineConfig, adapters: AdapterCatalog, queue_wait: QueueWait) -> None:

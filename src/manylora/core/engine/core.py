@@ -60,14 +60,10 @@ __all__ = ["EngineCore"]
 
 
 class EngineCore:
-    """One replica's scheduler, cache and memory.
+    """One replica's scheduler, cache and memory; its parts are live or simulated.
 
-    Args:
-        parts: The base's shape, the size of the pool, and the executor; live or simulated.
-        config: Options of scheduling, memory and adapters, and the seed; options of the model are not read.
-        served_name: Name of the base model in requests.
-        sinks: Receive every event, in order.
-        predictor: Predicts answer lengths; by default the one that ``config`` names.
+    Options of the model in ``config`` are not read. ``served_name`` is the base's name in requests. Sinks receive every
+    event, in order. The predictor is by default the one that ``config`` names.
 
     Raises:
         ConfigError: No policy or predictor has the given name, or the executor cannot do the cold starts asked for.

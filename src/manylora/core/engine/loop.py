@@ -25,11 +25,9 @@ Command = Callable[[EngineCore, float], None]
 
 
 class RequestsByTime:
-    """Requests by time of arrival, for simulations, replays and benchmarks.
+    """Requests by time of arrival in seconds, for simulations, replays and benchmarks; drawn one by one, in order.
 
-    Args:
-        requests: With their times of arrival in seconds, in order; drawn one by one.
-        on_rejected: Called with a request that the engine refused, and the time; without it the error is raised.
+    ``on_rejected`` is called with a request that the engine refused, and the time; without it the error is raised.
     """
 
     def __init__(

@@ -22,14 +22,9 @@ _IS_ENABLED = Path("/proc/sys/kernel/sched_autogroup_enabled")
 class Cgroup:
     """A control group below the group of this process, in version 1 or 2 of the interface.
 
-    Args:
-        name: Unique on the machine; letters, digits and ``-``.
-        memory_bytes: Most memory; a process that needs more is ended by the kernel.
-        cpus: Most processors, as 0.5 or 2.
-        num_tasks: Most threads and processes.
-        has_share: Whether it is a group for processor time without a limit of it; in version 1 of the interface, where
-            controllers have hierarchies of their own, no other controller: the process stays in its groups for them.
-        root: Where the kernel shows groups.
+    Its name is unique on the machine: letters, digits and ``-``. A process that needs more memory is ended by the
+    kernel. With ``has_share`` it is a group for processor time without a limit of it; in version 1 of the interface,
+    where controllers have hierarchies of their own, of no other controller: the process stays in its groups for them.
 
     Raises:
         OSError: Groups cannot be made here; with the reason.
@@ -135,10 +130,6 @@ class ProcessorShare:
 
     The kernel's file is opened once: after the end of the process a change fails, and does not reach another one that
     got its number.
-
-    Args:
-        pid: The process.
-        root: Where the kernel shows groups.
 
     Raises:
         OSError: The process has ended, it has no share of its own, or this user may not.

@@ -46,9 +46,7 @@ class FileRules:
     """Rules that allow reading below some folders and no other use of files; no new TCP, no signals to others.
 
     Made while this process may still open the folders, and put in force later. Descriptors that are open stay usable.
-
-    Args:
-        readable: Folders and files; those that do not exist are skipped.
+    Folders and files that do not exist are skipped.
 
     Raises:
         OSError: The kernel has no Landlock, or a folder cannot be opened.

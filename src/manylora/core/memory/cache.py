@@ -37,12 +37,8 @@ __all__ = ["PageCache"]
 class PageCache:
     """Claims pages, keeps idle pages, and drops them for other claims.
 
-    Args:
-        num_pages: Pages in the pool.
-        block_size: Tokens of KV in a page.
-        policy: Ranks the items that may be dropped.
-        on_adapter_dropped: Called with each adapter dropped for a claim and the time, after its pages are freed.
-        on_prefix_dropped: Called with the number of prefix pages dropped for a claim and the time.
+    The policy ranks the items that may be dropped. The two functions are called with each adapter, or the number of
+    prefix pages, that was dropped for a claim, and the time.
     """
 
     def __init__(

@@ -72,13 +72,9 @@ class AutoOptions(SloOptions):
 
 
 class AutoRouter:
-    """The cheapest of a few replicas, by added time, SLO, memory and copies.
+    """The cheapest of a few replicas, by added time, SLO (``tbt_s``, if any), memory and copies.
 
-    Args:
-        ranks: Rank of each adapter by name.
-        max_num_seqs: Requests that a replica runs at once.
-        tbt_s: SLO of the time between tokens, in seconds; ``None`` for none.
-        prefixes: Whether tokens count that a replica's prefix cache is likely to hold.
+    With ``prefixes``, tokens count that a replica's prefix cache is likely to hold.
     """
 
     Options = AutoOptions

@@ -15,11 +15,8 @@ __all__ = ["Dispatcher"]
 class Dispatcher:
     """Chooses replicas and keeps their ``views``, by index; it reads no clock and waits for nothing.
 
-    Args:
-        router: Chooses.
-        num_replicas: Replicas, serving or not.
-        ranks: Rank of each adapter by name; a name that is missing counts as the base.
-        caches_prefixes: Whether replicas keep the KV of finished prompts.
+    An adapter that has no rank counts as the base. ``caches_prefixes`` is whether replicas keep the KV of finished
+    prompts.
     """
 
     def __init__(

@@ -104,9 +104,6 @@ class AffinityRouter:
     its share of the load, so a popular adapter spreads over as many as it needs, always the same replicas. Requests for
     the base go to the least loaded replica.
 
-    Args:
-        base_name: The base model's name in requests.
-
     Source: Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018.
     """
 
@@ -129,11 +126,8 @@ class FallbackRouter:
 
     For live fleets: a fault in code of an operator must not end a request.
 
-    The first fault is logged, then the second, the fourth, the eighth and so on. A simulation uses routers as they
-    are: there a fault should end the run.
-
-    Args:
-        router: Chooses, as long as it can.
+    The first fault is logged, then the second, the fourth, the eighth and so on. A simulation uses routers as they are:
+    there a fault should end the run.
     """
 
     def __init__(self, router: Router) -> None:

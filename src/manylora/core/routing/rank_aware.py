@@ -60,12 +60,8 @@ class RankAwareRouter:
     """The replica where the time added to all requests in flight is least.
 
     That is the time a request adds to each token of the others: its prompt, spread over an answer, and its part in
-    every decode step, with a penalty where decoding would be slower than the SLO; times the requests there. At an idle
-    replica it is 0.
-
-    Args:
-        ranks: Rank of each adapter by name.
-        tbt_s: SLO of the time between tokens, in seconds; ``None`` for none.
+    every decode step, with a penalty where decoding would be slower than the SLO, ``tbt_s``; times the requests there.
+    At an idle replica it is 0.
     """
 
     Options = SloOptions

@@ -39,14 +39,10 @@ def predict_capacity(
 
 
 class ReplicaCapacity:
-    """The rate per replica that keeps the SLO.
+    """The rate per replica that keeps the SLO of a share of requests, the ``goal``; ``utilization`` of it is used.
 
-    A contradiction corrects it: the SLO broke at a lower rate, or was kept at a higher one.
-
-    Args:
-        utilization: Share of the capacity that is used, for bursts.
-        rate: Capacity in requests per second, as ``manylora plan`` prints it; ``None`` until ``predict`` is told.
-        goal: Share of requests that must keep the SLO.
+    It is as ``manylora plan`` prints it, or as ``predict`` is told. A contradiction corrects it: the SLO broke at a
+    lower rate, or was kept at a higher one.
     """
 
     def __init__(self, *, utilization: float, goal: float, rate: float | None = None) -> None:

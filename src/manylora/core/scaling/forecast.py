@@ -27,10 +27,8 @@ LOOKS_BACK = 4.0  # looks older than this many memories have no weight left and 
 class RateForecast:
     """Predicts requests per second from the number of arrivals at each look.
 
-    Args:
-        memory_s: Time after which a look counts 1/e, in seconds.
-        quantile: Share of the past in which the rate kept below forecast and margin.
-        recent_s: Time over which the present rate is taken, in seconds.
+    A look counts 1/e after ``memory_s``. The rate kept below forecast and margin in the share ``quantile`` of the past.
+    The present rate is taken over ``recent_s``.
     """
 
     def __init__(self, *, memory_s: float, quantile: float, recent_s: float) -> None:

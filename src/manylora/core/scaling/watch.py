@@ -25,11 +25,7 @@ class FleetLoad:
 
 
 class LoadWatch:
-    """Counts requests, and judges their times to first token. It is told the time.
-
-    Args:
-        ttft_s: SLO of the time to first token, in seconds.
-    """
+    """Counts requests, and judges their times to first token by an SLO of ``ttft_s``. It is told the time."""
 
     def __init__(self, ttft_s: float) -> None:
         self._ttft_s = ttft_s
@@ -85,16 +81,7 @@ class LoadWatch:
 
 
 class WatchedDispatcher(Dispatcher):
-    """A dispatcher whose load is watched.
-
-    Args:
-        router: Chooses.
-        num_replicas: Replicas, serving or not.
-        ranks: Rank of each adapter by name.
-        watch: Learns of every request.
-        now: Returns the time in seconds.
-        caches_prefixes: As for ``Dispatcher``.
-    """
+    """A dispatcher whose load is watched; ``now`` returns the time in seconds."""
 
     def __init__(
         self,

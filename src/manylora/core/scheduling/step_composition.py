@@ -103,11 +103,9 @@ class SLoraSteps(SeparatePromptSteps):
     A step waits for the adapters of the sequences it was about to admit, and nothing runs meanwhile. The wait ends:
     loads complete or fail, and a round of admission ends with the seats or the step's tokens.
 
-    Args:
-        steps_between_admissions: Steps that run before others are admitted, while any sequence runs.
-        prefetch_steps: Decode steps since the last admission beside which the adapters of waiting sequences are loaded,
-            all at once, as by S-LoRA's ``--prefetch`` (which is off by default); ``None`` for the engine's own rule,
-            one at a time whenever the link is idle.
+    In the decode steps ``prefetch_steps`` since the last admission, the adapters of waiting sequences are loaded, all
+    at once, as by S-LoRA's ``--prefetch`` (which is off by default); with ``None`` by the engine's own rule, one at a
+    time whenever the link is idle.
     """
 
     def __init__(self, steps_between_admissions: int = 10, prefetch_steps: tuple[int, ...] | None = None) -> None:

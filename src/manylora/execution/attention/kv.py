@@ -24,13 +24,9 @@ __all__ = ["KvPages"]
 
 
 class KvPages:
-    """The pages as attention sees them.
+    """The pages as attention sees them, with queries, keys and values of ``dtype``, by default that of the pages.
 
     ``compiled`` are the kernels that attend decoding rows in place; ``None`` where none reads this type on this device.
-
-    Args:
-        pages: The pages.
-        dtype: Type of the model's queries, keys and values; by default that of the pages.
     """
 
     def __init__(self, pages: PageTensor, dtype: torch.dtype | None = None) -> None:

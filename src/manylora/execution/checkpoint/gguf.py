@@ -77,14 +77,7 @@ _DIVISORS = "rope_freqs.weight"
 
 
 class GgufFile:
-    """A mapped file, whose header is sound.
-
-    Args:
-        model: The model, for messages.
-        path: The file.
-        fields: Numbers and texts of the header; ``None`` for a list.
-        tensors: By name.
-    """
+    """A mapped file, whose header is sound: its fields, numbers and texts, are ``None`` for lists."""
 
     def __init__(self, model: str, path: Path, fields: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
         self.model = model

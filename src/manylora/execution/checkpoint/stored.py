@@ -115,13 +115,9 @@ def check_names(
 
 
 class QuantisationConfig:
-    """A checkpoint's ``quantization_config``, or a part of it, whose fields are checked as they are read.
+    """A checkpoint's ``quantization_config``, or the part at ``path``, whose fields are checked as they are read.
 
-    Args:
-        got: The model, for messages.
-        fields: The parsed object.
-        path: Of the part, for messages.
-        budget: Covers the expressions of all parts.
+    ``budget`` covers the expressions of all parts.
     """
 
     def __init__(self, got: str, fields: Any, path: str = "quantization_config", budget: Budget | None = None) -> None:

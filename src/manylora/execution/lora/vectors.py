@@ -55,12 +55,7 @@ def _apply_pieces(out: torch.Tensor, parts: Iterable[Part]) -> None:
 
 
 class AdaptedNumbers:
-    """Numbers of a step's tokens that adapters may multiply and shift, one by one: a group without products.
-
-    Args:
-        module: Its only module.
-        step: The running step.
-    """
+    """Numbers of a step's tokens that adapters may multiply and shift, one by one: a group without products."""
 
     def __init__(self, module: TargetModule, step: StepContext) -> None:
         self._group, self._width, self._axis = module.group, module.out_features, module.token_axis

@@ -37,14 +37,9 @@ CHECKED_BYTES = 4096
 
 
 class DeviceMemory:
-    """Memory of one GPU; ``make`` it or ``open`` it.
+    """Memory of one GPU; ``make`` it or ``open`` it. The driver's size is a multiple of its pages.
 
     It is unmapped once neither this object nor any tensor over ``buffer`` is alive.
-
-    Args:
-        device: The GPU.
-        mapping: The memory, mapped here.
-        num_bytes: Its size as asked for; the driver's is a multiple of its pages.
     """
 
     def __init__(self, device: torch.device, mapping: _Mapping, num_bytes: int) -> None:

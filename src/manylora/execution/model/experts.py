@@ -104,13 +104,7 @@ def adapt_mixture(model: nn.Module, target: TargetModule, step: StepContext) -> 
 
 
 class AdaptedRouter:
-    """The forward of a router with LoRA beside its product.
-
-    Args:
-        router: Its weight, of its own, is ``[experts, hidden]``.
-        group: Name of its group in adapters.
-        step: The running step.
-    """
+    """The forward of a router, of weight ``[experts, hidden]``, with LoRA beside its product."""
 
     def __init__(self, router: nn.Module, group: str, step: StepContext) -> None:
         self._forward = router.forward
@@ -148,13 +142,7 @@ class AdaptedRouter:
 
 
 class AdaptedExperts:
-    """The forward of a mixture's experts with LoRA beside their products.
-
-    Args:
-        experts: A module with ``expert_sizes``.
-        groups: Names of the groups of its two parameters in adapters.
-        step: The running step.
-    """
+    """The forward of a mixture's experts (``expert_sizes``) with LoRA beside the products of their two parameters."""
 
     def __init__(self, experts: nn.Module, groups: tuple[str, str], step: StepContext) -> None:
         self._experts = experts
@@ -195,13 +183,7 @@ class AdaptedExperts:
 
 
 class _Places:
-    """The stretches of choices that are sorted by expert, then by row.
-
-    Args:
-        numbers: The expert of each choice ``[n]``.
-        rows: Its row ``[n]``.
-        num_rows: The rows of the step.
-    """
+    """The stretches of choices ``[n]`` that are sorted by expert, then by row."""
 
     def __init__(self, numbers: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
         experts = numbers.numpy()

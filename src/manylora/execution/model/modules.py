@@ -41,12 +41,7 @@ __all__ = ["AdaptedEmbedding", "AdaptedLinear", "FusedLinear", "FusedPart", "ada
 class AdaptedLinear(nn.Module):
     """A linear, or several that share one input, with LoRA beside it.
 
-    Args:
-        base: The linear without adapters.
-        group: Name of its group in adapters.
-        step: The running step.
-        is_head: Whether it is the output head, whose input is the sampled rows only.
-        numbers: Its input, if adapters may change that.
+    The input of the output head is the sampled rows only. ``numbers`` are the input, if adapters may change that.
     """
 
     def __init__(

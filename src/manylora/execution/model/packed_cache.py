@@ -45,13 +45,7 @@ _FILES = ("*.safetensors", "*.json")
 
 
 class PackedCache:
-    """The files of one base in one precision.
-
-    Args:
-        folder: The cache folder; made with the first file.
-        config: The model.
-        precision: The numbers that its weights are kept in.
-    """
+    """The files of one base in one precision; the folder is made with the first."""
 
     def __init__(self, folder: Path, config: ModelConfig, precision: Precision) -> None:
         self._folder = folder

@@ -204,9 +204,7 @@ class _Group:
 class StatefulAttention:
     """Attention beside mixers: it attends over the pages of KV, and mixers find the groups of the running step here.
 
-    Args:
-        attention: Attention over pages.
-        num_pages: Pages of a sequence's states, which are the first of its pages.
+    The first ``num_pages`` of a sequence are those of its states.
     """
 
     def __init__(self, attention: AttentionKernel, num_pages: int) -> None:
@@ -287,11 +285,7 @@ class _StatePages:
 class _AdaptedMixer:
     """Runs a mixer's own code group by group, and its linears on all rows at once.
 
-    Args:
-        model: The model, whose linears are replaced already; changed in place.
-        mixer: The mixer.
-        pages: Its states.
-        step: Has the groups of the running step.
+    The model's linears are replaced already; it is changed in place.
     """
 
     def __init__(self, model: nn.Module, mixer: Mixer, pages: _StatePages, step: StatefulAttention) -> None:

@@ -30,10 +30,7 @@ __all__ = ["AdapterFiles", "InlineReader"]
 class AdapterFiles:
     """The files of adapters for one base; for one thread at a time.
 
-    Args:
-        settings: The base, bounds and formats.
-        registry: Asked for URLs; ``None`` if none is allowed.
-        hashes: Keeps the content of files that were read; ``None`` for no such cache.
+    Without a registry no URL is allowed. ``hashes`` keeps the content of files that were read.
     """
 
     def __init__(

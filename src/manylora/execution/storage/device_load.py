@@ -39,12 +39,9 @@ class AdapterGone(Exception):
 
 
 class CopyContext:
-    """Shared by all copies to one device.
+    """Shared by all copies to one device, which run on one thread.
 
-    Args:
-        link: Fills the pages.
-        thread: Runs the copies, one at a time.
-        prepare: Makes a kernel's data for an adapter, on the copying thread, before any step sees the adapter.
+    ``prepare`` makes a kernel's data for an adapter, on that thread, before any step sees the adapter.
     """
 
     def __init__(self, link: Link, thread: Executor, prepare: Callable[[AdapterMemory], object]) -> None:
@@ -70,13 +67,7 @@ class CopyContext:
 
 
 class DeviceLoad:
-    """A load to device pages, from its submission to its result.
-
-    Args:
-        load: The load.
-        copies: Shared by all loads.
-        done: Called with the adapter before the result is there.
-    """
+    """A load to device pages, from its submission to its result; ``done`` is called with the adapter before that."""
 
     def __init__(
         self, load: AdapterLoad, copies: CopyContext, done: Callable[[DeviceLoad, ResidentAdapter], None]

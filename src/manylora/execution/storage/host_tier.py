@@ -150,12 +150,10 @@ class PinnedMemory:
 
 
 class HostTier:
-    """Packed adapters by key.
+    """Packed adapters by key, page-locked if ``is_pinned``, so that copies to a GPU run beside its work.
 
-    Args:
-        is_pinned: Whether they are page-locked, so that copies to a GPU run beside its work.
-        directory: The base's groups, for table-driven kernels.
-        settle: Begins to settle an image that needs the base's numbers.
+    The directory of the base's groups is for table-driven kernels. ``settle`` begins to settle an image that needs the
+    base's numbers.
     """
 
     def __init__(

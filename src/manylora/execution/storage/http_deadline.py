@@ -18,11 +18,7 @@ __all__ = ["DeadlineTransport"]
 
 
 class DeadlineTransport(httpx.HTTPTransport):
-    """An ``httpx.HTTPTransport`` for one question at a time.
-
-    Args:
-        context: Settings of TLS.
-    """
+    """An ``httpx.HTTPTransport`` for one question at a time."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         super().__init__(verify=context, trust_env=False)

@@ -50,13 +50,9 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 
 
 class HttpRegistry:
-    """Asks registries, one question at a time; a ``Registry``.
+    """Asks registries, URLs below ``prefixes``, one question at a time; a ``Registry``.
 
-    Args:
-        prefixes: URLs below which files may be read.
-        limit_s: Time for one question.
-        read_s: Longest wait for the next bytes.
-        retries_s: Waits between attempts.
+    A question has ``limit_s``, the next bytes have ``read_s``; ``retries_s`` are the waits between attempts.
     """
 
     def __init__(

@@ -121,12 +121,7 @@ class PageTensor:
 
 
 class Link:
-    """Fills pages from host images; for one thread.
-
-    Args:
-        pages: The pages.
-        bytes_per_s: The bandwidth to keep to; ``None`` for the machine's own.
-    """
+    """Fills pages from host images, at a stated bandwidth or at the machine's own; for one thread."""
 
     def __init__(self, pages: PageTensor, bytes_per_s: int | None = None) -> None:
         self.pages = pages

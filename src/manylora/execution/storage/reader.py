@@ -65,12 +65,7 @@ def open_processes() -> list[FileReader]:
 
 
 class RemotePlaces:
-    """Counts reads from registries, in all and by host. For one thread at a time.
-
-    Args:
-        num_places: Reads at once.
-        num_per_host: Reads from one host at once.
-    """
+    """Counts reads from registries, in all and by host. For one thread at a time."""
 
     def __init__(self, num_places: int, num_per_host: int) -> None:
         self._num_places = num_places
@@ -96,12 +91,8 @@ class RemotePlaces:
 class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
-    Registries have all readers but one, if there are several.
-
-    Args:
-        settings: Settings of the readers.
-        host: The host tier.
-        readers: Read adapters, each one at a time, the first by preference; processes by default.
+    Each reader reads one adapter at a time, the first by preference; they are processes by default. Registries have all
+    readers but one, if there are several.
     """
 
     def __init__(self, settings: ReaderSettings, host: HostTier, readers: Sequence[FileReader] = ()) -> None:
@@ -216,12 +207,7 @@ class _WaitingRead:
 
 
 class ReadQueue:
-    """Runs reads on a few threads; safe from any thread.
-
-    Args:
-        num_threads: Reads at once.
-        places: Places for reads from registries.
-    """
+    """Runs reads on a few threads; safe from any thread."""
 
     def __init__(self, num_threads: int, places: RemotePlaces) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="manylora-read")

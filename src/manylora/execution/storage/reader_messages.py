@@ -40,28 +40,16 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderSettings(ReadRules):
-    """The settings of every reader of an engine.
+    """The settings of every reader of an engine."""
 
-    Args:
-        urgent_root: Folder of adapters that are read at the priority of steps; ``None`` for none.
-        registries: URLs below which adapters may be read from servers; empty for no such adapters.
-        registry_cache: Folder of files from there; ``None`` for none.
-        registry_cache_bytes: Most bytes in it.
-        is_offline: Whether files are read from there alone.
-        dtype: Type of the packed weights; see ``read_adapter``.
-        hashes: File of the hash cache; ``None`` for none.
-        limit_s: Time in seconds for the next part of an adapter; an adapter that takes longer is refused.
-        memory_bytes: Memory that a reader may add once it runs.
-    """
-
-    urgent_root: str | None = None
-    registries: tuple[str, ...] = ()
-    registry_cache: str | None = None
-    registry_cache_bytes: int = 0
-    is_offline: bool = False
-    hashes: str | None = None
-    limit_s: float = 60.0
-    memory_bytes: int = 4 * 1024**3
+    urgent_root: str | None = None  # folder of adapters that are read at the priority of steps; ``None`` for none
+    registries: tuple[str, ...] = ()  # URLs below which adapters may be read from servers; empty for no such adapters
+    registry_cache: str | None = None  # folder of files from there; ``None`` for none
+    registry_cache_bytes: int = 0  # most bytes in it
+    is_offline: bool = False  # whether files are read from there alone
+    hashes: str | None = None  # file of the hash cache; ``None`` for none
+    limit_s: float = 60.0  # time for the next part of an adapter; an adapter that takes longer is refused
+    memory_bytes: int = 4 * 1024**3  # memory that a reader may add once it runs
 
 
 class Again(NamedTuple):

@@ -128,12 +128,7 @@ class DiskFile:
 
 
 class DiskFolder:
-    """The folder of the cache; other processes may use it at the same time.
-
-    Args:
-        path: The folder, made when a file is first kept.
-        max_bytes: Most bytes of its files.
-    """
+    """The folder of the cache, made when a file is first kept; other processes may use it at the same time."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._path = path
@@ -244,13 +239,9 @@ class _Coming:
 
 
 class CachedRegistry:
-    """Asks registries for what is not here yet; a ``Registry``, of which ``parts`` is for one thread alone.
+    """Asks registries for what is not here yet, offline for nothing; a ``Registry``.
 
-    Args:
-        asked: Asks them.
-        folder: The folder of the cache; ``None`` for none.
-        max_bytes: Most bytes in it.
-        is_offline: Whether nothing is asked.
+    ``parts`` is for one thread alone. The cache's folder keeps at most ``max_bytes``; ``None`` for none.
     """
 
     def __init__(

@@ -68,12 +68,7 @@ AdapterRows = tuple[int, int, AdapterMemory]
 
 
 class ResidentGroup:
-    """LoRA weights of one group.
-
-    Args:
-        memory: The adapter's.
-        layout: The group's.
-    """
+    """LoRA weights of one group."""
 
     def __init__(self, memory: AdapterMemory, layout: GroupLayout) -> None:
         self.memory = memory
@@ -112,12 +107,7 @@ class ResidentGroup:
 
 
 class ResidentExpert(ResidentGroup):
-    """LoRA weights of one expert, out of a group that holds those of all.
-
-    Args:
-        group: The group.
-        expert: Its number.
-    """
+    """LoRA weights of one expert, out of a group that holds those of all."""
 
     def __init__(self, group: ResidentGroup, expert: int) -> None:
         super().__init__(group.memory, group.layout)

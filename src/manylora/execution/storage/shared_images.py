@@ -79,9 +79,7 @@ class PublishedFolder:
 class SharedImages:
     """The images that one engine shares; safe from any thread.
 
-    Args:
-        rules: How it reads adapters.
-        root: The real path of the folder of published adapters.
+    ``root`` is the real path of the folder of published adapters.
     """
 
     def __init__(self, rules: ReadRules, root: str) -> None:

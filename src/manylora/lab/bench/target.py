@@ -123,12 +123,7 @@ def aiohttp_or_fail() -> Any:
 
 
 class TokenPrompts:
-    """Prompts as token ids.
-
-    Args:
-        vocab_size: Ids are below this.
-        seed: Seed of every draw; two runs with one seed send the same prompts.
-    """
+    """Prompts as token ids; two runs with one seed send the same prompts."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
@@ -157,12 +152,7 @@ class TokenPrompts:
 
 
 class TextPrompts:
-    """Prompts as text.
-
-    Args:
-        tokens: The prompts as token ids.
-        decode: Turns token ids into text; without it each id is a word.
-    """
+    """Prompts as text; without ``decode`` each id is a word."""
 
     def __init__(self, tokens: TokenPrompts, decode: Callable[[Sequence[int]], str] | None = None) -> None:
         self._tokens = tokens

@@ -50,12 +50,7 @@ class Comparison:
 
 
 class Findings:
-    """The results of an experiment.
-
-    Args:
-        experiment: The experiment that was run.
-        results: A result for each seed, by setup and label of the point.
-    """
+    """The results of an experiment: one for each seed, by setup and label of the point."""
 
     def __init__(self, experiment: Experiment, results: Mapping[tuple[str, str], Seq[Result]]) -> None:
         self.experiment = experiment

@@ -30,13 +30,7 @@ def compute(case: Case) -> Result:
 
 
 class Runner:
-    """Runs the cases that have no kept result.
-
-    Args:
-        folder: Folder of the results; ``None`` keeps none.
-        num_processes: Cases that run at once.
-        fresh: Run cases again that have a kept result.
-    """
+    """Runs the cases that have no kept result in a folder, some at once; with ``fresh`` all of them."""
 
     def __init__(self, folder: Path | None, *, num_processes: int = 1, fresh: bool = False) -> None:
         self._folder = folder

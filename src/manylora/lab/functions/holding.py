@@ -19,8 +19,7 @@ __all__ = ["Holding"]
 class Holding:
     """Decides what is held where, and carries it out.
 
-    Args:
-        workload: The workload; the first decision uses its mean rates, since there is no history yet.
+    The first decision uses the workload's mean rates, since there is no history yet.
     """
 
     def __init__(

@@ -56,9 +56,7 @@ class _OpenRequest:
 class Recorder:
     """An event sink that records every request, and a timeline of the replica. Only the loop's thread may use it.
 
-    Args:
-        ranks: Rank of each adapter by name; 0 where it is not known.
-        sample_every_s: Seconds between two samples.
+    An adapter that has no rank has rank 0 in the records.
     """
 
     def __init__(

@@ -142,13 +142,9 @@ class _StoppedEarly(Exception):
 
 
 class LoadTests:
-    """Runs load tests of one scenario.
+    """Runs load tests of one scenario, whose rate and number of requests are replaced.
 
-    Args:
-        scenario: Workload and setup; the workload's rate and number of requests are replaced.
-        objective: The SLO.
-        search_budget: Size of a load test.
-        on_run: Called with a description of each run before it begins.
+    ``on_run`` is called with a description of each run before it begins.
     """
 
     def __init__(

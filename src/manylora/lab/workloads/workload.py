@@ -74,8 +74,7 @@ class Workload:
 class Streams:
     """Independent generators of random numbers, one per source: other lengths leave all arrivals unchanged.
 
-    Args:
-        seed: At least 0; the same seed and name give the same numbers on every machine.
+    The same seed, at least 0, and name give the same numbers on every machine.
     """
 
     def __init__(self, seed: int) -> None:

@@ -165,10 +165,7 @@ class Residencies(dict[AdapterKey, Residency]):
 class HostCopies:
     """The copies in host memory, least recently used first; those beyond the limits are dropped and remain on disk.
 
-    Args:
-        residencies: The state of every version.
-        config: Most adapters in host memory, and whether one stays there that is on the device too.
-        most_bytes: Most bytes of them.
+    The configuration bounds their number, and says whether one stays there that is on the device too.
     """
 
     def __init__(self, residencies: Residencies, config: AdapterConfig, most_bytes: int) -> None:

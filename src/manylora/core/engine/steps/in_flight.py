@@ -31,12 +31,7 @@ class Step:
 
 
 class StepsInFlight:
-    """Steps ``in_flight`` in the order of their launch, and the time at which to plan one more.
-
-    Args:
-        cost: Duration of a step by its tokens.
-        plans_ahead: Whether a step is planned while the step before it runs.
-    """
+    """Steps ``in_flight`` in the order of their launch, and the time at which to plan one more, if that is ahead."""
 
     def __init__(self, cost: LinearCost, *, plans_ahead: bool) -> None:
         self.in_flight: deque[Step] = deque()

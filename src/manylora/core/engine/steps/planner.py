@@ -173,13 +173,7 @@ def target_s(longest_s: float, claimable_share: float) -> float:
 
 
 class StepBudget:
-    """The tokens and seconds left for prompts.
-
-    Args:
-        num_tokens: Tokens left after decoding.
-        decoding: The load of the sequences that decode in the same step; ``None`` for none.
-        step_s: Target duration of the step in seconds; ``None`` for no target.
-    """
+    """The tokens and seconds left for prompts beside ``decoding``, in a step of ``step_s`` if it has a target."""
 
     def __init__(
         self, num_tokens: int, costs: OnlineCosts, decoding: StepLoad | None = None, step_s: float | None = None

@@ -15,12 +15,9 @@ GUESS = 0.05  # weight of each of the guess's two points: enough to determine co
 
 
 class LinearCost:
-    """A line through noisy points with exponential fading, starting from a guess.
+    """A line through noisy points with exponential fading, starting from a guess, in seconds per byte or token.
 
-    Args:
-        fixed_s: Guess of the constant, in seconds.
-        per_unit_s: Guess of the slope, in seconds per byte or token.
-        typical: A usual amount: the guess counts as two observations of low weight, at 0 and at this amount.
+    The guess counts as two observations of low weight, at 0 and at the ``typical`` amount.
     """
 
     def __init__(self, fixed_s: float, per_unit_s: float, typical: float) -> None:

@@ -31,9 +31,8 @@ _Entry = tuple[float, int, ItemKey]  # order, serial, key
 class Ranking:
     """Idle items in groups; within a group the item of lowest ``order`` is worth least at any time.
 
-    Args:
-        worth: Score of an item at a time in seconds; the lowest goes first. Items of one group and ``order`` that are
-            equal except for their keys must have equal scores.
+    ``worth`` is the score of an item at a time; the lowest goes first. Items of one group and ``order`` that are equal
+    except for their keys must have equal scores.
     """
 
     def __init__(self, worth: Callable[[IdleItem, float], float]) -> None:

@@ -32,12 +32,10 @@ Key = Callable[[Sequence, float], float]
 
 
 class KeyedPolicy(Policy):
-    """Offers the first in line, then sequences by key; a pre-empted one comes back with a new key.
+    """Offers the first in line, then sequences by key, least first; a pre-empted one comes back with a new key.
 
-    Args:
-        key: Least goes first; of equals, the first to arrive.
-        ages: Whether keys grow with the time of arrival, so that every request comes to the front without a bound on
-            passing.
+    Of equal keys the first to arrive goes first. If a key ``ages``, it grows with the time of arrival, so that every
+    request comes to the front without a bound on passing.
     """
 
     def __init__(self, key: Key, *, ages: bool = False) -> None:

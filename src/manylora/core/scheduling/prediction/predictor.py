@@ -45,9 +45,7 @@ def _cap(sequence: Sequence) -> int:
 class OraclePredictor:
     """Predicts the true length.
 
-    Args:
-        truth: Returns the length of a sequence's answer; by default its cap, the true length of requests that ignore
-            end-of-sequence tokens.
+    By default that is the cap, the true length of requests that ignore end-of-sequence tokens.
     """
 
     def __init__(self, truth: Callable[[Sequence], int] = _cap) -> None:
@@ -65,15 +63,12 @@ class OraclePredictor:
 class NoisyPredictor:
     """Predicts the true length times a factor drawn once per request.
 
-    The factor is uniform in ``1 ± 2 (1 - accuracy)``, so the mean relative error is ``1 - accuracy`` and the mean
-    estimate is unbiased. It depends only on the seed and the sequence, not on the order of calls.
+    The factor is uniform in ``1 ± 2 (1 - accuracy)``, so the mean relative error is ``1 - accuracy``, which is below
+    0.5, and the mean estimate is unbiased. It depends only on the seed and the sequence, not on the order of calls. No
+    estimate exceeds the cap; where that is the truth, only those below err.
 
-    Args:
-        accuracy: In (0.5, 1].
-        truth: As for ``OraclePredictor``. No estimate exceeds the cap; where that is the truth, only those below err.
-
-    Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without a definition of accuracy; this
-    one is ours.
+    Source: Chameleon, section 5.4.1, sets the accuracy to 100, 80 and 60 % without a definition of accuracy; this one
+    is ours.
     """
 
     @dataclass(frozen=True, slots=True, kw_only=True)

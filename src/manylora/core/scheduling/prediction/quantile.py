@@ -46,11 +46,7 @@ def upper_edge(index: int) -> float:
 
 
 class LengthHistogram:
-    """Weights of lengths; old ones decay. Updates take constant time.
-
-    Args:
-        memory: Number of the latest lengths that count, roughly.
-    """
+    """Weights of lengths; old ones decay, so that roughly ``memory`` of them count. Updates take constant time."""
 
     __slots__ = ("_growth", "_total", "_weight", "cut", "ended")
 

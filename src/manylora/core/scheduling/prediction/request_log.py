@@ -33,8 +33,7 @@ class LoggedRequest:
 class RequestLog:
     """An event sink that writes the log. An error of the disk ends the log, not the engine that emits the events.
 
-    Args:
-        file: Open for appending; line-buffered, so that a crash loses nothing that was finished.
+    The file is line-buffered, so that a crash loses nothing that was finished.
     """
 
     def __init__(self, file: TextIO) -> None:

@@ -288,10 +288,7 @@ class Pieces:
 class _StepTables:
     """The tables of the adapters of a step, for some groups.
 
-    Args:
-        rows: The rows, and their adapters.
-        groups: Names.
-        experts: The expert of each of the rows, if there is one group, of experts' linears.
+    ``experts`` has the expert of each of the rows, if there is one group, of experts' linears.
     """
 
     def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str], experts: Sequence[int] = ()) -> None:

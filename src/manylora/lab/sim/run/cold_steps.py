@@ -57,11 +57,8 @@ class ColdStep(NamedTuple):
 class ColdSteps:
     """Computes the end of a step with cold sequences. All sequences of the step end with it.
 
-    Args:
-        cost: Durations of steps.
-        num_layers: Layers of the model.
-        assist: Prices CPU workers beside an accelerator; ``None`` where steps read the host image in place, on a CPU.
-        max_wait_s: Longest wait of a step for the layers of its adapters, in seconds.
+    ``assist`` prices CPU workers beside an accelerator; ``None`` where steps read the host image in place, on a CPU. A
+    step waits for the layers of its adapters for ``max_wait_s``.
     """
 
     def __init__(

@@ -119,17 +119,11 @@ class SimulatedLink:
 class SimulatedExecutor:
     """Reports steps and loads as completed at the modelled time.
 
-    Args:
-        cost: Durations of steps and loads.
-        vocab_size: Bound of token ids.
-        choose: Makes the token of a sequence; by default ``synthetic_token``.
-        scheduler_time_s: Time to decide a step: a constant, so that a run does not depend on the machine that simulates
-            it. It overlaps with a step in flight.
-        interference: Slow-down of a step by a load beside it, by the load's tier: seconds of delay per second of the
-            load, below 1; none for missing tiers.
-        speed: Speed of the machine over time; constant when ``None``.
-        cold_steps: Computes steps with sequences whose adapter is not on the device; by default of a model with one
-            layer, whose steps read adapters from host memory in place.
+    ``choose`` makes the token of a sequence; by default ``synthetic_token``. ``scheduler_time_s``, the time to decide a
+    step, is a constant, so that a run does not depend on the machine that simulates it; it overlaps with a step in
+    flight. ``interference`` is the slow-down of a step by a load beside it, by the load's tier: seconds of delay per
+    second of the load, below 1. ``cold_steps`` computes steps with sequences whose adapter is not on the device; by
+    default of a model with one layer, whose steps read adapters from host memory in place.
     """
 
     def __init__(

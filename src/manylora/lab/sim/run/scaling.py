@@ -55,15 +55,10 @@ class _Start:
 
 
 class SimulatedStarts:
-    """Carries out the orders of a scaling controller in virtual time.
+    """Carries out the orders of a scaling controller in virtual time, on the ``cores`` of the run.
 
-    Args:
-        scaling: Times and bounds.
-        controller: Decides.
-        cores: The engines of the run, changed in place.
-        make_core: Makes the engine of a place in the fleet, with every adapter on disk or host.
-        on_serving: Called with the index of a replica that takes requests from now on.
-        seed: Seeds the times of starts.
+    ``make_core`` makes the engine of a place in the fleet, with every adapter on disk or host. ``on_serving`` is called
+    with the index of a replica that takes requests from now on. The seed is of the times of starts.
     """
 
     def __init__(

@@ -17,12 +17,7 @@ __all__ = ["Row", "header_of", "read_csv", "read_json_lines"]
 
 
 class Row:
-    """One line of a trace.
-
-    Args:
-        line: Its number, from 1, the header included.
-        values: Values by column.
-    """
+    """One line of a trace, by its number from 1 (the header included), and its values by column."""
 
     __slots__ = ("_file", "_line", "_values")
 
