@@ -263,11 +263,7 @@ def read_config(folder: Folder) -> dict[str, Any]:
 
 
 def read_config_file(folder: Folder) -> bytes:
-    """Return the content of the configuration in an adapter's folder.
-
-    Raises:
-        AdapterError: The file is missing or too large.
-    """
+    """Return the content of the configuration in an adapter's folder."""
     return folder.read(CONFIG_FILE, MAX_CONFIG_BYTES)
 
 

@@ -80,22 +80,14 @@ class WeightFile:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Its tensors by key, without their bytes.
-
-        Raises:
-            AdapterError: The header is damaged.
-        """
+        """Its tensors by key, without their bytes."""
         if self._tensors is None:
             assert self.header is not None
             self._tensors = parse_header(self._name, self.header, self.num_bytes)
         return self._tensors
 
     def fetch(self, weights: Sequence[ModuleWeights]) -> Sequence[ModuleWeights]:
-        """Return weights of its tensors with their bytes.
-
-        Raises:
-            AdapterError: They cannot be read.
-        """
+        """Return weights of its tensors with their bytes."""
         return fetch(self._source, weights)
 
     def close(self) -> None:

@@ -118,11 +118,7 @@ class Settling:
         return cls(name, base, [(group, views[group.group]) for group in pending])
 
     def advance(self, num_pages: int) -> int:
-        """Settle the groups that lie in the first ``num_pages``; return how many of these are final.
-
-        Raises:
-            AdapterError: A vector does not go with the base.
-        """
+        """Settle the groups that lie in the first ``num_pages``; return how many of these are final."""
         waiting = []
         for group, weights in self.pending:
             if group.num_pages_needed <= num_pages:

@@ -83,11 +83,7 @@ class HostAdapter:
         return self._in_place
 
     def advance(self, num_pages: int) -> None:
-        """Take pages up to ``num_pages``, which a reader process has filled.
-
-        Raises:
-            AdapterError: They do not go with the base's weights.
-        """
+        """Take pages up to ``num_pages``, which a reader process has filled."""
         if self._settling is not None:
             num_pages = self._settling.advance(num_pages)
         if self._source is not None:

@@ -94,11 +94,7 @@ class PlanSettings:
     compare: tuple[Axis, ...] = ()  # settings to vary; every combination is planned
 
     def demand(self, hardware: str) -> TrafficDemand:
-        """Return the demand, with the price of a kind of hardware.
-
-        Raises:
-            ConfigError: A value is out of range.
-        """
+        """Return the demand, with the price of a kind of hardware."""
         return TrafficDemand(
             rate=self.rate,
             price_per_hour=self.prices.get(hardware, self.price),
@@ -150,11 +146,7 @@ def _make_axis(label: str, values: object) -> Axis:
 
 
 def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
-    """Return every combination of the axes' values; the scenario as it is where there is no axis.
-
-    Raises:
-        ConfigError: A setting cannot be changed.
-    """
+    """Return every combination of the axes' values; the scenario as it is where there is no axis."""
     made = []
     for values in product(*(axis.values for axis in axes)):
         changed = dict(table)
