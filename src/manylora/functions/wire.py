@@ -38,8 +38,7 @@ __all__ = [
 ]
 
 MAX_REPORT_BYTES = 32 << 20
-MAX_LOG_LINES = 200
-"""Last lines of a function that are kept."""
+MAX_LOG_LINES = 200  # last lines of a function that are kept
 
 Nanoseconds = Annotated[int, Meta(ge=0, lt=2**62)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]

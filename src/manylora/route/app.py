@@ -39,8 +39,7 @@ _PASSED_ON = """
 PASSED_ON = tuple(_PASSED_ON.split())
 """Routes whose JSON body names a model. All others of a backend stay behind the router, its admin routes above all."""
 
-MAX_BODY_BYTES = 64 * 1024
-"""Longest body of a request to change adapters or backends."""
+MAX_BODY_BYTES = 64 * 1024  # longest body of a request to change adapters or backends
 
 logger = logging.getLogger(__name__)
 

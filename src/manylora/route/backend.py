@@ -36,13 +36,10 @@ from manylora.route.upstream.pool import Pool, fetch
 
 __all__ = ["Backend", "BackendState", "Health"]
 
-HOLD_S = 2.0
-"""First time that a backend is held out after it failed on requests, in seconds."""
+HOLD_S = 2.0  # first time that a backend is held out after it failed on requests, in seconds
 MOST_HOLD_S = 60.0
-LEAST_SHARE = 0.02
-"""Share of its full load that a backend may have at the beginning of its slow start."""
-STALE_POLLS = 5
-"""Age of metrics, in polls, from which they say nothing about residency."""
+LEAST_SHARE = 0.02  # share of its full load that a backend may have at the beginning of its slow start
+STALE_POLLS = 5  # age of metrics, in polls, from which they say nothing about residency
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,8 @@ from manylora.route.report import BackendMetrics
 __all__ = ["Choice", "PromptText", "Ticket"]
 
 ROUND_TOKENS = 64
-USUAL_RANK = 16
-"""Rank of an adapter whose rank no backend reports."""
-MOST_RANKS = 200_000
-"""Ranks that are kept: adapters come and go, and backends say their names."""
+USUAL_RANK = 16  # rank of an adapter whose rank no backend reports
+MOST_RANKS = 200_000  # ranks that are kept: adapters come and go, and backends say their names
 
 
 class PromptText:

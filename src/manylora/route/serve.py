@@ -47,20 +47,11 @@ from manylora.serving.metrics.usage import UsageLedger
 
 __all__ = ["Proxy", "max_connections", "run"]
 
-MAX_CONNECTIONS = 2**16
-"""In all, and of one address, which may be that of a balancer; fewer by the limit of open files."""
-
-FILES_BESIDE_CONNECTIONS = 64
-"""Files that the router opens beside connections."""
-
-KEEP_ALIVE_S = 75.0
-"""Time that an idle connection of a client stays open."""
-
-BACKLOG = 4096
-"""Connections that wait in the kernel to be accepted."""
-
-RELOADED = ("backends", "names")
-"""Options that another configuration changes in a router that runs."""
+MAX_CONNECTIONS = 2**16  # in all, and of one address, which may be that of a balancer; fewer by the limit of open files
+FILES_BESIDE_CONNECTIONS = 64  # files that the router opens beside connections
+KEEP_ALIVE_S = 75.0  # time that an idle connection of a client stays open
+BACKLOG = 4096  # connections that wait in the kernel to be accepted
+RELOADED = ("backends", "names")  # options that another configuration changes in a router that runs
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from manylora.route.report import BackendMetrics
 
 __all__ = ["ReportedTimes"]
 
-LEAST_GAPS = 8
-"""Tokens between two polls from which on their mean gap is one step's."""
+LEAST_GAPS = 8  # tokens between two polls from which on their mean gap is one step's
 
 
 class ReportedTimes:

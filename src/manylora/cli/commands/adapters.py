@@ -28,8 +28,7 @@ from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, Mode
 
 __all__ = ["adapters_app", "describe_base", "open_registry", "show_report"]
 
-NUM_PAGES = 8
-"""A small page allocator, which loading a model requires."""
+NUM_PAGES = 8  # a small page allocator, which loading a model requires
 
 adapters_app = typer.Typer(help="Inspect adapters' folders.", no_args_is_help=True)
 

@@ -25,8 +25,7 @@ bench_app = typer.Typer(help="Benchmark a server, an engine, or the kernels on t
 
 bench_app.command("serve", cls=BenchServeCommand)(bench_serve)
 
-LEAST_TOKEN = 10
-"""Ids below are left out: many vocabularies begin with tokens that mean something to the engine."""
+LEAST_TOKEN = 10  # ids below are left out: many vocabularies begin with tokens that mean something to the engine
 
 SaveTo = Annotated[
     str | None, typer.Option("--save", metavar="NAME", help="Write NAME.json and NAME.md.", show_default=False)

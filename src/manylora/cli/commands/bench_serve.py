@@ -45,11 +45,8 @@ POPULARITIES: Mapping[str, Popularity] = {
 OBJECTIVES = {"e2el": "e2e_s", "tbt": "tbt_s", "tpot": "tpot_s", "ttft": "ttft_s"}
 """Names of SLOs in `--goodput`, and the fields of `Slo`."""
 
-NUM_SEEN = 8
-"""Columns of a comparison that a client can measure; the others need the server."""
-
-ALL_AT_ONCE = 1e9
-"""Requests per second that stand for an infinite rate."""
+NUM_SEEN = 8  # columns of a comparison that a client can measure; the others need the server
+ALL_AT_ONCE = 1e9  # requests per second that stand for an infinite rate
 
 _server, _load, _prompts, _figures = (partial(option, panel=name) for name in ("Server", "Load", "Prompts", "Figures"))
 

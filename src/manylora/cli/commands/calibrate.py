@@ -26,14 +26,9 @@ __all__ = ["calibrate"]
 
 _RUN = "With --run"
 
-MOST_ERROR = 0.15
-"""Median error of a good fit, at most."""
-
-MOST_SPREAD = 2.0
-"""Ratio of the ninth to the first decile of equal steps' durations on an idle machine, at most."""
-
-FEW_STEPS = 50
-"""Steps held out below which an error says little."""
+MOST_ERROR = 0.15  # median error of a good fit, at most
+MOST_SPREAD = 2.0  # ratio of the ninth to the first decile of equal steps' durations on an idle machine, at most
+FEW_STEPS = 50  # steps held out below which an error says little
 
 _FLAGS = (
     *flags_of(SchedulerConfig, only=("max_num_seqs", "max_num_batched_tokens"), panel=_RUN),

@@ -39,8 +39,7 @@ from manylora.lab.workloads.traces import read_requests
 
 __all__ = ["PlanProgress", "ServiceOptions", "plan_command"]
 
-SILENCE_S = 10.0
-"""Time between two lines about the progress where there is no terminal."""
+SILENCE_S = 10.0  # time between two lines about the progress where there is no terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

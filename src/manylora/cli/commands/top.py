@@ -23,17 +23,10 @@ from manylora.serving.metrics.status_report import StatusReport
 
 __all__ = ["top"]
 
-ROWS_ONCE = 20
-"""Adapters in a frame that is printed once."""
-
-LINES_ABOVE = 22
-"""Lines of a frame besides the adapters."""
-
-WIDE_COLUMNS, WIDE_LINES = 120, 34
-"""Size of a terminal from which a frame has every figure."""
-
-RATES_OVER = 5
-"""Intervals over which rates are averaged."""
+ROWS_ONCE = 20  # adapters in a frame that is printed once
+LINES_ABOVE = 22  # lines of a frame besides the adapters
+WIDE_COLUMNS, WIDE_LINES = 120, 34  # size of a terminal from which a frame has every figure
+RATES_OVER = 5  # intervals over which rates are averaged
 
 
 def top(

@@ -19,8 +19,7 @@ __all__ = ["adapters_below", "collect_adapters"]
 
 logger = logging.getLogger(__name__)
 
-MAX_FOLDER_DEPTH = 4
-"""Levels below a `--lora-dir` that are searched, so that a link to a folder above ends."""
+MAX_FOLDER_DEPTH = 4  # levels below a `--lora-dir` that are searched, so that a link to a folder above ends
 
 
 def collect_adapters(

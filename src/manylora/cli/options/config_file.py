@@ -28,8 +28,7 @@ from manylora.core.options import nearest
 
 __all__ = ["chosen_again", "config_option", "read_config_file"]
 
-GO_BEFORE = ("COMMANDLINE", "ENVIRONMENT")
-"""Sources of options that go before a file."""
+GO_BEFORE = ("COMMANDLINE", "ENVIRONMENT")  # sources of options that go before a file
 
 Value = str | int | float | bool | list[str]
 

@@ -26,8 +26,7 @@ _JSON_LISTS = ("--allowed-origins", "--allowed-methods", "--allowed-headers")
 _SEVERAL = ("--served-model-name", "--api-key")
 """Flags with several values, if the model comes before them: after them, the last would be the model."""
 
-SAME_SPELLING = 0.9
-"""Share of equal letters from which a flag counts as another flag, mistyped."""
+SAME_SPELLING = 0.9  # share of equal letters from which a flag counts as another flag, mistyped
 
 
 def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:

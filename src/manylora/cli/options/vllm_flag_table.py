@@ -210,8 +210,7 @@ _SHORT = """
     -dph --data-parallel-hybrid-lb  -dpe --data-parallel-external-lb  -dpm --data-parallel-multi-port-external-lb
     -sc --speculative-config  -dc --diffusion-config  -ac --attention-config
 """
-SAME_AS: Mapping[str, str] = dict(zip(_SHORT.split()[::2], _SHORT.split()[1::2], strict=True))
-"""vLLM's short flags."""
+SAME_AS: Mapping[str, str] = dict(zip(_SHORT.split()[::2], _SHORT.split()[1::2], strict=True))  # vLLM's short flags
 
 TRANSLATED: Mapping[str, Mapping[str, str]] = {
     "--no-enable-prefix-caching": {"": "--no-prefix-caching"},

@@ -17,8 +17,7 @@ from manylora.core.logs import escape
 
 __all__ = ["fail", "is_interactive", "note", "notes", "out", "progress_bar"]
 
-PLAIN_WIDTH = 160
-"""Columns without a terminal: a log, a pipe, a file."""
+PLAIN_WIDTH = 160  # columns without a terminal: a log, a pipe, a file
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
 notes = Console(stderr=True, highlight=False)

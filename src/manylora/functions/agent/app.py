@@ -41,8 +41,7 @@ __all__ = ["Dispatch", "agent_server"]
 MAX_BODY_BYTES = default_body_bytes(262_144)
 """Bytes of a body that is read for the name of its model, before the limit of a backbone's own context holds."""
 
-DRAIN_S = 2.0
-"""Time that clients have to read the last bytes of answers once the agent stops, in seconds."""
+DRAIN_S = 2.0  # time that clients have to read the last bytes of answers once the agent stops, in seconds
 
 
 def agent_server(

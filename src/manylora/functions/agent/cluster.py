@@ -33,8 +33,7 @@ from manylora.serving.http.listening import BACKLOG, bind
 
 __all__ = ["AgentActor", "supervise_cluster"]
 
-LOOK_EVERY_S = 2.0
-"""Seconds between two looks for nodes that have joined."""
+LOOK_EVERY_S = 2.0  # seconds between two looks for nodes that have joined
 
 STOP_S = 5.0
 

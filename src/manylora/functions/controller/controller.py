@@ -23,11 +23,8 @@ from manylora.serving.metrics.status_report import FunctionState
 
 __all__ = ["Controller"]
 
-LOST_AFTER_S = 10.0
-"""Seconds without a report after which the functions of a node move to others."""
-
-DECIDE_EVERY_S = 5.0
-"""Seconds between two decisions about the artefacts to hold."""
+LOST_AFTER_S = 10.0  # seconds without a report after which the functions of a node move to others
+DECIDE_EVERY_S = 5.0  # seconds between two decisions about the artefacts to hold
 
 MAX_NODES = 1024
 

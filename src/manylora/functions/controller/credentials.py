@@ -13,11 +13,8 @@ from manylora.functions.wire import TlsFiles
 
 __all__ = ["TOKEN", "find_refusal", "own_token", "read_token", "tls_context", "tls_files"]
 
-TOKEN = "token"
-"""Name of the file in a folder of state."""
-
-CLOSE_S = 2.0
-"""Time in which a controller closes a connection that it refuses."""
+TOKEN = "token"  # name of the file in a folder of state
+CLOSE_S = 2.0  # time in which a controller closes a connection that it refuses
 
 
 def read_token(path: Path) -> str:

@@ -54,13 +54,11 @@ from manylora.serving.http.tls import ServerTls
 __all__ = ["LEDGER", "ControllerServer", "bind_guarded", "exit_code_of", "make_app", "member_of", "run_controller"]
 
 LEDGER = "ledger.db"
-MEMBER = "manylora.member"
-"""Key of a request's scope: the names in the caller's certificate."""
+MEMBER = "manylora.member"  # key of a request's scope: the names in the caller's certificate
 
 MAX_SPEC_BYTES = 64 << 10
 DRAIN_S = 5.0
-MAX_CONNECTIONS = 512
-"""Open connections; an agent has one, and makes another if an idle one is closed."""
+MAX_CONNECTIONS = 512  # open connections; an agent has one, and makes another if an idle one is closed
 
 Act: TypeAlias = Callable[[Controller, Request], Awaitable[Any]]
 T = TypeVar("T")

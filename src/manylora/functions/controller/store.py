@@ -28,12 +28,10 @@ from manylora.serving.metrics.status_report import FunctionStart
 
 __all__ = ["BUCKET_NS", "MachineUse", "NodeEnd", "Store", "read_ledger", "read_prices"]
 
-BUCKET_NS = 60 * 10**9
-"""Resolution of the ledger: usage of one account within a minute is one row."""
+BUCKET_NS = 60 * 10**9  # resolution of the ledger: usage of one account within a minute is one row
 
 VERSION = 1
-LOCKED_S = 5.0
-"""Longest wait for another process that writes."""
+LOCKED_S = 5.0  # longest wait for another process that writes
 
 _SCHEMA = """
 CREATE TABLE functions (name TEXT PRIMARY KEY, spec BLOB NOT NULL, is_configured INTEGER NOT NULL) WITHOUT ROWID;

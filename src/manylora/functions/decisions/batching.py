@@ -32,11 +32,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-RATE_WINDOW_S = 60.0
-"""Seconds after which a request counts by 1/e in the rate of its function."""
-
-FADE = 0.9
-"""Weight that earlier batches keep at each new one, in the times that are learnt."""
+RATE_WINDOW_S = 60.0  # seconds after which a request counts by 1/e in the rate of its function
+FADE = 0.9  # weight that earlier batches keep at each new one, in the times that are learnt
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +109,7 @@ class FixedWindow:
         return now if size >= self.size else max(now, oldest_at + self.delay_s)
 
 
-Window: TypeAlias = BatchWindow | FixedWindow
-"""Says when the waiting requests of a function leave as a batch."""
+Window: TypeAlias = BatchWindow | FixedWindow  # says when the waiting requests of a function leave as a batch
 
 
 def deadline_margin_s(window: Window, oldest_at: float, size: int, now: float, num_batches: int = 1) -> float:

@@ -36,8 +36,7 @@ __all__ = [
     "split_evenly",
 ]
 
-PLATFORM = ""
-"""The account of the machine's time that no function caused."""
+PLATFORM = ""  # the account of the machine's time that no function caused
 
 
 class Usage(NamedTuple):

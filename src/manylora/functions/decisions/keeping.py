@@ -19,11 +19,8 @@ from collections.abc import Sequence
 
 __all__ = ["IdleGaps", "num_devices_worth"]
 
-NUM_GAPS = 64
-"""Idle times that are remembered."""
-
-LEAST_GAPS = 4
-"""Idle times before which the history says too little."""
+NUM_GAPS = 64  # idle times that are remembered
+LEAST_GAPS = 4  # idle times before which the history says too little
 
 MOST_EVENS = 4.0
 """Longest time that a device is kept, in multiples of ``even_s``: the history may mislead by so much at most."""

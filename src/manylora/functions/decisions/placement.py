@@ -94,8 +94,7 @@ class Wanted:
     process: HoldingCost  # its process; the time to start does not include the time to load the adapter
 
 
-BackboneCost: TypeAlias = tuple[HoldingCost, HoldingCost]
-"""The memory of a backbone, and its libraries: a zygote."""
+BackboneCost: TypeAlias = tuple[HoldingCost, HoldingCost]  # the memory of a backbone, and its libraries: a zygote
 
 
 def hold_name(kind: str, owner: str) -> str:

@@ -20,8 +20,7 @@ from manylora.functions.decisions.artefacts import ArtefactKind, Placed, Preload
 
 __all__ = ["Preloader"]
 
-LEAST_GAIN = 0.05
-"""Share of the value held by which a new choice must exceed it."""
+LEAST_GAIN = 0.05  # share of the value held by which a new choice must exceed it
 
 
 class Preloader:

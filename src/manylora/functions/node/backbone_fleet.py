@@ -37,8 +37,7 @@ from manylora.serving.metrics.status_report import FunctionState
 
 __all__ = ["BackboneFleet", "describe_base"]
 
-SNAPSHOT_S = 2.0
-"""Longest wait for the snapshot of a function."""
+SNAPSHOT_S = 2.0  # longest wait for the snapshot of a function
 
 
 class BackboneFleet:

@@ -42,13 +42,11 @@ from manylora.functions.wire import BackboneState
 __all__ = ["BackboneHost"]
 
 POLL_S = 0.02
-RETRY_S = 30.0
-"""Seconds after a failure in which the backbone is not loaded ahead; a request tries again."""
+RETRY_S = 30.0  # seconds after a failure in which the backbone is not loaded ahead; a request tries again
 
 LOAD_TIMEOUT_S = 1800.0
 
-_BITS = {"float32": 32, "int8": 9, "int4": 5}
-"""Bits a weight, scales included and rounded up."""
+_BITS = {"float32": 32, "int8": 9, "int4": 5}  # bits a weight, scales included and rounded up
 
 logger = logging.getLogger(__name__)
 

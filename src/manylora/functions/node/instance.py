@@ -35,11 +35,8 @@ from manylora.serving.metrics.status_report import FunctionStart, FunctionState,
 
 __all__ = ["FunctionInstance", "FunctionPhase", "HostNode"]
 
-RETRY_AFTER_S = 5.0
-"""Seconds after a failed start in which requests get its error at once."""
-
-RESTARTING_S = 0.1
-"""Seconds between two looks at a process that is restarted."""
+RETRY_AFTER_S = 5.0  # seconds after a failed start in which requests get its error at once
+RESTARTING_S = 0.1  # seconds between two looks at a process that is restarted
 
 logger = logging.getLogger(__name__)
 

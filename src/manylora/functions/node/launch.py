@@ -34,8 +34,7 @@ __all__ = ["AwakeFunction", "Launcher", "ProcessUsers", "Timeouts"]
 
 RESTARTS = RestartPolicy(max_deaths=4, first_pause_s=0.1, max_pause_s=5.0)
 
-MAX_ZYGOTES = 3
-"""Zygotes that may end during one start before its requests are refused."""
+MAX_ZYGOTES = 3  # zygotes that may end during one start before its requests are refused
 
 RETRY_AFTER_S = 5.0
 

@@ -38,8 +38,7 @@ __all__ = ["FunctionNode"]
 TICK_S = 0.5
 READ_MEMORY_EVERY_S = 5.0
 
-MAX_PRELOADING = 2
-"""Processes that are started at once because the controller wants them."""
+MAX_PRELOADING = 2  # processes that are started at once because the controller wants them
 
 MAX_LOG_CHARS = 1 << 20
 """Length of functions' lines after which no further function's are taken at once; a report is bounded."""

@@ -16,11 +16,8 @@ from manylora.functions.node.readings import memory_of
 
 __all__ = ["NodeRoom"]
 
-MAX_WAIT_S = 10.0
-"""Longest wait for memory of a function that wakes."""
-
-LEAST_BYTES = 64 << 20
-"""Memory that a process is expected to take before any was read."""
+MAX_WAIT_S = 10.0  # longest wait for memory of a function that wakes
+LEAST_BYTES = 64 << 20  # memory that a process is expected to take before any was read
 
 logger = logging.getLogger(__name__)
 

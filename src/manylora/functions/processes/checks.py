@@ -34,16 +34,12 @@ __all__ = ["MessageCheck", "TimeBudget"]
 MAX_SECONDS = 1e9
 MAX_COUNT = 2**31 - 1
 MAX_CHARS = 4096
-MAX_ENTRIES = 2**17
-"""Most values of one kind in a message: more than the requests that a function may have."""
+MAX_ENTRIES = 2**17  # most values of one kind in a message: more than the requests that a function may have
 
 MAX_NOTE_CHARS = 1000
 MAX_FAULT_CHARS = 2**16
-MAX_ANSWER = 2**20
-"""Tokens of an answer whose request sets no limit."""
-
-NUM_EMPTY = 8
-"""Outputs of a request that have no token: its prompt's part, its end."""
+MAX_ANSWER = 2**20  # tokens of an answer whose request sets no limit
+NUM_EMPTY = 8  # outputs of a request that have no token: its prompt's part, its end
 
 STAGES = frozenset({"fork", "confine", "map", "build"})
 REASONS = frozenset(reason.value for reason in FinishReason)
@@ -52,8 +48,7 @@ WINDOW_S = 0.25
 MAX_IDLE_SHARE = 0.02
 """Most of a processor for the messages of a function without requests, which has next to nothing to say."""
 
-MAX_BUSY_SHARE = 0.25
-"""Likewise with requests; an engine with sixteen of them on a small model needs a tenth."""
+MAX_BUSY_SHARE = 0.25  # likewise with requests; an engine with sixteen of them on a small model needs a tenth
 
 MAX_PAUSE_S = 5.0
 

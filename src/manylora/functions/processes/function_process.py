@@ -38,8 +38,7 @@ __all__ = ["MAX_TASKS", "PACKAGE", "StartStages", "live_builder", "run_function"
 
 PACKAGE = Path(__file__).resolve().parents[2]
 
-MAX_TASKS = 256
-"""Most threads of a function, beside those that compute."""
+MAX_TASKS = 256  # most threads of a function, beside those that compute
 
 logger = logging.getLogger(__name__)
 

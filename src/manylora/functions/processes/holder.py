@@ -26,8 +26,7 @@ from manylora.functions.processes.frames import frame, in_memory
 
 __all__ = ["TIMEOUT_S", "BackboneSocket", "become_holder", "hold_command", "holder_of", "main"]
 
-TIMEOUT_S = 10.0
-"""Longest wait for the other end of a connection."""
+TIMEOUT_S = 10.0  # longest wait for the other end of a connection
 
 _CREDENTIALS = struct.calcsize("3i")
 

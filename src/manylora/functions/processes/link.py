@@ -46,8 +46,7 @@ from manylora.serving.hosting.protocol import (
 
 __all__ = ["FunctionLink", "FunctionLog"]
 
-MAX_BACKLOG_BYTES = 64 << 20
-"""Most bytes of commands that a function may leave unread."""
+MAX_BACKLOG_BYTES = 64 << 20  # most bytes of commands that a function may leave unread
 
 EXIT_S = 5.0
 
@@ -57,8 +56,7 @@ LOG_BURST_BYTES = 64 << 10
 LOG_BYTES_PER_S = 1 << 10
 """The share of a function in the log: a few tracebacks at once, and 86 MB a day in the long run."""
 
-LOG_LINE_BYTES = 64
-"""Bytes of the log that each line costs beside its own."""
+LOG_LINE_BYTES = 64  # bytes of the log that each line costs beside its own
 
 LOG_CHUNK_BYTES = 4096
 

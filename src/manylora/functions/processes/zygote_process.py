@@ -55,11 +55,8 @@ __all__ = ["clean_mappings", "let_file_pages_go", "main"]
 
 MAX_PID_CHARS = 16
 
-GROUPS = "function"
-"""Begins the names of its functions' control groups, before its process id."""
-
-NUM_PAGES = 16
-"""Pages of the engine that is built to warm the zygote."""
+GROUPS = "function"  # begins the names of its functions' control groups, before its process id
+NUM_PAGES = 16  # pages of the engine that is built to warm the zygote
 
 UNUSED = ("scipy", "accelerate", "PIL", "triton")
 """Packages that torch and transformers import where they are, and no function uses: tens of MiB."""

@@ -26,13 +26,11 @@ from manylora.serving.http.errors import HttpError
 
 __all__ = ["AdapterPlacement", "RoutedAdapters"]
 
-MAX_AGAIN = 4
-"""Failed changes that are tried again on one backend at one poll."""
+MAX_AGAIN = 4  # failed changes that are tried again on one backend at one poll
 
 logger = logging.getLogger(__name__)
 
-Answers = dict[Backend, tuple[int, str]]
-"""Status and text by backend."""
+Answers = dict[Backend, tuple[int, str]]  # status and text by backend
 
 
 @dataclass(slots=True, eq=False)

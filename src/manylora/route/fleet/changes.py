@@ -20,14 +20,10 @@ from manylora.route.upstream.pool import FetchFailed
 
 __all__ = ["AdapterAccount", "BackendChanges", "Change", "ChangeLog"]
 
-MAX_UNLOADED = 10_000
-"""Adapters that were unloaded and keep an entry."""
-MAX_CALLS = 4
-"""Changes of adapters at one backend at once."""
-MAX_TRIES = 3
-"""Tries to load an adapter on a backend that joins, before it joins without."""
-AGAIN_S = 30.0
-"""Time between two tries to load an adapter on a backend that could not load it, in seconds."""
+MAX_UNLOADED = 10_000  # adapters that were unloaded and keep an entry
+MAX_CALLS = 4  # changes of adapters at one backend at once
+MAX_TRIES = 3  # tries to load an adapter on a backend that joins, before it joins without
+AGAIN_S = 30.0  # time between two tries to load an adapter on a backend that could not load it, in seconds
 MAX_FAILED = 10_000
 MAX_ANSWER_BYTES = 64 * 1024
 

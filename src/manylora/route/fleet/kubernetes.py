@@ -33,8 +33,7 @@ from manylora.route.upstream.pool import FetchFailed, Pool, fetch
 
 __all__ = ["Cluster"]
 
-WATCH_S = 240
-"""Time after which the API server ends a watch, in seconds; it ends that late if the connection has died."""
+WATCH_S = 240  # time after which the API server ends a watch, in seconds; it ends that late if the connection has died
 LATE_S = 30
 ANSWER_S = 30.0
 MAX_PAGE_BYTES = 64 << 20

@@ -23,13 +23,10 @@ from manylora.serving.http.tenants import Tenant
 
 __all__ = ["Backends", "Catalog", "Found"]
 
-REFRESH_S = 1.0
-"""Least time between two reads of all lists of models for requests with unknown names."""
-MAX_BACKENDS = 256
-"""Further addresses are ignored."""
+REFRESH_S = 1.0  # least time between two reads of all lists of models for requests with unknown names
+MAX_BACKENDS = 256  # further addresses are ignored
 MAX_MODELS_BYTES = 32 * 1024 * 1024
-MAX_LISTINGS = 32
-"""Lists of models that are kept for tenants."""
+MAX_LISTINGS = 32  # lists of models that are kept for tenants
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from manylora.route.upstream.address import parse_backend
 __all__ = ["Arm", "arms_in_order", "conversation_key", "parse_names"]
 
 MAX_ARMS = 16
-MAX_FIRST = 8
-"""Messages that are looked at for the first one of the user."""
+MAX_FIRST = 8  # messages that are looked at for the first one of the user
 MAX_KEY_BYTES = 16 * 1024
 
 

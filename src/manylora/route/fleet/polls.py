@@ -27,12 +27,10 @@ from manylora.route.upstream.pool import FetchFailed
 
 __all__ = ["Polls"]
 
-MODELS_EVERY = 5
-"""Polls between two reads of the list of models."""
+MODELS_EVERY = 5  # polls between two reads of the list of models
 MAX_METRICS_BYTES = 16 * 1024 * 1024
 MAX_HEALTH_BYTES = 64 * 1024
-PROBE_S = 30.0
-"""Time that one token may take, in seconds: requests of others may be queued before it."""
+PROBE_S = 30.0  # time that one token may take, in seconds: requests of others may be queued before it
 JITTER = 0.2
 
 logger = logging.getLogger(__name__)

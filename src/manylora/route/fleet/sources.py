@@ -28,13 +28,11 @@ from manylora.route.upstream.address import Address, parse_backend
 __all__ = ["Pods", "Resolve", "Sources", "parse_source", "resolve"]
 
 KEY_SOURCES = ("env", "file")
-FIRST_S = 5.0
-"""Time that the start waits for the first list of pods, in seconds."""
+FIRST_S = 5.0  # time that the start waits for the first list of pods, in seconds
 
 logger = logging.getLogger(__name__)
 
-Resolve = Callable[[str, int], Awaitable[set[str]]]
-"""Returns the IP addresses of a name and port; raises ``OSError``."""
+Resolve = Callable[[str, int], Awaitable[set[str]]]  # returns the IP addresses of a name and port; raises ``OSError``
 
 
 async def resolve(name: str, port: int) -> set[str]:

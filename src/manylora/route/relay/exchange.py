@@ -27,8 +27,7 @@ from manylora.serving.http.room import ArrivingBody
 
 __all__ = ["Client", "ClientClosed", "Exchange", "read_fields", "with_fields"]
 
-MAX_HELD_BYTES = 256 * 1024
-"""Bytes of a body that are held before the backend's connection is no longer read."""
+MAX_HELD_BYTES = 256 * 1024  # bytes of a body that are held before the backend's connection is no longer read
 
 MAX_SALT_BYTES = 1024
 _NONE = msgspec.Raw(b"")

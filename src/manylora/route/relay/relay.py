@@ -41,10 +41,8 @@ TRY_ELSEWHERE = (429, 502, 503, 504)
 FULL_AVOIDED_S = 1.0
 """Time without requests for a backend that was full: its ``Retry-After`` is the turn of one client among many."""
 
-MOST_AVOIDED_S = 10.0
-"""Longest ``Retry-After`` that is honoured, in seconds."""
-ARM_HEADER = b"x-manylora-model"
-"""The version that answered a public name."""
+MOST_AVOIDED_S = 10.0  # longest ``Retry-After`` that is honoured, in seconds
+ARM_HEADER = b"x-manylora-model"  # the version that answered a public name
 MAX_BODY_BYTES = 32 << 20
 MAX_HELD_BYTES = 1 << 30
 """Bytes of all long bodies until the first byte of their answers, up to which they may be sent again."""

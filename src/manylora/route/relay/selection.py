@@ -27,8 +27,7 @@ from manylora.serving.http.errors import HttpError
 
 __all__ = ["RelayedRequest", "Selection"]
 
-MAX_LOST = 2
-"""Backends that a request may be lost on."""
+MAX_LOST = 2  # backends that a request may be lost on
 
 
 @dataclass(slots=True)

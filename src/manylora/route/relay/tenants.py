@@ -30,8 +30,7 @@ _USAGE = re.compile(rb'"(prompt|input|completion|output)_tokens"\s*:\s*(\d{1,9})
 """In JSON no text of an answer has a quote in this place without a backslash before it."""
 
 _EVENT = b"data: {"
-REST = 64
-"""Bytes of a piece that are kept: the longest count of tokens may begin there."""
+REST = 64  # bytes of a piece that are kept: the longest count of tokens may begin there
 
 
 @dataclass(slots=True, eq=False)

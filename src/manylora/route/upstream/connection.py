@@ -19,8 +19,7 @@ __all__ = ["MAX_HEAD_BYTES", "STALE_S", "Failure", "Headers", "Receiver", "Upstr
 
 MAX_HEAD_BYTES = 64 * 1024
 """Most bytes of an answer between two pieces of its body: status line and headers, chunk extensions, trailers."""
-STALE_S = 1.0
-"""Time within which the end of an idle connection is noticed by a request that is sent on it, in seconds."""
+STALE_S = 1.0  # time within which the end of an idle connection is noticed by a request that is sent on it, in seconds
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -19,8 +19,7 @@ from manylora.route.upstream.connection import Failure, Headers, UpstreamConnect
 
 __all__ = ["CannotConnect", "FetchFailed", "Pool", "backend_tls", "fetch"]
 
-IDLE_S = 4.0
-"""Longest use of an idle connection again, in seconds: uvicorn, and so vLLM, closes them after five."""
+IDLE_S = 4.0  # longest use of an idle connection again, in seconds: uvicorn, and so vLLM, closes them after five
 MAX_IDLE = 1024
 
 logger = logging.getLogger(__name__)

@@ -44,8 +44,7 @@ __all__ = [
     "without_foreign_pages",
 ]
 
-TENANT_HEADER = "x-manylora-tenant"
-"""From a router: the name of a request's tenant, a semicolon and its weight."""
+TENANT_HEADER = "x-manylora-tenant"  # from a router: the name of a request's tenant, a semicolon and its weight
 
 MAX_ROUTED = 10_000
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 __all__ = ["REREAD_S", "keep_reading", "stamp_of"]
 
-REREAD_S = 1.0
-"""Time between two looks at a file, in seconds."""
+REREAD_S = 1.0  # time between two looks at a file, in seconds
 
 
 def stamp_of(path: str | Path) -> tuple[int, int, int] | None:

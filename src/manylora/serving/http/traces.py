@@ -33,13 +33,11 @@ from manylora.core.types import SamplingParams
 
 __all__ = ["TRACE", "HttpTrace", "SpanOfAnswers", "TraceLayer", "Traces", "sent_traces"]
 
-TRACE = "manylora.trace"
-"""Key of the ``HttpTrace`` in the scope of a request that has one."""
+TRACE = "manylora.trace"  # key of the ``HttpTrace`` in the scope of a request that has one
 
 PARENT = (b"traceparent", b"tracestate")
 LAST_SPANS_S = 2.0
-MOST_ANSWERS = 65536
-"""Requests whose answers are awaited; of more, the oldest have no spans of the engine."""
+MOST_ANSWERS = 65536  # requests whose answers are awaited; of more, the oldest have no spans of the engine
 
 Headers: TypeAlias = Iterable[tuple[bytes, bytes]]
 

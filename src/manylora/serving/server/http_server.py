@@ -52,9 +52,7 @@ from manylora.serving.text.model_files import load_generation_defaults
 __all__ = ["connection_bounds", "make_app", "make_http_server"]
 
 ANSWER_ROUTES = (*completion_routes, *chat_routes, *response_routes, *invocation_routes)
-ROOM_PATHS = frozenset(route.path for route in ANSWER_ROUTES)
-"""Routes whose requests go to an engine."""
-
+ROOM_PATHS = frozenset(route.path for route in ANSWER_ROUTES)  # routes whose requests go to an engine
 LAST_WRITES_S = 2.0  # time that clients have to read the last bytes of failed answers, in seconds
 FILES_BESIDE_CONNECTIONS = 64  # files that the server opens at once, beside connections and engines
 

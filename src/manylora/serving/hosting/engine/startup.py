@@ -48,11 +48,8 @@ SPIN_COUNT = 100  # rounds of a spinning thread: some microseconds
 
 TORCH_BUILDER = "manylora.execution.build:build_parts"
 
-KEPT_BYTES = 1 << 30
-"""Freed memory that the heap keeps: more than a step has activations at once."""
-
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-"""Parameters of glibc's ``mallopt``."""
+KEPT_BYTES = 1 << 30  # freed memory that the heap keeps: more than a step has activations at once
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameters of glibc's ``mallopt``
 
 _waiting: dict[str, subprocess.Popen[bytes]] = {}
 

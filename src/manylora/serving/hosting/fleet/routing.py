@@ -29,8 +29,7 @@ from manylora.serving.hosting.links.client import EngineClient
 
 __all__ = ["FleetRouting", "FleetScaling", "MakeRouter"]
 
-MakeRouter: TypeAlias = Callable[[Mapping[str, int]], Router]
-"""Returns a router, given the adapters' ranks by name."""
+MakeRouter: TypeAlias = Callable[[Mapping[str, int]], Router]  # returns a router, given the adapters' ranks by name
 
 REPORT_EVERY_S = 1.0  # seconds between two reports of an engine to the router
 WARM_POLL_S = 0.05  # seconds between two looks at adapters on their way to the device

@@ -46,11 +46,9 @@ class ToolEvent(NamedTuple):
     text: str
 
 
-Reading = Generator[None, str, None]
-"""Takes characters, and ``""`` at the end of the text."""
+Reading = Generator[None, str, None]  # takes characters, and ``""`` at the end of the text
 
-ToolSchemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of the parameters of each function."""
+ToolSchemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of the parameters of each function
 
 
 class NotACall(Exception):
