@@ -105,11 +105,7 @@ class LoadOptions(CheckedOptions):
     )
 
     def slo(self) -> Slo:
-        """Return the SLO of ``goodput``.
-
-        Raises:
-            ConfigError: An objective has an unknown name or no number.
-        """
+        """Return the SLO of ``goodput``; ``ConfigError`` if an objective has an unknown name or no number."""
         limits: dict[str, float] = {}
         for objective in self.goodput:
             name, _, number = objective.partition(":")

@@ -116,11 +116,7 @@ def _table(file: Path | None, chosen: Chosen, sets: list[str] | None) -> dict[st
 
 
 def _simulate(scenario: Scenario, table: dict[str, Any], label: str) -> SimulationReport:
-    """Run a scenario, and show the progress.
-
-    Raises:
-        ConfigError: The workload has no request that would be counted.
-    """
+    """Run a scenario, and show the progress; ``ConfigError`` if the workload has no request that would be counted."""
     workload, config = scenario.make_workload(), scenario.make_config()
     if not workload.requests:
         raise ConfigError("The workload has no requests")

@@ -56,9 +56,7 @@ def agent_server(
     """Return the server of all backbones, and the functions of each; reads tokenizers, and no weights.
 
     ``tenants`` are those of a file, and ``usage`` takes what they used.
-
-    Raises:
-        ConfigError: A model lacks its configuration or its tokenizer.
+    ``ConfigError`` if a model lacks its configuration or its tokenizer.
     """
     fleets = [BackboneFleet(name, node, _folder_of(spec)) for name, spec in backbones.items()]
     contexts = {one.served_name: _context(one, backbones[one.served_name], node, config, tenants) for one in fleets}

@@ -85,11 +85,7 @@ class Child:
         self._is_stopping = False
 
     async def keep(self) -> None:
-        """Run it until ``stop``.
-
-        Raises:
-            EngineDead: The process died too often in a row.
-        """
+        """Run it until ``stop``; ``EngineDead`` if the process died too often in a row."""
         now = asyncio.get_running_loop().time
         deaths = 0
         while not self._is_stopping:

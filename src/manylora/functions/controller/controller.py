@@ -155,11 +155,7 @@ class Controller:
         self._place()
 
     def remove(self, name: str) -> None:
-        """Forget a function; its bills remain.
-
-        Raises:
-            RequestError: There is none of this name.
-        """
+        """Forget a function; its bills remain; ``RequestError`` if there is none of this name."""
         if not self.store.remove(name):
             raise RequestError(f"Got function {name!r}, expected a registered one", param="name")
         self._functions.pop(name, None)

@@ -156,9 +156,7 @@ class Store:
         """Record a report, unless it was recorded before; return the end of the node's ledger.
 
         A report whose amounts do not add up to its interval is an error of the agent, and nothing is recorded.
-
-        Raises:
-            ConfigError: The report overlaps the ledger in part, or does not add up.
+        ``ConfigError`` if the report overlaps the ledger in part, or does not add up.
         """
         _check_sums(report)
         with self._transaction():
@@ -260,11 +258,7 @@ def read_ledger(path: Path, since_ns: int, until_ns: int) -> tuple[list[Account]
 
 
 def read_prices(path: Path) -> PriceList:
-    """Return the prices of the controller's configuration.
-
-    Raises:
-        ConfigError: There is no ledger.
-    """
+    """Return the prices of the controller's configuration; ``ConfigError`` if there is no ledger."""
     with _reading(path) as db:
         row = db.execute("SELECT list FROM prices").fetchone()
     return PriceList() if row is None else msgspec.json.decode(row[0], type=PriceList)

@@ -86,11 +86,7 @@ class Placed(NamedTuple):
 
 
 class PreloadProblem:
-    """Artefacts, and the places that could hold them.
-
-    Raises:
-        ConfigError: Two have one name, or a parent is unknown.
-    """
+    """Artefacts, and the places that could hold them; ``ConfigError`` if two have one name, or a parent is unknown."""
 
     def __init__(self, artefacts: Iterable[Artefact], places: Iterable[Place]) -> None:
         self.artefacts, self.places = tuple(artefacts), tuple(places)

@@ -32,11 +32,7 @@ class FrameBuffer:
         self._bytes = bytearray()
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the frames that are complete now.
-
-        Raises:
-            FrameError: A frame is too long.
-        """
+        """Return the frames that are complete now; ``FrameError`` if a frame is too long."""
         held = self._bytes
         held += received
         bodies = []

@@ -37,9 +37,7 @@ class BackboneSocket:
     """A Unix socket, for its owner alone, that gives each caller the sealed memory; a context, which removes it.
 
     One without a listener is replaced.
-
-    Raises:
-        ConfigError: There is another file, another backbone listens, or the folder cannot be written.
+    ``ConfigError`` if there is another file, another backbone listens, or the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

@@ -114,11 +114,7 @@ class Polls:
                 logger.info("backend_up url=%s kind=%s models=%d", backend.url, backend.kind.value, len(backend.cards))
 
     async def _ask(self, backend: Backend) -> None:
-        """Read all that a poll reads.
-
-        Raises:
-            FetchFailed: The backend may have no requests.
-        """
+        """Read all that a poll reads; ``FetchFailed`` if the backend may have no requests."""
         status, _ = await backend.call(b"/health", timeout_s=self.config.poll_timeout_s, max_bytes=MAX_HEALTH_BYTES)
         if status >= 500:
             raise FetchFailed(f"/health answered {status}")

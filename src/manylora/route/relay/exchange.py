@@ -52,9 +52,7 @@ def read_fields(body: bytes) -> tuple[str | None, PromptText]:
     """Return the model that a body names, if it names one, and its prompt, in the order in which templates have it.
 
     Token ids are counted; of text every four bytes count as one token.
-
-    Raises:
-        RequestError: The body is no JSON object, or its model no string.
+    ``RequestError`` if the body is no JSON object, or its model no string.
     """
     try:
         read = _decoder.decode(body)
@@ -72,9 +70,7 @@ def with_fields(body: bytes, model: str, tenant: str | None = None) -> bytes:
     """Return a body with another model, and a salt of its prefixes for a tenant alone if there is one.
 
     Each of the two comes once; all other fields stay as they are, byte by byte.
-
-    Raises:
-        RequestError: A field's name, or the salt that the body has, is no text.
+    ``RequestError`` if a field's name, or the salt that the body has, is no text.
     """
     given = {"model": model}
     try:
@@ -274,11 +270,7 @@ class Client:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def waits_for(self, exchange: Exchange | None) -> None:
-        """Cancel this exchange when the client goes.
-
-        Raises:
-            ClientClosed: The client has gone already.
-        """
+        """Cancel this exchange when the client goes; ``ClientClosed`` if the client has gone already."""
         self._exchange = exchange
         if self.is_gone:
             raise ClientClosed

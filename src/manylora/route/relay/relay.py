@@ -90,10 +90,8 @@ class Relay:
         """Read the body of a request and find its model.
 
         Prompts of two tenants share nothing, and without keys those of two callers that the backends tell apart.
-
-        Raises:
-            ManyloraError: The body is too large or no JSON object, its model cannot be found, or the tenant has no
-                room for it.
+        ``ManyloraError`` if the body is too large or no JSON object, its model cannot be found, or the tenant has no
+        room for it.
         """
         body = await client.body(MAX_BODY_BYTES)
         model, prompt = read_fields(body)

@@ -34,9 +34,7 @@ def backend_tls(ca_certs: str | None) -> ssl.SSLContext:
     """Return the settings of TLS towards backends, whose certificates lead to these, or to those of the system.
 
     One for all: reading the system's takes tens of milliseconds.
-
-    Raises:
-        ConfigError: The file cannot be used.
+    ``ConfigError`` if the file cannot be used.
     """
     try:
         context = ssl.create_default_context(cafile=ca_certs)
@@ -75,11 +73,7 @@ class Pool:
         return None
 
     async def connect(self) -> UpstreamConnection:
-        """Make a connection.
-
-        Raises:
-            CannotConnect: The connection was refused, or took too long.
-        """
+        """Make a connection; ``CannotConnect`` if the connection was refused, or took too long."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):

@@ -47,11 +47,7 @@ class SpooledAdapter:
         self._file = open(folder / WEIGHT_FILES[0], "xb", buffering=0)  # noqa: SIM115 (until ``close``)
 
     def write(self, data: bytes) -> None:
-        """Append to the weight file.
-
-        Raises:
-            CapacityError: Published adapters take all the memory that they may.
-        """
+        """Append to the weight file; ``CapacityError`` if published adapters take all the memory that they may."""
         with self._taking(len(data)):
             view = memoryview(data)
             while view:

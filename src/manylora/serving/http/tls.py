@@ -65,11 +65,7 @@ class ServerTls:
 
 
 def server_tls(config: TlsConfig) -> ServerTls | None:
-    """Return the TLS of a server; ``None`` without a certificate.
-
-    Raises:
-        ConfigError: The files cannot be used.
-    """
+    """Return the TLS of a server; ``None`` without a certificate; ``ConfigError`` if the files cannot be used."""
     if config.ssl_certfile is None:
         return None
     files = (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)

@@ -199,9 +199,7 @@ def sent_traces(config: TraceConfig, service: str) -> Traces | None:
     """Return traces that go to the collector of a configuration; ``None`` if there is none.
 
     A URL with a path speaks HTTP (``http://host:4318/v1/traces``), one without gRPC (``http://host:4317``).
-
-    Raises:
-        ConfigError: OpenTelemetry's packages are not installed.
+    ``ConfigError`` if OpenTelemetry's packages are not installed.
     """
     endpoint = config.otlp_traces_endpoint
     if endpoint is None:

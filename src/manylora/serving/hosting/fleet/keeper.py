@@ -103,9 +103,7 @@ class EngineKeeper:
         """Start an engine: the first, or another after the keeper's last engine was drained.
 
         ``prepare`` is called with the engine once it has every adapter, before it serves.
-
-        Raises:
-            ManyloraError: The engine refused its configuration, or ``lose`` raised an adapter's error. It has ended.
+        ``ManyloraError`` if the engine refused its configuration, or ``lose`` raised an adapter's error. It has ended.
         """
         try:
             await self._bring_up(prepare)
