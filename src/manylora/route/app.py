@@ -202,13 +202,7 @@ class RouterRoutes:
 
 
 def make_app(config: ProxyConfig, relay: ASGIApp, routes: RouterRoutes) -> ASGIApp:
-    """Return the application.
-
-    Args:
-        config: Keys and names of hosts.
-        relay: Answers the routes that are passed on.
-        routes: The others.
-    """
+    """Return the application: ``relay`` answers the routes that are passed on, ``routes`` the others."""
     app = Starlette(
         routes=[*(Route(path, relay, methods=["POST"]) for path in PASSED_ON), *routes.routes()],
         exception_handlers={ManyloraError: on_error, HTTPException: on_http_exception, Exception: _on_bug},

@@ -99,10 +99,7 @@ class Health:
         """Count a failed poll, unless bytes came since the poll before; return whether the backend is lost.
 
         It is lost again each time that as many polls fail: requests may be tried on a backend that is down.
-
-        Args:
-            num_reads: Reads from this backend so far, of all its answers.
-            reason: For logs and ``/status``.
+        ``num_reads`` counts the reads of all its answers so far.
         """
         self._num_good_polls = 0
         self.is_warm = False
@@ -160,12 +157,7 @@ class Health:
 
 
 class Backend:
-    """One server behind the router. For the event loop's thread alone.
-
-    Args:
-        config: Limits, times and the key.
-        is_warm: As for ``Health``.
-    """
+    """One server behind the router; ``is_warm`` as for ``Health``. For the event loop's thread alone."""
 
     def __init__(self, address: Address, config: ProxyConfig, *, is_warm: bool) -> None:
         self.address = address
@@ -278,18 +270,7 @@ class Backend:
         max_bytes: int,
         on_piece: Callable[[bytes], None] | None = None,
     ) -> tuple[int, bytes]:
-        """Send a request of the router's own; return the status and the body of its answer.
-
-        Args:
-            path: The route.
-            body: Sent as JSON by POST; ``None`` for a GET.
-            timeout_s: As for ``fetch``.
-            max_bytes: As for ``fetch``.
-            on_piece: As for ``fetch``.
-
-        Raises:
-            FetchFailed: There is no whole answer in time.
-        """
+        """Send a request of the router's own, a ``body`` as JSON by POST; return, and raise, as ``fetch`` does."""
         sent = b"" if body is None else msgspec.json.encode(body)
         head = request_head(
             self.address,

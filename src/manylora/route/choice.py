@@ -116,12 +116,9 @@ class Choice:
         self._prefixes.forget(member.view)
 
     def choose(self, model: str, prompt: PromptText, available: Seq[Backend]) -> Ticket:
-        """Choose a backend among the ``available``, of which there is at least one, and count the request there.
+        """Choose among the ``available`` backends, at least one, and count the request there.
 
-        Args:
-            model: The adapter; empty for the base.
-            prompt: The prompt.
-            available: The backends that can take the request.
+        The ``model`` is the adapter's name, empty for the base.
         """
         if model and model not in self.ranks:
             self.learn_ranks({model: USUAL_RANK})
@@ -166,12 +163,9 @@ class Choice:
         self.ranks.update(ranks)
 
     def correct(self, member: Backend, num_own: int, metrics: BackendMetrics | None) -> None:
-        """Take in a report of a backend.
+        """Take in a backend's report; ``None`` for none, which halves the correction.
 
-        Args:
-            member: The backend.
-            num_own: Requests of this router that were there when it was asked.
-            metrics: Its report; ``None`` for none, which halves the correction.
+        ``num_own`` are the requests of this router that were there when it was asked.
         """
         view, report, num_reported = member.view, ReplicaReport(), None
         if metrics is not None:

@@ -59,13 +59,8 @@ logger = logging.getLogger(__name__)
 class Proxy:
     """One router, from start to stop, on one event loop.
 
-    Args:
-        config: Its options.
-        resolve: Looks DNS names up.
-        environment: Environment variables, for keys of backends.
-
-    Raises:
-        ConfigError: An address or a router is wrong, or it cannot listen.
+    ``resolve`` looks DNS names up; the ``environment`` has keys of backends. ``ConfigError`` if an address or a router
+    is wrong, or it cannot listen.
     """
 
     def __init__(
@@ -178,11 +173,6 @@ async def reload_on_change(proxy: Proxy, read: Callable[[], ProxyConfig], file: 
     """Read the configuration again at SIGHUP and when its file changes; a wrong one is refused, and the old one stays.
 
     A signal has one handler: this one reads the tenants again as well.
-
-    Args:
-        proxy: The router.
-        read: Returns the configuration.
-        file: Its file.
     """
     asked = asyncio.Event()
 
@@ -215,16 +205,10 @@ def run(
     file: str | None = None,
     read: Callable[[], ProxyConfig] | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; call it from the main thread. Returns the exit code.
+    """Serve until SIGTERM or SIGINT, and return the exit code; call it from the main thread.
 
-    Args:
-        config: The options.
-        environment: Environment variables, for keys of backends.
-        file: The file that options come from, if there is one.
-        read: Reads it again.
-
-    Raises:
-        ManyloraError: The router could not start.
+    The ``environment`` has keys of backends. If the options come from a ``file``, ``read`` reads it again.
+    ``ManyloraError`` if the router could not start.
     """
     tasks: list[asyncio.Task[None]] = []
 

@@ -29,12 +29,7 @@ class ReportedTimes:
         self._before = BackendMetrics()
 
     def learn(self, metrics: BackendMetrics, view: ReplicaView) -> StepModel | None:
-        """Learn from a report; return the model, ``None`` before there were enough of them.
-
-        Args:
-            metrics: The report.
-            view: The requests there.
-        """
+        """Learn from a report and the requests there; return the model, ``None`` before there were enough reports."""
         before, self._before = self._before, metrics
         load = max(1, metrics.num_running or view.load)
         context = round(view.times().context)

@@ -92,11 +92,7 @@ def _rates(recent: deque[StatusReport]) -> Rates | None:
 
 
 class Keys:
-    """Reads the keys that are pressed at a terminal, one at a time and not shown; no keys of another input.
-
-    Args:
-        source: Standard input.
-    """
+    """Reads the keys that are pressed at a terminal, one at a time and not shown; no keys of another input."""
 
     def __init__(self, source: TextIO) -> None:
         self._file = source.fileno() if source.isatty() else None

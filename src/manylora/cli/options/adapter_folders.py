@@ -30,16 +30,11 @@ def collect_adapters(
 ) -> dict[str, str]:
     """Return paths by name of `--lora-modules` and of every `--lora-dir`.
 
-    Of two folders with one name the first is taken; `--lora-modules` goes before both.
-
-    Args:
-        modules: Values of `--lora-modules`.
-        folders: Values of `--lora-dir`.
-        roots: Real paths below which links may lead; ``None`` for anywhere.
-        registries: URLs below which those of `--lora-modules` must lie.
+    Of two folders with one name the first is taken; `--lora-modules` goes before both. Links may lead below ``roots``,
+    which are real paths; ``None`` for anywhere.
 
     Raises:
-        AdapterForbidden: A URL lies elsewhere.
+        AdapterForbidden: A URL lies below none of the registries.
         ConfigError: Two `--lora-modules` have one name and two paths, a folder does not exist, or a registry is no URL.
     """
     allowed = [check_registry(prefix) for prefix in registries]
@@ -62,14 +57,8 @@ def adapters_below(folder: str, roots: Collection[str] | None = None) -> dict[st
     """Return the adapters below a folder, which have an `adapter_config.json`, named by their paths in it.
 
     Folders within adapters are not searched: trainers put checkpoints there. Skipped, with a line in the log, are
-    folders with weights and no configuration, with names that cannot be shown, and links that lead outside.
-
-    Args:
-        folder: The folder.
-        roots: Real paths below which links may lead; ``None`` for anywhere.
-
-    Raises:
-        ConfigError: There is no such folder, or it is an adapter itself.
+    folders with weights and no configuration, with names that cannot be shown, and links that lead outside the
+    ``roots``. ``ConfigError`` if there is no such folder, or it is an adapter itself.
     """
     root = Path(folder).expanduser()
     if not root.is_dir():

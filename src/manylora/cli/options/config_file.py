@@ -48,13 +48,7 @@ def config_option(flags: Iterable[Flag], help: str) -> Any:
 def chosen_again(context: typer.Context, path: str, flags: Iterable[Flag]) -> Chosen:
     """Return the options of a command that runs, with its configuration file read anew.
 
-    Args:
-        context: The command's.
-        path: The file.
-        flags: The command's.
-
-    Raises:
-        ConfigError: As for ``read_config_file``, or a value is not of its option's type.
+    ``ConfigError`` as for ``read_config_file``, or if a value is not of its option's type.
     """
     flags = tuple(flags)
     context.default_map = _defaults(context, path, flags)
@@ -86,19 +80,10 @@ def _defaults(context: typer.Context, path: str, flags: Iterable[Flag]) -> dict[
 def read_config_file(
     path: str, *, options: Collection[str], lists: Collection[str], flags: Iterable[Flag] = ()
 ) -> dict[str, Value]:
-    """Read a configuration file.
+    """Read a configuration file; return values by option name, with underscores.
 
-    Args:
-        path: The file.
-        options: Known options, with underscores.
-        lists: Options that can be given several times.
-        flags: Options from fields, whose field names are accepted as well.
-
-    Returns:
-        Values by option name, with underscores.
-
-    Raises:
-        ConfigError: The file cannot be read, is not TOML, or has an unknown key or a value of a wrong type.
+    Known are the ``options``, of which ``lists`` can be given several times, and the fields behind ``flags``.
+    ``ConfigError`` if the file cannot be read, is not TOML, or has an unknown key or a value of a wrong type.
     """
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))

@@ -146,12 +146,9 @@ def flags_of(
 ) -> tuple[Flag, ...]:
     """Return the flags of dataclasses, in the order of their fields; of flags with one name, the first.
 
-    Args:
-        owners: The dataclasses.
-        only: Names of fields; empty for all with a panel.
-        spelled: Other names of flags in this command, by field.
-        panel: The panel of the help for all flags, in place of the panels of their fields.
-        may_be_unset: Whether an option that is not given changes nothing.
+    Without names in ``only`` they are those of all fields with a panel. ``spelled`` has other names of flags in this
+    command, by field, and ``panel`` takes the place of the fields' own. If they ``may_be_unset``, an option that is not
+    given changes nothing.
     """
     flags: dict[str, Flag] = {}
     for owner in owners:
@@ -197,8 +194,7 @@ class Chosen:
     def settings(self, places: Mapping[type, str | Mapping[str, str]]) -> dict[str, Any]:
         """Return the values that were given, by dotted key in a scenario.
 
-        Args:
-            places: For each dataclass its prefix in a scenario, as ``setup.scheduler.``, or the key of each field.
+        For each dataclass ``places`` has its prefix in a scenario, as ``setup.scheduler.``, or the key of each field.
         """
         given: dict[str, Any] = {}
         for flag, value in self._values.items():
@@ -226,9 +222,7 @@ def with_flags(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add options to a command, which receives their values as its argument ``chosen``.
 
-    Args:
-        flags: From ``flags_of``.
-        panels: Order of panels in the help; by default that of their first option.
+    Panels of the help are in the order of their first option, unless ``panels`` names another.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -84,15 +84,9 @@ def scenario_table(file: Path | None) -> dict[str, Any]:
 
 
 def change(table: Mapping[str, Any], given: Mapping[str, Any], sets: Iterable[str] | None) -> dict[str, Any]:
-    """Return a scenario's table with other settings.
+    """Return a scenario's table with other settings: those given, by dotted key, and those of `--set`, which go first.
 
-    Args:
-        table: The scenario.
-        given: Values by dotted key.
-        sets: From `--set`, which takes precedence.
-
-    Raises:
-        ConfigError: A setting is invalid.
+    ``ConfigError`` if a setting is invalid.
     """
     changed = dict(table)
     for key, value in (dict(given) | dict(read_setting(text) for text in sets or ())).items():

@@ -144,13 +144,7 @@ def parse_cache_dir(text: str | None) -> str | None:
 def repeat_option(
     args: Iterable[str], names: Collection[str], is_value: Callable[[str], bool] = lambda arg: not arg.startswith("-")
 ) -> list[str]:
-    """Repeat an option that was given once before several values.
-
-    Args:
-        args: A command line.
-        names: Options that accept several values.
-        is_value: Whether an argument is such a value.
-    """
+    """Repeat an option of ``names`` in a command line that was given once before several values."""
     spread: list[str] = []
     option: str | None = None
     for arg in args:

@@ -77,15 +77,7 @@ class ServedCompletion(msgspec.Struct):
 
 
 class AnswerSource:
-    """A server with OpenAI's API.
-
-    Args:
-        url: Its address, as ``parse_address`` accepts it.
-        key: API key, if it needs one.
-
-    Raises:
-        ConfigError: The address is invalid.
-    """
+    """A server with OpenAI's API, at an address that ``parse_address`` accepts; ``key`` is sent if given."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = parse_address(url)

@@ -37,15 +37,7 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class StatusSource:
-    """``GET /status`` of one server.
-
-    Args:
-        url: Its address, as ``parse_address`` accepts it.
-        key: API key, if the server needs one.
-
-    Raises:
-        ConfigError: The address is invalid.
-    """
+    """``GET /status`` of one server, at an address that ``parse_address`` accepts; ``key`` is sent if given."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = parse_address(url)

@@ -39,15 +39,9 @@ def frame(
     problem: str | None = None,
     is_narrow: bool = False,
 ) -> RenderableType:
-    """Return a frame.
+    """Return a frame of the last report and recent rates, with at most ``num_rows`` adapters.
 
-    Args:
-        report: The last report; ``None`` before the first.
-        rates: Recent rates.
-        url: Address of the server.
-        num_rows: Most adapters to show.
-        problem: The reason why the report is old, if it is.
-        is_narrow: Whether all must fit into 80 columns and few lines.
+    If the report is old, ``problem`` is the reason. A narrow frame fits into 80 columns and few lines.
     """
     parts: list[RenderableType] = []
     if problem is not None:

@@ -52,14 +52,9 @@ def supervise_cluster(
 ) -> int:
     """Run a controller, and agents on the nodes of a cluster, until SIGTERM or SIGINT; return the exit code.
 
-    Args:
-        config: File of functions.
-        folder: State: the database; made for this user alone.
-        server: The HTTP server of each agent, on its node's address.
-        fleet: The cluster, with the resources that an agent takes and the labels of nodes.
-        token_file: The controller's token, on this machine and on every node; ``None`` for certificates alone.
-        tls: The certificate, on this machine and on every node.
-        log_level: Level of all processes' logs.
+    Arguments are as for ``supervise``. The HTTP server is each agent's, on its node's address. The controller's token
+    and certificate are in files of one path on this machine and on every node; without a token the certificate is
+    enough.
 
     Raises:
         ConfigError: The file is wrong, there is neither token nor certificate, or no cluster at the address.
@@ -169,15 +164,9 @@ class AgentActor:
     """The Ray actor of a node: runs the node's agent and reports its end. It ends with the process that created it.
 
     Its socket listens here and its folder is made here, so that an agent that starts again has the address and the
-    bases of the one before. A pipe ends with the actor, and with it the agent, its bases and its functions.
-
-    Args:
-        setup: The ``AgentSetup``, as JSON; its folder, socket and parent_pipe are made here.
-        token_file: File with the controller's token, on this node; ``None`` for no token.
-        version: Version of this package where the actor was created.
-
-    Raises:
-        ConfigError: This node has another version, or cannot listen on the address.
+    bases of the one before. A pipe ends with the actor, and with it the agent, its bases and its functions. The
+    ``setup`` is an ``AgentSetup`` as JSON, whose folder, socket and parent_pipe are made here, and whose token is in a
+    file of this node. ``ConfigError`` if this node has another version of this package, or cannot listen.
     """
 
     def __init__(self, setup: bytes, token_file: str | None, version: str) -> None:

@@ -40,13 +40,8 @@ def supervise(
 ) -> int:
     """Run controller and agent until SIGTERM or SIGINT; return the exit code.
 
-    Args:
-        config: File of functions.
-        folder: State: database, token and sockets; made for this user alone.
-        server: The HTTP server in front of the functions.
-        node: This machine's name.
-        token_file: The token of the controller; ``None`` for one of its own in the folder.
-        log_level: Level of all processes' logs.
+    State (database, token and sockets) is in ``folder``, made for this user alone. The ``server`` is in front of the
+    functions. Without ``token_file`` the controller has a token of its own in the folder.
 
     Raises:
         ConfigError: The file is wrong, an adapter cannot be read, or an address cannot be listened on.

@@ -64,16 +64,10 @@ def tls_files(cert: str | None, key: str | None, ca: str | None) -> TlsFiles | N
 
 
 def tls_context(files: TlsFiles, side: int) -> ssl.SSLContext:
-    """Return the settings of one side: each refuses another that has no certificate of the authority.
+    """Return the settings of one side, ``ssl.PROTOCOL_TLS_SERVER`` for the controller or ``ssl.PROTOCOL_TLS_CLIENT``.
 
-    A caller also checks that the controller's certificate names its host.
-
-    Args:
-        files: The files of this side.
-        side: ``ssl.PROTOCOL_TLS_SERVER`` for the controller, ``ssl.PROTOCOL_TLS_CLIENT`` for a caller.
-
-    Raises:
-        ConfigError: A file cannot be used.
+    Each side refuses another that has no certificate of the authority. A caller also checks that the controller's
+    certificate names its host. ``ConfigError`` if a file cannot be used.
     """
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

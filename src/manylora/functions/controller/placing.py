@@ -35,13 +35,7 @@ class NodeView:
     member: str | None
 
     def candidate(self, name: str, needed: Mapping[str, HoldingCost], num_functions: int) -> Candidate:
-        """Return this node as a place for a function.
-
-        Args:
-            name: The node's name.
-            needed: The artefacts that the function needs.
-            num_functions: Other functions that have this node.
-        """
+        """Return this node as a place for a function that needs these artefacts, beside the others that have it."""
         awake = {name: one for name, one in self.functions.items() if one.state == "awake"}
         loaded = {hold_name("process", name) for name in awake}
         for backbone in self.report.backbones:
@@ -72,13 +66,8 @@ def choose_nodes(
 ) -> dict[str, str]:
     """Return the new nodes of functions that have none which reports.
 
-    Args:
-        up: The nodes that report.
-        functions: All functions.
-        homes: The node of each function that has one.
-        starts: The last start of each function that has had one.
-        joined: Whether a node has joined: functions that have not been awake since their agent's start may move then.
-        may_move: Whether functions of nodes that do not report may move.
+    Once a node has ``joined``, functions that have not been awake since their agent's start may move; with ``may_move``
+    those of nodes that do not report as well.
     """
     if not up:
         return {}

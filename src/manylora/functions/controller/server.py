@@ -69,10 +69,8 @@ logger = logging.getLogger(__name__)
 def make_app(controller: Controller, token: str | None, *, has_adapters: bool = False) -> Starlette:
     """Return the application.
 
-    Args:
-        controller: The controller.
-        token: The token of all calls; without one every caller is taken, which is for loopback alone.
-        has_adapters: Whether the adapters are on this machine, so that one that cannot be read is refused.
+    Without a token every caller is taken, which is for loopback alone. If it ``has_adapters``, they are on this
+    machine, and one that cannot be read is refused.
     """
     gate = Gate(() if token is None else (token,))
 

@@ -125,8 +125,7 @@ def most_urgent(margins: Iterable[tuple[float, T]]) -> list[T]:
 class FirstTokenFit:
     """Learns ``FirstTokenTime`` from batches: least squares of time over size, in which old batches fade.
 
-    Args:
-        first: The times until batches have been seen.
+    The ``first`` times hold until batches have been seen.
     """
 
     def __init__(self, first: FirstTokenTime) -> None:

@@ -44,11 +44,7 @@ class IdleGaps:
             self.since = None
 
     def keep_s(self, even_s: float) -> float:
-        """Return for how long the device is to be kept when it becomes idle.
-
-        Args:
-            even_s: Seconds of rent that a cold start is worth.
-        """
+        """Return how long a device is kept when it becomes idle; a cold start is worth ``even_s`` seconds of rent."""
         gaps = sorted(self._gaps)
         if len(gaps) < LEAST_GAPS:
             return even_s

@@ -45,10 +45,7 @@ def values_lost(one: Held) -> tuple[float, float]:
 def choose_offload(held: Sequence[Held], num_bytes: int, *, host_free_bytes: int = 0) -> Offload | None:
     """Return the artefacts to take off a device to free ``num_bytes``; ``None`` if those not in use do not suffice.
 
-    Args:
-        held: All artefacts on the device, each name once.
-        num_bytes: Bytes to free.
-        host_free_bytes: Bytes of host memory for copies of them.
+    There are ``host_free_bytes`` of host memory for copies of them.
     """
     choice = _Removable(held, host_free_bytes)
     best: tuple[float, list[str]] | None = None

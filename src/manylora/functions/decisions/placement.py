@@ -123,14 +123,7 @@ def revise_holding(
 
     Those that it is held for pay for an artefact, so only one that is worth its rent is held: the requests that need it
     are more than one in the time of rent that a start without it is worth. The rent here is that of the memory: whether
-    the device is kept for processes is the node's to say.
-
-    Args:
-        held: The artefacts of the last decision.
-        functions: The node's functions.
-        backbones: The cost of each backbone.
-        free_bytes: Bytes that artefacts may take.
-        prices: Rents, and the price of waiting.
+    the device is kept for processes is the node's to say. Those ``held`` are of the last decision.
     """
 
     def is_worth(one: Artefact) -> bool:

@@ -32,8 +32,7 @@ class Preloader:
     def choose(self, requests_per_s: Mapping[str, float] | None = None) -> frozenset[Placed]:
         """Return the artefacts to hold, by place: within every place's bytes, each with its ancestors.
 
-        Args:
-            requests_per_s: Rates by artefact, in place of the problem's own; those that are missing stay.
+        Rates by artefact take the place of the problem's own; those that are missing stay.
         """
         items = self._items
         if requests_per_s is not None:
@@ -130,13 +129,10 @@ class _NumberedItems:
 
 
 class _GrowingChoice:
-    """A choice as it grows.
+    """A choice as it grows; it begins with the ``first`` item, if any, and its ancestors.
 
     An offer is taken from the heap, priced again, and taken up only if it is still the densest. Prices of offers that a
     choice did not change stay as they were, and none rises unnoticed, because what a choice lets in is offered then.
-
-    Args:
-        first: An item to begin with, and its ancestors.
     """
 
     def __init__(self, items: _NumberedItems, first: int | None = None) -> None:

@@ -265,9 +265,7 @@ class FunctionInstance:
     async def sleep(self, reason: str, error: ManyloraError | None = None) -> None:
         """End the process; requests that wait for it wake it again.
 
-        Args:
-            reason: For the log.
-            error: The end of requests with its engine; ``None`` to ask their callers to try again.
+        Requests with its engine get the ``error``; without one their callers are asked to try again.
         """
         if (waker := self._waker) is not None:
             waker.cancel()

@@ -145,12 +145,8 @@ class Launcher:
     async def start(self, begun_from: str) -> tuple[AwakeFunction, dict[str, float]]:
         """Start the function once its backbone is ready; again from another zygote if the zygote ends meanwhile.
 
-        Args:
-            begun_from: ``BackboneHost.begun_from`` before the start.
-
-        Returns:
-            Its engine, and the seconds of the stages ``backbone`` and ``libraries``, which another function may have
-            begun.
+        ``begun_from`` is ``BackboneHost.begun_from`` before the start. Return the engine, and the seconds of the stages
+        ``backbone`` and ``libraries``, which another function may have begun.
 
         Raises:
             CapacityError: Zygotes ended again and again, or the start took longer than its timeout.

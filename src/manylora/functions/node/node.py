@@ -222,8 +222,7 @@ class FunctionNode:
     def changed(self, instance: FunctionInstance | None = None) -> None:
         """Begin a new state of the account, and let requests leave whose time has come.
 
-        Args:
-            instance: The function that has changed; ``None`` for a backbone, or the time.
+        A function has changed, or without one a backbone, or the time.
         """
         if instance is not None:
             if instance.phase.has_process:

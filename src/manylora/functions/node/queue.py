@@ -64,10 +64,8 @@ class BatchQueue:
     def leave(self, now: float, num_batches: int, *, is_alone: bool) -> int:
         """Let the oldest requests go, at most as many as a batch has; return their number.
 
-        Args:
-            now: The time, in seconds.
-            num_batches: Batches on the device, this one included.
-            is_alone: Whether the engine works on no other request, so that the batch can be timed.
+        With this one there are ``num_batches`` on the device. Alone, without another request in the engine, it is
+        timed.
         """
         size = 0
         while self._entries and (not size or size + self._entries[0].num_requests <= self._max_batch):

@@ -31,17 +31,12 @@ def cpu_ns(pid: int) -> int | None:
 
 
 def memory_of(pid: int, num_sharers: int = 2, inherited_bytes: int = 0, base_bytes: int = 0) -> MemoryReading | None:
-    """Return the memory of a process that shares pages with its zygote and others; ``None`` if it has ended.
+    """Return the memory of a process that shares a zygote's pages with others; ``None`` if it has ended.
 
     The kernel tells the sum of own and shared pages, and their sum with shared ones divided by their sharers. A process
     that hides its memory shows its map to root alone; for others, resident pages that are not of files count, less
-    those that it was forked with, whichever of them it has written since.
-
-    Args:
-        pid: The process.
-        num_sharers: Processes that share the pages of a zygote: it, and its functions.
-        inherited_bytes: Bytes of the pages that it was forked with; 0 for a process that no zygote forked.
-        base_bytes: The base, which it has mapped and which is no memory of its own.
+    those that it was forked with (``inherited_bytes``), whichever of them it has written since. The base, which it has
+    mapped, is no memory of its own.
     """
     shared_own = max(0, _shared_bytes(pid) - base_bytes)
     try:

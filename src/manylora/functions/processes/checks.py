@@ -54,11 +54,7 @@ MAX_PAUSE_S = 5.0
 
 
 class MessageCheck:
-    """Checks the messages of one process.
-
-    Args:
-        names: Names that it may report on; more may be added.
-    """
+    """Checks the messages of one process, which may report on ``names``; more may be added."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = set(names)
@@ -261,12 +257,9 @@ class TimeBudget:
         self._spent_s = [0.0, 0.0]  # without requests, and with
 
     def spend(self, now: float, took_s: float, *, is_busy: bool) -> float:
-        """Count the time of messages; return the seconds for which no further ones may be read.
+        """Count the processor time of messages; return the seconds for which no further ones may be read.
 
-        Args:
-            now: Seconds, on any clock that never goes back.
-            took_s: Processor time that the messages took.
-            is_busy: Whether the function had requests when they came.
+        ``now`` is of any clock that never goes back. A function ``is_busy`` if it had requests when they came.
         """
         if now - self._began_at >= WINDOW_S:
             self._began_at = now

@@ -114,11 +114,8 @@ def _credentials_of(other: socket.socket) -> tuple[int, int, int]:
 def hold_command(path: Path, file: int, *, parent_pipe: int = -1, text: str = "") -> list[str]:
     """Return the command of a holder, which reads its encoded ``Backbone`` from standard input.
 
-    Args:
-        path: Where its socket is made.
-        file: Descriptor of the memory.
-        parent_pipe: Descriptor of the pipe that it ends with.
-        text: A line that it prints once it listens.
+    It makes its socket at ``path``, holds the memory of the descriptor ``file``, ends with the ``parent_pipe``, and
+    prints a line of ``text`` once it listens.
     """
     return [
         sys.executable,

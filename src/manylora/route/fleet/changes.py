@@ -41,8 +41,7 @@ class Change:
 class ChangeLog:
     """The latest change of each adapter, by its name: the version that every backend must have.
 
-    Args:
-        max_unloaded: Most adapters that were unloaded and keep an entry.
+    Of the adapters that were unloaded, ``max_unloaded`` keep an entry.
     """
 
     def __init__(self, max_unloaded: int = MAX_UNLOADED) -> None:
@@ -216,15 +215,9 @@ class BackendChanges:
     async def make(
         self, backend: Backend, changes: Sequence[tuple[str, Change]], *, in_place: bool
     ) -> list[tuple[int, str]]:
-        """Make changes on a backend, read its models, and note the changes that it has made.
+        """Make changes on a backend, read its models, and note those made; return as ``load``, for each.
 
-        Args:
-            backend: The backend.
-            changes: Adapters and their changes.
-            in_place: Whether to replace adapters also where the backend is not known to have them.
-
-        Returns:
-            Status and text of each answer, as ``load`` returns them.
+        With ``in_place`` adapters are replaced also where the backend is not known to have them.
         """
         account = self.account_of(backend)
 

@@ -167,16 +167,10 @@ class _Watched:
 
 
 class Cluster:
-    """The API of a cluster.
+    """The API of a cluster; ``ConfigError`` if its URL is malformed.
 
-    Args:
-        url: Its address.
-        account: The folder with the ``token`` and ``ca.crt`` of a service account.
-        again_s: Time between two looks at an InferencePool, in seconds.
-        rng: Draws waits, so that routers do not fall into step.
-
-    Raises:
-        ConfigError: The address is malformed.
+    ``account`` is the folder with the ``token`` and ``ca.crt`` of a service account. An InferencePool is looked at
+    every ``again_s`` seconds; ``rng`` draws waits, so that routers do not fall into step.
     """
 
     def __init__(self, url: str, account: str, *, again_s: float, rng: Random) -> None:

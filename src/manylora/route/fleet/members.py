@@ -103,11 +103,9 @@ class Catalog:
         self._listings.clear()
 
     def find_arm(self, name: str, key: bytes) -> Found | None:
-        """Return the version of a public name that answers a conversation: of those with a backend that is up.
+        """Return the version of one of ``names`` that answers a conversation: of those with a backend that is up.
 
-        Args:
-            name: One of ``names``.
-            key: See ``conversation_key``.
+        The ``key`` is that of ``conversation_key``.
         """
         listed: Found | None = None
         for arm in arms_in_order(name, self.names[name], key):
@@ -217,12 +215,7 @@ class Backends:
         return CapacityError(f"{what} is up; please try again.", retry_after_s=self.config.poll_s, status=503)
 
     def join(self, address: Address, *, is_warm: bool) -> Backend | None:
-        """Take in an address; return its backend, or ``None`` if it is there already or there are too many.
-
-        Args:
-            address: The address.
-            is_warm: As for ``Health``.
-        """
+        """Take in an address; return its backend, or ``None`` if it is there already or there are too many."""
         if address.url in self._by_url:
             return None
         if len(self._by_url) >= MAX_BACKENDS:

@@ -78,11 +78,7 @@ class TenantCall:
 class RoutedTenants:
     """Lets the requests of tenants in. For the event loop's thread alone.
 
-    Args:
-        config: The most requests of a backend, of which one tenant may have half; and the router's key.
-        gate: Knows the tenants.
-        backends: The backends that are up give the room.
-        usage: Takes what was used; ``None`` for no ledger.
+    The backends that are up give the room, of which one tenant may have half; ``usage`` takes what was used.
     """
 
     def __init__(self, config: ProxyConfig, gate: Gate, backends: Backends, usage: UsageLedger | None) -> None:

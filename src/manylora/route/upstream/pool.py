@@ -47,10 +47,7 @@ def backend_tls(ca_certs: str | None) -> ssl.SSLContext:
 class Pool:
     """The connections to one address; ``num_surplus`` counts connections closed for bytes behind an answer.
 
-    Args:
-        address: Address of the backend.
-        connect_timeout_s: Time that a connection may take, in seconds.
-        ca_certs: Certificates that the backend's must lead to; ``None`` for those of the system.
+    ``ca_certs`` are those that the certificate of TLS must lead to; ``None`` for those of the system.
     """
 
     def __init__(self, address: Address, *, connect_timeout_s: float, ca_certs: str | None = None) -> None:

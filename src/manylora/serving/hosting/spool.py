@@ -101,12 +101,7 @@ class SpooledAdapter:
 
 
 class AdapterSpool:
-    """The folders of published adapters.
-
-    Args:
-        max_bytes: Most bytes of all of them.
-        parent: The folder in which to make one for this server.
-    """
+    """The folders of published adapters, ``max_bytes`` in all, in one for this server that is made in ``parent``."""
 
     def __init__(self, max_bytes: int, parent: str | None = None) -> None:
         if parent is None:
@@ -170,16 +165,12 @@ class AdapterSpool:
 def open_shared(name: str, file: str, prefix: str, max_bytes: int) -> tuple[int, int]:
     """Open a file of shared memory for an adapter; return its descriptor and size.
 
-    Args:
-        name: The adapter, for messages.
-        file: Its name in ``/dev/shm``, of which no text is trusted.
-        prefix: The begin that its name must have.
-        max_bytes: Its largest size.
+    No text of ``file``, its name in ``/dev/shm``, is trusted: it must begin with ``prefix``.
 
     Raises:
         AdapterForbidden: The name is malformed, or begins otherwise.
         AdapterNotFound: There is no such file.
-        AdapterError: It is no regular file (a link is none), or is too large.
+        AdapterError: It is no regular file (a link is none), or has more than ``max_bytes``.
     """
     if _SHARED_NAME.fullmatch(file) is None or not file.startswith(prefix):
         raise AdapterForbidden(name, f"names in {SHARED_MEMORY} begin with {prefix!r}, and are letters, digits and _.-")

@@ -216,13 +216,9 @@ class CallerRoom:
                 one.requests.check(most, 1, self.now())
 
     def take(self, caller: str, num: int, *, num_tokens: int = 0, adapter: str | None = None) -> Places:
-        """Take places for the answers of a request, all or none; ``CapacityError`` (429) if a limit is exceeded.
+        """Take places for ``num`` answers of a request, all or none; ``CapacityError`` (429) if a limit is exceeded.
 
-        Args:
-            caller: Its name.
-            num: Answers.
-            num_tokens: Tokens of the prompts.
-            adapter: The adapter that answers; ``None`` for the base.
+        The prompts have ``num_tokens``. ``adapter`` answers; ``None`` for the base.
         """
         one, limits, now = self._callers.get(caller) or _Caller(), self.limits_of(caller), self.now()
         num_left = self._num_left(one, caller, num)

@@ -100,13 +100,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TenantBook:
     """The tenants of a file, as it was when last read without a mistake.
 
-    ``find`` is for one thread; ``reread`` may run on another.
-
-    Args:
-        path: The file.
-
-    Raises:
-        ConfigError: It cannot be read, or has a mistake; the message names the tenant, the field and the bound.
+    ``find`` is for one thread; ``reread`` may run on another. ``ConfigError`` if the file cannot be read, or has a
+    mistake; the message names the tenant, the field and the bound.
     """
 
     def __init__(self, path: Path) -> None:

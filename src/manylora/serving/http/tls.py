@@ -26,14 +26,8 @@ logger = logging.getLogger(__name__)
 class ServerTls:
     """The settings of TLS of one listening socket, as its files were when last read without a mistake.
 
-    ``reread`` may run on a thread. Of files that are replaced one by one, those between are a mistake for a moment.
-
-    Args:
-        make: Reads the files and returns the settings.
-        files: The files.
-
-    Raises:
-        ConfigError: They cannot be used.
+    ``make`` reads them; ``ConfigError`` if they cannot be used. ``reread`` may run on a thread. Of files that are
+    replaced one by one, those between are a mistake for a moment.
     """
 
     def __init__(self, make: Callable[[], ssl.SSLContext], files: Sequence[str]) -> None:

@@ -52,11 +52,9 @@ class SpanOfAnswers:
 
 
 class Traces:
-    """Makes spans and sends them.
+    """Makes spans and gives those that have ended to OpenTelemetry's ``processor``.
 
-    Args:
-        processor: OpenTelemetry's, which takes the spans that have ended.
-        service: ``service.name``, unless ``OTEL_SERVICE_NAME`` gives one.
+    The ``service`` is the ``service.name``, unless ``OTEL_SERVICE_NAME`` gives one.
     """
 
     def __init__(self, processor: Any, service: str) -> None:
@@ -122,15 +120,7 @@ class HttpTrace:
     def submitted(
         self, answer_id: str, sampling: SamplingParams, *, model: str, num_prompts: int, num_answers: int
     ) -> None:
-        """Note that the request was read, and goes to an engine under ids that begin with ``answer_id``.
-
-        Args:
-            answer_id: The beginning.
-            sampling: Its parameters.
-            model: Its model.
-            num_prompts: Its prompts.
-            num_answers: Answers to each.
-        """
+        """Note that the request was read, and goes to an engine under ids that begin with ``answer_id``."""
         self.add("parse", self._began_ns)
         if not self._span.is_recording():  # not sampled
             return

@@ -55,14 +55,9 @@ class _TenantUsage:
 
 
 class UsageLedger:
-    """Gathers the usage of ended requests, and writes it.
+    """Gathers the usage of ended requests, and writes it to a file, which is made if there is none.
 
-    Args:
-        path: The file, which is made if there is none.
-        epoch_s: Returns the time in seconds since 1970, of which a request's day (UTC) is taken.
-
-    Raises:
-        ConfigError: The file cannot be opened, or is no ledger.
+    A request's day (UTC) is that of ``epoch_s``. ``ConfigError`` if the file cannot be opened, or is no ledger.
     """
 
     def __init__(self, path: Path, *, epoch_s: Callable[[], float] = time.time) -> None:
@@ -143,13 +138,8 @@ class UsageLedger:
 def read_usage(path: Path, by: Sequence[str], since: str = "") -> list[tuple[object, ...]]:
     """Return the sums of a ledger, a row for each value of the keys ``by``, then ``COLUMNS``; most seconds first.
 
-    Args:
-        path: The file; a server may be writing it.
-        by: Some of ``KEYS``.
-        since: The first day, as 2026-01-31; empty for all.
-
-    Raises:
-        ConfigError: The file cannot be read, or a key is unknown.
+    The first day is ``since``, as 2026-01-31; empty for all. A server may be writing the file. ``ConfigError`` if it
+    cannot be read, or a key is unknown.
     """
     if not by or (unknown := sorted(set(by) - set(KEYS))):
         raise ConfigError(f"Got by = {','.join(unknown if by else by)!r}, expected some of {', '.join(KEYS)}")

@@ -180,13 +180,9 @@ class AdapterBook:
     async def bring_up(self, client: EngineClient, held: dict[str, LoadedAdapter]) -> list[AdapterError]:
         """Register the adapters of the book on an engine, without reading their weights.
 
-        Args:
-            client: The engine.
-            held: The entries that the engine has loaded, by name; empty for a new engine. Updated.
-
-        Returns:
-            The errors of adapters that could not be loaded; an error that does not concern one adapter is raised.
-            Without errors ``held`` equals the book, until the caller next awaits.
+        ``held`` are the entries that the engine has loaded, by name, and is updated. Return the errors of adapters that
+        could not be loaded; an error that does not concern one adapter is raised. Without errors ``held`` equals the
+        book, until the caller next awaits.
         """
         errors: list[AdapterError] = []
         while not errors:

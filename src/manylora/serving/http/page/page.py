@@ -76,13 +76,9 @@ class PageAction:
 
 
 class LivePage:
-    """The page of one server.
+    """The page of one server, which may call ``actions``; without any key it is open to callers on this machine.
 
-    Args:
-        gate: Knows the administrator's key; without any key the page is open to callers on this machine.
-        take: Takes a snapshot of the server, as JSON in one line.
-        is_ending: Returns whether the server ends.
-        actions: The routes that the page may call.
+    ``take`` takes a snapshot of the server, as JSON in one line; ``is_ending`` returns whether the server ends.
     """
 
     def __init__(
