@@ -10,29 +10,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
 
 import msgspec
 
-from manylora.core.types import AdapterKey, Continuation, Request, SamplingParams
+from manylora.core.types import Continuation, Request
 
 __all__ = ["RequestFields"]
 
-
-class CommonFields(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of ``Request`` that all answers of one HTTP request share."""
-
-    sampling: SamplingParams
-    model: str
-    tenant: str
-    weight: float
-    cache_salt: str
-    priority: int
-    default_max_tokens: int | None
-    version: AdapterKey | None
+_common = attrgetter("model", "tenant", "weight", "cache_salt", "priority", "default_max_tokens", "version")
+"""Fields that all answers of one HTTP request share, beside the sampling."""
 
 
 class OwnFields(msgspec.Struct, frozen=True, array_like=True):
-    """Fields of ``Request`` that differ between answers, and the indices of its prompt and its ``CommonFields``."""
+    """Fields of ``Request`` that differ between answers, and the indices of its prompt and of what it shares."""
 
     request_id: str
     prompt_at: int
@@ -50,7 +42,7 @@ class RequestFields(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     call: int
     prompts: list[tuple[int, ...]]
-    common: list[CommonFields]
+    common: list[Request]  # without the fields of ``answers``
     answers: list[OwnFields]
     each: bool
 
@@ -61,39 +53,25 @@ class RequestFields(msgspec.Struct, frozen=True, tag=True, array_like=True):
         prompt_at: dict[int, int] = {}
         common_at: dict[tuple[object, ...], int] = {}
         prompts: list[tuple[int, ...]] = []
-        common: list[CommonFields] = []
+        common: list[Request] = []
         answers: list[OwnFields] = []
         for one in requests:
             if (prompt := prompt_at.setdefault(id(one.prompt), len(prompts))) == len(prompts):
                 prompts.append(one.prompt)
-            texts = (
-                *(one.model, one.tenant, one.weight, one.cache_salt),
-                *(one.priority, one.default_max_tokens, one.version),
-            )
-            if (shared := common_at.setdefault((id(one.sampling), *texts), len(common))) == len(common):
-                common.append(CommonFields(one.sampling, *texts))
+            if (shared := common_at.setdefault((id(one.sampling), *_common(one)), len(common))) == len(common):
+                common.append(replace(one, request_id="", prompt=(), seed=None, continuation=None))
             answers.append(OwnFields(one.request_id, prompt, shared, one.seed, one.continuation))
         return cls(call, prompts, common, answers, each)
 
     def to_requests(self) -> list[Request]:
         """Return the requests, which share the fields."""
-        requests = []
-        for one in self.answers:
-            common = self.common[one.common_at]
-            requests.append(
-                Request(
-                    request_id=one.request_id,
-                    prompt=self.prompts[one.prompt_at],
-                    sampling=common.sampling,
-                    model=common.model,
-                    tenant=common.tenant,
-                    weight=common.weight,
-                    cache_salt=common.cache_salt,
-                    priority=common.priority,
-                    seed=one.seed,
-                    continuation=one.continuation,
-                    default_max_tokens=common.default_max_tokens,
-                    version=common.version,
-                )
+        return [
+            replace(
+                self.common[one.common_at],
+                request_id=one.request_id,
+                prompt=self.prompts[one.prompt_at],
+                seed=one.seed,
+                continuation=one.continuation,
             )
-        return requests
+            for one in self.answers
+        ]
