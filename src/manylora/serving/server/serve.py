@@ -48,7 +48,7 @@ from manylora.serving.http.listening import HttpServer, bind, bind_unix, run_unt
 from manylora.serving.http.rereading import keep_reading
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.traces import Traces, sent_traces
-from manylora.serving.metrics.engine_spans import EngineSpans
+from manylora.serving.metrics.engine_spans import add_spans
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.metrics.usage import UsageLedger
 
@@ -216,8 +216,9 @@ class Server:
 
 def _observer(metrics: Metrics, usage: UsageLedger | None, traces: Traces | None) -> Callable[[Observations], None]:
     """Return what takes the observations of engines."""
-    sinks = [metrics, usage, None if traces is None else EngineSpans(traces)]
-    observers = [one.observe for one in sinks if one is not None]
+    observers = [one.observe for one in (metrics, usage) if one is not None]
+    if traces is not None:
+        observers.append(functools.partial(add_spans, traces))
 
     def observe(observed: Observations) -> None:
         for one in observers:
