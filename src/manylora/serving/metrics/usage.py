@@ -13,8 +13,8 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,7 +65,7 @@ class UsageLedger:
         self._pending: dict[tuple[str, str, str], _TenantUsage] = {}
         self._writing = threading.Lock()
         try:
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level="IMMEDIATE")
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute(_TABLE)
         except sqlite3.Error as error:
@@ -131,7 +131,7 @@ class UsageLedger:
             self._pending = pending
 
     def _write(self, pending: dict[tuple[str, str, str], _TenantUsage]) -> None:
-        with self._writing, _transaction(self._db):
+        with self._writing, self._db:
             self._db.executemany(_ADD, [(*key, *astuple(sums)) for key, sums in pending.items()])
 
 
@@ -152,14 +152,3 @@ def read_usage(path: Path, by: Sequence[str], since: str = "") -> list[tuple[obj
             return db.execute(f"{query} ORDER BY SUM(engine_s) DESC", (since,)).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"Got the ledger {str(path)!r}, which cannot be read: {error}") from None
-
-
-@contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
-    db.execute("COMMIT")
