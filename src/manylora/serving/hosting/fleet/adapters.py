@@ -14,7 +14,6 @@ from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError, EngineDead, ManyloraError
 from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoadedAdapter, LoraModule, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import FleetEngines
-from manylora.serving.hosting.fleet.everywhere import EveryEngine
 from manylora.serving.hosting.fleet.fleet_versions import AS_LOADED, FleetVersions, PublicationTerms
 from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.hosting.links.client import EngineClient
@@ -39,8 +38,7 @@ class FleetAdapters:
         """Adapters that are tried again since their registry did not answer, by name."""
         self._book = book
         self._engines = engines
-        self._everywhere = EveryEngine(engines)
-        self.versions = FleetVersions(book, self._everywhere)
+        self.versions = FleetVersions(book, engines)
         self._keeps_required = keeps_required
         self._required: frozenset[str] | None = None  # while starting, or for ever
         self._is_any_unavailable = asyncio.Event()
@@ -124,7 +122,7 @@ class FleetAdapters:
             return
         async with self._book.known(name):
             if name not in self.unavailable:
-                await self._everywhere.do(lambda client: client.unload_adapter(name))
+                await self._engines.everywhere(lambda client: client.unload_adapter(name))
             self._book.forget(name)
             self.versions.close(name)
             logger.info("adapter_unloaded name=%s", name)
@@ -139,7 +137,7 @@ class FleetAdapters:
             self.check_available(name)
             is_change = self._book.is_pinned(name) != pinned
             undo = partial(EngineClient.pin_adapter, name=name, pinned=not pinned) if is_change else None
-            statuses = await self._everywhere.do(lambda client: client.pin_adapter(name, pinned), undo=undo)
+            statuses = await self._engines.everywhere(lambda client: client.pin_adapter(name, pinned), undo=undo)
             self._book.note_pin(name, pinned)
             self.versions.note_pin(name, pinned)
             return replace(statuses[0], name=given)
@@ -149,7 +147,7 @@ class FleetAdapters:
         given, name = name, self.versions.engine_name(name)
         async with self._book.known(name):
             self.check_available(name)
-            statuses = await self._everywhere.do(lambda client: client.warm_adapter(name))
+            statuses = await self._engines.everywhere(lambda client: client.warm_adapter(name))
             return replace(statuses[0], name=given)
 
     async def lose(self, error: AdapterError) -> None:

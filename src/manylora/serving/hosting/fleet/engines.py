@@ -11,19 +11,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from manylora.core.errors import CapacityError, EngineDead, ManyloraError, RequestError, SnapshotFailed
 from manylora.serving.hosting.fleet.keeper import SCARCITY, EngineKeeper, EngineState
 from manylora.serving.hosting.fleet.snapshot import Snapshot
 from manylora.serving.hosting.links.client import EngineClient
-from manylora.serving.hosting.protocol import EngineInfo
+from manylora.serving.hosting.protocol import EngineInfo, Fault
 
 __all__ = ["FleetEngines", "Replica"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +182,56 @@ class FleetEngines:
                 raise part
         return parts
 
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    async def everywhere(
+        self,
+        act: Callable[[EngineClient], Awaitable[T]],
+        *,
+        undo: Callable[[EngineClient], Awaitable[object]] | None = None,
+    ) -> list[T]:
+        """Make a change on every engine that serves, and on those that start to serve meanwhile.
+
+        The error of an engine that dies is ignored if another succeeds: the book brings its successor up to date.
+        Another error is raised, after ``undo`` has reverted the change where it succeeded; of several engines it names
+        those that failed.
+
+        Returns:
+            The results of the engines that are alive, at least one. Until the caller next awaits, no engine serves that
+            has not made the change.
+        """
+        results: dict[int, T | BaseException] = {}
+        clients: dict[int, EngineClient] = {}
+        serving = self.serving()
+        while pending := {index: one for index, one in serving.items() if clients.get(index) is not one}:
+            clients |= pending
+            done = await asyncio.gather(*map(act, pending.values()), return_exceptions=True)
+            results |= dict(zip(pending, done, strict=True))
+            with contextlib.suppress(CapacityError, EngineDead):
+                serving = self.serving()
+        failed = {
+            index: result
+            for index, result in results.items()
+            if isinstance(result, BaseException) and not isinstance(result, EngineDead)
+        }
+        if failed and undo is not None:
+            undone = (undo(one) for index, one in clients.items() if not isinstance(results[index], BaseException))
+            await asyncio.gather(*undone, return_exceptions=True)
+        if failed:
+            raise self._named(next(iter(failed.values())), list(failed))
+        return _successes(list(results.values()))
+
+    def _named(self, error: BaseException, engines: Sequence[int]) -> BaseException:
+        """Return an error that names its engines, if the fleet has several."""
+        num_engines = len(self.keepers)
+        if num_engines == 1 or not isinstance(error, ManyloraError):
+            return error
+        where = f"{'engine' if len(engines) == 1 else 'engines'} {', '.join(map(str, engines))} of {num_engines}"
+        fault = Fault.of(error)
+        return msgspec.structs.replace(
+            fault, message=f"{where}: {fault.message}", reason=f"{where}: {fault.reason}"
+        ).to_error()
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -272,3 +327,12 @@ class FleetEngines:
 def _unavailable(state: EngineState) -> CapacityError:
     reason, retry_after_s = UNAVAILABLE[state]
     return CapacityError(reason, retry_after_s=retry_after_s, status=503)
+
+
+def _successes(results: Sequence[T | BaseException]) -> list[T]:
+    """Return the results of the engines that are alive; raise ``EngineDead`` if none is."""
+    succeeded = [result for result in results if not isinstance(result, BaseException)]
+    for result in results:
+        if isinstance(result, BaseException) and not (succeeded and isinstance(result, EngineDead)):
+            raise result
+    return succeeded

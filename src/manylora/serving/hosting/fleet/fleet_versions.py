@@ -24,7 +24,7 @@ from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterExists, CapacityError, EngineDead, ManyloraError
 from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.adapter_book import AdapterBook
-from manylora.serving.hosting.fleet.everywhere import EveryEngine
+from manylora.serving.hosting.fleet.engines import FleetEngines
 from manylora.serving.hosting.fleet.versions import MAX_NUMBER, AdapterVersions, NumberedVersion, VersionTerms, name_of
 from manylora.serving.hosting.links.client import EngineClient
 
@@ -61,12 +61,12 @@ class FleetVersions:
     """
 
     def __init__(
-        self, book: AdapterBook, everywhere: EveryEngine, *, on_freed: Callable[[str], None] = lambda path: None
+        self, book: AdapterBook, engines: FleetEngines, *, on_freed: Callable[[str], None] = lambda path: None
     ) -> None:
         self.numbered = AdapterVersions()
         self.on_freed = on_freed
         self._book = book
-        self._everywhere = everywhere
+        self._engines = engines
         self._freeing: dict[NumberedVersion, asyncio.Task[None]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -162,14 +162,14 @@ class FleetVersions:
             if before is not None and before.held_as not in self._book.labels:
                 await client.unload_adapter(before.held_as)
 
-        statuses = await self._everywhere.do(bring, undo=undo)
+        statuses = await self._engines.everywhere(bring, undo=undo)
         error: ManyloraError | None = None
         if len({one.version.key for one in statuses}) > 1:  # it was written while engines read it
             error = AdapterError(name, "its files changed while engines read them; load it again")
         elif self.numbered.current(name) is not before:
             error = CapacityError(f"{name!r} was lost meanwhile: an engine that starts cannot load it", status=503)
         if error is not None:
-            await self._everywhere.do(undo)
+            await self._engines.everywhere(undo)
             raise error
         status = statuses[0]
         path = pinned(path, status.version.source)
@@ -222,7 +222,7 @@ class FleetVersions:
                 await client.pin_adapter(held_as, False)
             return status
 
-        statuses = await self._everywhere.do(point)
+        statuses = await self._engines.everywhere(point)
         self.sweep(name)
         await asyncio.gather(*[task for version, task in self._freeing.items() if version.name == name])
         return statuses[0]
@@ -298,7 +298,7 @@ class FleetVersions:
                 if version.held_as in self._book.labels:
                     self._book.forget_label(version.held_as)  # first: an engine that starts must not load it again
                     with contextlib.suppress(AdapterError, CapacityError, EngineDead):
-                        await self._everywhere.do(lambda client: client.unload_adapter(version.held_as))
+                        await self._engines.everywhere(lambda client: client.unload_adapter(version.held_as))
                 self.numbered.drop(version)
             self.on_freed(version.path)
         finally:
