@@ -26,7 +26,7 @@ from manylora.route.fleet.members import Backends
 from manylora.route.fleet.sources import Sources
 from manylora.route.metrics import ProxyMetrics
 from manylora.serving.http.auth import Gate, without_foreign_pages
-from manylora.serving.http.errors import HttpError, error_response, on_error, on_http_exception
+from manylora.serving.http.errors import HttpError, error_response, json_response, on_error, on_http_exception
 from manylora.serving.http.page import LivePage, PageAction
 from manylora.serving.http.room import short_body
 
@@ -116,10 +116,10 @@ class RouterRoutes:
     async def _health(self, request: Request) -> Response:
         if not self.backends.num_up:
             raise self.backends.none_up()
-        return _json({"status": "serving", "backends": self.backends.num_up})
+        return json_response({"status": "serving", "backends": self.backends.num_up})
 
     async def _version(self, request: Request) -> Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def _read_metrics(self, request: Request) -> Response:
         self.gate.check_metrics(request)
@@ -127,7 +127,7 @@ class RouterRoutes:
 
     async def _status(self, request: Request) -> Response:
         self.gate.check_admin(request)
-        return _json(self._state())
+        return json_response(self._state())
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -145,7 +145,7 @@ class RouterRoutes:
 
     async def _list_backends(self, request: Request) -> Response:
         self.gate.check_admin(request)
-        return _json({"backends": [_status_of(backend, monotonic()) for backend in self.backends]})
+        return json_response({"backends": [_status_of(backend, monotonic()) for backend in self.backends]})
 
     async def _add_backend(self, request: Request) -> Response:
         """Add a server that the body names; it gets requests once its first poll is good."""
@@ -155,7 +155,7 @@ class RouterRoutes:
             address = self.sources.add(body.url, body.key)
         except ConfigError as error:
             raise _invalid(str(error), "url") from None
-        return _json({"url": address.url}, 202)
+        return json_response({"url": address.url}, 202)
 
     async def _remove_backend(self, request: Request) -> Response:
         """Remove the server that the body names: it gets no more requests, and those under way go on to their end."""
@@ -164,7 +164,7 @@ class RouterRoutes:
         found = next((one for one in self.backends if one.url == body.url.rstrip("/")), None)
         if found is None or not self.sources.remove(found.url):
             raise HttpError(404, f"There is no backend '{body.url[:200]}'.", param="url")
-        return _json({"url": found.url, "in_flight": found.num_in_flight}, 202)
+        return json_response({"url": found.url, "in_flight": found.num_in_flight}, 202)
 
     async def _load(self, request: Request) -> Response:
         """Load an adapter, or replace it in place."""
@@ -246,10 +246,6 @@ async def _body(request: Request, kind: type[BodyT]) -> BodyT:
 
 def _invalid(message: str, param: str) -> HttpError:
     return HttpError(400, message, param=param, kind="InvalidUserInput")
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

@@ -23,10 +23,9 @@ from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.node import FunctionNode
 from manylora.serving.api.model_settings import ModelSettings
-from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, gate_of, make_context
 from manylora.serving.http.auth import Gate
-from manylora.serving.http.errors import HttpError, error_response
+from manylora.serving.http.errors import HttpError, error_response, json_response
 from manylora.serving.http.listening import HttpServer
 from manylora.serving.http.room import BodyRoom, CallerRoom, default_body_bytes, room_of_engine
 from manylora.serving.http.tenants import TenantBook

@@ -45,7 +45,7 @@ from manylora.functions.deployment import FunctionSpec, check_folder, read_deplo
 from manylora.functions.wire import MAX_REPORT_BYTES, ControllerSetup, NodeReport
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds
-from manylora.serving.http.errors import HttpError
+from manylora.serving.http.errors import HttpError, json_response
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 from manylora.serving.http.room import short_body
@@ -78,11 +78,13 @@ def make_app(controller: Controller, token: str | None, *, has_adapters: bool = 
         async def answer(request: Request) -> Response:
             try:
                 _check_token(gate, request)
-                return _json(await act(controller, request))
+                return json_response(await act(controller, request))
             except RequestError as error:
-                return _json({"error": str(error), "param": error.param}, 409 if error.param is None else error.status)
+                return json_response(
+                    {"error": str(error), "param": error.param}, 409 if error.param is None else error.status
+                )
             except ManyloraError as error:
-                return _json({"error": str(error)}, error.status)
+                return json_response({"error": str(error)}, error.status)
 
         return Route(path, answer, methods=[method])
 
@@ -137,7 +139,7 @@ async def _remove(controller: Controller, request: Request) -> Any:
 
 
 async def _health(request: Request) -> Response:
-    return _json({"status": "serving"})
+    return json_response({"status": "serving"})
 
 
 async def _body(request: Request, kind: type[T], max_bytes: int) -> T:
@@ -146,10 +148,6 @@ async def _body(request: Request, kind: type[T], max_bytes: int) -> T:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:  # its message names the field
         raise HttpError(400, f"Got a wrong body: {error}") from None
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 class ControllerServer:

@@ -25,11 +25,10 @@ from manylora.core.errors import (
     AdapterUnavailable,
     RequestError,
 )
-from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, context_of, hidden_from_caller, read_body
 from manylora.serving.hosting.fleet.adapter_book import UnavailableAdapter
 from manylora.serving.hosting.fleet.snapshot import merge_snapshots
-from manylora.serving.http.errors import HttpError, hide_paths
+from manylora.serving.http.errors import HttpError, hide_paths, json_response
 from manylora.serving.ports import AdaptersPort
 
 __all__ = ["LoadBody", "SageMakerBody", "UnloadBody", "adapter_fields", "admin_context", "admin_routes", "status_json"]

@@ -21,18 +21,14 @@ from manylora.serving.api.sampling import check_token_ids
 from manylora.serving.api.schemas import INLINE_CHARS, TOKENIZE_CONTEXTS, DetokenizeBody, TokenizeBody
 from manylora.serving.api.tools import read_tool_use
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter
+from manylora.serving.http.errors import json_response
 from manylora.serving.http.tenants import Tenant
 from manylora.serving.http.turns import next_turn
 from manylora.serving.metrics.prometheus import choose_format
 
-__all__ = ["json_response", "model_routes", "tokenizer_routes"]
+__all__ = ["model_routes", "tokenizer_routes"]
 
 CARDS_AT_ONCE = 512  # adapters in the list of models that become JSON at once, in a millisecond or two
-
-
-def json_response(content: Any, status: int = 200) -> Response:
-    """Return a JSON response."""
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 def _card(context: Context, name: str, adapter: LoadedAdapter | None = None, *, shows_paths: bool) -> dict[str, Any]:

@@ -23,13 +23,12 @@ from starlette.responses import Response
 from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.errors import ConfigError
 from manylora.serving.api.adapters import adapter_fields, admin_routes, status_json
-from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, context_of
 from manylora.serving.api.status import process_report, replica_row, replicas_in_use
 from manylora.serving.hosting.fleet.engines import Replica
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.snapshot import merge_snapshots
-from manylora.serving.http.errors import HttpError
+from manylora.serving.http.errors import HttpError, json_response
 from manylora.serving.http.page import LivePage, PageAction
 from manylora.serving.http.room import CallerUse
 from manylora.serving.metrics.status_report import FunctionState, StatusReport

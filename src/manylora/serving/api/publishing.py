@@ -24,12 +24,11 @@ from manylora.core.adapters.weight_file import parse_metadata, read_header_bytes
 from manylora.core.errors import AdapterError, AdapterForbidden, ManyloraError, RequestError
 from manylora.serving.api.adapters import adapter_fields, admin_context
 from manylora.serving.api.json_body import is_null, raw_field
-from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, read_body
 from manylora.serving.hosting.fleet.fleet_versions import PublicationTerms
 from manylora.serving.hosting.fleet.versions import MAX_NUMBER, NumberedVersion, VersionTerms
 from manylora.serving.hosting.spool import AdapterSpool, SpooledAdapter, open_shared
-from manylora.serving.http.errors import HttpError
+from manylora.serving.http.errors import HttpError, json_response
 
 __all__ = ["PublishBody", "publish_routes"]
 

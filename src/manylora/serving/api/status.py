@@ -21,13 +21,12 @@ from starlette.routing import Route
 from manylora.core.errors import RequestError
 from manylora.core.types import Tier
 from manylora.serving.api.adapters import adapter_fields
-from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context, context_of, hidden_from_caller
 from manylora.serving.api.training import training_routes, vllm_config
 from manylora.serving.hosting.fleet.engines import Replica
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
-from manylora.serving.http.errors import HttpError, hide_paths
+from manylora.serving.http.errors import HttpError, hide_paths, json_response
 from manylora.serving.metrics.status_report import AdapterRow, ReplicaRow, StatusReport
 
 __all__ = ["process_report", "replica_row", "replicas_in_use", "status_routes"]

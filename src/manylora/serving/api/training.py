@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from manylora.core.errors import RequestError
 from manylora.serving.api.adapters import admin_context
-from manylora.serving.api.models import json_response
 from manylora.serving.api.request import Context
+from manylora.serving.http.errors import json_response
 
 __all__ = ["training_routes", "vllm_config"]
 

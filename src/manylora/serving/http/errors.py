@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from starlette.responses import Response
 
 from manylora.core.errors import AdapterExists, CapacityError, ContextExceeded, ManyloraError, RequestError
 
-__all__ = ["HttpError", "error_body", "error_response", "hide_paths", "on_error", "on_http_exception"]
+__all__ = ["HttpError", "error_body", "error_response", "hide_paths", "json_response", "on_error", "on_http_exception"]
 
 _PATH = re.compile(
     r"""(?<=')/(?:[^/'\n]+/)+([^/'\n]*)(?=')|(?<=")/(?:[^/"\n]+/)+([^/"\n]*)(?=")"""  # quoted: it may hold spaces
@@ -86,9 +87,12 @@ def error_response(error: ManyloraError) -> Response:
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    return Response(
-        msgspec.json.encode(error_body(error)), error.status, headers=headers, media_type="application/json"
-    )
+    return json_response(error_body(error), error.status, headers)
+
+
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response."""
+    return Response(msgspec.json.encode(content), status, headers=headers, media_type="application/json")
 
 
 async def on_error(request: Request, error: Exception) -> Response:

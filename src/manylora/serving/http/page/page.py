@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from manylora.core.errors import RequestError
 from manylora.serving.http.auth import IS_ADMIN, Gate
-from manylora.serving.http.errors import HttpError
+from manylora.serving.http.errors import HttpError, json_response
 from manylora.serving.http.page.session import IDLE_S, PageSessions
 from manylora.serving.http.page.viewers import Viewers
 from manylora.serving.http.room import short_body
@@ -105,7 +105,7 @@ class LivePage:
     async def _session(self, request: Request) -> Response:
         """``/ui/session``: tell whether there is one (GET), begin (POST), renew (PUT) and end it (DELETE)."""
         if request.method == "GET":
-            return _json(await self._state(request))
+            return json_response(await self._state(request), headers=HEADERS)
         _check_own_page(request)
         if request.method == "DELETE":
             return _with_cookie(request, "", 0)
@@ -193,7 +193,7 @@ async def _key_of(request: Request) -> str:
 
 def _with_cookie(request: Request, cookie: str, max_age_s: int) -> Response:
     """Return an answer that sets the session's cookie, for ``/ui`` alone."""
-    answer = _json({})
+    answer = json_response({}, headers=HEADERS)
     answer.set_cookie(
         COOKIE,
         cookie,
@@ -205,10 +205,6 @@ def _with_cookie(request: Request, cookie: str, max_age_s: int) -> Response:
         samesite="strict",
     )
     return answer
-
-
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json", headers=HEADERS)
 
 
 @functools.cache
