@@ -132,11 +132,9 @@ class Kept(Protocol):
 
     async def keep(self) -> None:
         """Run the process, and start it again when it ends, until ``stop``."""
-        ...
 
     async def stop(self) -> None:
         """End the process, and wait for its end."""
-        ...
 
 
 async def keep_until_stopped(controller: Kept, agents: Kept) -> None:

@@ -77,23 +77,18 @@ class HostNode(Protocol):
 
     async def reserve(self, instance: FunctionInstance) -> None:
         """Make room for a function; raises ``CapacityError`` if none comes free."""
-        ...
 
     def enter(self, instance: FunctionInstance, phase: FunctionPhase) -> None:
         """Charge a function for its phase until now, and set the next one."""
-        ...
 
     def changed(self, instance: FunctionInstance) -> None:
         """Note that a function runs, or no longer does."""
-        ...
 
     def num_running_beside(self, instance: FunctionInstance) -> int:
         """Return the number of other functions that run."""
-        ...
 
     def observed(self, instance: FunctionInstance, seen: Observations) -> None:
         """Take the observations of a function's engine."""
-        ...
 
 
 @dataclass(eq=False)

@@ -48,19 +48,15 @@ class Receiver(Protocol):
 
     def head(self, status: int, headers: Headers) -> None:
         """Take the status and the headers, names in lower case."""
-        ...
 
     def body(self, piece: bytes) -> None:
         """Take bytes of the body."""
-        ...
 
     def ended(self) -> None:
         """The answer is whole."""
-        ...
 
     def failed(self, failure: Failure) -> None:
         """The answer is not whole."""
-        ...
 
 
 @dataclass(eq=False)
