@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NoReturn
 
-from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import (
     AdapterForbidden,
     CapacityError,
@@ -25,7 +25,6 @@ from manylora.functions.node.launch import AwakeFunction
 from manylora.functions.node.node import FunctionNode
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import Replica
-from manylora.serving.hosting.fleet.fleet_versions import PublicationTerms
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.requests import AnswersInProgress
 from manylora.serving.hosting.fleet.resumption import ResumeStats
@@ -40,6 +39,18 @@ __all__ = ["BackboneFleet", "describe_base"]
 SNAPSHOT_S = 2.0  # longest wait for the snapshot of a function
 
 
+_WHERE = "functions are registered with the controller: in its configuration, or over its REST"
+
+
+def _refusing(reason: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """Return a method that refuses to change an adapter."""
+
+    async def refuse(self: BackboneFleet, name: str, *given: object, **terms: object) -> NoReturn:
+        raise AdapterForbidden(name, reason)
+
+    return refuse
+
+
 class BackboneFleet:
     """A ``FleetPort`` of functions: its own engines, requests and adapters. Only for the event loop's thread."""
 
@@ -47,20 +58,13 @@ class BackboneFleet:
 
     def __init__(self, name: str, node: FunctionNode, model: str) -> None:
         self.served_name = name
+        self.engines = self.requests = self.adapters = self  # the functions, by what the server asks of them
         self.info = describe_base(name, model)
         self.in_progress = AnswersInProgress()
         self._node = node
         self._is_draining = False
         self._loaded: dict[str, LoadedAdapter] = {}
         self._num_changes_seen = -1
-
-    @property
-    def engines(self) -> BackboneFleet:
-        """The functions as engines."""
-        return self
-
-    requests = adapters = engines
-    """The functions, by what the server asks of them."""
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -107,15 +111,9 @@ class BackboneFleet:
         """Changes of the functions."""
         return self._node.num_changes
 
-    async def load(
-        self, name: str, path: str, *, replace_existing: bool = False, by_header: bool = False
-    ) -> AdapterStatus:
-        """Refuse."""
-        raise AdapterForbidden(name, _WHERE)
-
-    async def publish(self, name: str, path: str, terms: PublicationTerms) -> tuple[NumberedVersion, AdapterStatus]:
-        """Refuse."""
-        raise AdapterForbidden(name, _WHERE)
+    load = publish = unload = _refusing(_WHERE)
+    pin = _refusing("functions are not pinned; keep-alive and pre-loading decide")
+    warm = _refusing("functions are not warmed; pre-loading decides")
 
     def take(self, model: str) -> None:
         """Take no version: a function has one while it runs."""
@@ -129,18 +127,6 @@ class BackboneFleet:
 
     def find(self, model: str) -> None:
         """Return none."""
-
-    async def unload(self, name: str) -> None:
-        """Refuse."""
-        raise AdapterForbidden(name, _WHERE)
-
-    async def pin(self, name: str, pinned: bool) -> AdapterStatus:
-        """Refuse."""
-        raise AdapterForbidden(name, "functions are not pinned; keep-alive and pre-loading decide")
-
-    async def warm(self, name: str) -> AdapterStatus:
-        """Refuse."""
-        raise AdapterForbidden(name, "functions are not warmed; pre-loading decides")
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -184,8 +170,7 @@ class BackboneFleet:
     ) -> dict[int, Snapshot]:
         """Return the snapshot of each function that is awake and answers, by its number.
 
-        Raises:
-            CapacityError: No function is awake.
+        ``CapacityError`` if no function is awake.
         """
         taking = {
             index: asyncio.wait_for(
@@ -241,14 +226,10 @@ def _no_such(model: str) -> ModelNotFound:
     return ModelNotFound(f"The model `{model[:200]}` does not exist.", param="model")
 
 
-_WHERE = "functions are registered with the controller: in its configuration, or over its REST"
-
-
 def describe_base(name: str, model: str) -> EngineInfo:
     """Return the limits of a base by its configuration, before any engine runs on it; an engine may have smaller ones.
 
-    Raises:
-        ConfigError: The configuration cannot be read, or lacks the limits.
+    ``ConfigError`` if the configuration cannot be read, or lacks the limits.
     """
     try:
         config = json.loads((Path(model) / "config.json").read_text())
