@@ -20,7 +20,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from manylora.core.errors import RequestError
 from manylora.serving.http.auth import IS_ADMIN, Gate
@@ -120,11 +120,11 @@ class LivePage:
             return {"is_open": False, "needs_key": self._gate.asks_for_key, "message": str(error)}
         return {"is_open": True, "needs_key": self._gate.asks_for_key}
 
-    async def _events(self, request: Request) -> Response:
+    async def _events(self, request: Request) -> ASGIApp:
         """``GET /ui/events``: a snapshot a second, as server-sent events."""
         await self._check(request)
         self.viewers.check_room()
-        return _PageStream(self.viewers)
+        return functools.partial(self.viewers.send_to, headers=STREAM_HEADERS)
 
     def _allowed(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def allowed(request: Request) -> Response:
@@ -150,17 +150,6 @@ class LivePage:
         if cookie is None:
             raise HttpError(401, "Sign in with the administrator's key.")
         return cookie
-
-
-class _PageStream(Response):
-    """One viewer's stream, which Starlette calls as a response."""
-
-    def __init__(self, viewers: Viewers) -> None:
-        self._viewers = viewers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send snapshots."""
-        await self._viewers.send_to(scope, receive, send, STREAM_HEADERS)
 
 
 def _check_own_page(request: Request) -> None:
