@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,14 @@ async def adapter_life(request: Request) -> Response:
     if not statuses:
         raise HttpError(404, f"There is no adapter {name[:200]!r}.")
     status, metrics = statuses[0], context.metrics
+    moves = (one for one in reversed(metrics.moves) if one.move.key == status.version.key)
     return json_response(
         {
             **status_json(status, shows_paths=True),
             "latency": metrics.latency.of_adapter(name, context.monotonic_s()),
             "moves": [
                 {"at": at, "tier": move.tier, "kind": move.kind, "took_s": move.took_s, "error": move.error}
-                for at, move in metrics.moves.of(status.version.key, NUM_MOVES)
+                for at, move in islice(moves, NUM_MOVES)
             ],
         }
     )

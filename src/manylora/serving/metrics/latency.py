@@ -16,19 +16,17 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
-from manylora.core.types import AdapterKey
 from manylora.serving.hosting.protocol import AdapterMove, Observations
 from manylora.serving.metrics.status_report import Latency, Percentiles
 
-__all__ = ["AdapterMoves", "LatencyWindow", "LogHistogram", "TimedMove"]
+__all__ = ["LatencyWindow", "LogHistogram", "TimedMove"]
 
 WINDOW_S = 60.0
 NUM_SLICES = 12
 MAX_ADAPTERS = 2048
-MAX_MOVES = 8192  # moves that are kept, of all adapters
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -43,21 +41,6 @@ class TimedMove(NamedTuple):
 
     at: float
     move: AdapterMove
-
-
-class AdapterMoves:
-    """The last moves of adapters between tiers: the life of each, for the live page."""
-
-    def __init__(self) -> None:
-        self._moves: deque[TimedMove] = deque(maxlen=MAX_MOVES)
-
-    def observe(self, observed: Observations, epoch_s: float) -> None:
-        """Add an engine's moves since its last message."""
-        self._moves.extend(TimedMove(epoch_s, move) for move in observed.moves)
-
-    def of(self, key: AdapterKey, most: int) -> list[TimedMove]:
-        """Return the last moves of a version, the latest first."""
-        return list(islice((one for one in reversed(self._moves) if one.move.key == key), most))
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import Counter as CountOf
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
@@ -23,7 +24,7 @@ from manylora.core.config import EngineConfig
 from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.snapshot import Snapshot
 from manylora.serving.hosting.protocol import FinishedRequest, Observations
-from manylora.serving.metrics.latency import AdapterMoves, LatencyWindow
+from manylora.serving.metrics.latency import LatencyWindow, TimedMove
 from manylora.serving.metrics.scrape import (
     LEVELS,
     SharedScrape,
@@ -74,6 +75,8 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 Older dashboards ask for names that vLLM has renamed since; those with the same meaning are shown under both names.
 """
 
+
+MAX_MOVES = 8192  # moves of adapters that are kept, of all of them
 
 ADMITTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"})
 """Routes whose requests wait in a queue, which is full when they are refused with a 429."""
@@ -133,7 +136,7 @@ class Metrics:
         monotonic_s: Callable[[], float],
     ) -> None:
         self.latency = LatencyWindow()
-        self.moves = AdapterMoves()
+        self.moves: deque[TimedMove] = deque(maxlen=MAX_MOVES)  # the last ones between tiers, for the live page
         self.scrapes = {kind: SharedScrape() for kind in FORMATS}
         self._config = config
         self._served_name = served_name
@@ -191,7 +194,8 @@ class Metrics:
         self._by_adapter.observe(observed)
         self.latency.observe(observed, self._monotonic_s())
         if observed.moves:
-            self.moves.observe(observed, self._epoch_s())
+            at = self._epoch_s()
+            self.moves.extend(TimedMove(at, move) for move in observed.moves)
 
     def count_answers(self, num_tokens: Sequence[int]) -> None:
         """Add the answers of one request of a client, by their numbers of tokens: vLLM keeps number and maximum."""
