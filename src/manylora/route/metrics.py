@@ -22,16 +22,11 @@ RESIDENT = {True: "yes", False: "no", None: "unknown"}
 class AttemptEnd(Enum):
     """The end of one attempt at a backend."""
 
-    ANSWERED = "answered"
-    """The client has the whole answer, also an error of the backend that was passed on."""
-    BROKEN = "broken"
-    """The answer broke off behind its first byte."""
-    REFUSED = "refused"
-    """The backend did not take the request (429, 502, 503, 504, or 404 of an adapter)."""
-    FAILED = "failed"
-    """No answer: no connection, lost, illegal."""
-    CANCELLED = "cancelled"
-    """The client went."""
+    ANSWERED = "answered"  # the client has the whole answer, also an error of the backend that was passed on
+    BROKEN = "broken"  # the answer broke off behind its first byte
+    REFUSED = "refused"  # the backend did not take the request (429, 502, 503, 504, or 404 of an adapter)
+    FAILED = "failed"  # no answer: no connection, lost, illegal
+    CANCELLED = "cancelled"  # the client went
 
 
 class ProxyMetrics(Collector):
@@ -79,21 +74,15 @@ class ProxyMetrics(Collector):
         """Count a request that the router itself answered."""
         self._refused.labels(status).inc()
 
-    def adapter_request(self, backend: Backend, is_resident: bool | None) -> None:
-        """Count a request for an adapter."""
-        if not backend.is_leaving:
+    def begun(self, backend: Backend, sent: Sent, seconds: float, is_resident: bool | None) -> None:
+        """Count an answer that has begun: its prompt, its time to the first byte, its adapter's residency."""
+        if backend.is_leaving:
+            return
+        if sent.adapter is not None:
             self._adapters.labels(backend.url, RESIDENT[is_resident]).inc()
-
-    def prompt(self, backend: Backend, sent: Sent) -> None:
-        """Count the prompt of an answered request."""
-        if not backend.is_leaving:
-            self._prompt.labels(backend.url).inc(sent.num_prompt_tokens)
-            self._cached.labels(backend.url).inc(sent.num_cached_tokens)
-
-    def first_byte(self, backend: Backend, seconds: float) -> None:
-        """Observe a time to the first byte."""
-        if not backend.is_leaving:
-            self._first_byte.labels(backend.url).observe(seconds)
+        self._prompt.labels(backend.url).inc(sent.num_prompt_tokens)
+        self._cached.labels(backend.url).inc(sent.num_cached_tokens)
+        self._first_byte.labels(backend.url).observe(seconds)
 
     def left(self, backend: Backend) -> None:
         """Drop the series of a backend."""

@@ -154,9 +154,7 @@ class Relay:
                 client.forget_body()
                 if adapter:
                     self.placement.note_used(backend, adapter)
-                    self.metrics.adapter_request(backend, is_resident)
-                self.metrics.prompt(backend, ticket.sent)
-                self.metrics.first_byte(backend, monotonic() - began_at)
+                self.metrics.begun(backend, ticket.sent, monotonic() - began_at, is_resident)
                 if span is not None:
                     span.add_event("first byte")
                 if request.found.arm:
