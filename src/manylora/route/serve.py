@@ -96,26 +96,20 @@ class Proxy:
             self._app = TraceLayer(self._app, self._traces, PASSED_ON)
         self._config = config
         self._http: HttpServer | None = None
-        self._is_stopping = False
+        self.is_stopping = False
         self._socket = bind(config.host, config.port, reuse_port=config.reuse_port)
         self.url = url_of(self._socket, is_tls=self._tls is not None)
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the router was asked to stop."""
-        return self._is_stopping
-
     def drain(self) -> None:
         """Begin to stop: the router no longer listens, and requests under way may finish."""
-        self._is_stopping = self._routes.is_stopping = True
+        self.is_stopping = self._routes.is_stopping = True
         if self._http is not None:
             self._http.should_exit = True
 
     async def configure(self, config: ProxyConfig) -> None:
         """Take over the backends and the public names of another configuration; its other options wait for a restart.
 
-        Raises:
-            ConfigError: One of them is malformed; nothing has changed.
+        ``ConfigError`` if one of them is malformed; nothing has changed.
         """
         names = parse_names(config.names)
         await self._sources.configure(config.backends)
@@ -147,7 +141,7 @@ class Proxy:
             max_connections=most, max_per_address=most, keep_alive_s=KEEP_ALIVE_S, backlog=BACKLOG
         )
         self._http = HttpServer(self._app, bounds, on_ready, drain_s=self._config.drain_timeout_s, tls=self._tls)
-        self._http.should_exit = self._is_stopping
+        self._http.should_exit = self.is_stopping
         try:
             await self._http.serve(sockets=[self._socket])
         finally:

@@ -123,6 +123,7 @@ class FunctionLog:
 class FunctionLink(asyncio.Protocol):
     """An ``EngineLink`` to a new function."""
 
+    node = None  # a function runs on this machine
     engine: EngineSpec  # its engine, with the model of the zygote's backbone
     zygote: Zygote
     place: FunctionPlace
@@ -145,11 +146,6 @@ class FunctionLink(asyncio.Protocol):
     def pid(self) -> int | None:
         """Return the function's process id; ``None`` before the fork."""
         return None if self._function is None else self._function.pid
-
-    @property
-    def node(self) -> None:
-        """Return ``None``: a function runs on this machine."""
-        return None
 
     async def start(self, deliver: Callable[[Sequence[Message]], None]) -> None:
         """Fork the function, once the zygote is warm, and begin to receive."""

@@ -96,7 +96,7 @@ class Engine:
         paths = {name: str(path) for name, path in (adapters or {}).items()}
         if build is None and config.simulate is None:  # before the model is loaded, which may take minutes
             check_folders(paths, max_bytes=config.adapters.max_adapter_bytes)
-        self._tokenizer = Tokenizer.load(config.model.tokenizer or config.model.model, revision=config.model.revision)
+        self.tokenizer = Tokenizer.load(config.model.tokenizer or config.model.model, revision=config.model.revision)
         self._defaults = load_generation_defaults(config.model) or GenerationDefaults()
         self._window = min(2 * config.scheduler.max_num_seqs, config.scheduler.max_waiting)
         self._ids = itertools.count()  # next() on it is atomic
@@ -119,11 +119,6 @@ class Engine:
         except BaseException:
             self.close()
             raise
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._tokenizer
 
     def generate(
         self,
@@ -235,11 +230,11 @@ class Engine:
             raise
 
     def _encode(self, prompt: Prompt) -> tuple[Prompt, tuple[int, ...]]:
-        return prompt, tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        return prompt, tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
 
     def _render(self, messages: Sequence[Message], template_kwargs: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
-        text = self._tokenizer.render_chat(messages, template_kwargs)
-        return text, tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        text = self.tokenizer.render_chat(messages, template_kwargs)
+        return text, tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _generate(
         self,
@@ -262,7 +257,7 @@ class Engine:
             self._call(
                 Batch(requests=self._fleet.requests, waiting=deque(jobs), window=self._window, on_ended=advance).run()
             )
-        return [answer.generation(self._tokenizer) if isinstance(answer, Job) else answer for answer in answers]
+        return [answer.generation(self.tokenizer) if isinstance(answer, Job) else answer for answer in answers]
 
     def _check_names(self, adapters: Sequence[str | None]) -> None:
         """Refuse a call with an adapter that is not loaded."""
@@ -297,7 +292,7 @@ class Engine:
         request = Request(
             request_id=f"offline-{next(self._ids)}", prompt=tokens, sampling=sampling, model=adapter or ""
         )
-        return Job(shown, adapter, request, Detokenizer(self._tokenizer, tokens, sampling))
+        return Job(shown, adapter, request, Detokenizer(self.tokenizer, tokens, sampling))
 
 
 def _text(path: str | Path | None) -> str | None:

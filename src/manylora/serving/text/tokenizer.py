@@ -60,7 +60,7 @@ class Tokenizer:
         self._token_bytes = TokenBytes(self._fast)
         self._tables = byte_tables(self._fast)
         vocab = self._fast.get_vocab(with_added_tokens=True)
-        self._vocab_size = max(vocab.values(), default=-1) + 1
+        self.vocab_size = max(vocab.values(), default=-1) + 1  # with added tokens; the model's embedding may be larger
         self._longest_token = max(map(len, vocab), default=1)
         own = inspect.signature(hf.apply_chat_template).parameters
         self._reserved = (frozenset(own) | _TEMPLATE_NAMES) - _TEMPLATE_ARGUMENTS
@@ -88,11 +88,6 @@ class Tokenizer:
         if chat_template is not None:
             hf.chat_template = chat_template
         return cls(hf, name)
-
-    @property
-    def vocab_size(self) -> int:
-        """Largest token id plus one, added tokens included (the model's embedding may be larger)."""
-        return self._vocab_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -181,7 +176,7 @@ class Tokenizer:
             text: str = self._fast.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError:
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id <= MAX_TOKEN_ID)
-            raise RequestError(f"Got token id {wrong}, expected 0 to {self._vocab_size - 1}", param="tokens") from None
+            raise RequestError(f"Got token id {wrong}, expected 0 to {self.vocab_size - 1}", param="tokens") from None
         return text
 
     def pieces(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> TextPieces:

@@ -102,7 +102,7 @@ class AdapterBook:
         """Lock a name for a load while inside, or raise ``AdapterExists``; yield the entry that is replaced, if any."""
         if name == self.served_name:
             raise AdapterExists(name, "this is the name of the base model")
-        async with self._lock(name):
+        async with self.lock(name):
             before = self.adapters.get(name)
             if before is not None and not may_replace:
                 raise AdapterExists(name, "it is loaded already")
@@ -111,14 +111,10 @@ class AdapterBook:
     @contextlib.asynccontextmanager
     async def known(self, name: str) -> AsyncIterator[None]:
         """Lock an adapter that is loaded while inside, or raise ``AdapterNotFound``."""
-        async with self._lock(name):
+        async with self.lock(name):
             if name not in self.adapters and name not in self.unavailable and name not in self.labels:
                 raise AdapterNotFound(name, "no adapter of this name is loaded")
             yield
-
-    def locked(self, name: str) -> contextlib.AbstractAsyncContextManager[object]:
-        """Lock a name while inside, whatever it is."""
-        return self._lock(name)
 
     def note_load(self, name: str, path: str, status: AdapterStatus) -> None:
         """Record a load; a replacement keeps the pin and ``loaded_at``."""
@@ -194,7 +190,7 @@ class AdapterBook:
             async with contextlib.AsyncExitStack() as locks:
                 # One order for all: none waits in a circle. A publication holds its name when it frees a label.
                 for name in sorted(stale, key=lambda name: (is_label(name), name)):
-                    await locks.enter_async_context(self._lock(name))
+                    await locks.enter_async_context(self.lock(name))
                 errors += await self._bring(client, held, stale)
         return errors
 
@@ -237,7 +233,7 @@ class AdapterBook:
         """Return what engines must hold under a name or label."""
         return self.adapters.get(name) or self.labels.get(name)
 
-    def _lock(self, name: str) -> asyncio.Lock:
+    def lock(self, name: str) -> asyncio.Lock:
         """Return the lock that orders the changes of one name."""
         lock = self._locks.get(name)
         if lock is None:

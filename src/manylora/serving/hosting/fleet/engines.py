@@ -71,10 +71,6 @@ class FleetEngines:
         self._watching: dict[int, asyncio.Task[None]] = {}  # by the engine's number; of drained ones the last
         self._has_news = asyncio.Event()  # a task has ended
 
-    def add(self, keeper: EngineKeeper) -> None:
-        """Add an engine, under the next number."""
-        self.keepers.append(keeper)
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     @property

@@ -113,7 +113,7 @@ class Fleet:
                 on_change=requests.wake,
                 state=EngineState.STARTING if scaling is None or engine < scaling.min_replicas else EngineState.IDLE,
             )
-            engines.add(keeper)
+            engines.keepers.append(keeper)
         self._scaling = None
         if routing is not None and routing.controller is not None:
             self._scaling = FleetScaling(routing.controller, engines, drain_timeout_s=policy.drain_timeout_s)

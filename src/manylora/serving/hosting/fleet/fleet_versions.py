@@ -294,7 +294,7 @@ class FleetVersions:
 
     async def _free(self, version: NumberedVersion) -> None:
         try:
-            async with self._book.locked(version.held_as):
+            async with self._book.lock(version.held_as):
                 if version.held_as in self._book.labels:
                     self._book.forget_label(version.held_as)  # first: an engine that starts must not load it again
                     with contextlib.suppress(AdapterError, CapacityError, EngineDead):

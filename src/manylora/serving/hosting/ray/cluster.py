@@ -79,10 +79,6 @@ class RayCluster:
         self._connecting: asyncio.Task[None] | None = None
         self._is_owner = False
 
-    def place(self) -> RayPlace:
-        """Return a place for an engine, which is not reserved yet."""
-        return RayPlace(self)
-
     async def connect(self) -> None:
         """Connect to the cluster, once; ``ConfigError`` if there is none at the address."""
         if self._connecting is None:

@@ -22,7 +22,7 @@ from manylora.core.errors import EngineDead
 from manylora.serving.hosting.links.process import LAST_MESSAGES_S, Inbox, ending_of
 from manylora.serving.hosting.protocol import Command, Ending, EngineSpec, Message, encode
 from manylora.serving.hosting.ray.actor import CurveKeys, Door
-from manylora.serving.hosting.ray.cluster import RayCluster, engines_on_node
+from manylora.serving.hosting.ray.cluster import RayCluster, RayPlace, engines_on_node
 from manylora.serving.hosting.sockets import MAX_FRAME_BYTES, endpoint
 
 __all__ = ["EngineConnection", "RayLink"]
@@ -65,11 +65,7 @@ class EngineConnection:
         messages = self._connect(zmq.PULL, door, door.messages_port, keys)
         self._commands = self._connect(zmq.PUSH, door, door.commands_port, keys)
         self._inbox = Inbox(messages, deliver)
-
-    @property
-    def broken(self) -> asyncio.Future[str]:
-        """Done once a message could not be decoded, with the reason, or when closed."""
-        return self._inbox.broken
+        self.broken = self._inbox.broken
 
     def send(self, command: Command) -> None:
         """Send a command; one to an engine that is lost is dropped."""
@@ -131,7 +127,7 @@ class RayLink:
         self.node: str | None = None  # the node: its address and the begin of its id; ``None`` before Ray has chosen it
         self._engine = engine
         self._cluster = cluster
-        self._place = cluster.place()
+        self._place = RayPlace(cluster)
         self._connection: EngineConnection | None = None
         self._exit: asyncio.Task[Ending] | None = None
         self._is_stopped = False
