@@ -124,8 +124,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
 def read_deployment(path: Path) -> Deployment:
     """Read a file of functions.
 
-    Raises:
-        ConfigError: The file cannot be read, or a value is wrong; the message names the table and the field.
+    ``ConfigError`` if the file cannot be read, or a value is wrong; the message names the table and the field.
     """
     tables = _tables(path)
     backbones = _named(tables.get("backbones", {}), "backbones", BackboneSpec, MAX_BACKBONES)

@@ -144,8 +144,7 @@ class LoadOptions(CheckedOptions):
     def workload_spec(self, num_adapters: int) -> WorkloadSpec:
         """Return the workload over a number of adapters.
 
-        Raises:
-            ConfigError: The file of the workload is wrong, or asks for more adapters.
+        ``ConfigError`` if the file of the workload is wrong, or asks for more adapters.
         """
         if self.workload is not None:
             spec = read_workload_spec(Path(self.workload), traces=None if self.traces is None else Path(self.traces))

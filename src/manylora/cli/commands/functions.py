@@ -46,8 +46,7 @@ _option = partial(option, panel="Options")
 class ControllerOptions:
     """The state of a controller, and how to reach it.
 
-    Raises:
-        ConfigError: Some of the files for TLS are given, and others are not.
+    ``ConfigError`` if some of the files for TLS are given, and others are not.
     """
 
     state_dir: str = _option("functions-state", metavar="DIR", help="Folder of the ledger, the token and the sockets.")

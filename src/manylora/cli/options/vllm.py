@@ -158,8 +158,7 @@ def with_vllm_environment(
 ) -> ServerConfig:
     """Return the configuration with vLLM's key, if it has none of its own.
 
-    Raises:
-        ConfigError: Loading adapters at run time is on in vLLM's environment and off here, or the reverse.
+    ``ConfigError`` if loading adapters at run time is on in vLLM's environment and off here, or the reverse.
     """
     key = environment.get(API_KEY, "")
     if key and not server.api_keys:

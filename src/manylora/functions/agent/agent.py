@@ -54,8 +54,7 @@ logger = logging.getLogger(__name__)
 class Agent:
     """An agent, from start to stop, on one event loop.
 
-    Raises:
-        ConfigError: The system does not tell the memory that is available, or the tenants or their ledger are wrong.
+    ``ConfigError`` if the system does not tell the memory that is available, or the tenants or their ledger are wrong.
     """
 
     def __init__(self, setup: AgentSetup, controller: ControllerClient, bound: socket.socket) -> None:
@@ -268,8 +267,7 @@ def _is_decodable(state: FunctionState) -> bool:
 def run_agent(setup: AgentSetup) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code.
 
-    Raises:
-        ManyloraError: The agent cannot listen, a backbone is wrong, or the controller refuses the agent.
+    ``ManyloraError`` if the agent cannot listen, a backbone is wrong, or the controller refuses the agent.
     """
     logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each report
     server = setup.server

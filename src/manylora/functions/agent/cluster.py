@@ -109,8 +109,7 @@ class _Agents:
     async def keep(self) -> None:
         """Start an agent on every node that is there or joins.
 
-        Raises:
-            ConfigError: There is no cluster, or it refuses the resources.
+        ``ConfigError`` if there is no cluster, or it refuses the resources.
         """
         num_nodes = -1
         while not self._is_stopping:

@@ -20,8 +20,7 @@ TIMEOUT_S = 10.0
 class ControllerClient:
     """The controller at an address; a context.
 
-    Raises:
-        ConfigError: A file cannot be used, or the address is not one of TLS.
+    ``ConfigError`` if a file cannot be used, or the address is not one of TLS.
     """
 
     def __init__(self, url: str, token: str | None, tls: TlsFiles | None = None) -> None:

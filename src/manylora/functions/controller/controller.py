@@ -167,8 +167,7 @@ class Controller:
     def lines(self, name: str) -> list[str]:
         """Return the last lines that a function has written, since this controller began.
 
-        Raises:
-            RequestError: There is none of this name.
+        ``RequestError`` if there is none of this name.
         """
         if name not in self._functions:
             raise RequestError(f"Got function {name!r}, expected a registered one", param="name")

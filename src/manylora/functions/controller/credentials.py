@@ -20,8 +20,7 @@ CLOSE_S = 2.0  # time in which a controller closes a connection that it refuses
 def read_token(path: Path) -> str:
     """Return the token in a file.
 
-    Raises:
-        ConfigError: The file cannot be read, or is empty: every caller knows an empty token.
+    ``ConfigError`` if the file cannot be read, or is empty: every caller knows an empty token.
     """
     try:
         token = path.read_text(encoding="ascii").strip()
@@ -53,8 +52,7 @@ def own_token(folder: Path) -> str:
 def tls_files(cert: str | None, key: str | None, ca: str | None) -> TlsFiles | None:
     """Return the files if they are given, and ``None`` if none is.
 
-    Raises:
-        ConfigError: Some are given and some are not.
+    ``ConfigError`` if some are given and some are not.
     """
     if cert is None and key is None and ca is None:
         return None

@@ -224,8 +224,7 @@ def member_of(certificate: Mapping[str, Any]) -> str | None:
 def bind_guarded(host: str, port: int, *, is_guarded: bool) -> socket.socket:
     """Return a bound socket.
 
-    Raises:
-        ConfigError: The address can be reached from other machines, and callers need neither token nor certificate.
+    ``ConfigError`` if the address can be reached from other machines, and callers need neither token nor certificate.
     """
     bound = bind(host, port)
     if not is_guarded and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
@@ -237,8 +236,7 @@ def bind_guarded(host: str, port: int, *, is_guarded: bool) -> socket.socket:
 def run_controller(setup: ControllerSetup) -> int:
     """Serve until SIGTERM or SIGINT; return the exit code.
 
-    Raises:
-        ConfigError: The file of functions or the database is wrong, or it cannot listen.
+    ``ConfigError`` if the file of functions or the database is wrong, or it cannot listen.
     """
 
     def say_ready(one: ControllerServer) -> None:

@@ -71,8 +71,7 @@ class MachineUse(NamedTuple):
 class Store:
     """The database, made if there is none, for one writer: a second one waits, and then fails.
 
-    Raises:
-        ConfigError: The file is no database of this version, or another process writes it.
+    ``ConfigError`` if the file is no database of this version, or another process writes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -237,8 +236,7 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
 def read_ledger(path: Path, since_ns: int, until_ns: int) -> tuple[list[Account], list[MachineUse]]:
     """Return the use by account and by node, each of a minute that begins within a time.
 
-    Raises:
-        ConfigError: There is no ledger.
+    ``ConfigError`` if there is no ledger.
     """
     within = (-(-since_ns // BUCKET_NS), -(-min(until_ns, 2**62) // BUCKET_NS))
     rows = "WHERE bucket >= ? AND bucket < ?"

@@ -173,8 +173,7 @@ class FunctionInstance:
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Wait for the process and for the batch, submit requests, and return their stream.
 
-        Raises:
-            ManyloraError: The function cannot start, too many requests wait, or the engine refuses a request.
+        ``ManyloraError`` if the function cannot start, too many requests wait, or the engine refuses a request.
         """
         if len(self.queue) + len(requests) > self.spec.max_waiting:
             raise CapacityError(f"{len(self.queue)} requests wait for function {self.name!r}, which is its limit")

@@ -29,8 +29,7 @@ class BatchQueue:
 
     def __init__(self, objective_s: float, max_batch: int) -> None:
         self.times = BatchTimes(objective_s, max_batch)
-        self.num_leaving = 0
-        """Requests between the queue and the engine."""
+        self.num_leaving = 0  # requests between the queue and the engine
         self._max_batch = max_batch
         self._entries: deque[_QueuedRequests] = deque()
 

@@ -72,8 +72,7 @@ class NodeRoom:
     async def reserve(self, instance: FunctionInstance) -> None:
         """Make room for a function that wakes, and for its backbone.
 
-        Raises:
-            CapacityError: All memory is in use, and none came free; or it needs more than there is.
+        ``CapacityError`` if all memory is in use, and none came free; or it needs more than there is.
         """
         host = instance.host
         needed = self.bytes_of(instance) + (host.num_bytes + host.zygote_bytes or host.expected_bytes)

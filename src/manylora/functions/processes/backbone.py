@@ -32,8 +32,7 @@ __all__ = ["fetch_backbone", "load_command", "main"]
 def fetch_backbone(path: Path) -> Backbone:
     """Return the base behind a backbone's socket; the caller closes its descriptor.
 
-    Raises:
-        ConfigError: There is no backbone, or its answer is broken.
+    ``ConfigError`` if there is no backbone, or its answer is broken.
     """
     got = f"Got backbone = {str(path)!r}"
     descriptors: list[int] = []

@@ -91,8 +91,7 @@ class MessageCheck:
     def checked(self, message: Message) -> Message:
         """Return a message without the parts that a function has no say in.
 
-        Raises:
-            FrameError: A part of it is beyond its bound; the message names the part.
+        ``FrameError`` if a part of it is beyond its bound; the message names the part.
         """
         if isinstance(message, Ready):
             if self._has_started:

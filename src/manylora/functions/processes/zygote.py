@@ -117,8 +117,7 @@ class Zygote:
     async def start(self) -> None:
         """Start the process unless it runs, and wait until it is warm.
 
-        Raises:
-            EngineDead: The process ended before it was warm, or took too long.
+        ``EngineDead`` if the process ended before it was warm, or took too long.
         """
         if self._warm is None:
             self._launch()

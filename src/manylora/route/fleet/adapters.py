@@ -250,8 +250,7 @@ class RoutedAdapters:
     def _enter(self, name: str, change: Change, answers: Answers) -> None:
         """Enter a change into the log, unless all backends failed on it.
 
-        Raises:
-            HttpError: Some or all backends failed.
+        ``HttpError`` if some or all backends failed.
         """
         failed = [(backend, status, text) for backend, (status, text) in answers.items() if status != 200]
         if not failed or len(failed) < len(answers):

@@ -238,8 +238,7 @@ class Backends:
     async def read_models(self, backend: Backend, *, younger_than_s: float = 0.0) -> None:
         """Read a backend's list of models, unless that was done less than ``younger_than_s`` seconds ago.
 
-        Raises:
-            FetchFailed: There is no such list.
+        ``FetchFailed`` if there is no such list.
         """
         async with backend.reading_models:
             if monotonic() - backend.models_read_at < younger_than_s:

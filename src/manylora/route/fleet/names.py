@@ -46,8 +46,7 @@ class Arm:
 def parse_names(texts: Iterable[str]) -> dict[str, tuple[Arm, ...]]:
     """Return the versions behind each public name, of ``NAME=MODEL:WEIGHT,MODEL@URL:WEIGHT``.
 
-    Raises:
-        ConfigError: A text has another form, a name comes twice, or no weight of a name is above 0.
+    ``ConfigError`` if a text has another form, a name comes twice, or no weight of a name is above 0.
     """
     names: dict[str, tuple[Arm, ...]] = {}
     for text in texts:

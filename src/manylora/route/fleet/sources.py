@@ -73,8 +73,7 @@ class Sources:
     async def configure(self, texts: Iterable[str]) -> None:
         """Replace the configured sources, after the first look at each new one; backends that were removed return.
 
-        Raises:
-            ConfigError: A text is malformed; nothing has changed.
+        ``ConfigError`` if a text is malformed; nothing has changed.
         """
         parsed = {text: parse_source(text, self.environment) for text in texts}
         for text in [text for text in self._configured if text not in parsed]:
@@ -89,8 +88,7 @@ class Sources:
     def add(self, text: str, key: str | None = None) -> Address:
         """Add a single server, with a key of its own if there is one; return its address.
 
-        Raises:
-            ConfigError: The text is not the URL of one server.
+        ``ConfigError`` if the text is not the URL of one server.
         """
         address = parse_source(text, {})
         if isinstance(address, Pods) or address.is_name_of_many or address.key_from:  # a file would be sent there
@@ -173,8 +171,7 @@ class Sources:
 def parse_source(text: str, environment: Mapping[str, str]) -> Address | Pods:
     """Return the address or the pods that a text names; keys from the environment are read here.
 
-    Raises:
-        ConfigError: The text has none of the forms above.
+    ``ConfigError`` if the text has none of the forms above.
     """
     plain, _, key_from = text.partition("#")
     if key_from:

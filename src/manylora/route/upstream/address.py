@@ -55,8 +55,7 @@ class Address:
 def parse_backend(text: str) -> Address:
     """Return the address of ``http://host:port/prefix`` (also with ``/v1``), ``host:port`` or ``dns:name:port``.
 
-    Raises:
-        ConfigError: ``text`` has none of these forms.
+    ``ConfigError`` if ``text`` has none of these forms.
     """
     kind, _, rest = text.partition(":")
     scheme = DNS.get(kind)

@@ -27,20 +27,14 @@ Headers = list[tuple[bytes, bytes]]
 class Failure(Enum):
     """The reason why an exchange ended without a whole answer."""
 
-    CONNECT = "connect"
-    """No connection: refused, unreachable, no such name, too slow."""
-    LOST = "lost"
-    """The connection ended before the answer did."""
+    CONNECT = "connect"  # no connection: refused, unreachable, no such name, too slow
+    LOST = "lost"  # the connection ended before the answer did
     STALE = "stale"
     """A connection with earlier exchanges ended at once, before any byte: the backend may have closed it before."""
-    ILLEGAL = "illegal"
-    """The answer is not HTTP, or its head is too large."""
-    STALLED = "stalled"
-    """No byte of the body came within its time limit."""
-    DOWN = "down"
-    """The backend is out, by its health, while the request waited for it."""
-    CANCELLED = "cancelled"
-    """The client is gone."""
+    ILLEGAL = "illegal"  # the answer is not HTTP, or its head is too large
+    STALLED = "stalled"  # no byte of the body came within its time limit
+    DOWN = "down"  # the backend is out, by its health, while the request waited for it
+    CANCELLED = "cancelled"  # the client is gone
 
 
 class Receiver(Protocol):

@@ -222,8 +222,7 @@ class BeamStream(OutputStream):
 def begin_search(call: AnswerCall[Any], sampling: SamplingParams) -> BeginAnswers:
     """Return the start of the beam searches that a body asks for.
 
-    Raises:
-        RequestError: It asks for beams with something that cannot be had with them, or for too many.
+    ``RequestError`` if it asks for beams with something that cannot be had with them, or for too many.
     """
     body = call.body
     penalty = 1.0 if body.length_penalty is None else body.length_penalty

@@ -64,9 +64,8 @@ class ChatTemplate:
 def template_of(context: Context, settings: Settings, body: ChatBody | TokenizeBody) -> ChatTemplate:
     """Return the template of a request, with the variables that it gives.
 
-    Raises:
-        RequestError: The server does not take templates, the template or its variables are too large, or the prompt is
-            to end in two ways.
+    ``RequestError`` if the server does not take templates, the template or its variables are too large, or the prompt
+    is to end in two ways.
     """
     text = settings.chat_template
     if body.chat_template is not None:

@@ -162,8 +162,7 @@ async def _take_shared(context: Context, arriving: SpooledAdapter, file: str, *,
 def _complete(arriving: SpooledAdapter, config: bytes) -> str:
     """Add the configuration that came beside the weights, or in their metadata; return the folder's path.
 
-    Raises:
-        AdapterError: There is none, or the file is no safetensors file.
+    ``AdapterError`` if there is none, or the file is no safetensors file.
     """
     name, path = arriving.name, arriving.folder / WEIGHT_FILES[0]
     if not config:

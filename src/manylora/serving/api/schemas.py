@@ -170,8 +170,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     """Fields of completions, chat completions and responses."""
 
     field_rules: ClassVar[FieldRules] = FieldRules(HARMLESS, REFUSED)
-    needs_model: ClassVar[bool] = True
-    """Whether a body without a model is an error; else it asks for the base."""
+    needs_model: ClassVar[bool] = True  # whether a body without a model is an error; else it asks for the base
 
     model: str
     add_special_tokens: bool | None = None

@@ -34,8 +34,7 @@ class ServerTls:
         self._make = make
         self._files = files
         self._stamp = self._stamp_of()  # before they are read: a change meanwhile is seen the next time
-        self.context = self._present = make()
-        """To listen with."""
+        self.context = self._present = make()  # to listen with
         self.context.sni_callback = self._choose
 
     def reread(self) -> None:

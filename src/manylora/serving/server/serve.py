@@ -275,8 +275,7 @@ def run(
 ) -> int:
     """Serve until SIGTERM or SIGINT, and return 0; call it from the main thread.
 
-    Raises:
-        ManyloraError: The server could not start, or the engine died too often.
+    ``ManyloraError`` if the server could not start, or the engine died too often.
     """
 
     def say_ready(one: Server) -> None:
