@@ -26,18 +26,6 @@ class AdapterSettings(Protocol):
     """The checked configuration of one adapter, which interprets its tensors."""
 
     @property
-    def base_model(self) -> str | None:
-        """The base that the adapter was trained on, as its author called it."""
-
-    @property
-    def task_type(self) -> str | None:
-        """PEFT's name of the task."""
-
-    @property
-    def use_rslora(self) -> bool:
-        """Whether scales divide by the root of the rank."""
-
-    @property
     def invocation(self) -> tuple[int, ...]:
         """The tokens that activate the adapter; empty if it is always active."""
 

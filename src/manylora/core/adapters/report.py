@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from manylora.core.adapters.folder import Folder, read_config
 from manylora.core.adapters.method import AdapterSettings, parse_settings
@@ -64,11 +65,12 @@ def check_folders(paths: Mapping[str, str], *, max_bytes: int) -> None:
             _stored(name, open_folder(name, path), max_bytes)
 
 
-def _stored(name: str, folder: Folder, max_bytes: int) -> tuple[AdapterSettings, tuple[StoredModule, ...], int]:
-    """Return the settings, the modules and the bytes of the weight file of a folder."""
-    settings = parse_settings(name, read_config(folder))
+def _stored(name: str, folder: Folder, max_bytes: int) -> tuple[dict[str, Any], tuple[StoredModule, ...], int]:
+    """Return the configuration, the modules and the bytes of the weight file of a folder."""
+    config = read_config(folder)
+    settings = parse_settings(name, config)
     with WeightFile(folder, max_bytes) as file:
-        return settings, settings.stored_modules(file.tensors), file.num_bytes
+        return config, settings.stored_modules(file.tensors), file.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +145,7 @@ def inspect_adapter(
     """
     name = str(path)
     folder = open_folder(name, path, registry=registry)
-    settings, modules, disk_bytes = _stored(name, folder, max_bytes)
+    config, modules, disk_bytes = _stored(name, folder, max_bytes)
     version, problem = None, None
     if base is not None:
         try:
@@ -152,10 +154,10 @@ def inspect_adapter(
             problem = error.reason
     return AdapterReport(
         path=name,
-        base_model=settings.base_model,
-        task_type=settings.task_type,
+        base_model=config.get("base_model_name_or_path"),
+        task_type=config.get("task_type"),
         rank=max(m.rank for m in modules),
-        use_rslora=settings.use_rslora,
+        use_rslora=bool(config.get("use_rslora")),
         modules=modules,
         disk_bytes=disk_bytes,
         fits=None if base is None else problem is None,

@@ -116,11 +116,6 @@ class FoldedSettings(NamedSettings):
     method: FoldedMethod
     config: Mapping[str, Any]
 
-    @property
-    def use_rslora(self) -> bool:
-        """Whether scales divide by the root of the rank."""
-        return False
-
     def stored_modules(self, tensors: Mapping[str, StoredTensor]) -> tuple[StoredModule, ...]:
         """Return the modules in a weight file, with the rank of the settings."""
         modules, _ = self._gather(tensors)

@@ -76,21 +76,6 @@ class NamedSettings:
     settings: LoraSettings
 
     @property
-    def base_model(self) -> str | None:
-        """The base that the adapter was trained on."""
-        return self.settings.base_model
-
-    @property
-    def task_type(self) -> str | None:
-        """PEFT's name of the task."""
-        return self.settings.task_type
-
-    @property
-    def use_rslora(self) -> bool:
-        """Whether scales divide by the root of the rank."""
-        return self.settings.use_rslora
-
-    @property
     def invocation(self) -> tuple[int, ...]:
         """The tokens that activate the adapter; empty if it is always active."""
         return self.settings.invocation

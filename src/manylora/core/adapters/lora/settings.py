@@ -70,8 +70,6 @@ class LoraSettings:
     alpha_pattern: tuple[tuple[str, float], ...]  # pairs of pattern and alpha
     layers_to_transform: tuple[int, ...] | None  # the only layers that are adapted; ``None`` means all
     layers_pattern: tuple[str, ...]  # names of the list of layers, from which a layer's index is read
-    base_model: str | None  # the base it was trained on, as its author called it
-    task_type: str | None  # PEFT's name of the task
     use_dora: bool = False  # whether each module has a magnitude
     lora_bias: bool = False  # whether ``lora_B`` has a bias
     bias: str = "none"  # which biases of the base were trained: ``none``, ``all`` or ``lora_only``
@@ -97,6 +95,8 @@ class _Parser:
 
     def parse(self) -> LoraSettings:
         self._refuse_unsupported()
+        for key in ("base_model_name_or_path", "task_type"):  # shown to users (``report``)
+            self._text(key)
         target_modules = self._names("target_modules")
         layers = self._layers()
         layers_pattern = self._names("layers_pattern")
@@ -127,8 +127,6 @@ class _Parser:
             ),
             layers_to_transform=layers,
             layers_pattern=(layers_pattern,) if isinstance(layers_pattern, str) else layers_pattern,
-            base_model=self._text("base_model_name_or_path"),
-            task_type=self._text("task_type"),
             use_dora=self._flag("use_dora"),
             lora_bias=self._flag("lora_bias"),
             bias=self._text("bias") or "none",
