@@ -32,8 +32,6 @@ __all__ = ["LoadedModel", "auto_class", "context_limit", "load_model", "load_ske
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 # Rotary embeddings whose frequencies change once any position of the *batch* passes the trained length: one long
 # sequence would change the others, so such models are served up to that length.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -295,7 +293,8 @@ def context_limit(text_config: Any) -> int:
 
 def _dtype(name: str, text_config: Any, device: torch.device) -> torch.dtype:
     if name != "auto":
-        return _DTYPES[name]
+        own: torch.dtype = getattr(torch, name)
+        return own
     if device.type == "cpu":
         return torch.float32
     own = text_config.dtype

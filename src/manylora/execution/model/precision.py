@@ -84,15 +84,11 @@ class Precision:
     def keep_table(self, stored: Stored) -> Kept:
         """Return an embedding as it is kept: in 16 bits where it is stored in fewer than 32, or others are kept so."""
         if self.is_by_row or self.base == "float32" or (self.base == "stored" and is_float32(stored)):
-            return self._numbers(stored)
-        weight = self._numbers(stored) if isinstance(stored, Codes) else stored
+            return self.keep_numbers(stored)
+        weight = self.keep_numbers(stored) if isinstance(stored, Codes) else stored
         if self.base in ("bfloat16", "float16"):
             return weight.to(getattr(torch, self.base))
         return weight if weight.dtype in _SIXTEEN else weight.to(torch.bfloat16)
-
-    def keep_numbers(self, stored: Stored) -> torch.Tensor:
-        """Return what is no matrix of a product (norms, biases) as numbers of the model's type."""
-        return self._numbers(stored)
 
     def keep_linear(self, parts: Sequence[Stored], *, is_head: bool = False) -> list[Kept]:
         """Return the weight of linears that share an input, one behind the other: as one weight if they can be one."""
@@ -102,7 +98,8 @@ class Precision:
             weights = [_joined(weights)]
         return [self._written(weight) for weight in weights]
 
-    def _numbers(self, stored: Stored) -> torch.Tensor:
+    def keep_numbers(self, stored: Stored) -> torch.Tensor:
+        """Return a weight as numbers of the model's type: what is no matrix of a product (norms, biases) is kept so."""
         weight = stored.dequantise() if isinstance(stored, Codes) else stored
         return weight.to(self.dtype) if weight.is_floating_point() else weight
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -146,19 +146,11 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     Raises:
         ConfigError: Its behaviour is not supported.
     """
-    sink = _ProbeSink(architecture)
-    seen: dict[str, list[torch.Tensor]] = {}
-    mixtures, mixers = _Mixtures(), MixerWatch()
+    sink, calls, mixers = _ProbeSink(architecture), _Calls(), MixerWatch()
     if model.base_model is model:
         raise sink.refusal("its decoder is no module of its own")
     recorded = RecordedPass(model)
-    with (
-        torch.inference_mode(),
-        recorded.recording(),
-        _watching(model, seen),
-        mixtures.watching(model),
-        mixers.watching(model),
-    ):
+    with torch.inference_mode(), recorded.recording(), calls.watching(model), mixers.watching(model):
         device = next(model.parameters()).device
         tokens = torch.arange(NUM_TOKENS, device=device)[None]
         keep = torch.arange(NUM_TOKENS - NUM_SAMPLED, NUM_TOKENS, device=device)
@@ -184,15 +176,7 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     with torch.inference_mode():
         if not torch.allclose(recorded.logits(keep), logits[0], equal_nan=True):
             raise sink.refusal("its logits depend on more than its decoder's output")
-    probe = _summary(model, seen, num_layers, kv_shape)
-    return replace(
-        probe,
-        experts=_once(mixtures.experts),
-        routers=_once(mixtures.routers),
-        kv_layers=tuple(sorted(sink.layers)),
-        mixers=tuple(mixers.found[layer] for layer in sorted(mixers.found)),
-        norms={name: norm for name, norm in probe.norms.items() if not mixers.has(name)},
-    )
+    return _summary(model, calls, sink, mixers, num_layers, kv_shape)
 
 
 def _kv_shape(sink: _ProbeSink, mixers: MixerWatch, num_layers: int) -> tuple[int, int, int]:
@@ -218,11 +202,13 @@ def _kv_shape(sink: _ProbeSink, mixers: MixerWatch, num_layers: int) -> tuple[in
 
 
 @dataclass(slots=True)
-class _Mixtures:
-    """The calls of experts and of modules with a bare weight, by name: whether each got every token."""
+class _Calls:
+    """The calls of modules in the pass, by name."""
 
-    experts: dict[str, list[bool]] = field(default_factory=dict)
-    routers: dict[str, list[bool]] = field(default_factory=dict)
+    # Inputs of linears, embeddings and norms; live references keep the tensors' identities unique.
+    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    experts: dict[str, list[bool]] = field(default_factory=dict)  # of experts, whether each call got every token
+    routers: dict[str, list[bool]] = field(default_factory=dict)  # of modules with a bare weight, likewise
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -239,7 +225,13 @@ class _Mixtures:
                     calls = self.routers.setdefault(name, [])
                     vars(module)["forward"] = partial(self._run, module.forward, module.weight.shape, calls)
                     undo.callback(vars(module).pop, "forward")
+                elif isinstance(module, nn.Linear | nn.Embedding) or _is_norm(module):
+                    undo.callback(module.register_forward_pre_hook(partial(self._note, name)).remove)
             yield
+
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if args and isinstance(args[0], torch.Tensor):
+            self.inputs.setdefault(name, []).append(args[0])
 
     @staticmethod
     def _run(
@@ -257,14 +249,19 @@ def _once(calls: dict[str, list[bool]]) -> tuple[str, ...]:
 
 
 def _summary(
-    model: nn.Module, seen: dict[str, list[torch.Tensor]], num_layers: int, kv_shape: tuple[int, int, int]
+    model: nn.Module,
+    calls: _Calls,
+    sink: _ProbeSink,
+    mixers: MixerWatch,
+    num_layers: int,
+    kv_shape: tuple[int, int, int],
 ) -> ModelProbe:
     head_module = model.get_output_embeddings()  # type: ignore[operator]
     head = None
     inputs: dict[str, int] = {}
     norms: dict[str, tuple[int, int]] = {}
     numbers: dict[int, int] = {}
-    for name, tensors in seen.items():
+    for name, tensors in calls.inputs.items():
         if len(tensors) != 1:
             continue
         num_rows = tensors[0].shape[:-1].numel() if tensors[0].is_floating_point() else tensors[0].numel()
@@ -272,7 +269,7 @@ def _summary(
             head = name if num_rows == NUM_SAMPLED else None
         elif _is_norm(model.get_submodule(name)):
             axes = [axis for axis, size in enumerate(tensors[0].shape[1:-1], 1) if size == NUM_TOKENS]
-            if len(axes) == 1 and len(tensors[0]) == 1:
+            if len(axes) == 1 and len(tensors[0]) == 1 and not mixers.has(name):
                 norms[name] = tensors[0].numel() // NUM_TOKENS, axes[0]
         elif num_rows == NUM_TOKENS:
             inputs[name] = numbers.setdefault(id(tensors[0]), len(numbers))
@@ -285,6 +282,10 @@ def _summary(
         inputs=inputs,
         head=head,
         norms=norms,
+        experts=_once(calls.experts),
+        routers=_once(calls.routers),
+        kv_layers=tuple(sorted(sink.layers)),
+        mixers=tuple(mixers.found[layer] for layer in sorted(mixers.found)),
     )
 
 
@@ -293,29 +294,6 @@ def _is_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters())
     is_vector = all(parameter.ndim == 1 for parameter in parameters.values())
     return "norm" in type(module).__name__.lower() and "weight" in parameters and is_vector
-
-
-@contextmanager
-def _watching(model: nn.Module, seen: dict[str, list[torch.Tensor]]) -> Iterator[None]:
-    """Record the input of every linear, embedding and norm; live references keep the tensors' identities unique."""
-
-    def note(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], torch.Tensor):
-                seen.setdefault(name, []).append(args[0])
-
-        return hook
-
-    hooks = [
-        module.register_forward_pre_hook(note(name))
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding) or _is_norm(module)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _nothing(call: AttentionCall) -> torch.Tensor:

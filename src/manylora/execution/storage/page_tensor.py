@@ -44,13 +44,6 @@ _MIN_HUGE_BYTES = 256 * 2**20
 """Memory from which huge pages are asked for. Each takes 2 MiB as soon as a byte of it is written: too much for the
 pool of an isolated function, of which few pages are ever used."""
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "int8": torch.int8,
-}
-
 
 def image_tensor(image: np.ndarray) -> torch.Tensor:
     """Return packed adapter pages as a tensor over the same memory; ``uint16`` holds the bits of bfloat16."""
@@ -83,7 +76,7 @@ class PageTensor:
     def __init__(self, shape: PageShape, num_pages: int, device: torch.device) -> None:
         self.shape = shape
         self.num_pages = num_pages
-        self.dtype = _DTYPES[shape.dtype]
+        self.dtype: torch.dtype = getattr(torch, shape.dtype)
         sizes = (num_pages, shape.num_elements)
         if device.type == "cpu":
             self.flat = torch.frombuffer(_zeros(num_pages * shape.num_bytes), dtype=self.dtype).view(sizes)
@@ -99,7 +92,7 @@ class PageTensor:
 
     def flat_as(self, dtype: str) -> torch.Tensor:
         """Return ``flat`` as elements of an adapter's type."""
-        return self.flat.view(_DTYPES[dtype])
+        return self.flat.view(getattr(torch, dtype))
 
     def write(self, pages: Sequence[int], image: torch.Tensor) -> None:
         """Fill ``pages`` with the rows of ``image`` ``[len(pages), elements]``, of any type.
