@@ -146,7 +146,7 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
     Raises:
         ConfigError: Its behaviour is not supported.
     """
-    sink, calls, mixers = _ProbeSink(architecture), _Calls(), MixerWatch()
+    sink, calls, mixers = _ProbeSink(architecture), _ModuleCalls(), MixerWatch()
     if model.base_model is model:
         raise sink.refusal("its decoder is no module of its own")
     recorded = RecordedPass(model)
@@ -202,7 +202,7 @@ def _kv_shape(sink: _ProbeSink, mixers: MixerWatch, num_layers: int) -> tuple[in
 
 
 @dataclass(slots=True)
-class _Calls:
+class _ModuleCalls:
     """The calls of modules in the pass, by name."""
 
     # Inputs of linears, embeddings and norms; live references keep the tensors' identities unique.
@@ -250,7 +250,7 @@ def _once(calls: dict[str, list[bool]]) -> tuple[str, ...]:
 
 def _summary(
     model: nn.Module,
-    calls: _Calls,
+    calls: _ModuleCalls,
     sink: _ProbeSink,
     mixers: MixerWatch,
     num_layers: int,
