@@ -67,11 +67,11 @@ class AdapterRegistry:
 
     def all(self) -> list[NamedAdapter]:
         """Return every record but labels', in order of registration."""
-        return self._shown()
+        return [named for name, named in self._by_name.items() if not is_label(name)]
 
     def first(self, num: int) -> list[NamedAdapter]:
         """Return the records but labels' that were registered first."""
-        return self._shown() if self._num_labels else list(islice(self._by_name.values(), num))
+        return self.all() if self._num_labels else list(islice(self._by_name.values(), num))
 
     def used(self) -> list[NamedAdapter]:
         """Return the records of names that a request has asked for."""
@@ -151,9 +151,6 @@ class AdapterRegistry:
         self._used.pop(name, None)
         self._unlink(version.key, name)
         return version
-
-    def _shown(self) -> list[NamedAdapter]:
-        return [named for name, named in self._by_name.items() if not is_label(name)]
 
     def _unlink(self, key: AdapterKey, name: str) -> None:
         names = self._names_of[key]
