@@ -101,7 +101,7 @@ class BaseNorm:
 
 @dataclass(slots=True, eq=False)
 class Settling:
-    """The groups of an image that wait to be settled; an ``ImageSettling``."""
+    """The groups of an image that wait to be settled; called as its pages come (``host_tier.Settle``)."""
 
     name: str  # the adapter, for messages
     base: Mapping[str, BaseGroup | BaseNorm]
@@ -117,7 +117,7 @@ class Settling:
         views = read_in_place(layout, image).groups
         return cls(name, base, [(group, views[group.group]) for group in pending])
 
-    def advance(self, num_pages: int) -> int:
+    def __call__(self, num_pages: int) -> int:
         """Settle the groups that lie in the first ``num_pages``; return how many of these are final."""
         waiting = []
         for group, weights in self.pending:

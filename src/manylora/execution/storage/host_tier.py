@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from manylora.execution.storage.page_tensor import image_tensor
 from manylora.execution.storage.resident import ResidentAdapter, read_in_place
 from manylora.execution.storage.tile_tables import GroupDirectory, TileTemplate, make_template
 
-__all__ = ["HostAdapter", "HostTier", "ImageSettling", "PinnedMemory", "Settle"]
+__all__ = ["HostAdapter", "HostTier", "PinnedMemory", "Settle"]
 
 CHUNK_BYTES = 256 * 2**20
 """Page-locked memory that is asked for at once: the driver takes tens of milliseconds, whatever an adapter needs."""
@@ -36,19 +36,11 @@ CHUNK_BYTES = 256 * 2**20
 ALIGN_BYTES = 4096
 
 
-class ImageSettling(Protocol):
-    """Finishes an image with the base's numbers, as its pages come."""
+Settle: TypeAlias = Callable[[str, AdapterLayout, torch.Tensor], Callable[[int], int]]
+"""Begins to settle an image ``[num_pages, elements]`` of an adapter, by its name for messages, and its layout.
 
-    def advance(self, num_pages: int) -> int:
-        """Take the first ``num_pages``; return how many of these are final.
-
-        Raises:
-            AdapterError: They do not go with the base.
-        """
-
-
-Settle: TypeAlias = Callable[[str, AdapterLayout, torch.Tensor], ImageSettling]
-"""Begins to settle an image ``[num_pages, elements]`` of an adapter, by its name for messages, and its layout."""
+The function that it returns takes the number of pages that have come, and returns how many of these are final; it
+raises ``AdapterError`` if they do not go with the base."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -65,7 +57,7 @@ class HostAdapter:
     template: TileTemplate | None = None
     first_digests: bytes = field(default=b"", init=False)
     _source: torch.Tensor | None = None
-    _settling: ImageSettling | None = None
+    _settling: Callable[[int], int] | None = None
     _in_place: ResidentAdapter | None = field(default=None, init=False)
 
     @property
@@ -85,7 +77,7 @@ class HostAdapter:
     def advance(self, num_pages: int) -> None:
         """Take pages up to ``num_pages``, which a reader process has filled."""
         if self._settling is not None:
-            num_pages = self._settling.advance(num_pages)
+            num_pages = self._settling(num_pages)
         if self._source is not None:
             first = self.arrival.num_arrived
             self.image[first:num_pages] = self._source[first:num_pages]
