@@ -173,7 +173,7 @@ class Follower:
 
 
 class SharedExecutor:
-    """The executor of worker 0: every call goes to all workers. Their ends of loads, and their loss, wake the clock."""
+    """The executor of worker 0: every call goes to all workers. The end of a load, or a loss, wakes the clock."""
 
     def __init__(self, own: TorchExecutor, peers: Sequence[Peer], clock: Clock) -> None:
         self.runner = own.runner

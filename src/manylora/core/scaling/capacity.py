@@ -41,8 +41,8 @@ def predict_capacity(
 class ReplicaCapacity:
     """The rate per replica that keeps the SLO of a share of requests, the ``goal``; ``utilization`` of it is used.
 
-    It is as ``manylora plan`` prints it, or as ``predict`` is told. A contradiction corrects it: the SLO broke at a
-    lower rate, or was kept at a higher one.
+    It is the rate that ``manylora plan`` prints; without it, what ``predict`` is told. A contradiction corrects it: the
+    SLO broke at a lower rate, or was kept at a higher one.
     """
 
     def __init__(self, *, utilization: float, goal: float, rate: float | None = None) -> None:

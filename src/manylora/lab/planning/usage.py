@@ -67,14 +67,14 @@ def usage_of(load_test: LoadTest) -> LoadTestUsage:
     seconds = sum(_counted_s(one) for one in load_test.runs)
     good = [record for record in counted if record.error is None]
     num_steps = sum(len(timeline.steps.took_s) for timeline in timelines)
-    looked_at = [record.was_resident for record in counted if record.was_resident is not None]
+    summary = summarise(counted)
     return LoadTestUsage(
         memory=_memory(load_test),
-        hit_rate=sum(looked_at) / len(looked_at) if looked_at else None,
+        hit_rate=summary.hit_rate,
         device_busy=sum(sum(timeline.steps.took_s) for timeline in timelines) / time_s,
         link_busy=sum(sum(timeline.loads[Tier.DEVICE].busy_s) for timeline in timelines) / time_s,
-        adapter_wait=summarise(counted).adapter_wait_share,
-        preempted=sum(record.num_preemptions > 0 for record in counted) / len(counted),
+        adapter_wait=summary.adapter_wait_share,
+        preempted=summary.preempted_share,
         mean_running=sum(sum(timeline.steps.num_sequences) for timeline in timelines) / max(1, num_steps),
         step_parts=_parts(load_test.runs),
         prompt_tokens_per_s=sum(record.num_prompt_tokens for record in good) / seconds,

@@ -31,7 +31,7 @@ class Step:
 
 
 class StepsInFlight:
-    """Steps ``in_flight`` in the order of their launch, and the time at which to plan one more, if that is ahead."""
+    """Steps ``in_flight`` in the order of their launch, and the time to plan one more where steps are planned ahead."""
 
     def __init__(self, cost: LinearCost, *, plans_ahead: bool) -> None:
         self.in_flight: deque[Step] = deque()
