@@ -147,12 +147,8 @@ class RequiredCalls(ToolParser):
     """Read an answer that is a list of ``{"name": "f", "parameters": {...}}``."""
 
     def _read(self) -> Reading:
-        yield from self._attempt(self._list())
+        yield from self._attempt(self._call_list())
         yield from self._rest()
-
-    def _list(self) -> Reading:
-        yield from self._blank()
-        yield from self._call_list()
 
 
 class NamedCall(ToolParser):

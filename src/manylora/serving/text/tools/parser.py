@@ -269,7 +269,8 @@ class ToolParser(ABC):
         yield from self._advance()
 
     def _call_list(self, take_call: Callable[[], Reading] | None = None) -> Reading:
-        """Take a list of calls: JSON objects, or what ``take_call`` takes."""
+        """Take a list of calls after blanks: JSON objects, or what ``take_call`` takes."""
+        yield from self._blank()
         yield from self._literal("[")
         while True:
             yield from self._blank()

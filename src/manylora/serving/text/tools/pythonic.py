@@ -25,12 +25,8 @@ class PythonicParser(ToolParser):
     """
 
     def _read(self) -> Reading:
-        yield from self._attempt(self._calls())
+        yield from self._attempt(self._call_list(self._call))
         yield from self._rest()
-
-    def _calls(self) -> Reading:
-        yield from self._blank()
-        yield from self._call_list(self._call)
 
     def _call(self) -> Reading:
         name = yield from self._identifier()
