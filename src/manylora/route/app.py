@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from manylora.core import __version__
-from manylora.core.errors import ConfigError, ManyloraError, ModelNotFound, RequestError
+from manylora.core.errors import ConfigError, ManyloraError, ModelNotFound
 from manylora.route.backend import Backend
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import RoutedAdapters
@@ -28,7 +28,7 @@ from manylora.route.metrics import ProxyMetrics
 from manylora.serving.http.auth import Gate, without_foreign_pages
 from manylora.serving.http.errors import HttpError, error_response, json_response, on_error, on_http_exception
 from manylora.serving.http.page import LivePage, PageAction
-from manylora.serving.http.room import short_body
+from manylora.serving.http.room import short_struct
 
 __all__ = ["PASSED_ON", "RouterRoutes", "make_app"]
 
@@ -59,9 +59,6 @@ class RoutedBackendBody(msgspec.Struct, kw_only=True):
 
     url: str
     key: str | None = None
-
-
-BodyT = TypeVar("BodyT", RoutedLoadBody, RoutedBackendBody)
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +147,7 @@ class RouterRoutes:
     async def _add_backend(self, request: Request) -> Response:
         """Add a server that the body names; it gets requests once its first poll is good."""
         self._check_admin_key(request)
-        body = await _body(request, RoutedBackendBody)
+        body = await short_struct(request, RoutedBackendBody, MAX_BODY_BYTES)
         try:
             address = self.sources.add(body.url, body.key)
         except ConfigError as error:
@@ -160,7 +157,7 @@ class RouterRoutes:
     async def _remove_backend(self, request: Request) -> Response:
         """Remove the server that the body names: it gets no more requests, and those under way go on to their end."""
         self._check_admin_key(request)
-        body = await _body(request, RoutedBackendBody)
+        body = await short_struct(request, RoutedBackendBody, MAX_BODY_BYTES)
         found = next((one for one in self.backends if one.url == body.url.rstrip("/")), None)
         if found is None or not self.sources.remove(found.url):
             raise HttpError(404, f"There is no backend '{body.url[:200]}'.", param="url")
@@ -169,7 +166,7 @@ class RouterRoutes:
     async def _load(self, request: Request) -> Response:
         """Load an adapter, or replace it in place."""
         self._check_admin(request)
-        body = await _body(request, RoutedLoadBody)
+        body = await short_struct(request, RoutedLoadBody, MAX_BODY_BYTES)
         name, path = body.lora_name or body.name, body.lora_path or body.src
         if not name or not path:
             raise _invalid("Both 'lora_name' and 'lora_path' must be provided.", "lora_path" if name else "lora_name")
@@ -183,7 +180,7 @@ class RouterRoutes:
         self._check_admin(request)
         name = request.path_params.get("name")
         if name is None:
-            name = (await _body(request, RoutedLoadBody)).lora_name
+            name = (await short_struct(request, RoutedLoadBody, MAX_BODY_BYTES)).lora_name
         if not name:
             raise _invalid("'lora_name' must be provided.", "lora_name")
         await self.adapters.unload(name)
@@ -234,14 +231,6 @@ def _status_of(backend: Backend, now: float) -> dict[str, Any]:
         },
         "reported_s_ago": None if backend.metrics_at is None else round(now - backend.metrics_at, 3),
     }
-
-
-async def _body(request: Request, kind: type[BodyT]) -> BodyT:
-    body = await short_body(request, MAX_BODY_BYTES)
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"The body is not as expected: {error}") from None
 
 
 def _invalid(message: str, param: str) -> HttpError:

@@ -48,7 +48,7 @@ from manylora.serving.http.connections import ConnectionBounds
 from manylora.serving.http.errors import HttpError, json_response
 from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
-from manylora.serving.http.room import short_body
+from manylora.serving.http.room import short_struct
 from manylora.serving.http.tls import ServerTls
 
 __all__ = ["LEDGER", "ControllerServer", "bind_guarded", "exit_code_of", "make_app", "member_of", "run_controller"]
@@ -112,7 +112,7 @@ async def _report(controller: Controller, request: Request) -> Any:
     node = request.path_params["node"]
     if not 1 <= len(node) <= 128 or not node.isprintable():
         raise HttpError(400, f"Got a node's name of {len(node)} characters, expected 1 to 128 printable ones")
-    report = await _body(request, NodeReport, MAX_REPORT_BYTES)
+    report = await short_struct(request, NodeReport, MAX_REPORT_BYTES)
     return controller.report(node, report, member=request.scope.get(MEMBER))
 
 
@@ -125,7 +125,7 @@ async def _logs(controller: Controller, request: Request) -> Any:
 
 
 async def _register(controller: Controller, request: Request, *, has_adapters: bool) -> Any:
-    name, spec = request.path_params["name"], await _body(request, FunctionSpec, MAX_SPEC_BYTES)
+    name, spec = request.path_params["name"], await short_struct(request, FunctionSpec, MAX_SPEC_BYTES)
     controller.check(name, spec)
     if has_adapters:
         await asyncio.to_thread(check_folder, name, spec)  # a disk that hangs holds up no report
@@ -140,14 +140,6 @@ async def _remove(controller: Controller, request: Request) -> Any:
 
 async def _health(request: Request) -> Response:
     return json_response({"status": "serving"})
-
-
-async def _body(request: Request, kind: type[T], max_bytes: int) -> T:
-    body = await short_body(request, max_bytes)
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, RecursionError) as error:  # its message names the field
-        raise HttpError(400, f"Got a wrong body: {error}") from None
 
 
 class ControllerServer:

@@ -18,7 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from typing import TypeVar
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from manylora.core.config import SchedulerConfig
@@ -39,6 +41,7 @@ __all__ = [
     "default_body_bytes",
     "room_of_engine",
     "short_body",
+    "short_struct",
 ]
 
 MAX_BODIES_BYTES = 256 << 20
@@ -52,6 +55,8 @@ SHORT_BODY_BYTES = 64 * 1024  # a body up to this is taken whatever else arrives
 LEAST_BODY_BYTES = 1 << 20
 BODY_BYTES_PER_TOKEN = 16  # a token is about four bytes of text, eight as an id, and six or twelve as an escape in JSON
 READ_WITHIN_S = 10.0  # time that every client has to read its answer, whatever waits
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +86,15 @@ async def short_body(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect:
         raise HttpError(400, "The body ended early") from None
     return bytes(body)
+
+
+async def short_struct(request: Request, kind: type[T], max_bytes: int) -> T:
+    """Return what a short body of JSON says; errors as of ``short_body``, 400 if it is malformed."""
+    body = await short_body(request, max_bytes)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise HttpError(400, f"The body is not as expected: {error}") from None
 
 
 class _Counts(Counter[str]):
