@@ -38,7 +38,8 @@ class FleetAdapters:
         """Adapters that are tried again since their registry did not answer, by name."""
         self._book = book
         self._engines = engines
-        self.versions = FleetVersions(book, engines)
+        versions = self.versions = FleetVersions(book, engines)
+        self.take, self.give, self.find, self.versions_of = versions.take, versions.give, versions.find, versions.of
         self._keeps_required = keeps_required
         self._required: frozenset[str] | None = None  # while starting, or for ever
         self._is_any_unavailable = asyncio.Event()
@@ -98,22 +99,6 @@ class FleetAdapters:
         self.versions.check_name(name)
         async with self._book.free(name, may_replace=True):
             return await self.versions.put(name, path, terms)
-
-    def take(self, model: str) -> NumberedVersion | None:
-        """Count an answer in on the version of a model, until ``give``; ``None`` for a model without versions."""
-        return self.versions.take(model)
-
-    def find(self, model: str) -> NumberedVersion | None:
-        """Return the version of a name, ``name@number`` or ``name@digest``, if it is addressable."""
-        return self.versions.find(model)
-
-    def versions_of(self, name: str) -> list[NumberedVersion]:
-        """Return the versions of an adapter that are not freed, the oldest first."""
-        return self.versions.of(name)
-
-    def give(self, version: NumberedVersion) -> None:
-        """Count an answer out."""
-        self.versions.give(version)
 
     async def unload(self, name: str) -> None:
         """Unload an adapter, or raise ``AdapterNotFound``; requests in flight finish on it."""

@@ -14,7 +14,7 @@ from manylora.serving.hosting.fleet.adapters import FleetAdapters
 from manylora.serving.hosting.fleet.engines import FleetEngines
 from manylora.serving.hosting.fleet.resumption import ResumePolicy, Resumer
 from manylora.serving.hosting.links.client import EngineClient
-from manylora.serving.hosting.links.in_flight import EngineLoss, InFlightRequest, OutputStream
+from manylora.serving.hosting.links.in_flight import InFlightRequest, OutputStream
 
 __all__ = ["AnswersInProgress", "FleetRequests", "Route"]
 
@@ -69,6 +69,7 @@ class FleetRequests:
         self._rng = None if policy.seed is None else Random(policy.seed)
         self._resumer = Resumer(self._place, engines.going_on, policy)
         self.resumes = self._resumer.stats
+        self.lost, self.wake = self._resumer.lose, self._resumer.wake
         # Sent on to an engine that has not answered; without those that were cancelled.
         self._unanswered: dict[str, InFlightRequest] = {}
 
@@ -118,14 +119,6 @@ class FleetRequests:
         for request_id in request_ids:
             self._unanswered.pop(request_id, None)
         self._resumer.cancel(request_ids)
-
-    def lost(self, requests: list[InFlightRequest], loss: EngineLoss) -> None:
-        """Take over the requests of a lost engine."""
-        self._resumer.lose(requests, loss)
-
-    def wake(self) -> None:
-        """Look again for an engine: one begins to serve, or will not serve again."""
-        self._resumer.wake()
 
     def close(self, error: ManyloraError) -> None:
         """End the requests that wait for an engine, or for its answer."""
