@@ -232,10 +232,8 @@ def _labels(line: bytes) -> dict[str, str]:
     labels: dict[str, str] = {}
     while start and (match := _LABEL.match(line, start)) is not None:
         text = match[2].decode(errors="replace")
-        labels[match[1].decode()] = re.sub(r"\\(.)", _unescaped, text) if "\\" in text else text
+        if "\\" in text:
+            text = re.sub(r"\\(.)", lambda escaped: "\n" if escaped[1] == "n" else escaped[1], text)
+        labels[match[1].decode()] = text
         start = match.end()
     return labels
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return "\n" if match[1] == "n" else match[1]

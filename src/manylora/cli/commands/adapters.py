@@ -99,7 +99,8 @@ def show_report(report: AdapterReport, base: BaseShape | None) -> None:
         "scale", _range([module.scale for module in report.modules]) + (" (rsLoRA)" if report.use_rslora else "")
     )
     facts.add_row("modules", f"{len(report.modules)}: {', '.join(report.target_modules)}")
-    facts.add_row("weights", f"{sum(module.num_elements for module in report.modules):,} {_dtypes(report)}")
+    dtypes = ", ".join(sorted({module.dtype for module in report.modules}))
+    facts.add_row("weights", f"{sum(module.num_elements for module in report.modules):,} {dtypes}")
     facts.add_row("on disk", _size(report.disk_bytes))
     for title, text in _extras(report):
         facts.add_row(title, text)
@@ -148,10 +149,6 @@ def _ranks(report: AdapterReport) -> str:
     if len(counts) == 1:
         return str(report.rank)
     return ", ".join(f"{rank} ({count} modules)" for rank, count in sorted(counts.items()))
-
-
-def _dtypes(report: AdapterReport) -> str:
-    return ", ".join(sorted({module.dtype for module in report.modules}))
 
 
 def _range(values: list[int] | list[float]) -> str:

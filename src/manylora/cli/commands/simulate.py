@@ -66,7 +66,10 @@ def simulate_command(
     table = _table(file, chosen, sets)
     scenario = read_scenario(table, folders=folders_of(file, traces))
     if output is not None:
-        _make_folder(output)  # before the run, which may take minutes
+        try:
+            output.mkdir(parents=True, exist_ok=True)  # before the run, which may take minutes
+        except OSError as error:
+            raise ConfigError(f"Got --output {str(output)!r}, which cannot be made: {error.strerror}") from None
     report = _simulate(scenario, table, "requests")
     print_report(report, out)
     if output is not None:
@@ -135,17 +138,10 @@ def _simulate(scenario: Scenario, table: dict[str, Any], label: str) -> Simulati
         workload=workload,
         config=config,
         run=run,
-        summary=run.summary(slo=scenario.slo, warm_up_s=scenario.warm_up_s, group=_rank),
+        summary=run.summary(
+            slo=scenario.slo,
+            warm_up_s=scenario.warm_up_s,
+            group=lambda one: f"rank {one.rank:>3}" if one.rank else "base",
+        ),
         wall_s=perf_counter() - began,
     )
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"Got --output {str(folder)!r}, which cannot be made: {error.strerror}") from None
-
-
-def _rank(record: Any) -> str:
-    return f"rank {record.rank:>3}" if record.rank else "base"

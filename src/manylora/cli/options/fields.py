@@ -124,7 +124,9 @@ class Flag:
             return None
         if self.turns_off:
             return False
-        return _as_size(default) if self.known.unit == "bytes" else default
+        if self.known.unit == "bytes":
+            return f"{default >> 30}GiB" if default % 2**30 == 0 else str(default)
+        return default
 
     def read(self, value: Any) -> Any:
         """Return the field's value of an option; ``ConfigError`` for a wrong size or ``KEY=VALUE``."""
@@ -255,7 +257,3 @@ def _without_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return next(one for one in typing.get_args(hint) if one is not type(None))
     return hint
-
-
-def _as_size(num_bytes: int) -> str:
-    return f"{num_bytes >> 30}GiB" if num_bytes % 2**30 == 0 else str(num_bytes)

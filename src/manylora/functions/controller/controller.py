@@ -93,7 +93,9 @@ class Controller:
             generation=self._generation,
             node=self.deployment.node,
             backbones=self.deployment.backbones,
-            functions=None if is_current else self._functions_of(node),
+            functions=None
+            if is_current
+            else {name: spec for name, spec in self._functions.items() if self._placements.get(name) == node},
             hold=sorted(self._hold.get(node, ())),
             prices=self.deployment.prices,
             api_keys=self.api_keys,
@@ -134,9 +136,6 @@ class Controller:
             self._hold[node] = revise_holding(
                 held, functions, backbones, view.report.free_bytes, self.deployment.prices
             )
-
-    def _functions_of(self, node: str) -> dict[str, FunctionSpec]:
-        return {name: spec for name, spec in self._functions.items() if self._placements.get(name) == node}
 
     # -- functions ---------------------------------------------------------------------------------------------------
 

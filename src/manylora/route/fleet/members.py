@@ -135,7 +135,8 @@ class Catalog:
         if tenant is not None and not tenant.may_call(name):
             return None
         if name in self.names:
-            return msgspec.Raw(msgspec.json.encode(_named_card(name)))
+            own = {"id": name, "object": "model", "owned_by": "manylora-route", "parent": None, "root": None}
+            return msgspec.Raw(msgspec.json.encode(own))
         holders = self._holders.get(name)
         if holders is None:
             return None
@@ -177,10 +178,6 @@ class Catalog:
 
 def _card_of(holders: Mapping[Backend, Card]) -> Card:
     return next(iter(holders.values()))
-
-
-def _named_card(name: str) -> dict[str, str | None]:
-    return {"id": name, "object": "model", "owned_by": "manylora-route", "parent": None, "root": None}
 
 
 @dataclass(eq=False)

@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -275,7 +274,9 @@ class FleetEngines:
     def watch(self, engine: int) -> None:
         """Watch an engine and restart it, until it is drained."""
         keeper = self.keepers[engine]
-        self._watching[engine] = self._task(keeper.run(partial(self._others_may_serve, keeper)))
+        self._watching[engine] = self._task(
+            keeper.run(lambda: any(one.may_serve for one in self.keepers if one is not keeper))
+        )
 
     async def drain_replica(self, index: int, timeout_s: float) -> None:
         """End one engine for good: its requests may finish for ``timeout_s`` seconds, then they go on elsewhere.
@@ -310,9 +311,6 @@ class FleetEngines:
         if len(self.keepers) > 1:
             self.watch(engine)
         return None
-
-    def _others_may_serve(self, keeper: EngineKeeper) -> bool:
-        return any(one.may_serve for one in self.keepers if one is not keeper)
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
