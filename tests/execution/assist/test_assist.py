@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,12 +25,12 @@ from thread_stream import ThreadStream
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.costs.shares import RowCost
 from manylora.core.plan import ARRIVING, IN_HOST, PromptRows, StepPlan, StepResult
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.assist import exchange, shares
 from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
-from manylora.execution.assist.shares import RowCost, split_rows
 from manylora.execution.assist.words import serve
 from manylora.execution.assist.workers import Serve, Worker
 from manylora.execution.build import build_parts
@@ -40,7 +39,7 @@ from manylora.execution.lora.kernels import LORA_KERNELS, add_embedding
 from manylora.execution.runner import OffDevice
 from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.resident import ResidentAdapter, make_resident
+from manylora.execution.storage.resident import AdapterMemory, ResidentAdapter, make_resident
 
 BASE = make_base(256)
 NUM_EXCHANGES = 3
@@ -135,22 +134,32 @@ def test_exchanges_equal_the_reference(row_counts: list[int], num_workers: int) 
 
 
 def test_cores_are_measured_when_an_adapter_is_prepared_and_never_within_a_step(monkeypatch) -> None:
-    measured: list[tuple[int, int, int]] = []
+    measured: list[tuple[int, int, int, str]] = []
     monkeypatch.setattr(shares, "_measured", {})
     monkeypatch.setattr(shares, "_measure", lambda *of: measured.append(of) or RowCost(1e-4, 1e-6))
     rig = Rig()
     try:
         rig.check([12, 1, 3, 2])
         assert not measured
-        layouts = [adapter.memory.layout for adapter in rig.adapters]
-        groups = [layout.groups[GROUP] for layout in layouts if GROUP in layout.groups]
-        assert 0.0 < shares.adapter_cost(groups).row_s < 1e-3
+        groups = [rig.adapters[1].memory.layout.groups[GROUP]] * 2
+        assert 0.0 < shares.adapter_cost(groups, "float32").row_s < 1e-3
         for adapter in rig.adapters * 2:
             rig.assistant.prepare(adapter.memory)
         assert len(measured) == len(set(measured)) > 0
-        assert shares.adapter_cost(groups).row_s == pytest.approx(len(groups) * 1e-6)
+        assert {dtype for *_, dtype in measured} == {"bfloat16", "float32", "float16"}
+        assert shares.adapter_cost(groups, "float32").row_s == pytest.approx(2e-6)
     finally:
         rig.assistant.close()
+
+
+def test_a_measurement_reads_weights_as_they_are_stored_and_from_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[AdapterMemory] = []
+    monkeypatch.setattr(shares, "_time", lambda memory, num_rows: found.append(memory) or 1e-6 * num_rows)
+    assert shares._measure(64, 64, 8, "bfloat16").row_s == pytest.approx(1e-6)
+    (weights,) = {one.flat.data_ptr(): one.flat for one in found}.values()
+    assert weights.nbytes >= 0.99 * shares.PROBE_BYTES and weights.dtype is torch.bfloat16
+    assert bool(weights.all()), "zeros that were never written are one page of the system, in every cache"
+    assert [one.pages for one in found] == [(number,) for number in range(2 * shares.ROUNDS)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -228,29 +237,6 @@ def test_rows_of_other_workers_survive() -> None:
         assert rig.check([20, 20, 20, 20]) == []
     finally:
         rig.assistant.close()
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 60), st.floats(0, 1e-3), st.floats(1e-6, 1e-3)), min_size=1, max_size=6),
-    st.integers(1, 16),
-)
-def test_shares_cover_all_rows_at_about_equal_cost(segments: list[tuple[int, float, float]], num_workers: int) -> None:
-    costs = [(num_rows, RowCost(fixed_s, row_s)) for num_rows, fixed_s, row_s in segments]
-    firsts = split_rows(costs, num_workers)
-    total = sum(num_rows for num_rows, _ in costs)
-    assert firsts[0] == 0 and firsts[-1] == total and firsts == sorted(set(firsts))
-    assert len(firsts) - 1 <= num_workers
-    by_row = [cost.fixed_s / num_rows + cost.row_s for num_rows, cost in costs for _ in range(num_rows)]
-    fair = sum(by_row) / (len(firsts) - 1)
-    for first, last in pairwise(firsts):
-        assert sum(by_row[first:last]) <= fair + 2 * max(by_row) + 1e-9 or last - first == 1
-
-
-def test_few_rows_take_one_core() -> None:
-    cost = RowCost(fixed_s=1e-3, row_s=1e-4)
-    assert [len(split_rows([(n, cost)], 8)) - 1 for n in (1, 10, 11, 40, 400)] == [1, 1, 2, 4, 8]
-    slow = RowCost(fixed_s=1e-3, row_s=1e-4, handoff_s=1e-3)
-    assert [len(split_rows([(n, slow)], 8)) - 1 for n in (1, 10, 40, 90, 1000)] == [1, 1, 2, 3, 8]
 
 
 @pytest.fixture

@@ -25,7 +25,8 @@ import torch
 
 from manylora.core.adapters.shape import BaseShape, ModuleKind
 from manylora.core.costs.arriving import remaining_s
-from manylora.execution.assist.shares import adapter_cost, measure_classes, split_rows
+from manylora.core.costs.shares import split_rows
+from manylora.execution.assist.shares import adapter_cost, measure_classes
 from manylora.execution.assist.words import serve
 from manylora.execution.assist.workers import (
     EXCHANGE_LIMIT_S,
@@ -212,9 +213,9 @@ class AssistedStep:
             return []
         costs = []
         for start, stop, segment in rows:
-            groups = segment.adapter.memory.layout.groups.items()
-            linear = [group for name, group in groups if self._groups[name].kind is ModuleKind.LINEAR]
-            costs.append((stop - start, adapter_cost(linear)))
+            layout = segment.adapter.memory.layout
+            linear = [group for name, group in layout.groups.items() if self._groups[name].kind is ModuleKind.LINEAR]
+            costs.append((stop - start, adapter_cost(linear, layout.dtype)))
         firsts = split_rows(costs, len(workers))
         shares = []
         for worker, first, last in zip(workers, firsts, firsts[1:], strict=False):
@@ -298,8 +299,9 @@ class Assistant:
 
     def prepare(self, adapter: AdapterMemory) -> None:
         """Measure the cost of an adapter's rows if its shape is new; blocks, on a thread that no step awaits."""
-        groups = adapter.layout.groups.items()
-        measure_classes(group for name, group in groups if self._groups[name].kind is ModuleKind.LINEAR)
+        layout = adapter.layout
+        linear = [group for name, group in layout.groups.items() if self._groups[name].kind is ModuleKind.LINEAR]
+        measure_classes(linear, layout.dtype)
 
     def begin(self, segments: tuple[LoraSegment, ...]) -> AssistedStep:
         """Wake workers for a step with these segments, whose adapters are host images; ``finish`` ends it."""

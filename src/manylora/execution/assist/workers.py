@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from manylora.core.costs.shares import MAX_WORKERS
 from manylora.execution.assist import protocol
 from manylora.execution.assist.protocol import FAR, MODULUS, RELEASED, STEP
 from manylora.execution.assist.words import (
@@ -53,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 EXCHANGE_LIMIT_S = 10.0
 """The worker of an exchange that takes longer counts as stuck: no exchange that pays takes a hundredth of it."""
-
-MAX_WORKERS = 16
 
 CHECK_S = 0.002  # time between two checks of the supervisor while a step is assisted
 
