@@ -68,9 +68,10 @@ def page(points: Sequence[Point]) -> str:
         "# When CPU assistance pays",
         "",
         f"`python bench/cold_map.py`: {MODEL}, one cold request beside 16 that decode with adapters of their own. "
-        "Simulated, with steps by the data sheet, 34 us per token, layer and core for rank 64 on q, k and v (measured "
-        "with AVX-512), 10 us a handoff, and activations over the link. The gain is the share of the time to first "
-        "token that assistance saves against the better of *wait* and *layers*.",
+        "Simulated, with steps by the data sheet and workers as live: rows are divided by the same code, among 16 "
+        "at most, at the rates of a core of [workers.md](workers.md), with 10 us a handoff and activations in float32 "
+        "over the link. The gain is the share of the time to first token that assistance saves against the better of "
+        "*wait* and *layers*.",
         "",
         "## Queued copies from which assistance saves 5 % of the time to first token",
         "",
@@ -159,8 +160,8 @@ def _advice(found: Map) -> list[str]:
         "",
         "Let a cold request run on the layers of its adapter as they arrive: alone on the link, at rank 64 and 64 "
         f"tokens, it starts {layers_ms:.1f} ms later than with a resident adapter ({assist_ms:.1f} ms later with 32 "
-        f"cores). Give cores to assistance only where {short} or more copies queue before a prompt of 64 tokens, "
-        f"{longer} or more before one of 128, and let the device compute every layer that has arrived.",
+        f"cores). Give cores to assistance only where {short} or more copies queue before a prompt of 64 tokens "
+        f"(one of 128: {longer}), and let the device compute every layer that has arrived.",
     ]
 
 

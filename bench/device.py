@@ -1,6 +1,6 @@
 """What this device reaches, as a profile for the cost model; and whether the model then says what live steps take.
 
-    python bench/device.py [--like h100] [--profile ours.toml] [--compare]
+    python bench/device.py [--like h100] [--profile ours.toml] [--compare] [--workers]
 
 Four rates are measured, none of them by running a model: large products, weights read for one row, a chain of the
 shortest kernels, a large copy to the device. ``--like`` names the profile that gives what cannot be measured here (the
@@ -10,13 +10,18 @@ peak, memory, network); ``--profile`` writes the result as a file that `find_har
 82M-parameter model of `throughput.py`, alone and in batches, with and without adapters. On a CPU both sides use one
 thread and are counted in processor time, which others on the machine disturb least, and they take turns. It writes
 `results/device.json` and `.md`.
+
+``--workers`` measures instead what a core takes for rows of an adapter that a device has handed over, as
+`[setup.workers]` of a simulation wants it: with the kernels of `execution/assist`, and with weights that no cache
+holds, each call reading its own. Shapes are those of Llama-2-7B in bfloat16. It writes `results/workers.json` and
+`.md`.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
@@ -25,20 +30,34 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from publishing import arguments, publish, table
+from publishing import LEAST_ROUNDS, Others, arguments, middle_of_rounds, publish, reason_to_refuse, table
 
 from manylora.core.config import GIB, MIB
 from manylora.core.costs.features import StepFeatures
 from manylora.core.costs.step_log import LoadRecord, StepRecord
+from manylora.execution.assist.shares import PROBE_ROWS, time_rows
 from manylora.execution.device import describe_machine
 from manylora.lab.catalog.dims import ModelDims
 from manylora.lab.catalog.hardware import HARDWARE, Hardware, find_hardware
 from manylora.lab.catalog.models import dims_from_config
 from manylora.lab.costs.roofline import RooflineCost
+from manylora.lab.costs.workers import CpuWorkers
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 BATCHES = (1, 4, 16)
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 9
+
+WORKER_SHAPES = {
+    "q, k, v, rank 16": (4096, 4096, 48),
+    "q, k, v, rank 64": (4096, 4096, 192),
+    "q, k, v, rank 128": (4096, 4096, 384),
+    "o, rank 64": (4096, 4096, 64),
+    "gate, up, rank 64": (4096, 11008, 128),
+    "down, rank 64": (11008, 4096, 64),
+}
+"""Inputs, outputs and rank of one module with the work of the group."""
+
+WORKER_ROWS, CALLS = (1, 4, 8, *PROBE_ROWS, 256), 5
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
@@ -230,13 +249,99 @@ def report(machine: str, hardware: Hardware, rows: list[dict[str, Any]], rounds:
     return "\n".join(lines)
 
 
+def measure_workers(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return a core's seconds by round, for each shape and number of rows, from memory and (``hot``) from a cache."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for number in range(-1, rounds):  # one to warm up
+        for name, shape in WORKER_SHAPES.items():
+            cold = time_rows(*shape, "bfloat16", WORKER_ROWS * CALLS)
+            hot = time_rows(*shape, "bfloat16", WORKER_ROWS * CALLS, num_bytes=0)
+            for kind, took in (("cold", cold), ("hot", hot)):
+                for place, num_rows in enumerate(WORKER_ROWS):
+                    if number >= 0:
+                        of_calls = median(took[place :: len(WORKER_ROWS)])
+                        found.setdefault(f"{name}, {kind}", {}).setdefault(str(num_rows), []).append(of_calls)
+    return found
+
+
+def worker_rates(found: Mapping[str, Mapping[str, Sequence[float]]], kind: str) -> dict[str, list[float]]:
+    """Return the rates of `CpuWorkers` by round, each the median over the shapes."""
+    rates: dict[str, list[list[float]]] = {
+        name: [] for name in ("core_flops_per_s", "core_bytes_per_s", "row_bytes_per_s")
+    }
+    for name, (inputs, outputs, rank) in WORKER_SHAPES.items():
+        one, few, many = (found[f"{name}, {kind}"][str(rows)] for rows in (1, *PROBE_ROWS))
+        num_weights = rank * (inputs + outputs)
+        row_s = [(b - a) / (PROBE_ROWS[1] - PROBE_ROWS[0]) for a, b in zip(few, many, strict=True)]
+        fixed_s = [max(1e-9, a - PROBE_ROWS[0] * row) for a, row in zip(few, row_s, strict=True)]
+        rates["core_flops_per_s"].append([2 * num_weights / row for row in row_s])
+        rates["core_bytes_per_s"].append([2 * num_weights / fixed for fixed in fixed_s])
+        rates["row_bytes_per_s"].append([2 * num_weights / took for took in one])
+    return {name: [median(of_round) for of_round in zip(*shapes, strict=True)] for name, shapes in rates.items()}
+
+
+def worker_report(found: Mapping[str, Mapping[str, Sequence[float]]], machine: str, rounds: int) -> str:
+    """Return the page of a core's rates, and of what they say of each shape."""
+    rates = {kind: worker_rates(found, kind) for kind in ("cold", "hot")}
+    units = {"core_flops_per_s": "Gop/s", "core_bytes_per_s": "GB/s", "row_bytes_per_s": "GB/s"}
+    profile = {name: median(values) for name, values in rates["cold"].items()}
+    workers = CpuWorkers(
+        core_flops_per_s=profile["core_flops_per_s"],
+        core_bytes_per_s=profile["core_bytes_per_s"],
+        row_bytes_per_s=profile["row_bytes_per_s"],
+    )
+    rows = []
+    for name, (inputs, outputs, rank) in WORKER_SHAPES.items():
+        cells = []
+        for num_rows in WORKER_ROWS:
+            took = median(found[f"{name}, cold"][str(num_rows)])
+            priced = workers.run_s(num_rows, rank * (inputs + outputs), 2)
+            cells.append(f"{1e6 * took:.0f} / {priced / took:.2f}")
+        rows.append((name, *cells))
+    return "\n".join(
+        [
+            "# A core that computes adapters",
+            "",
+            f"`python bench/device.py --workers` on {machine}: the kernels of `execution/assist`, one core,",
+            f"bfloat16, shapes of Llama-2-7B; medians of {rounds} rounds with 95 % intervals. Cold: each call reads",
+            "weights that no cache holds, as a step does. Hot: all calls read the same weights. The former profile",
+            "of the simulator was hot: 92.5 Gop/s, and all cores together read weights at 100 GB/s.",
+            "",
+            *table(
+                ("rate of a core", "cold", "hot"),
+                (
+                    (
+                        f"{name}, {unit}",
+                        *(middle_of_rounds([value / 1e9 for value in rates[kind][name]]) for kind in ("cold", "hot")),
+                    )
+                    for name, unit in units.items()
+                ),
+            ),
+            "",
+            "Microseconds by rows, cold, and the time that the profile says over it:",
+            "",
+            *table(("shape", *WORKER_ROWS), rows),
+        ]
+    )
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--like", choices=HARDWARE, help="a profile for what is not measured")
     parser.add_argument("--profile", type=Path, help="write the measured profile here, as TOML")
     parser.add_argument("--compare", action="store_true", help="hold the roofline against live steps; writes results")
+    parser.add_argument("--workers", action="store_true", help="measure a core that computes adapters; writes results")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    if args.workers:
+        torch.set_num_threads(1)
+        others, found = Others(), measure_workers(max(LEAST_ROUNDS, args.rounds))
+        machine, rounds = describe_machine(torch.device("cpu")), max(LEAST_ROUNDS, args.rounds)
+        refused = reason_to_refuse(rounds, others.share())
+        publish(
+            "workers", {"machine": machine, "seconds": found}, worker_report(found, machine, rounds), refused=refused
+        )
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -21,7 +21,9 @@ def test_points_agree_with_closed_forms() -> None:
         assert one.layers_s == pytest.approx(queued * one.copy_s + pipeline_s)
         assert one.both_s <= one.assist_s, "the device is never slower than the workers here"
     assert rig.point(64, 32, 0).gain < 0 < rig.point(64, 32, 16).gain
-    assert rig.point(64, 64, 4).assist_s < rig.point(64, 8, 4).assist_s
+    assert rig.point(64, 64, 4).assist_s == rig.point(64, 8, 4).assist_s, "64 rows are three workers'"
+    assert rig.point(1024, 16, 4).assist_s < rig.point(1024, 8, 4).assist_s
+    assert rig.point(1024, 64, 4).assist_s == rig.point(1024, 16, 4).assist_s, "more workers than 16 never share a step"
 
 
 def test_a_request_that_a_step_gives_up_waits_for_all_of_its_adapter() -> None:

@@ -104,7 +104,7 @@ class ColdSteps:
                 return ColdStep(waits.at, late=frozenset(waits.late))
         takes_over = self._assist is not None and self._assist.workers.takes_over
         adapters = on_cpu = tuple(dict.fromkeys([part.adapter for part in assisted if part.adapter]))
-        layers_s = {on_cpu: self._layer_s(plan, assisted, factor)}
+        layers_s = {on_cpu: self._layer_s(plan, assisted, on_cpu, factor)}
         num_on_cpu = 0
         for layer in range(self.num_layers):
             for key, copy in arriving.items():
@@ -113,16 +113,18 @@ class ColdSteps:
                 arrivals = {key: copies[key].arrivals[layer] for key in adapters}
                 on_cpu = left_to_workers(adapters, arrivals.__getitem__, waits.at)
                 if on_cpu not in layers_s:
-                    layers_s[on_cpu] = self._layer_s(plan, [p for p in assisted if p.adapter in on_cpu], factor)
+                    layers_s[on_cpu] = self._layer_s(plan, assisted, on_cpu, factor)
             num_on_cpu += len(on_cpu)
             waits.at += layers_s[on_cpu]
         cpu_share = num_on_cpu / (self.num_layers * len(adapters)) if adapters else 1.0
         return ColdStep(waits.at, cpu_share, frozenset(waits.late))
 
-    def _layer_s(self, plan: StepPlan, on_cpu: list[PlannedSequence], factor: float) -> float:
-        """Return the time of a layer in which workers compute the adapters of some sequences."""
+    def _layer_s(
+        self, plan: StepPlan, assisted: list[PlannedSequence], on_cpu: tuple[AdapterKey, ...], factor: float
+    ) -> float:
+        """Return the time of a layer in which workers compute some of the adapters whose rows are theirs."""
         if on_cpu and self._assist is not None:
-            return factor * self._assist.step_time_s(plan, on_cpu) / self.num_layers
+            return factor * self._assist.step_time_s(plan, assisted, on_cpu) / self.num_layers
         return factor * self._cost.step_time_s(plan) / self.num_layers
 
 
