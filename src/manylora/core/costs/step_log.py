@@ -50,16 +50,24 @@ logger = logging.getLogger(__name__)
 
 
 class LogHeader(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
-    """The engine of the following lines: base model, pages in its pool, machine in words, and LoRA kernel.
-
-    ``reads_host`` says whether its steps can read adapters from host memory.
-    """
+    """The engine of the following lines."""
 
     base: BaseShape
-    num_pages: int
-    machine: str = ""
+    num_pages: int  # pages in its pool
+    machine: str = ""  # in words
     lora_kernel: str = ""
-    reads_host: bool = False
+    reads_host: bool = False  # whether its steps can read adapters from host memory
+
+    @classmethod
+    def of(cls, parts: EngineParts, model: ModelConfig) -> LogHeader:
+        """Return the header for the engine of ``parts`` and ``model``."""
+        return cls(
+            base=parts.base,
+            num_pages=parts.num_pages,
+            machine=parts.machine,
+            lora_kernel=model.lora_kernel,
+            reads_host=parts.reads_host,
+        )
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -205,16 +213,10 @@ def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> I
     Raises:
         ConfigError: The file cannot be written.
     """
-    header = LogHeader(
-        base=parts.base,
-        num_pages=parts.num_pages,
-        machine=parts.machine,
-        lora_kernel=model.lora_kernel,
-        reads_host=parts.reads_host,
-    )
     with ExitStack() as stack:
         try:
-            log = StepLog(stack.enter_context(Path(path).open("ab", buffering=0)), header)
+            file = stack.enter_context(Path(path).open("ab", buffering=0))
+            log = StepLog(file, LogHeader.of(parts, model))
         except OSError as error:
             raise ConfigError(f"Got step_log = {str(path)!r}, which cannot be written: {error.strerror}") from error
         yield log

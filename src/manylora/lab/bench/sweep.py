@@ -171,15 +171,7 @@ def sweep_live(
     clock = WallClock()
     parts = build(config, clock)
     try:
-        write(
-            LogHeader(
-                base=parts.base,
-                num_pages=parts.num_pages,
-                machine=parts.machine,
-                lora_kernel=config.model.lora_kernel,
-                reads_host=parts.reads_host,
-            )
-        )
+        write(LogHeader.of(parts, config.model))
         with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
             draws, rng = np.random.default_rng(seed), random.Random(seed)
             places = [Path(folder) / f"adapter-{index}" for index in range(num_adapters)]
