@@ -77,13 +77,14 @@ def choose_fused(raw: Tensor, logits: Tensor, numbers: NDArray[np.float64], dead
     num_rows, vocab = raw.shape
     assert raw.stride(1) == logits.stride(1) == 1 and raw.stride(0) == logits.stride(0), "rows lie as they come"
     tokens = torch.empty(num_rows, dtype=torch.int64, device=ops.device)
-    values = torch.empty((num_rows, FUSED_FEW), dtype=torch.float32, device=ops.device)
+    scratch = torch.empty((num_rows, FUSED_FEW), dtype=torch.int32, device=ops.device)
+    block = min(FUSED_BLOCK, power_of_two(vocab))
     triton_sampling.choose[(num_rows,)](
-        *(raw, logits, raw.stride(0), ops.upload(numbers), values, torch.empty_like(values, dtype=torch.int32), tokens),
-        *(vocab, dead),
+        *(raw, logits, raw.stride(0), ops.upload(numbers), scratch, tokens, vocab, dead),
         IS_EDITED=logits is not raw,
         FEW=FUSED_FEW,
-        BLOCK=min(FUSED_BLOCK, power_of_two(vocab)),
+        LANES=power_of_two(max(2, -(-vocab // block))),
+        BLOCK=block,
         num_warps=8,  # more leave a thread too few registers
     )
     return tokens
