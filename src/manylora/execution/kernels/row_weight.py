@@ -153,13 +153,13 @@ class RowWeight:
         out = rows.new_empty(num_rows, form.num_out)
         if not num_rows:
             return out
-        shape = (16, 64, 8, 2, 4) if num_rows <= 16 else (64, 128, 4, 8, 3)
+        shape = (16, 64, 8, 2, 4) if num_rows <= 16 else (32, 64, 8, 4, 4) if num_rows <= 32 else (64, 128, 4, 8, 3)
         block_m, block_n, most_splits, num_warps, num_stages = shape
         low, high = "", ""
         if not is_interpreted() and torch.version.hip is None:  # PTX is NVIDIA's
             low, high = (widening_ptx(form.numbers, half, _name(rows.dtype)) for half in range(2))
         num_programs_wide = -(-form.num_out // block_n)
-        wanted = min(num_programs(self.device) // num_programs_wide, form.num_blocks // MIN_SPLIT_BLOCKS)
+        wanted = min(2 * num_programs(self.device) // num_programs_wide, form.num_blocks // MIN_SPLIT_BLOCKS)
         splits = min(most_splits, power_of_two(wanted))
         target = out if splits == 1 else out.new_empty((splits, *out.shape), dtype=torch.float32)
         coded.multiply[(num_programs_wide, -(-num_rows // block_m), splits)](

@@ -41,7 +41,7 @@ BLOCK = 256  # columns of a block: a draw finds the block, then the token in it
 
 LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
-FUSED_BLOCK, FUSED_FEW = 4096, 2048  # columns of a pass of the kernel, and of the candidates that it searches
+FUSED_BLOCK, FUSED_FEW = 2048, 2048  # columns of a pass of the kernel, and of the candidates that it searches
 
 Words = NDArray[np.uint64]
 
@@ -85,7 +85,7 @@ def choose_fused(raw: Tensor, logits: Tensor, numbers: NDArray[np.float64], dead
         FEW=FUSED_FEW,
         LANES=power_of_two(max(2, -(-vocab // block))),
         BLOCK=block,
-        num_warps=8,  # more leave a thread too few registers
+        num_warps=16,  # a row is one program's: its loads need many threads
     )
     return tokens
 

@@ -130,13 +130,12 @@ def narrow(low, high, num_low, num_high, key, num, found, wanted):
 
 
 @triton.jit
-def search(
+def bracket(
     row,
     vocab,
     wanted,
     nums,
     founds,
-    scratch,
     highest,
     temperature,
     min_p,
@@ -144,9 +143,9 @@ def search(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the least key up to which there are ``wanted`` tokens, or with ``IS_MASS`` as much mass.
+    """Return the least and the largest key between which ``pick`` finds its key among at most ``FEW`` tokens.
 
-    Also the number of tokens with lower keys, and their mass. ``nums`` and ``founds`` are what four distances hold.
+    ``nums`` and ``founds`` are what four distances hold. More tokens are between them only if all have one key.
     """
     low = tl.full([], 0, tl.int32)
     high = tl.full([], _LAST_KEY, tl.int32)
@@ -162,7 +161,15 @@ def search(
         is_short = (mass if IS_MASS else num.to(tl.float64)) < wanted
         low, num_low = tl.where(is_short, middle + 1, low), tl.where(is_short, num, num_low)
         high, num_high = tl.where(is_short, high, middle), tl.where(is_short, num_high, num)
-    count, mass, number = gather(row, vocab, low, high, scratch, highest, temperature, min_p, FEW, BLOCK)
+    return tl.where(num_high <= FEW, 0, low), high
+
+
+@triton.jit
+def pick(scratch, low, high, wanted, count, mass, number, min_p, IS_MASS: tl.constexpr, FEW: tl.constexpr):
+    """Return the least key up to which there are ``wanted`` tokens, or with ``IS_MASS`` as much mass.
+
+    Also the number of tokens with lower keys, and their mass. ``count`` and ``mass`` are of those below ``low``.
+    """
     lanes = tl.arange(0, FEW)
     keys = tl.load(scratch + lanes, mask=lanes < number, other=_LAST_KEY)
     weights = tl.where(lanes < number, weight_of(keys, min_p), 0.0)
@@ -207,20 +214,26 @@ def cut(row, vocab, top_k, top_p, scratch, highest, temperature, min_p, FEW: tl.
     nums = (num_0, num_1, num_2, num_3)
     last = tl.full([], _LAST_KEY, tl.int32)
     room = tl.full([], 0, tl.int32) + vocab
+    low = tl.full([], 1, tl.int32)
+    high = last
+    count = tl.full([], 0, tl.int32)
     mass = total
+    base = total
+    number = count
     if top_k < vocab:
         founds = (num_0.to(tl.float64), num_1.to(tl.float64), num_2.to(tl.float64), num_3.to(tl.float64))
-        last, count, mass = search(
-            row, vocab, top_k, nums, founds, scratch, highest, temperature, min_p, False, FEW, BLOCK
-        )
-        room = top_k.to(tl.int32) - count
+        low, high = bracket(row, vocab, top_k, nums, founds, highest, temperature, min_p, False, FEW, BLOCK)
+        count, base, number = gather(row, vocab, low, high, scratch, highest, temperature, min_p, FEW, BLOCK)
+        last, num, mass = pick(scratch, low, high, top_k, count, base, number, min_p, False, FEW)
+        room = top_k.to(tl.int32) - num
         total = mass + room.to(tl.float64) * weight_of(last, min_p)
     if top_p < 1.0:
         wanted = top_p * total
-        founds = (mass_0, mass_1, mass_2, mass_3)
-        own, _, own_mass = search(
-            row, vocab, wanted, nums, founds, scratch, highest, temperature, min_p, True, FEW, BLOCK
-        )
+        if low > 0:  # else all tokens that top-k may leave are in the scratch already
+            founds = (mass_0, mass_1, mass_2, mass_3)
+            low, high = bracket(row, vocab, wanted, nums, founds, highest, temperature, min_p, True, FEW, BLOCK)
+            count, base, number = gather(row, vocab, low, high, scratch, highest, temperature, min_p, FEW, BLOCK)
+        own, _, own_mass = pick(scratch, low, high, wanted, count, base, number, min_p, True, FEW)
         own_mass = tl.where(own > last, mass, own_mass)
         own = tl.minimum(own, last)
         weight = tl.exp(-own.to(tl.float32, bitcast=True)).to(tl.float64)
