@@ -263,7 +263,11 @@ def read_config(folder: Folder) -> dict[str, Any]:
 
 
 def read_config_file(folder: Folder) -> bytes:
-    """Return the content of the configuration in an adapter's folder."""
+    """Return the content of the configuration in an adapter's folder.
+
+    Raises:
+        AdapterError: The file is missing or too large.
+    """
     return folder.read(CONFIG_FILE, MAX_CONFIG_BYTES)
 
 

@@ -161,6 +161,9 @@ class MatchedShapes:
         """Return the weights of an open file; it may hold another version than the registered version.
 
         ``config`` is the content of its configuration.
+
+        Raises:
+            AdapterError: They cannot be served on this base, as far as configuration and header show.
         """
         shape = None if file.header is None else (digest_text(config), digest_text(file.header), file.num_bytes)
         known = None if shape is None else self._known.get(shape)

@@ -80,14 +80,22 @@ class WeightFile:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Its tensors by key, without their bytes."""
+        """Its tensors by key, without their bytes.
+
+        Raises:
+            AdapterError: The header is damaged.
+        """
         if self._tensors is None:
             assert self.header is not None
             self._tensors = parse_header(self._name, self.header, self.num_bytes)
         return self._tensors
 
     def fetch(self, weights: Sequence[ModuleWeights]) -> Sequence[ModuleWeights]:
-        """Return weights of its tensors with their bytes."""
+        """Return weights of its tensors with their bytes.
+
+        Raises:
+            AdapterError: They cannot be read.
+        """
         return fetch(self._source, weights)
 
     def close(self) -> None:

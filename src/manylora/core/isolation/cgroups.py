@@ -69,7 +69,11 @@ class Cgroup:
             raise
 
     def add(self, pid: int) -> None:
-        """Put a process into the group."""
+        """Put a process into the group.
+
+        Raises:
+            OSError: The process has ended.
+        """
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(pid))
 
@@ -141,7 +145,11 @@ class ProcessorShare:
         self._is_background = False
 
     def set_background(self, is_background: bool) -> None:
-        """Leave the process the time that no other one wants, or give it its share again; cheap without a change."""
+        """Leave the process the time that no other one wants, or give it its share again; cheap without a change.
+
+        Raises:
+            OSError: The process has ended.
+        """
         if is_background != self._is_background:
             os.write(self._file, self._values[is_background])
             self._is_background = is_background

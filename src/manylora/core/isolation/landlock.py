@@ -75,6 +75,9 @@ class FileRules:
 
         Returns:
             What the kernel's version leaves open, in words; empty if nothing.
+
+        Raises:
+            OSError: The kernel refused.
         """
         try:
             system_call(_RESTRICT_SELF, ctypes.c_int(self._fd), ctypes.c_uint32(0))

@@ -185,7 +185,11 @@ DEFAULT_ROUTER = "auto"
 
 
 def make_router(name: str, context: RouterContext, given: Mapping[str, object] | None = None) -> Router:
-    """Make a router by its name in ``ROUTERS``, or a plug-in (``plugins.py``), with its options."""
+    """Make a router by its name in ``ROUTERS``, or a plug-in (``plugins.py``), with its options.
+
+    Raises:
+        ConfigError: No router has that name, or an option is wrong.
+    """
     options = options_for("router", name, ROUTERS, given or {})
     return made_by(
         "router", name, find_factory("router", name, ROUTERS), replace(context, options=options), seam=Router

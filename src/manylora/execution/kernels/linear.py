@@ -172,7 +172,11 @@ def side_by_side(names: tuple[str, ...], parts: Sequence[torch.Tensor], buffer: 
 
 
 def map_weight(buffer: torch.Tensor, entry: WeightEntry) -> Weight:
-    """Return the weight over its bytes in ``buffer`` ``[num_bytes]``; a packed one does not keep the buffer alive."""
+    """Return the weight over its bytes in ``buffer`` ``[num_bytes]``; a packed one does not keep the buffer alive.
+
+    Raises:
+        RuntimeError: The weight is packed, and this build of torch does not read such weights.
+    """
     if entry.packing:
         return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)
     data = buffer[entry.offset : entry.offset + entry.num_bytes]
@@ -275,7 +279,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def reorder(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` packed, whatever its size."""
+    """Return ``weight`` packed, whatever its size.
+
+    Raises:
+        RuntimeError: This build of torch has no oneDNN.
+    """
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return packed
 

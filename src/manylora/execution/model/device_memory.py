@@ -69,7 +69,11 @@ class DeviceMemory:
 
     @classmethod
     def open(cls, device: torch.device, fd: int, num_bytes: int) -> DeviceMemory:
-        """Return memory that was made by another process, mapped read-only; ``fd`` stays open."""
+        """Return memory that was made by another process, mapped read-only; ``fd`` stays open.
+
+        Raises:
+            RuntimeError: The driver refuses.
+        """
         driver = _Driver(device)
         with driver.imported(fd) as handle:
             mapping = _Mapping(driver, handle, driver.padded(num_bytes), is_writable=False)

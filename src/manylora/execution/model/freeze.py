@@ -51,6 +51,9 @@ def load_weights(
 
     ``load`` is another function for a model without a folder. In the folder ``cache`` weights on a CPU may be found
     (``PackedCache``), and are kept for the next start.
+
+    Raises:
+        ConfigError: The model cannot be served.
     """
     packed = None
     if cache is not None and load is load_model and (device := find_device(config.device)).type == "cpu":

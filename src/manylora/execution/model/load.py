@@ -65,7 +65,11 @@ class LoadedModel:
         return weight if self.share is None else self.share.cut(name, weight)
 
     def probe(self) -> ModelProbe:
-        """Find out how the model behaves, without its weights."""
+        """Find out how the model behaves, without its weights.
+
+        Raises:
+            ConfigError: It cannot be served.
+        """
         config = self.text_config
         with stand_ins(self.model):
             return probe_model(self.model, architecture=config.model_type, num_layers=config.num_hidden_layers)

@@ -118,7 +118,11 @@ class Settling:
         return cls(name, base, [(group, views[group.group]) for group in pending])
 
     def __call__(self, num_pages: int) -> int:
-        """Settle the groups that lie in the first ``num_pages``; return how many of these are final."""
+        """Settle the groups that lie in the first ``num_pages``; return how many of these are final.
+
+        Raises:
+            AdapterError: A vector does not go with the base.
+        """
         waiting = []
         for group, weights in self.pending:
             if group.num_pages_needed <= num_pages:

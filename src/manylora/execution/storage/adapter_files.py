@@ -42,7 +42,11 @@ class AdapterFiles:
         self._headers = HeaderReader(self._rules, (lambda file_key: None) if hashes is None else hashes.get)
 
     def check(self, name: str, path: str) -> AdapterVersion:
-        """Return the version of an adapter from its header."""
+        """Return the version of an adapter from its header.
+
+        Raises:
+            AdapterError: The adapter cannot be served on this base.
+        """
         return self._headers.read(name, self._pin(name, path))
 
     def read(self, name: str, path: str, allocate: Allocate = own_memory) -> PackedAdapter:

@@ -75,7 +75,11 @@ class HostAdapter:
         return self._in_place
 
     def advance(self, num_pages: int) -> None:
-        """Take pages up to ``num_pages``, which a reader process has filled."""
+        """Take pages up to ``num_pages``, which a reader process has filled.
+
+        Raises:
+            AdapterError: They do not go with the base's weights.
+        """
         if self._settling is not None:
             num_pages = self._settling(num_pages)
         if self._source is not None:

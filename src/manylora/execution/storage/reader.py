@@ -109,7 +109,11 @@ class HostReader:
             reader.configure(settings)
 
     def read(self, name: str, path: str) -> AdapterVersion:
-        """Read an adapter and keep it in the host tier."""
+        """Read an adapter and keep it in the host tier.
+
+        Raises:
+            AdapterError: The adapter cannot be served on this base.
+        """
         with nullcontext() if self._images is None else self._images.locked(path) as folder:
             with self._free_reader(host_of(path)) as reader:
                 packed = reader.read(name, path, folder)

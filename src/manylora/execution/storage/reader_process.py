@@ -109,6 +109,9 @@ class ReaderProcess:
 
         A header costs a millisecond, or a few requests to a registry. One that takes seconds is refused without the
         others. A folder with many such headers delays a start by little: then later headers have less time.
+
+        Raises:
+            CapacityError: No process could be started.
         """
         found: list[AdapterVersion | AdapterError] = []
         is_each = False

@@ -197,6 +197,9 @@ class ModelDims:
         """Return the weights per unit of rank of an adapter on these modules (by last name) of every layer.
 
         ``num_experts`` counts the weights of so many experts of a layer, in place of all.
+
+        Raises:
+            ConfigError: This model has no such module.
         """
         dense, sparse = self.num_layers, self.num_layers - self.num_dense_layers
         sparse *= self.num_experts if num_experts is None else num_experts

@@ -41,7 +41,11 @@ def read_functions(table: Table) -> FunctionsSetup:
 
 
 def run_isolated(case: Case) -> Result:
-    """Run a case of isolated functions."""
+    """Run a case of isolated functions.
+
+    Raises:
+        ConfigError: Something in its description is wrong, or a model does not fit.
+    """
     setup = read_functions(case.setup)
     workload = make_workload(read_workload(case.workload, case.traces), case.seed)
     run = FunctionsSimulation(workload, setup).run()

@@ -235,7 +235,11 @@ def find_capacity(try_rate: Callable[[float], LoadTest], *, start: float, tolera
 
 
 def _first_guess(workload: Workload, config: SimulationConfig) -> float:
-    """Return the rate at which a search begins, in requests per second; the workload's times are ignored."""
+    """Return the rate at which a search begins, in requests per second; the workload's times are ignored.
+
+    Raises:
+        AdapterError: An adapter applies to no module of the base.
+    """
     most = _most_requests_per_s(workload.requests, config)
     versions = adapter_versions(workload.adapters, config.base)
     if sum(one.num_pages for one in versions.values()) <= config.num_pages // 2:

@@ -94,7 +94,11 @@ class PlanSettings:
     compare: tuple[Axis, ...] = ()  # settings to vary; every combination is planned
 
     def demand(self, hardware: str) -> TrafficDemand:
-        """Return the demand, with the price of a kind of hardware."""
+        """Return the demand, with the price of a kind of hardware.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
         return TrafficDemand(
             rate=self.rate,
             price_per_hour=self.prices.get(hardware, self.price),
@@ -146,7 +150,11 @@ def _make_axis(label: str, values: object) -> Axis:
 
 
 def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
-    """Return every combination of the axes' values; the scenario as it is where there is no axis."""
+    """Return every combination of the axes' values; the scenario as it is where there is no axis.
+
+    Raises:
+        ConfigError: A setting cannot be changed.
+    """
     made = []
     for values in product(*(axis.values for axis in axes)):
         changed = dict(table)

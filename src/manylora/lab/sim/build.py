@@ -112,6 +112,9 @@ def build_simulated_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     """Build the parts of an engine that imitates the target ``config.simulate``.
 
     Simulated work ends by time, so nothing wakes ``clock``; the builder takes it as the torch builder does.
+
+    Raises:
+        ConfigError: ``simulate`` names no target.
     """
     assert config.simulate is not None
     return simulated_parts(*find_target(config.simulate, config))

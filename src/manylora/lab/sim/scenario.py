@@ -46,11 +46,19 @@ class Scenario(CheckedOptions):
     )
 
     def make_workload(self) -> Workload:
-        """Make the workload."""
+        """Make the workload.
+
+        Raises:
+            ConfigError: A trace cannot be read, or its parts are inconsistent.
+        """
         return make_workload(self.workload, self.seed)
 
     def make_config(self) -> SimulationConfig:
-        """Return the simulator's configuration."""
+        """Return the simulator's configuration.
+
+        Raises:
+            ConfigError: A name is unknown, a file is not usable, or the model does not fit.
+        """
         return make_config(self.setup, targets=self.workload.adapters.targets, seed=self.seed)
 
 

@@ -98,7 +98,11 @@ class FoldedMethod:
     fold: Callable[[_Case], ModuleWeights | None]  # returns the weights of a module; ``None`` if nothing is left of it
 
     def parse(self, name: str, config: Mapping[str, Any]) -> FoldedSettings:
-        """Check the content of ``adapter_config.json``."""
+        """Check the content of ``adapter_config.json``.
+
+        Raises:
+            AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
+        """
         settings = parse_lora(name, self.as_lora(name, {**config, "peft_type": "LORA"}))
         keys = ("use_dora", "lora_bias", "trainable_token_indices", "modules_to_save", "alora_invocation_tokens")
         for key in (*keys, "target_parameters"):
@@ -132,7 +136,11 @@ class FoldedSettings(NamedSettings):
         )
 
     def match(self, tensors: Mapping[str, StoredTensor], base: BaseShape) -> tuple[ModuleWeights, ...]:
-        """Return A and B of the base's modules, in the base's order; at least one."""
+        """Return A and B of the base's modules, in the base's order; at least one.
+
+        Raises:
+            AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
+        """
         modules, shared = self._gather(tensors)
         targeting, located, missing = locate_modules(self.name, self.settings, modules, base)
         weights = []

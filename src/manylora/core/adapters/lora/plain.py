@@ -102,7 +102,11 @@ class PlainSettings(NamedSettings):
         return tuple(modules)
 
     def match(self, tensors: Mapping[str, StoredTensor], base: BaseShape) -> tuple[ModuleWeights, ...]:
-        """Return the weights of the base's modules, in the base's order; at least one."""
+        """Return the weights of the base's modules, in the base's order; at least one.
+
+        Raises:
+            AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
+        """
         targeting, located, missing = locate_modules(self.name, self.settings, self._gather(tensors), base, _ALONE)
         weights = []
         for one in located:
@@ -214,7 +218,11 @@ _SPOKEN = {"magnitude": "lora_magnitude_vector", "lora_bias": "bias of lora_B", 
 
 
 def parse_plain(name: str, config: Mapping[str, Any]) -> PlainSettings:
-    """Check a configuration of LoRA; settings that are not supported are refused by name."""
+    """Check a configuration of LoRA; settings that are not supported are refused by name.
+
+    Raises:
+        AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
+    """
     return PlainSettings(name, parse_lora(name, config))
 
 

@@ -54,7 +54,11 @@ class StepsInFlight:
             self._begin(step, now)
 
     def take_completed(self, now: float) -> tuple[Step, StepResult] | None:
-        """Remove and return the oldest step if it is complete. Call ``begin_next`` once its result is processed."""
+        """Remove and return the oldest step if it is complete. Call ``begin_next`` once its result is processed.
+
+        Raises:
+            Exception: The device failed in it; the engine is lost.
+        """
         if not self.in_flight or (result := self.in_flight[0].work.poll(now)) is None:
             return None
         assert isinstance(result, StepResult)
