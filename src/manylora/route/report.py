@@ -183,11 +183,8 @@ _models = msgspec.json.Decoder(_Models)
 def read_models(body: bytes) -> tuple[dict[str, Card], dict[str, msgspec.Raw], ServerKind]:
     """Read an answer of ``/v1/models``.
 
-    Returns:
-        The cards by name, the same as they came, and the kind of the server.
-
-    Raises:
-        ValueError: The body is not such an answer, or has too many models or too long names.
+    Return the cards by name, the same as they came, and the kind of the server. ``ValueError`` if the body is not such
+    an answer, or has too many models or too long names.
     """
     try:
         if body.count(b"{") > MAX_SAMPLES:  # before an object is made of each

@@ -169,11 +169,8 @@ def resolve_model(
 ) -> tuple[str, str | None, dict[str, str]]:
     """Replace `demo` by the demo model's folder, name and, without ``adapters``, its adapters.
 
-    Returns:
-        The checkpoint, its name in the API, and adapters' paths by name.
-
-    Raises:
-        ConfigError: The model is a path that does not exist.
+    Return the checkpoint, its name in the API, and adapters' paths by name. ``ConfigError`` if the model is a path that
+    does not exist.
     """
     if model != DEMO:
         is_path = model.startswith(("/", "./", "../", "~"))

@@ -32,11 +32,8 @@ SAME_SPELLING = 0.9  # share of equal letters from which a flag counts as anothe
 def take_out(args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Remove and translate vLLM's flags of a command line.
 
-    Returns:
-        The arguments of this server, and a remark for every flag that was removed.
-
-    Raises:
-        ConfigError: A flag is for an unsupported feature, or its value is missing.
+    Return the arguments of this server, and a remark for every flag that was removed. ``ConfigError`` if a flag is for
+    an unsupported feature, or its value is missing.
     """
     ours: list[str] = []
     remarks: list[str] = []

@@ -90,9 +90,7 @@ class AnswerSource:
     def name_of(self, folder: str) -> str:
         """Return the name under which the server has an adapter's folder.
 
-        Raises:
-            ConfigError: It has none, or several.
-            ServerFault: It does not answer.
+        ``ConfigError`` if it has none, or several; ``ServerFault`` if it does not answer.
         """
         models = self._get("/v1/models", ModelList).data
         real, last = os.path.realpath(folder), os.path.basename(os.path.normpath(folder))

@@ -48,9 +48,7 @@ class StatusSource:
     def fetch(self, num_adapters: int) -> StatusReport:
         """Return the report with at most ``num_adapters`` adapters.
 
-        Raises:
-            Away: The server does not answer now.
-            ConfigError: A permanent error: a wrong address or a wrong key.
+        ``Away`` if the server does not answer now; ``ConfigError`` for a wrong address or a wrong key, which stays.
         """
         request = urllib.request.Request(f"{self.url}/status?adapters={num_adapters}", headers=self._headers)
         try:

@@ -138,11 +138,7 @@ class Kept(Protocol):
 
 
 async def keep_until_stopped(controller: Kept, agents: Kept) -> None:
-    """Run both until SIGTERM or SIGINT.
-
-    Raises:
-        Exception: One of them died too often, or could not be started.
-    """
+    """Run both until SIGTERM or SIGINT; an error if one of them died too often, or could not be started."""
     stopping = asyncio.Event()
 
     def stop() -> None:

@@ -37,10 +37,8 @@ class ControllerClient:
     async def report(self, node: str, report: NodeReport) -> Orders:
         """Send a report.
 
-        Raises:
-            CapacityError: The controller does not answer now; try again.
-            CertificateRefused: One side refuses the other's certificate.
-            RequestError: The controller refuses the report.
+        ``CapacityError`` if the controller does not answer now; ``CertificateRefused`` if one side refuses the other's
+        certificate; ``RequestError`` if the controller refuses the report.
         """
         body = await self._send("POST", f"/v1/nodes/{quote(node)}/report", msgspec.json.encode(report))
         return msgspec.json.decode(body, type=Orders)

@@ -58,9 +58,8 @@ class Controller:
     def report(self, node: str, report: NodeReport, *, member: str | None = None) -> Orders:
         """Record a node's report, and return its orders; ``member`` is the caller's names in its certificate.
 
-        Raises:
-            ConfigError: The report cannot be recorded.
-            RequestError: Another run of the node's agent has reported since, or a caller with another certificate.
+        ``ConfigError`` if it cannot be recorded; ``RequestError`` if another run of the node's agent has reported
+        since, or a caller with another certificate.
         """
         known = self._nodes.get(node)
         if known is not None and known.member != member and self.now() - known.seen_at < LOST_AFTER_S:

@@ -71,9 +71,7 @@ class BackboneFleet:
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Wake the function if it sleeps, and submit requests, which all name the same function.
 
-        Raises:
-            ModelNotFound: There is no such function, or the caller may not know of it.
-            ManyloraError: The function cannot start, too many requests wait, or its engine refuses a request.
+        Errors are those of ``FunctionInstance.submit``; ``ModelNotFound`` if the caller may not know of it as well.
         """
         self.check_serving()
         instance = self._instance(requests[0].model)

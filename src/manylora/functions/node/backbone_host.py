@@ -128,10 +128,8 @@ class BackboneHost:
     async def ready(self) -> Zygote:
         """Load the base and warm a zygote, unless both are there; return the zygote.
 
-        Raises:
-            CapacityError: The backbone was released meanwhile.
-            ConfigError: The base cannot be loaded.
-            EngineDead: The zygote ended.
+        ``CapacityError`` if the backbone was released meanwhile, ``ConfigError`` if the base cannot be loaded,
+        ``EngineDead`` if the zygote ended.
         """
         if self._zygote is not None and self.is_ready:
             await self._zygote.start()  # a new one, if it has ended

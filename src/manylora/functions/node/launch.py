@@ -148,9 +148,7 @@ class Launcher:
         ``begun_from`` is ``BackboneHost.begun_from`` before the start. Return the engine, and the seconds of the stages
         ``backbone`` and ``libraries``, which another function may have begun.
 
-        Raises:
-            CapacityError: Zygotes ended again and again, or the start took longer than its timeout.
-            ManyloraError: Its engine or its adapter was refused, or it died.
+        Errors are those of ``start_from``; ``CapacityError`` if zygotes ended again and again as well.
         """
         now = asyncio.get_running_loop().time
         for attempt in range(1, MAX_ZYGOTES + 1):

@@ -135,9 +135,7 @@ class Zygote:
     ) -> ForkedFunction:
         """Fork a function that serves ``connection`` and writes to the pipe ``log``.
 
-        Raises:
-            ConfigError: The request is too long for a packet.
-            EngineDead: There is no zygote, or it does not take requests.
+        ``ConfigError`` if the request is too long for a packet; ``EngineDead`` if no zygote takes requests.
         """
         asked_at = time.monotonic()
         await self.start()

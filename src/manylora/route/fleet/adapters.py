@@ -194,9 +194,7 @@ class RoutedAdapters:
     async def unload(self, name: str) -> None:
         """Unload an adapter from every backend that has it.
 
-        Raises:
-            HttpError: 404, none has it; otherwise the status of a backend that failed.
-            CapacityError: No backend is up.
+        ``HttpError`` if none has it (404), or one failed, with its status; ``CapacityError`` if none is up.
         """
 
         def holds(backend: Backend) -> bool:

@@ -244,8 +244,7 @@ class BackendChanges:
     async def load(self, backend: Backend, name: str, path: str, *, in_place: bool) -> tuple[int, str]:
         """Load an adapter on a backend, if asked to in place of the adapter of that name.
 
-        Returns:
-            Status and text of the answer; 502 without an answer.
+        Return status and text of the answer; 502 without an answer.
         """
         body: dict[str, object] = {"lora_name": name, "lora_path": path}
         return await self._call(backend, b"load_lora_adapter", body | ({"load_inplace": True} if in_place else {}))

@@ -130,8 +130,7 @@ class Polls:
     async def _probe(self, backend: Backend) -> None:
         """Ask for one token: the engine must answer, not only the process before it.
 
-        Raises:
-            FetchFailed: There is no answer, or an error of the server. Any other is taken: not every server completes.
+        ``FetchFailed`` without an answer, or for an error of the server. Any other will do: not every server completes.
         """
         base = next((card.id for card in backend.cards.values() if card.parent is None), "")
         body = {"model": base, "prompt": "1", "max_tokens": 1}

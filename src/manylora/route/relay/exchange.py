@@ -251,9 +251,8 @@ class Client:
     async def body(self, max_bytes: int) -> bytes:
         """Return the body of the request, and watch for the end of the connection from then on.
 
-        Raises:
-            ClientClosed: The client went before the end of the body.
-            HttpError: 413, it is too large; 429, other bodies leave no room.
+        ``ClientClosed`` if the client went before its end; ``HttpError`` if it is too large (413), or other bodies
+        leave no room (429).
         """
         pieces, num_bytes, is_more = [], 0, True
         while is_more:

@@ -106,9 +106,7 @@ class Relay:
 
         A model that a tenant may not call is refused at once, whether there is one of that name or not.
 
-        Raises:
-            ModelNotFound: No backend lists it, or the caller may not call it.
-            CapacityError: No backend is up.
+        ``ModelNotFound`` if no backend lists it or the caller may not call it, ``CapacityError`` if none is up.
         """
         if (found := self._known(model, caller, body)) is None:
             await asyncio.shield(self.backends.refresh())
@@ -239,8 +237,7 @@ class Relay:
     def _judge(self, request: RelayedRequest, backend: Backend, exchange: Exchange) -> AttemptEnd:
         """Return whether an answer is for the client; note the others, and count them for the backend's health.
 
-        Raises:
-            HttpError: 504, the request is slow on a backend that serves others, and would be elsewhere.
+        ``HttpError`` (504) for a request that is slow on a backend that serves others, and would be elsewhere.
         """
         if exchange.failure is not None and not exchange.last:
             if exchange.failure in (Failure.LOST, Failure.DOWN, Failure.STALLED):

@@ -60,9 +60,7 @@ class Selection:
     async def choose(self, request: RelayedRequest, client: Client) -> Ticket:
         """Choose a backend and count the request there, also while its adapter is loaded.
 
-        Raises:
-            ClientClosed: The client went meanwhile.
-            ManyloraError: There is no backend left, and why.
+        ``ClientClosed`` if the client went meanwhile; another error says why there is no backend left.
         """
         while True:
             client.waits_for(None)

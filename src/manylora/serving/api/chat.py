@@ -137,10 +137,7 @@ async def chat_tokens(
 ) -> tuple[int, ...]:
     """Return the token ids of a chat, which must be fewer than ``limit``.
 
-    Raises:
-        RequestError: The chat is out of bounds, or the template refuses it.
-        CapacityError: Too many long texts wait for their turn.
-        ClientGone: The client disconnected before its turn.
+    ``RequestError`` if it is out of bounds, or the template refuses it; other errors are those of ``FairWork.run``.
     """
     tokenizer = context.tokenizer
     num_read = CHARS_PER_MESSAGE * _num_items(messages)

@@ -35,9 +35,8 @@ PROMPTS_AT_ONCE = 256  # prompts of token ids that are checked at once
 async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] | list[list[int]]:
     """Read the ``prompt`` of a completion: a text, token ids, or a list of either.
 
-    The first item decides the type of the others. Items and numbers are counted before they are decoded.
-
-    There are at most ``most`` prompts, each with fewer tokens than ``limit``.
+    The first item decides the type of the others. Items and numbers are counted before they are decoded: at most
+    ``most`` prompts, each with fewer tokens than ``limit``.
 
     Raises:
         ContextExceeded: A prompt has more token ids.
@@ -81,10 +80,7 @@ async def _tokens(
 ) -> list[tuple[int, ...]]:
     """Return the token ids of every prompt, with the model's special tokens around texts if ``is_framed``.
 
-    Raises:
-        RequestError: A prompt does not fit, or a token id is out of range.
-        CapacityError: Too many long texts wait for their turn.
-        ClientGone: The client disconnected before its turn.
+    ``RequestError`` if one does not fit, or a token id is out of range; other errors are those of ``FairWork.run``.
     """
     info, tokenizer = context.fleet.engines.info, context.tokenizer
     texts = [prompt for prompt in given if isinstance(prompt, str)]

@@ -48,9 +48,8 @@ class OnDemand:
     async def find(self, model: str, caller: str) -> None:
         """Load the adapter that a request names, unless there is none: then its name stays unknown.
 
-        Raises:
-            AdapterError: There is one, and it cannot be served.
-            CapacityError: Its registry does not answer, there is no room for it, or too many are looked for.
+        ``AdapterError`` if there is one that cannot be served; ``CapacityError`` if its registry does not answer, there
+        is no room for it, or too many are looked for.
         """
         adapters = self.fleet.adapters
         name = model.removeprefix(f"{self.fleet.served_name}:")

@@ -219,12 +219,8 @@ async def read_call(
 ) -> AnswerCall[Fields]:
     """Check the key of a request for answers and the room for it, then read its body; arguments as of ``read_body``.
 
-    Raises:
-        HttpError: 401 for a missing or wrong key; otherwise as ``read_body``.
-        CapacityError: No engine would take a request now, or none of this caller; or the registry of its adapter does
-            not answer.
-        AdapterError: Its adapter is loaded on demand, and cannot be served.
-        RequestError: The body is malformed.
+    Errors are those of ``read_body`` and ``OnDemand.find``, besides ``HttpError`` for a missing or wrong key (401), and
+    ``CapacityError`` if no engine would take a request now, or none of this caller.
     """
     context = context_of(request)
     tenant = context.gate.check_inference(request)

@@ -73,10 +73,8 @@ async def read_tool_use(
     Unless ``parallel`` is false, the model may call several. ``parser`` reads the calls of a model that chooses;
     without it the answer is all content.
 
-    Raises:
-        RequestError: A tool is malformed, or the choice contradicts the tools.
-        CapacityError: Too many long texts wait for their turn.
-        ClientGone: The client disconnected before its turn.
+    ``RequestError`` if a tool is malformed, or the choice contradicts the tools; other errors are those of
+    ``FairWork.run``.
     """
     read = functools.partial(_tool_use, tools, choice, parallel, parser)
     size = sum(num_bytes(tool.function.parameters) for tool in tools or ())

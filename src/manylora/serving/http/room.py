@@ -74,8 +74,7 @@ def room_of_engine(scheduler: SchedulerConfig) -> int:
 async def short_body(request: Request, max_bytes: int) -> bytes:
     """Return the body of a request that needs no room, because few bytes are enough for it.
 
-    Raises:
-        HttpError: 413, it is longer; 400, the client has gone.
+    ``HttpError`` if it is longer (413), or the client has gone (400).
     """
     body = bytearray()
     try:

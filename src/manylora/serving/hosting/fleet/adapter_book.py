@@ -82,9 +82,7 @@ class AdapterBook:
     def open(self, modules: Iterable[LoraModule]) -> None:
         """Record the adapters given at start, before an engine loads the model.
 
-        Raises:
-            ConfigError: Two models that are required have one name.
-            AdapterNotFound: A required adapter has no directory.
+        ``ConfigError`` if two required models have one name, ``AdapterNotFound`` if a required one has no directory.
         """
         for module in modules:
             if module.name in self.adapters or module.name == self.served_name:

@@ -113,9 +113,7 @@ class FleetEngines:
     def serving(self) -> dict[int, EngineClient]:
         """Return the engines that serve, by number.
 
-        Raises:
-            CapacityError: No engine serves.
-            EngineDead: All are dead, and are not watched and restarted.
+        ``CapacityError`` if none does; ``EngineDead`` if all are dead, and are not watched and restarted.
         """
         clients = {
             index: keeper.client
@@ -152,10 +150,7 @@ class FleetEngines:
 
         Of several engines each reports all adapters, because their counters are summed.
 
-        Raises:
-            CapacityError: No engine serves.
-            EngineDead: The engines died before they had answered.
-            SnapshotFailed: The state of no engine could be read.
+        Errors are those of ``serving``; ``SnapshotFailed`` if the state of none could be read.
         """
         clients = self.serving()
         limit = num_adapters if len(clients) == 1 or num_adapters == 0 else None
@@ -191,9 +186,8 @@ class FleetEngines:
         Another error is raised, after ``undo`` has reverted the change where it succeeded; of several engines it names
         those that failed.
 
-        Returns:
-            The results of the engines that are alive, at least one. Until the caller next awaits, no engine serves that
-            has not made the change.
+        Return the results of the engines that are alive, at least one. Until the caller next awaits, no engine serves
+        that has not made the change.
         """
         results: dict[int, T | BaseException] = {}
         clients: dict[int, EngineClient] = {}

@@ -128,10 +128,7 @@ class FleetVersions:
     ) -> tuple[NumberedVersion, AdapterStatus]:
         """Load a version on every engine, or on none, and move its name to it; return it and its state.
 
-        Raises:
-            AdapterExists: An adapter has the name of the version, or a version has that number already.
-            AdapterError: The adapter cannot be served, or engines read different versions of it.
-            CapacityError: No engine serves, or no room.
+        Errors are those of ``FleetAdapters.load``; ``AdapterExists`` for a number that a version has already as well.
         """
         before = self._current(name)
         number = self._number(name, terms)

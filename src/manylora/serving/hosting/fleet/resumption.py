@@ -101,9 +101,7 @@ class Resumer:
     ) -> dict[str, ManyloraError]:
         """Take over requests that were submitted to an engine that was lost before its answer; return as ``submit``.
 
-        Raises:
-            EngineDead: No engine took a request.
-            ManyloraError: Unless ``each``, the first error of a request.
+        ``EngineDead`` if no engine took a request; unless ``each``, the first error of a request.
         """
         loop = asyncio.get_running_loop()
         answers = []

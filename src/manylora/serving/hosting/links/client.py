@@ -121,9 +121,7 @@ class EngineClient:
     async def start(self) -> EngineInfo:
         """Start the engine and wait until it serves.
 
-        Raises:
-            ManyloraError: The engine refused its configuration.
-            EngineDead: The engine ended before it was ready.
+        ``EngineDead`` if it ended before it was ready; another error if it refused its configuration.
         """
         await self.link.start(self._deliver)
         self._watcher = asyncio.create_task(self._watch())

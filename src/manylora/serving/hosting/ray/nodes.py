@@ -68,9 +68,7 @@ class NodeActor:
     async def call(self, method: str, *arguments: Any) -> Any:
         """Return the result of a method; the first call creates the actor.
 
-        Raises:
-            ConfigError: Ray refuses the resources.
-            EngineDead: The actor has ended, or the method failed.
+        ``ConfigError`` if Ray refuses the resources; ``EngineDead`` if the actor has ended, or the method failed.
         """
         try:
             begun = await self.cluster.call(lambda: self._begin(method, arguments))

@@ -139,8 +139,7 @@ class LivePage:
     async def _check(self, request: Request) -> str:
         """Return the session's cookie, to be kept in place of the one that came; empty where no key is asked for.
 
-        Raises:
-            HttpError: 401 without a session; 403 for a call of another page, or from elsewhere without any key.
+        ``HttpError`` without a session (401), for a call of another page, or from elsewhere without any key (403).
         """
         _check_own_page(request)
         if not self._gate.asks_for_key:

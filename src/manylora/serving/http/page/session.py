@@ -45,9 +45,8 @@ class PageSessions:
     async def sign_in(self, request: Request, key: str) -> str:
         """Return the value of a new cookie.
 
-        Raises:
-            HttpError: 401: the key is wrong; 403: no key is the administrator's.
-            CapacityError: This client has tried too many wrong keys (429).
+        ``HttpError`` if the key is wrong (401), or no key is the administrator's (403); ``CapacityError`` (429) if
+        this client has tried too many wrong ones.
         """
         if (administrator := self.gate.administrator) is None:
             raise HttpError(403, "No key opens this page; start the server with --admin-key.")
