@@ -6,7 +6,6 @@ or refused, because silence would leave a server open.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -177,19 +176,9 @@ def with_vllm_environment(
 
 def exposure_warning(server: ServerConfig) -> str | None:
     """Return a warning if other machines can call the server without a key."""
-    if (
-        server.api_keys
-        or server.tenants
-        or server.router_key
-        or server.web.uds is not None
-        or _is_loopback(server.host)
-    ):
+    from manylora.serving.http.auth import is_loopback  # imports the web framework
+
+    is_keyed = server.api_keys or server.tenants or server.router_key
+    if is_keyed or server.web.uds is not None or is_loopback(server.host):
         return None
     return f"warning: {server.host} is reachable from other machines and needs no key; --api-key sets one"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -33,16 +33,7 @@ from manylora.serving.http.errors import HttpError, error_response
 from manylora.serving.http.room import NO_LIMITS, CallerLimits
 from manylora.serving.http.tenants import Tenant, TenantBook, routed_tenant
 
-__all__ = [
-    "IS_ADMIN",
-    "TENANT_HEADER",
-    "Gate",
-    "digest_of",
-    "exposure",
-    "host_name",
-    "is_loopback",
-    "without_foreign_pages",
-]
+__all__ = ["IS_ADMIN", "TENANT_HEADER", "Gate", "digest_of", "exposure", "is_loopback", "without_foreign_pages"]
 
 TENANT_HEADER = "x-manylora-tenant"  # from a router: the name of a request's tenant, a semicolon and its weight
 
