@@ -157,6 +157,4 @@ def _range(values: list[int] | list[float]) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    if num_bytes < 2**20:
-        return f"{num_bytes / 2**10:,.1f} KiB"
-    return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**10:,.1f} KiB" if num_bytes < 2**20 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -248,9 +248,7 @@ class PlanProgress:
         left = ""
         if num_done:
             num_left = max(1, self.num_runs - num_done)
-            left = f", about {_span(num_left * (now - self._began_at) / num_done)} left"
+            left_s = num_left * (now - self._began_at) / num_done
+            span = f"{max(1, round(left_s))} s" if left_s < 90 else f"{round(left_s / 60)} min"
+            left = f", about {span} left"
         self.write(f"run {self._num_begun} of about {max(self.num_runs, self._num_begun)}{left}: {text}")
-
-
-def _span(seconds: float) -> str:
-    return f"{max(1, round(seconds))} s" if seconds < 90 else f"{round(seconds / 60)} min"

@@ -360,11 +360,8 @@ class FunctionInstance:
         self.node.enter(self, phase)
 
     def _asleep_error(self) -> CapacityError:
-        return CapacityError(
-            f"Function {self.name!r} went to sleep as the request came; please try again.",
-            retry_after_s=1.0,
-            status=503,
-        )
+        message = f"Function {self.name!r} went to sleep as the request came; please try again."
+        return CapacityError(message, retry_after_s=1.0, status=503)
 
     def _log_missing(self, engine: AwakeFunction) -> None:
         """Log the measures that are not in force, once, and again when they are others."""

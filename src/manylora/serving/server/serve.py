@@ -28,7 +28,6 @@ from manylora.core.adapters.sources import is_url
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.routing import Router, RouterContext, make_router
 from manylora.core.scaling import ScalingPolicy
-from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_model_path
 from manylora.serving.hosting.engine.service import builder_for
 from manylora.serving.hosting.engine.startup import collector_paused, freeze_start_up_heap
@@ -239,34 +238,28 @@ def _listen(server: ServerConfig) -> tuple[socket.socket, str]:
 def _fleet_policy(engine: EngineConfig, server: ServerConfig, served_name: str, restarts: RestartPolicy) -> FleetPolicy:
     # A thread cannot be killed, and a debugger's breakpoint is not a hang.
     timeouts = (None, None) if server.in_process else (server.hang_timeout_s or None, server.start_timeout_s or None)
+    fleet, max_num_seqs = server.fleet, engine.scheduler.max_num_seqs
+
+    def make_own_router(ranks: Mapping[str, int]) -> Router:
+        rng = Random(engine.seed)
+        context = RouterContext(rng=rng, base_name=served_name, max_num_seqs=max_num_seqs, ranks=ranks)
+        return make_router(fleet.router, context, fleet.router_options)
+
     return FleetPolicy(
         restarts=replace(restarts, hang_timeout_s=timeouts[0], start_timeout_s=timeouts[1]),
-        resumes=ResumePolicy(
-            max_resumes=server.fleet.max_resumes, max_wait_s=server.fleet.resume_timeout_s, seed=engine.seed
+        resumes=ResumePolicy(max_resumes=fleet.max_resumes, max_wait_s=fleet.resume_timeout_s, seed=engine.seed),
+        make_router=make_own_router,
+        scaling=None
+        if fleet.max_replicas is None
+        else ScalingPolicy(
+            min_replicas=fleet.min_replicas or 1,
+            max_replicas=fleet.max_replicas,
+            ttft_s=fleet.slo_ttft_s,
+            capacity_rps=fleet.replica_rate,
+            max_num_seqs=max_num_seqs,
         ),
-        make_router=functools.partial(_make_router, engine, server.fleet, served_name),
-        scaling=_scaling_policy(engine, server.fleet),
         drain_timeout_s=server.drain_timeout_s,
         caches_prefixes=engine.memory.prefix_caching,
-    )
-
-
-def _make_router(engine: EngineConfig, fleet: FleetConfig, served_name: str, ranks: Mapping[str, int]) -> Router:
-    context = RouterContext(
-        rng=Random(engine.seed), base_name=served_name, max_num_seqs=engine.scheduler.max_num_seqs, ranks=ranks
-    )
-    return make_router(fleet.router, context, fleet.router_options)
-
-
-def _scaling_policy(engine: EngineConfig, fleet: FleetConfig) -> ScalingPolicy | None:
-    if fleet.max_replicas is None:
-        return None
-    return ScalingPolicy(
-        min_replicas=fleet.min_replicas or 1,
-        max_replicas=fleet.max_replicas,
-        ttft_s=fleet.slo_ttft_s,
-        capacity_rps=fleet.replica_rate,
-        max_num_seqs=engine.scheduler.max_num_seqs,
     )
 
 

@@ -33,7 +33,8 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
     named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
     devices = [named[index % len(named)] for index in range(num)]
     on_device = Counter(devices)
-    num_threads = None if num == 1 else max(1, _num_cores() // num)
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = None if num == 1 else max(1, num_cores // num)
     if fleet.ray is not None:  # which gives each engine a node, a device and cores
         resources = engine_resources(fleet.ray_resources, engine.model.device)
         part *= min(1.0, resources.get("GPU", 1.0))
@@ -52,13 +53,8 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
         for index, device in enumerate(devices)
     ]
     return [
-        EngineSpec(config=config, served_name=served_name, builder=builder, num_threads=num_threads)
-        for config in configs
+        EngineSpec(config=one, served_name=served_name, builder=builder, num_threads=num_threads) for one in configs
     ]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _numbered(path: str, index: int) -> str:

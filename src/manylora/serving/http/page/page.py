@@ -166,9 +166,7 @@ def _check_own_page(request: Request) -> None:
 async def _key_of(request: Request) -> str:
     """Return the key in the body of a sign-in.
 
-    Raises:
-        HttpError: 413, 415: the body is too long, or no JSON; 400: the client has gone.
-        RequestError: It is malformed.
+    ``HttpError`` if it is too long (413), no JSON (415), or the client has gone (400); ``RequestError`` if malformed.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "Expected the media type application/json")
@@ -195,15 +193,11 @@ def _with_cookie(request: Request, cookie: str, max_age_s: int) -> Response:
     return answer
 
 
-@functools.cache
-def _read(name: str) -> bytes:
-    return (files("manylora.serving.http.page") / "assets" / name).read_bytes()
-
-
 def _file(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     """Return the route of a file."""
+    read = functools.cache((files("manylora.serving.http.page") / "assets" / name).read_bytes)
 
     async def file(request: Request) -> Response:
-        return Response(_read(name), media_type=media_type, headers=HEADERS)
+        return Response(read(), media_type=media_type, headers=HEADERS)
 
     return file
