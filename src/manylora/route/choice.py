@@ -26,29 +26,21 @@ USUAL_RANK = 16  # rank of an adapter whose rank no backend reports
 MOST_RANKS = 200_000  # ranks that are kept: adapters come and go, and backends say their names
 
 
+@dataclass(slots=True, eq=False)
 class PromptText:
-    """The prompt of a request as its body has it: text or token ids in JSON, cut into blocks when that is asked for.
+    """The prompt of a request as its body has it: text or token ids in JSON, cut into blocks when that is asked for."""
 
-    Args:
-        beginning: Its first ``MOST_BYTES``.
-        num_bytes: Its whole length.
-        num_tokens: Its length in tokens, as estimated.
-        salt: Prompts share blocks only under equal salts.
-    """
-
-    __slots__ = ("_beginning", "_blocks", "_num_bytes", "num_tokens", "salt")
-
-    def __init__(self, beginning: bytes, num_bytes: int, num_tokens: int, salt: bytes = b"") -> None:
-        self.num_tokens = num_tokens
-        self.salt = salt
-        self._beginning, self._num_bytes = beginning, num_bytes
-        self._blocks: PromptBlocks | None = None
+    beginning: bytes  # its first ``MOST_BYTES``, until it is cut
+    num_bytes: int  # its whole length
+    num_tokens: int  # as estimated
+    salt: bytes = b""  # prompts share blocks only under equal salts
+    _blocks: PromptBlocks | None = None
 
     def blocks(self, model: str) -> PromptBlocks:
         """Return its blocks for a model, which is always the same."""
         if self._blocks is None:
-            self._blocks = text_blocks(model, self.salt, self._beginning, self._num_bytes, self.num_tokens)
-            self._beginning = b""
+            self._blocks = text_blocks(model, self.salt, self.beginning, self.num_bytes, self.num_tokens)
+            self.beginning = b""
         return self._blocks
 
 
