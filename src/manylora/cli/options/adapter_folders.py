@@ -33,9 +33,8 @@ def collect_adapters(
     Of two folders with one name the first is taken; `--lora-modules` goes before both. Links may lead below ``roots``,
     which are real paths; ``None`` for anywhere.
 
-    Raises:
-        AdapterForbidden: A URL lies below none of the registries.
-        ConfigError: Two `--lora-modules` have one name and two paths, a folder does not exist, or a registry is no URL.
+    ``AdapterForbidden`` if a URL lies below none of the registries; ``ConfigError`` if two `--lora-modules` have one
+    name and two paths, a folder does not exist, or a registry is no URL.
     """
     allowed = [check_registry(prefix) for prefix in registries]
     adapters: dict[str, str] = {}

@@ -98,10 +98,8 @@ class Agent:
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained.
 
-        Raises:
-            CertificateRefused: Controller or agent refuses the certificate of the other.
-            RequestError: The controller refuses this agent: another one reports for the node.
-            EngineDead: The controller's backbones are others than at the start; the next agent begins with those.
+        Errors are those of ``ControllerClient.report``, which refuses this agent if another one reports for the node;
+        ``EngineDead`` if the backbones are others than at the start: the next agent begins with those.
         """
         stopping = asyncio.create_task(self._stop.wait())
         orders = await self._first_orders(stopping)

@@ -192,8 +192,7 @@ class Dispatch:
     async def _read(self, scope: Scope, receive: Receive) -> tuple[bytes, Receive]:
         """Return the body as far as it may go, and a ``receive`` that begins again.
 
-        Raises:
-            HttpError: 429: other bodies leave no room.
+        ``HttpError`` (429) if other bodies leave no room.
         """
         messages: list[Message] = []
         parts: list[bytes] = []

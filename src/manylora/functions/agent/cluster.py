@@ -56,9 +56,8 @@ def supervise_cluster(
     and certificate are in files of one path on this machine and on every node; without a token the certificate is
     enough.
 
-    Raises:
-        ConfigError: The file is wrong, there is neither token nor certificate, or no cluster at the address.
-        EngineDead: The controller died too often.
+    ``ConfigError`` if the file is wrong, there is neither token nor certificate, or no cluster at the address;
+    ``EngineDead`` if the controller died too often.
     """
     read_deployment(config)
     if token_file is None and tls is None:

@@ -43,9 +43,8 @@ def supervise(
     State (database, token and sockets) is in ``folder``, made for this user alone. The ``server`` is in front of the
     functions. Without ``token_file`` the controller has a token of its own in the folder.
 
-    Raises:
-        ConfigError: The file is wrong, an adapter cannot be read, or an address cannot be listened on.
-        EngineDead: Controller or agent died too often.
+    ``ConfigError`` if the file is wrong, an adapter cannot be read, or an address cannot be listened on; ``EngineDead``
+    if controller or agent died too often.
     """
     for name, function in read_deployment(config).functions.items():
         check_folder(name, function)

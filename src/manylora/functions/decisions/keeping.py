@@ -62,16 +62,11 @@ class IdleGaps:
 
 
 def num_devices_worth(busy_shares: Sequence[float], requests_per_s: float, even_s: float) -> int:
-    """Return how many devices of one backbone are worth their rent at the load that is expected.
+    """Return how many devices of one backbone are worth their rent at the load that is expected of all functions.
 
     One more is worth it while the requests that find all others busy are more than one in ``even_s`` seconds. A
     function's requests join its own batch, so the busy devices are the busy functions, which are taken to be
-    independent.
-
-    Args:
-        busy_shares: Share of the time in which each function runs.
-        requests_per_s: Of all of them.
-        even_s: Seconds of rent that one cold start is worth.
+    independent; each is busy for a share of the time.
     """
     chances = [1.0]  # of so many functions that run
     for share in busy_shares:

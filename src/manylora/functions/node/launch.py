@@ -173,9 +173,7 @@ class Launcher:
     async def start_from(self, zygote: Zygote) -> AwakeFunction:
         """Fork the function and load its adapter.
 
-        Raises:
-            CapacityError: The start took longer than its timeout.
-            ManyloraError: Its engine or its adapter was refused, or it died.
+        ``CapacityError`` if it took longer than its timeout; another error if engine or adapter was refused or died.
         """
         self._check_own_folder()
         links: list[FunctionLink] = []

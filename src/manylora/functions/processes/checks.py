@@ -246,10 +246,7 @@ def _check_all(what: str, value: Any) -> None:
 
 
 class TimeBudget:
-    """Counts the processor time that the messages of a function take, by windows, with and without requests.
-
-    Told the time.
-    """
+    """Counts the processor time that the messages of a function take, by windows, with and without requests."""
 
     def __init__(self) -> None:
         self._began_at = float("-inf")

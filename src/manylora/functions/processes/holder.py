@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class BackboneSocket:
     """A Unix socket, for its owner alone, that gives each caller the sealed memory; a context, which removes it.
 
-    One without a listener is replaced.
-    ``ConfigError`` if there is another file, another backbone listens, or the folder cannot be written.
+    One without a listener is replaced. ``ConfigError`` if there is another file, another backbone
+    listens, or the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:

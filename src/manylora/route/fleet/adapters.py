@@ -167,9 +167,8 @@ class RoutedAdapters:
         The change enters the log if one backend succeeds; the others that were up get no requests for the adapter until
         they have it.
 
-        Raises:
-            HttpError: 400, all have it; otherwise the status of a backend that failed, with a line for each that did.
-            CapacityError: No backend is up.
+        ``HttpError`` if all have it (400), or some failed: the status of one, and a line for each; ``CapacityError`` if
+        none is up.
         """
 
         def lacks(backend: Backend) -> bool:

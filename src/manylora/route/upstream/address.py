@@ -84,28 +84,16 @@ def parse_backend(text: str) -> Address:
 def request_head(
     address: Address,
     method: bytes,
-    path: bytes,
+    path: bytes,  # with the query, as it came
     *,
     num_body_bytes: int,
-    headers: Iterable[tuple[bytes, bytes]] = (),
-    authorization: bytes | None = None,
-    passes_authorization: bool = True,
-    client: bytes | None = None,
-    tenant: bytes | None = None,
+    headers: Iterable[tuple[bytes, bytes]] = (),  # the client's, in lower case; those for the hop to here are left out
+    authorization: bytes | None = None,  # in place of the client's
+    passes_authorization: bool = True,  # the client's, otherwise
+    client: bytes | None = None,  # its IP address, added to X-Forwarded-For
+    tenant: bytes | None = None,  # with its weight, for backends; the client cannot name one
 ) -> bytes:
-    """Return the head of a request.
-
-    Args:
-        address: The backend.
-        method: ``GET``, ``POST`` ...
-        path: With the query, as it came.
-        num_body_bytes: Length of the body.
-        headers: The client's, names in lower case; those for the hop to this router are left out.
-        authorization: In place of the client's.
-        passes_authorization: Whether the client's is passed on otherwise.
-        client: The client's IP address, added to ``X-Forwarded-For``.
-        tenant: The tenant of the request and its weight, for backends; the client cannot name one.
-    """
+    """Return the head of a request."""
     headers = list(headers)
     dropped = NOT_SENT | _named_in_connection(headers)
     if authorization is not None or not passes_authorization:

@@ -176,18 +176,10 @@ async def fetch(
     max_bytes: int,
     on_piece: Callable[[bytes], None] | None = None,
 ) -> tuple[int, bytes]:
-    """Send a request; return the status and the body of its answer.
+    """Send a request, whose ``head`` is of ``request_head``; return the status and the body of its answer.
 
-    Args:
-        pool: The connections to the backend.
-        head: See ``request_head``.
-        body: Body of the request.
-        timeout_s: Time for all of it, in seconds.
-        max_bytes: Most bytes of the answer's body.
-        on_piece: Takes the body in pieces; the returned body is then empty.
-
-    Raises:
-        FetchFailed: No connection, no whole answer in time, or one that is too large.
+    With ``on_piece``, which takes the body in pieces, the returned one is empty. ``FetchFailed`` without a connection,
+    a whole answer within ``timeout_s`` seconds, or for one of more than ``max_bytes``.
     """
     connection: UpstreamConnection | None = None
     receiver = _FetchedBody(max_bytes, on_piece)

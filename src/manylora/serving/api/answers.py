@@ -112,11 +112,8 @@ class RequestAnswers:
         ``consume`` is called on the event loop but not in this task; it returns the work, if any, that must be awaited
         before more pieces are delivered. Its errors are raised here.
 
-        Raises:
-            EngineDead: The engine died.
-            ClientGone: The client disconnected.
-            RequestError: The form of an answer takes the engine too much time; the others are cancelled.
-            ManyloraError: The engine aborted one of the requests; the others are cancelled.
+        Errors are ``ClientGone`` and those of the engine: if it aborts one of the requests, by ``RequestError`` if the
+        form of an answer takes it too much time, the others are cancelled.
         """
         assert self._stream is not None, "start first"
         stream = self._stream

@@ -38,9 +38,7 @@ async def decode_prompts(raw: msgspec.Raw, most: int, limit: int) -> list[str] |
     The first item decides the type of the others. Items and numbers are counted before they are decoded: at most
     ``most`` prompts, each with fewer tokens than ``limit``.
 
-    Raises:
-        ContextExceeded: A prompt has more token ids.
-        RequestError: The prompt has none of these types, is empty, of different kinds, or has too many items.
+    ``ContextExceeded`` if one has more; ``RequestError`` for another type, no prompt, several kinds, or too many items.
     """
     data = bytes(memoryview(raw))
     if data == b"null":

@@ -237,11 +237,8 @@ async def read_body(request: Request, body: type[Body] | Callable[[bytes], type[
 
     ``body`` is its type, or finds that in its bytes. ``model``, if any, takes the place of its own.
 
-    Raises:
-        HttpError: 415 for another media type; 413 above ``max_body_bytes``; 429 if other bodies leave no room; 400 if
-            the client disconnected.
-        ModelNotFound: The model's name is longer than any.
-        RequestError: The body is malformed; names the field.
+    ``HttpError`` for another media type (415), above ``max_body_bytes`` (413), if other bodies leave no room (429), or
+    the client disconnected (400); ``ModelNotFound`` for a name longer than any; ``RequestError`` with the field.
     """
     context = context_of(request)
     caller_of = partial(context.gate.caller_of, request)

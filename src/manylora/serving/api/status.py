@@ -3,8 +3,8 @@
 ``GET /status`` has the engines and the last minute in one call, for ``manylora top`` and dashboards.
 
 The report names adapters and their use, so it needs the admin key; without one each of several API keys sees the
-adapters that it may call. The caller limits the number of adapters, so that a
-live view that asks every second costs the engine little.
+adapters that it may call. The caller limits the number of adapters, so that a live view that asks every
+second costs the engine little.
 """
 
 from __future__ import annotations

@@ -78,11 +78,8 @@ async def submit(
     The id begins with ``id_prefix``. ``form_field`` is the field that gave the form of the answers, if none of the
     usual ones.
 
-    Raises:
-        RequestError: The engine refuses a request, or its form cannot be followed.
-        CapacityError: The queue is full, the caller has too many answers under way, no engine serves, or the form could
-            not be checked.
-        ClientGone: The client disconnected while its form waited to be checked.
+    Errors are those of ``FleetRequests.submit`` and of the check of a form; ``CapacityError`` if the caller has too
+    many answers under way as well.
     """
     context, body = call.context, call.body
     num_answers = body.n or 1

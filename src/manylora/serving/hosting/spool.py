@@ -167,10 +167,8 @@ def open_shared(name: str, file: str, prefix: str, max_bytes: int) -> tuple[int,
 
     No text of ``file``, its name in ``/dev/shm``, is trusted: it must begin with ``prefix``.
 
-    Raises:
-        AdapterForbidden: The name is malformed, or begins otherwise.
-        AdapterNotFound: There is no such file.
-        AdapterError: It is no regular file (a link is none), or has more than ``max_bytes``.
+    ``AdapterForbidden`` if not, or if it is malformed; ``AdapterNotFound`` if there is no such file; ``AdapterError``
+    if it is no regular file (a link is none), or has more than ``max_bytes``.
     """
     if _SHARED_NAME.fullmatch(file) is None or not file.startswith(prefix):
         raise AdapterForbidden(name, f"names in {SHARED_MEMORY} begin with {prefix!r}, and are letters, digits and _.-")

@@ -44,32 +44,19 @@ ServerT = TypeVar("ServerT", bound="Stoppable")
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with our protocol and bounds on its connections: the wiring of every server in the house.
-
-    Signals are left to the command.
-
-    Args:
-        app: The application.
-        bounds: Bounds of its connections, whose clients take turns.
-        on_listening: Called when clients can connect.
-        drain_s: Time that answers under way have once it stops, in seconds.
-        protocol: Makes the protocol of a connection.
-        tls: TLS, whose files are read again when they change; ``None`` for none.
-        root_path: Path below which a proxy serves the application.
-        on_shutdown: Called when the last connection is closed.
-    """
+    """uvicorn with our protocol and bounds on its connections, for every server in the house; without its signals."""
 
     def __init__(
         self,
         app: ASGIApp,
         bounds: ConnectionBounds,
-        on_listening: Callable[[], None],
+        on_listening: Callable[[], None],  # clients can connect
         *,
-        drain_s: float,
+        drain_s: float,  # time that answers under way have once it stops
         protocol: Callable[..., asyncio.Protocol] = ChunkWritingProtocol,
-        tls: ServerTls | None = None,
-        root_path: str = "",
-        on_shutdown: Callable[[], None] = lambda: None,
+        tls: ServerTls | None = None,  # its files are read again when they change
+        root_path: str = "",  # below which a proxy serves the application
+        on_shutdown: Callable[[], None] = lambda: None,  # the last connection is closed
     ) -> None:
         config = uvicorn.Config(
             app,

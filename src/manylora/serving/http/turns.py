@@ -109,9 +109,7 @@ class FairWork:
     async def run(self, request: Request, work: Callable[[], T]) -> T:
         """Run ``work`` on a thread when it is the request's turn.
 
-        Raises:
-            CapacityError: Too many wait (429).
-            ClientGone: The client disconnected before its turn.
+        ``CapacityError`` (429) if too many wait; ``ClientGone`` if the client disconnected before its turn.
         """
         if self._num_free:
             self._num_free -= 1

@@ -189,24 +189,15 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),  # more variables: tools, enable_thinking ...
         *,
         template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,  # end with the text that opens the model's turn
+        continue_final_message: bool = False,  # end inside the last message, which the model goes on with
     ) -> str:
         """Return the text of a chat, by the model's own template or a given one.
 
-        Args:
-            messages: ``{"role": ..., "content": ...}`` in order.
-            template_kwargs: More variables for the template (``tools``, ``enable_thinking`` ...).
-            template: A template in place of the model's own.
-            add_generation_prompt: End with the text that opens the model's turn.
-            continue_final_message: End inside the last message, which the model goes on with.
-
-        Raises:
-            RequestError: There is no template, it refuses the messages, or a variable would replace one of the
-                renderer's own.
+        ``RequestError`` if there is none, it refuses the messages, or a variable would replace one of the renderer's.
         """
         if template is None and self._hf.chat_template is None:
             raise RequestError("The model's tokenizer has no chat template", param="messages")

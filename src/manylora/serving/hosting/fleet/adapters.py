@@ -80,10 +80,8 @@ class FleetAdapters:
         cannot load is loaded on none, and a replacement takes over on all at once. With ``by_header`` a single engine
         reads its weights when a request needs them; several read them now, to know that they have the same.
 
-        Raises:
-            AdapterExists: The name is taken.
-            AdapterError: The adapter cannot be served, or engines read different versions of it.
-            CapacityError: No engine serves, or no room.
+        ``AdapterExists`` if the name is taken; ``AdapterError`` if the adapter cannot be served, or engines read
+        different versions of it; ``CapacityError`` if no engine serves, or there is no room.
         """
         self.versions.check_name(name)
         async with self._book.free(name, may_replace=replace_existing):

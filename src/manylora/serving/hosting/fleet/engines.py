@@ -229,10 +229,8 @@ class FleetEngines:
         With several, each is watched as soon as it serves: its requests must not wait for the start of the others. The
         engine of a fleet that has no other is watched by ``run`` alone, so a program without ``run`` sees its death.
 
-        Raises:
-            ManyloraError: An engine refused its configuration, or a required adapter. Or no engine came up: the error
-                of the first.
-            OSError: No engine came up, for lack of room.
+        An error if an engine refused its configuration or a required adapter, or none came up: that of the first, or
+        ``OSError`` for lack of room.
         """
         starting = [engine for engine, keeper in enumerate(self.keepers) if keeper.state is EngineState.STARTING]
         errors = await asyncio.gather(*map(self._start, starting))

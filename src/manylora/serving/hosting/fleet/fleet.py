@@ -58,19 +58,13 @@ class Fleet:
     """One or several engines of one configuration, and what is asked of them. For the event loop's thread alone.
 
     ``engines`` starts, watches and describes them, ``requests`` gives them requests, ``adapters`` loads adapters.
-
-    Args:
-        links: For each engine, a function that returns the link to a new one; with scaling as many as it allows.
-        served_name: The base model's name, which no adapter may have.
-        observe: Called with the engines' observations.
-        policy: The way in which they are run.
     """
 
     def __init__(
         self,
-        links: Sequence[Callable[[], EngineLink]],
+        links: Sequence[Callable[[], EngineLink]],  # makes a link of each engine; with scaling as many as it allows
         *,
-        served_name: str,
+        served_name: str,  # of the base, which no adapter may have
         observe: Callable[[Observations], None],
         policy: FleetPolicy | None = None,
     ) -> None:

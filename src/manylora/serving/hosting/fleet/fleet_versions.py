@@ -309,9 +309,7 @@ class FleetVersions:
 async def _reach_device(client: EngineClient, name: str) -> AdapterStatus:
     """Copy an adapter to an engine's device, and wait until it is there.
 
-    Raises:
-        AdapterError: It cannot be read.
-        CapacityError: There was no room for it in time.
+    ``AdapterError`` if it cannot be read; ``CapacityError`` if there was no room for it in time.
     """
     reason = CapacityError(f"{name!r} did not reach the device in {PRELOAD_TIMEOUT_S:g} s", status=503)
     deadline = asyncio.get_running_loop().time() + PRELOAD_TIMEOUT_S

@@ -90,10 +90,8 @@ class FleetRequests:
     async def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Add requests, all or none, and return the stream of their outputs once the engines have accepted them.
 
-        Raises:
-            RequestError: A request is invalid.
-            CapacityError: The queue is full, or no engine serves, or an adapter's registry does not answer.
-            EngineDead: An engine died before it had answered.
+        Errors are those of ``EngineClient.submit``; ``CapacityError`` if no engine serves, or an adapter's registry
+        does not answer, as well.
         """
         if self._adapters.unavailable:
             for model in {one.model for one in requests}:

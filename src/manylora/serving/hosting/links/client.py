@@ -182,10 +182,8 @@ class EngineClient:
         With ``each`` valid requests are added although others fail, whose errors are returned by request id; otherwise
         all are added or none.
 
-        Raises:
-            RequestError: A request is invalid.
-            CapacityError: The queue is full.
-            EngineDead: The engine was lost before it had answered.
+        ``RequestError`` if one is invalid, ``CapacityError`` if the queue is full, ``EngineDead`` if the engine was
+        lost before it had answered.
         """
         for one in requests:
             one.is_accepted = False

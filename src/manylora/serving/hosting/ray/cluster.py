@@ -177,11 +177,8 @@ class RayPlace:
     async def open(self) -> Door:
         """Reserve the resources, start the actor there, and return the sockets on which its engine will listen.
 
-        Raises:
-            ConfigError: There is no cluster, Ray refuses the resources or labels, or the node has another version of
-                this package.
-            NoPlace: Ray found no node in time.
-            EngineDead: The actor could not start.
+        ``ConfigError`` if there is no cluster, Ray refuses the resources or labels, or the node has another version of
+        this package; ``NoPlace`` if Ray found no node in time; ``EngineDead`` if the actor could not start.
         """
         await self._cluster.connect()
         try:
