@@ -109,15 +109,12 @@ def test_a_node_has_as_many_engines_as_it_has_room_for(
 
 
 class FakeCluster:
-    """A cluster whose one node has two GPUs, and the engine that it was asked to start."""
+    """A cluster, and the place there: its node has two GPUs. Keeps the engine that it was asked to start."""
 
     keys, resources = CurveKeys(b"", b""), {"GPU": 1.0}
 
     def __init__(self) -> None:
         self.started = b""
-
-    def place(self) -> FakeCluster:
-        return self
 
     async def open(self) -> Door:
         ports = {"commands_port": 1, "messages_port": 2}
@@ -136,6 +133,7 @@ class FakeCluster:
 
 def test_an_engine_shares_its_node_with_those_that_the_node_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manylora.serving.hosting.ray.link.EngineConnection", MagicMock())
+    monkeypatch.setattr("manylora.serving.hosting.ray.link.RayPlace", lambda cluster: cluster)
     cluster = FakeCluster()
     spec = specs(replicas=5, ray="auto")[0]
 
