@@ -130,6 +130,7 @@ def launches_compiled(name: str) -> Iterator[dict[tuple[str, str], Any]]:
             patch.object(triton.runtime.jit.JITFunction, "run", compile_only),
             patch.object(torch.version, "hip", "7.0" if TARGETS[name].backend == "hip" else None),
             patch("manylora.execution.attention.triton.num_programs", lambda device: 4 * PROCESSORS),
+            patch("manylora.execution.attention.triton._shared_bytes", lambda device: SHARED_LIMIT[name] * 1024),
             patch("manylora.execution.lora.tables.num_programs", lambda device: 4 * PROCESSORS),
             patch("manylora.execution.kernels.row_weight.num_programs", lambda device: 4 * PROCESSORS),
         ):

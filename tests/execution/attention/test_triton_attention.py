@@ -203,6 +203,19 @@ def test_shapes(heads: int, kv_heads: int, head_dim: int, block: int) -> None:
 
 
 @pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("block", [1, 5, 16, 32])
+@pytest.mark.parametrize(
+    ("softcap", "half", "value_dim"), [(None, None, 40), (3.0, None, None), (None, HALVES[0], None)]
+)
+def test_prompts_of_many_tiles(block: int, softcap: float | None, half: str | None, value_dim: int | None) -> None:
+    """Tiles that every line of a block sees, and those at its end, of few positions each."""
+    spans = [(0, 67), (33, 40), (16, 16), (15, 2), (64, 1)] if block > 1 else [(0, 49), (17, 20)]
+    tiles = {"TILE_BYTES": 1, "WIDE_TILE": 16}
+    with patch.multiple("manylora.execution.attention.triton", **tiles, _shared_bytes=lambda device: 2**20):
+        check(spans, block=block, softcap=softcap, dtype=DTYPES[half or "float32"], value_dim=value_dim, rotary=8)
+
+
+@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("head_dim", "rotary"), [(16, 16), (24, 24), (40, 12), (5, 2)])
 def test_queries_and_keys_are_rotated_on_the_way(head_dim: int, rotary: int) -> None:
     check([(3, 7), (12, 1), (0, 2)], heads=6, head_dim=head_dim, rotary=rotary)

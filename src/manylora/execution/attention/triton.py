@@ -38,6 +38,10 @@ TILE_BYTES = 8192
 """Keys of a tile. With stages enough to load pages' numbers and the pages ahead, registers and shared memory let two
 blocks or more run on each processor, without spills on any of the GPUs of ``bench/kernels_offline.py``."""
 
+WIDE_TILE, WIDE_SHARED_BYTES = 64, 200 * 1024
+"""Keys of a tile of prompts, of usual heads in 16 bits, where a block can have so much shared memory. The matrix
+instructions of such GPUs (wgmma) read keys from there. On an H200, tiles of 128 take 1.1 times as long."""
+
 LEAST_PART = 512  # tokens of a part of a context: fewer do not pay for the sum over parts
 MOST_PARTS = 64  # of one context
 LEAST_FILL = 16
@@ -255,6 +259,13 @@ class TritonAttention:
             self._attend(call, query, angles, layer, blocks, (out, out, out), is_decode=False)
         return out
 
+    def _tile(self, query: torch.Tensor, block_d: int, *, is_decode: bool) -> int:
+        """Return the positions of a tile."""
+        size = query.dtype.itemsize
+        if is_decode or size > 2 or _shared_bytes(query.device) < WIDE_SHARED_BYTES:
+            return max(16, TILE_BYTES // (block_d * size))
+        return WIDE_TILE * USUAL_DIM // max(USUAL_DIM, block_d)
+
     def _lines(self, num_heads: int, head_dim: int, *, is_decode: bool) -> int:
         group = num_heads // self.kv.pages.shape.num_kv_heads
         of_prompts = PROMPT_LINES if head_dim > USUAL_DIM else 2 * PROMPT_LINES
@@ -281,10 +292,11 @@ class TritonAttention:
         queries = (query, query.stride(0), query.stride(1), angles.cos, angles.sin, angles.cos.stride(0))
         pages = (self.kv.pages.flat, shape.num_elements, layer, query if call.sinks is None else call.sinks)
         numbers = (call.scaling, call.window or 0, call.softcap or 1.0)
-        triton_attention.attend[(len(blocks), shape.num_kv_heads)](
+        count, kv_heads = len(blocks), shape.num_kv_heads
+        triton_attention.attend[(count, kv_heads) if is_decode else (count * kv_heads,)](
             *(*queries, *pages, blocks, self.tables, self.tables.stride(0), *results, *numbers),
             HEADS=num_heads,
-            GROUP=num_heads // shape.num_kv_heads,
+            GROUP=num_heads // kv_heads,
             DIM=head_dim,
             VALUE_DIM=value_dim,
             ROTARY=angles.rotary_dim,
@@ -294,7 +306,7 @@ class TritonAttention:
             HAS_SINKS=call.sinks is not None,
             BLOCK_SIZE=shape.block_size,
             BLOCK_M=lines,
-            BLOCK_N=max(16, TILE_BYTES // (block_d * query.dtype.itemsize)),
+            BLOCK_N=self._tile(query, block_d, is_decode=is_decode),
             BLOCK_D=block_d,
             BLOCK_V=block_v,
             num_warps=8 if lines >= 128 or lines * block_v >= 16384 else 4,  # fewer spill registers
@@ -327,6 +339,14 @@ class TritonAttention:
             BLOCK_D=power_of_two(head_dim),
             BLOCK_V=power_of_two(value.shape[2]),
         )
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that a block may have."""
+    if device.type != "cuda":
+        return 0
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
 def _angles(call: AttentionCall) -> Rotation:

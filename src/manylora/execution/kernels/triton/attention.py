@@ -9,6 +9,9 @@
               a long context of one token is cut into several blocks
     combine   cut row x head            adds up its parts in a fixed order
 
+A prompt's context is walked in two loops: tiles that every line of the block sees whole, without masks, and those at
+its end. Pages' numbers are read a tile ahead of K and V.
+
 Queries are rotated when they are read, keys before they are written: rotary positions cost no launch of their own, and
 no rotated query is written.
 
@@ -30,6 +33,8 @@ from manylora.execution.kernels.triton.support import BLOCK_FIELDS
 __all__ = ["attend", "combine", "store"]
 
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+"""Turns scores into exponents of two, which GPUs have an instruction for: the factor joins that of the scores."""
 
 
 @triton.jit
@@ -98,16 +103,74 @@ def store(
 
 @triton.jit
 def first_sums(sinks, is_first, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the largest score and the sum of weights of each line before any position is seen.
+    """Return the largest exponent and the sum of weights of each line before any position is seen.
 
     A sink is the first score of the first part: its weight is 1, and its value is 0.
     """
     highest = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_SINKS:
-        highest = tl.load(sinks, mask=is_first, other=-1.0e30).to(tl.float32)
+        highest = tl.load(sinks, mask=is_first, other=-1.0e30).to(tl.float32) * _LOG2_E
         total += tl.where(is_first, 1.0, 0.0)
     return highest, total
+
+
+@triton.jit
+def page_numbers(table, low, stop, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load the page of each position of a tile; positions from ``stop`` on have that of the last one."""
+    return tl.load(table + tl.minimum(low + tl.arange(0, BLOCK_N), stop - 1) // BLOCK_SIZE)
+
+
+@triton.jit
+def load_vectors(source, dims, DIM: tl.constexpr):
+    """Load a vector of ``DIM`` elements from each pointer of a column ``source``, zeros behind it."""
+    return tl.load(source + dims) if dims.shape[1] == DIM else tl.load(source + dims, mask=dims < DIM, other=0.0)
+
+
+@triton.jit
+def attend_tile(q, state, low, pages, seen, scales, memory, SIZES, IS_WHOLE, HAS_WINDOW, HAS_SOFTCAP):
+    """Add the positions from ``low`` on, in their ``pages``, to the largest exponent and the sums of each line.
+
+    ``seen`` has the last position and the window of each line, and the end of the context. A tile that ``IS_WHOLE``
+    needs none of it: every line sees all of its positions. In others, positions from the end on are read as the last
+    one, and have no weight.
+    """
+    BLOCK_SIZE: tl.constexpr = SIZES[0]
+    KV_HEADS: tl.constexpr = SIZES[1]
+    DIM: tl.constexpr = SIZES[2]
+    VALUE_DIM: tl.constexpr = SIZES[3]
+    BLOCK_N: tl.constexpr = pages.shape[0]
+    highest, total, mixed = state
+    position, window, stop = seen
+    scale, softcap = scales
+    pool, page_stride, head = memory
+    positions = low + tl.arange(0, BLOCK_N)
+    if not IS_WHOLE:
+        place = tl.minimum(positions, stop - 1) % BLOCK_SIZE
+    elif BLOCK_N % BLOCK_SIZE == 0:  # the same in every tile: each begins with a page
+        place = tl.arange(0, BLOCK_N) % BLOCK_SIZE
+    else:
+        place = positions % BLOCK_SIZE
+    place = (place * KV_HEADS + head)[:, None]
+    page = (pages.to(tl.int64) * page_stride)[:, None]
+    keys = load_vectors(pool + place * DIM + page, tl.arange(0, q.shape[1])[None, :], DIM)
+    scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
+    if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap)) + 1.0))
+        scale = _LOG2_E
+    if not IS_WHOLE:
+        is_seen = (positions < stop)[None, :] & (positions[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            is_seen = is_seen & (positions[None, :] > position[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_highest[:, None])
+    rescale = tl.exp2(highest - new_highest)
+    total = total * rescale + tl.sum(weights, 1)
+    source = pool + BLOCK_SIZE * KV_HEADS * DIM + place * VALUE_DIM + page
+    values = load_vectors(source, tl.arange(0, mixed.shape[1])[None, :], VALUE_DIM)
+    mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
+    return new_highest, total, mixed
 
 
 @triton.jit(do_not_specialize=["layer", "table_stride", "window"])
@@ -159,10 +222,14 @@ def attend(
         out       [tokens, heads, VALUE_DIM]
         partials  with IS_CUT, of blocks that see a part of their token's context: not yet divided
                   [blocks, heads, VALUE_DIM], float32
-        sums      with IS_CUT, the largest score and the sum of weights of those [blocks, heads, 2], float32
+        sums      with IS_CUT, the largest exponent of two and the sum of weights of those [blocks, heads, 2], float32
     """
-    block = blocks + tl.program_id(0) * _BLOCK_FIELDS
-    head = tl.program_id(1)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    if IS_CUT:
+        number, head = tl.program_id(0), tl.program_id(1)
+    else:  # the first blocks, which have the longest contexts, of all heads first
+        number, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    block = blocks + number * _BLOCK_FIELDS
     num_tokens = tl.load(block + 1)
     if num_tokens > 0:
         first_row, first_position = tl.load(block), tl.load(block + 2).to(tl.int32)
@@ -184,35 +251,26 @@ def attend(
         first = start
         if HAS_WINDOW:
             first = tl.maximum(start, tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N)
-        mixed = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
-        keys_first = layer * (BLOCK_SIZE * (HEADS // GROUP) * (DIM + VALUE_DIM))
-        for low in range(first, stop, BLOCK_N):
-            positions = low + tl.arange(0, BLOCK_N)
-            inside = positions < stop
-            page = tl.load(table + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64) * page_stride
-            place = positions % BLOCK_SIZE * (HEADS // GROUP) + head
-            at = page + keys_first + place * DIM
-            keys = tl.load(pool + at[None, :] + dims[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
-            scores = tl.dot(q, keys, input_precision="ieee") * scaling
-            if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2x) + 1)
-                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-            is_seen = inside[None, :] & (positions[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                is_seen = is_seen & (positions[None, :] > position[:, None] - window)
-            scores = tl.where(is_seen, scores, float("-inf"))
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp(scores - new_highest[:, None])
-            rescale = tl.exp(highest - new_highest)
-            total = total * rescale + tl.sum(weights, 1)
-            at = page + keys_first + BLOCK_SIZE * (HEADS // GROUP) * DIM + place * VALUE_DIM
-            is_value = inside[:, None] & is_value_dim[None, :]
-            values = tl.load(pool + at[:, None] + value_dims[None, :], mask=is_value, other=0.0)
-            mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
-            highest = new_highest
+        state = highest, total, tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+        seen, scales = (position, window, stop), (scaling * _LOG2_E, softcap)
+        SIZES: tl.constexpr = (BLOCK_SIZE, KV_HEADS, DIM, VALUE_DIM)
+        memory = pool + layer * (BLOCK_SIZE * KV_HEADS * (DIM + VALUE_DIM)), page_stride, head
+        whole = first
+        if not IS_CUT and not HAS_WINDOW:  # tiles that every line sees: without masks, and page numbers a tile ahead
+            whole = first + (first_position + 1 - first) // BLOCK_N * BLOCK_N
+            next_pages = page_numbers(table, first, stop, BLOCK_SIZE, BLOCK_N)
+            for low in range(first, whole, BLOCK_N):
+                pages = next_pages
+                next_pages = page_numbers(table, low + BLOCK_N, stop, BLOCK_SIZE, BLOCK_N)
+                state = attend_tile(q, state, low, pages, seen, scales, memory, SIZES, True, HAS_WINDOW, HAS_SOFTCAP)
+        for low in range(whole, stop, BLOCK_N):
+            pages = page_numbers(table, low, stop, BLOCK_SIZE, BLOCK_N)
+            state = attend_tile(q, state, low, pages, seen, scales, memory, SIZES, False, HAS_WINDOW, HAS_SOFTCAP)
+        highest, total, mixed = state
         mask = is_row[:, None] & is_value_dim[None, :]
         if IS_CUT:
             is_part = is_row & ((start > 0) | (stop < length))
-            place = tl.program_id(0).to(tl.int64) * HEADS + own_head
+            place = number.to(tl.int64) * HEADS + own_head
             tl.store(partials + place[:, None] * VALUE_DIM + value_dims[None, :], mixed, mask=mask & is_part[:, None])
             tl.store(sums + place * 2, highest, mask=is_part)
             tl.store(sums + place * 2 + 1, total, mask=is_part)
@@ -240,7 +298,7 @@ def combine(partials, sums, merges, out, HEADS: tl.constexpr, DIM: tl.constexpr,
         mixed = tl.zeros((BLOCK_D,), tl.float32)
         for part in range(first, first + number):
             place = part * HEADS + head
-            scale = tl.exp(tl.load(sums + place * 2) - highest)
+            scale = tl.exp2(tl.load(sums + place * 2) - highest)
             total += tl.load(sums + place * 2 + 1) * scale
             mixed += tl.load(partials + place * DIM + dims, mask=is_dim, other=0.0) * scale
         target = out + (row * HEADS + head) * DIM + dims
