@@ -25,7 +25,7 @@ LONGEST_CLASS = 300
 MOST_ARGUMENTS = 8
 
 LONG_FUNCTIONS: dict[str, int] = {
-    "execution/kernels/triton/attention.py:attend": 108,  # a kernel: half is its arguments and their shapes
+    "execution/kernels/triton/attention.py:attend": 103,  # a kernel: half is its arguments and their shapes
 }
 """Lines of the functions that are longer, until they are cut."""
 
