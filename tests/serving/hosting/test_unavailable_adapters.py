@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -59,7 +58,9 @@ def run_with(monkeypatch: pytest.MonkeyPatch, check: Any) -> None:
         book = AdapterBook(served_name="base", epoch_s=lambda: 7.0)
         book.open([LoraModule("a", URL)])
         book.note_pin("a", True)
-        engines = cast(FleetEngines, SimpleNamespace(serving=lambda: {0: client}, keepers=[None]))
+        engines = FleetEngines()
+        engines.keepers.append(cast(Any, None))
+        monkeypatch.setattr(engines, "serving", lambda: {0: client})
         adapters = FleetAdapters(book, engines, keeps_required=False)
         await adapters.lose(AdapterUnavailable("a", "no answer"))
         retrying = asyncio.create_task(adapters.retry())
