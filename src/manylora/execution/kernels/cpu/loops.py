@@ -10,7 +10,7 @@
 A stream reads a row of weights for a row or two of inputs, then the next one: right behind it, or at the start of
 another piece. A core by itself waits for memory wherever a page or a piece ends, so streams prefetch a later row.
 Prefetching into the second-level cache pays. Into the first level it occupies the entries for the loop's own misses,
-and is slower than none. The caller adds the numbers that do not fill a run of RUN.
+and is slower than none. The caller adds the numbers that do not fill a vector.
 
 Each iteration of a tile loads a few vectors and multiplies each several times, so that arithmetic and not loading is
 the limit. The caller cuts off the rest that does not fill a tile: ``dot_row`` and ``axpy_row`` take the remaining rows.
@@ -20,6 +20,7 @@ distance of its rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from numba import types
@@ -47,7 +48,6 @@ __all__ = [
     "DOT_RANKS",
     "DOT_ROWS",
     "GROUP",
-    "RUN",
     "WIDE_ROWS",
     "WIDE_WIDTH",
     "axpy_row",
@@ -62,9 +62,7 @@ __all__ = [
     "wide_tile",
 ]
 
-_STREAM_VECTORS = 8
-RUN = _STREAM_VECTORS * LANES
-"""The number of weights of a call is a multiple of it."""
+_STREAM_VECTORS = 8  # weights of a run, in vectors; what does not fill one goes vector by vector
 
 GROUP = 4
 """Rows of ``stream_dots`` and ``stream_adds``, which load weights once for all of them."""
@@ -92,6 +90,18 @@ def _prefetch_run(builder: Any, pointer: Any, first: Any, dtype: Any, number: in
         prefetch(builder, pointer, builder.add(first, INT(line * _LINE_BYTES // size)))
 
 
+def _runs(builder: Any, number: Any, num_vectors: int) -> Iterator[tuple[Any, int]]:
+    """Generate the loops over ``number`` numbers, in runs of so many vectors and then one by one; LANES divides it.
+
+    Yields the place of a run's first number and its vectors, for the caller to generate what is done with them.
+    """
+    whole = builder.sub(number, builder.srem(number, INT(num_vectors * LANES)))
+    with cgutils.for_range_slice(builder, INT(0), whole, INT(num_vectors * LANES)) as (first, _):
+        yield first, num_vectors
+    with cgutils.for_range_slice(builder, whole, number, INT(LANES)) as (first, _):
+        yield first, 1
+
+
 def _make_stream_dot(num_rows: int) -> Any:
     num_vectors = _STREAM_VECTORS // num_rows
 
@@ -101,7 +111,7 @@ def _make_stream_dot(num_rows: int) -> Any:
     ) -> Any:
         """Return products of ``number`` weights from ``at`` on and rows of ``x``; prefetch weights at ``ahead``.
 
-        ``number`` is a multiple of RUN; ``ahead`` may be any offset.
+        LANES divides ``number``; ``ahead`` may be any offset.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -111,9 +121,9 @@ def _make_stream_dot(num_rows: int) -> Any:
             w, coming = (address(context, builder, kinds[0], weights, first) for first in (at, ahead))
             rows = row_addresses(context, builder, kinds[3], x, x_at, x_stride, num_rows)
             sums = [zero_sums(builder, num_vectors) for _ in rows]
-            with cgutils.for_range_slice(builder, INT(0), number, INT(num_vectors * LANES)) as (first, _):
-                _prefetch_run(builder, coming, first, dtype, num_vectors * LANES)
-                for v in range(num_vectors):
+            for first, vectors in _runs(builder, number, num_vectors):
+                _prefetch_run(builder, coming, first, dtype, vectors * LANES)
+                for v in range(vectors):
                     place = builder.add(first, INT(v * LANES))
                     weight = load(builder, w, place, dtype)
                     for row, row_sums in zip(rows, sums, strict=True):
@@ -122,10 +132,10 @@ def _make_stream_dot(num_rows: int) -> Any:
                         builder.store(multiply_add(builder, weight, vector, total), row_sums[v])
             totals = []
             for row_sums in sums:
-                vectors = [builder.load(total) for total in row_sums]
-                while len(vectors) > 1:
-                    vectors = [builder.fadd(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
-                totals.append(sum_lanes(builder, vectors[0]))
+                parts = [builder.load(total) for total in row_sums]
+                while len(parts) > 1:
+                    parts = [builder.fadd(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+                totals.append(sum_lanes(builder, parts[0]))
             return context.make_tuple(builder, signature.return_type, totals)
 
         result = types.UniTuple(types.float32, num_rows)
@@ -153,7 +163,7 @@ def _make_stream_add(num_rows: int) -> Any:
     ) -> Any:
         """Add ``number`` weights from ``at`` on, times a factor for each row, to rows of ``out``; prefetch ``ahead``.
 
-        ``number`` is a multiple of RUN; ``ahead`` may be any offset.
+        LANES divides ``number``; ``ahead`` may be any offset.
         """
 
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -164,9 +174,9 @@ def _make_stream_add(num_rows: int) -> Any:
             numbers = row_addresses(context, builder, kinds[3], factors, factors_at, factors_stride, num_rows)
             spreads = [spread(builder, builder.load(one)) for one in numbers]
             rows = row_addresses(context, builder, kinds[6], out, out_at, out_stride, num_rows)
-            with cgutils.for_range_slice(builder, INT(0), number, INT(num_vectors * LANES)) as (first, _):
-                _prefetch_run(builder, coming, first, dtype, num_vectors * LANES)
-                places = [builder.add(first, INT(v * LANES)) for v in range(num_vectors)]
+            for first, width in _runs(builder, number, num_vectors):
+                _prefetch_run(builder, coming, first, dtype, width * LANES)
+                places = [builder.add(first, INT(v * LANES)) for v in range(width)]
                 vectors = [load(builder, w, place, dtype) for place in places]
                 for row, factor in zip(rows, spreads, strict=True):
                     totals = [

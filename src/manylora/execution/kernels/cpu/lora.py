@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from manylora.execution.kernels.cpu.loops import GROUP, RUN, stream_add, stream_adds, stream_dot, stream_dots
+from manylora.execution.kernels.cpu.loops import GROUP, stream_add, stream_adds, stream_dot, stream_dots
 from manylora.execution.kernels.cpu.openmp import (
     FAST_MATH,
     Arguments,
@@ -61,7 +61,7 @@ from manylora.execution.kernels.cpu.tables import (
     before,
     share,
 )
-from manylora.execution.kernels.cpu.vectors import as_float32, by_type, typed_views
+from manylora.execution.kernels.cpu.vectors import LANES, as_float32, by_type, typed_views
 from manylora.execution.storage.resident import AdapterRows
 
 __all__ = [
@@ -176,7 +176,7 @@ def _shrink_piece(
     pages: Any, entry: Any, first: int, last: int, ahead: int, x: Any, width: int, scratch: Any, pitch: int
 ) -> None:
     num_cols, col = entry[PIECE_COLS], entry[COLUMN]
-    even, odd = num_cols - num_cols % RUN, num_cols % RUN
+    even, odd = num_cols - num_cols % LANES, num_cols % LANES
     first_row, stop = entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]
     for r in range(first, last):
         at = entry[OFFSET] + r * num_cols
@@ -204,7 +204,7 @@ def _expand_piece(
     pages: Any, entry: Any, first: int, last: int, ahead: int, out: Any, width: int, scratch: Any, pitch: int
 ) -> None:
     num_rows, num_cols, column = entry[PIECE_ROWS], entry[PIECE_COLS], entry[COLUMN] + first
-    even, odd = (last - first) - (last - first) % RUN, (last - first) % RUN
+    even, odd = (last - first) - (last - first) % LANES, (last - first) % LANES
     first_row, stop = entry[FIRST_ROW], entry[FIRST_ROW] + entry[NUM_ROWS]
     for r in range(num_rows):
         at = entry[OFFSET] + r * num_cols + first
