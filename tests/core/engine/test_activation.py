@@ -111,7 +111,7 @@ def test_blocks_are_shared_exactly_where_the_same_weights_computed_the_same_toke
         is_activated = key in keys[3:]
         position = rng.randint(0, len(tokens)) if is_activated else 0
         owner, fork = (None, (position, fork_mark(key, position))) if is_activated and key else (key, None)
-        table = BlockTable(prefix_root("f", owner, ""), block_size, fork)
+        table = BlockTable(prefix_root("f", owner, ""), block_size, fork, key)
         rows = [(token, key if at >= position else None) for at, token in enumerate(tokens)]
         found = table.match(tokens, index, len(tokens))
         shared = max((num_equal(rows, other) // block_size for other in seen), default=0)
@@ -122,6 +122,9 @@ def test_blocks_are_shared_exactly_where_the_same_weights_computed_the_same_toke
         pages += more
         table.index_computed(tokens, len(tokens), index)
         seen.append(rows)
+    blocks = {tuple(rows[:stop]) for rows in seen for stop in range(block_size, len(rows) + 1, block_size)}
+    for key in keys[1:]:  # those that go with an adapter: each in which it computed a row
+        assert len(index.pages_of(key)) == sum(block[-1][1] == key for block in blocks)
 
 
 def num_equal(rows: Rows, others: Rows) -> int:

@@ -80,7 +80,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(length=st.integers(1, 24), salt=st.integers(0, 2), depth=st.sampled_from(Depth), computes=st.booleans())
     def run_sequence(self, length: int, salt: int, depth: Depth, computes: bool) -> None:
         tokens = list(range(length))
-        table = BlockTable(bytes([salt]), BLOCK)
+        table = BlockTable(bytes([salt]), BLOCK, adapter=KEYS[salt] if salt else None)
         shared = table.match(tokens, self.page_cache.prefix)
         num_missing = -(-length // BLOCK) - len(shared)
         num_idle = sum(self.page_cache.allocator.owner(page) is Owner.PREFIX for page in shared)
@@ -140,8 +140,9 @@ class StoreMachine(RuleBasedStateMachine):
     def unload(self, key: AdapterKey) -> None:
         if key in self.depths:
             self.page_cache.release_adapter(key)
-            self.page_cache.forget_adapter(key, self.now)
             del self.depths[key], self.sizes[key]
+        self.page_cache.forget_adapter(key, self.now)
+        assert not self.page_cache.prefix.pages_of(key)
 
     @rule(num_pages=st.integers(1, 12), price=st.sampled_from([0.0, 1e-9, 1e-5, 1e-3, float("inf")]))
     def ask_what_could_be_displaced(self, num_pages: int, price: float) -> None:

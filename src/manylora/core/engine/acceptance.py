@@ -78,7 +78,7 @@ class Acceptance:
             request=request,
             version=version,
             name=name,
-            table=BlockTable(root, self._block_size, fork),
+            table=BlockTable(root, self._block_size, fork, None if version is None else version.key),
             max_tokens=max_tokens,
             stop_token_ids=frozenset((*eos, *sampling.stop_token_ids)),
             seed=self._rng.getrandbits(63) if given is None else given & (2**64 - 1),

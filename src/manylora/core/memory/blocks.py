@@ -79,10 +79,10 @@ def block_digests(parent: bytes, tokens: Seq[int], start: int, stop: int, block_
 
 
 class PrefixIndex:
-    """Maps digests to pages and back, and blocks to the blocks that follow them.
+    """Maps digests to pages and back, blocks to the blocks that follow them, and adapters to their blocks.
 
     A block is found only through those before it. Without its parent it is unreachable until the parent has been
-    computed again, under the same digest.
+    computed again, under the same digest. An adapter that was forgotten leaves blocks that no request asks for.
     """
 
     def __init__(self) -> None:
@@ -90,6 +90,8 @@ class PrefixIndex:
         self._digest_of: dict[int, bytes] = {}
         self._parent_of: dict[int, bytes] = {}
         self._children: dict[bytes, dict[int, None]] = {}  # digest -> indexed pages of the blocks that follow it
+        self._adapter_of: dict[int, AdapterKey] = {}
+        self._pages_of: dict[AdapterKey, dict[int, None]] = {}
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -107,12 +109,15 @@ class PrefixIndex:
             pages.append(page)
         return pages
 
-    def insert(self, digest: bytes, page: int, parent: bytes) -> None:
+    def insert(self, digest: bytes, page: int, parent: bytes, adapter: AdapterKey | None = None) -> None:
         """Index ``page`` under ``digest`` unless the block is indexed already (two requests computed it at once).
 
-        ``parent`` is the digest of the block before it, or the root.
+        ``parent`` is the digest of the block before it, or the root; ``adapter`` has computed it, if not the base.
         """
         if digest not in self._page_of and page not in self._digest_of:
+            if adapter is not None:
+                self._adapter_of[page] = adapter
+                self._pages_of.setdefault(adapter, {})[page] = None
             self._page_of[digest] = page
             self._digest_of[page] = digest
             self._parent_of[page] = parent
@@ -130,6 +135,11 @@ class PrefixIndex:
         del siblings[page]
         if not siblings:
             del self._children[parent]
+        if (adapter := self._adapter_of.pop(page, None)) is not None:
+            of_adapter = self._pages_of[adapter]
+            del of_adapter[page]
+            if not of_adapter:
+                del self._pages_of[adapter]
 
     def follow(self, chain: list[int], may_go: Callable[[int], bool]) -> None:
         """Extend a non-empty ``chain`` by blocks that follow its last one and may be dropped, up to the end."""
@@ -145,18 +155,30 @@ class PrefixIndex:
         """Return all indexed pages."""
         return list(self._digest_of)
 
+    def pages_of(self, adapter: AdapterKey) -> list[int]:
+        """Return the indexed pages that an adapter has computed, those of the base before its activation left out."""
+        return list(self._pages_of.get(adapter, ()))
+
 
 class BlockTable:
     """Pages of ``block_size`` tokens and block digests of one sequence, chained from ``root`` (``prefix_root``).
 
     With a ``fork``, a position and its ``fork_mark``, the block of that position and those behind it are set apart.
+    They are the ``adapter``'s then; without one, all blocks are.
     """
 
-    __slots__ = ("_digests", "_fork", "_num_indexed", "_root", "block_size", "pages")
+    __slots__ = ("_adapter", "_digests", "_fork", "_num_indexed", "_root", "block_size", "pages")
 
-    def __init__(self, root: bytes, block_size: int, fork: tuple[int, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        root: bytes,
+        block_size: int,
+        fork: tuple[int, bytes] | None = None,
+        adapter: AdapterKey | None = None,
+    ) -> None:
         self.pages: list[int] = []
         self._root = root
+        self._adapter = adapter
         self._fork = fork
         self.block_size = block_size
         self._digests: list[bytes] = []
@@ -186,9 +208,11 @@ class BlockTable:
         if num_full <= self._num_indexed:
             return
         self._extend_digests(tokens, num_computed)
+        num_of_base = 0 if self._fork is None else self._fork[0] // self.block_size
         for block in range(self._num_indexed, num_full):
             parent = self._digests[block - 1] if block else self._root
-            index.insert(self._digests[block], self.pages[block], parent)
+            adapter = None if block < num_of_base else self._adapter
+            index.insert(self._digests[block], self.pages[block], parent, adapter)
         self._num_indexed = num_full
 
     def clear(self) -> list[int]:

@@ -285,8 +285,17 @@ class PageCache:
         return price if isfinite(price) else None
 
     def forget_adapter(self, key: AdapterKey, now: float) -> None:
-        """Remove an unloaded adapter from the policy."""
+        """Remove an unloaded adapter from the policy, and its blocks from the index: no request can ask for them.
+
+        They would stay until the pool is full, which a name that is published again and again fills with them.
+        """
         self._policy.forget(key, now)
+        self._chain.clear()
+        for page in self.prefix.pages_of(key):
+            if page in self._droppable:
+                self._evict(self._droppable[page][0], now)
+            else:
+                self.prefix.remove(page)  # it is free with the last sequence that uses it
 
     def release_adapter(self, key: AdapterKey) -> None:
         """Free an adapter's pages, in any class."""
