@@ -10,7 +10,7 @@ import torch
 from parity_cases import _load, _quiet
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 __all__ = ["EXPERT_KINDS", "make_expert_adapters", "write_single_experts"]
 
@@ -34,12 +34,12 @@ EXPERT_KINDS: dict[str, dict[str, Any]] = {
 }
 """``single`` has a pair for each linear of each expert."""
 
-_FORMER = {
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-    "olmoe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-}
-"""Architectures whose linears of those names are all of experts, with the module around the experts."""
+_FORMER = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
+_OTHERS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
+"""The module around the experts, and their linears, by architecture; and of all others."""
+
+_SHARED = r".*\.mlp\.(gate|experts\.(\d+\.)?(gate|up|down)_proj)"
+"""The targets where dense layers and shared experts have linears of these names too: PEFT leaves them out."""
 
 
 def make_expert_adapters(architecture: str, model_path: Path, path: Path) -> dict[str, Path]:
@@ -48,8 +48,7 @@ def make_expert_adapters(architecture: str, model_path: Path, path: Path) -> dic
     for seed, (kind, options) in enumerate(EXPERT_KINDS.items()):
         torch.manual_seed(500 + seed)
         if kind == "single":
-            if architecture in _FORMER:
-                folders[kind] = write_single_experts(architecture, model_path, path / kind, **options)
+            folders[kind] = write_single_experts(architecture, model_path, path / kind, **options)
             continue
         with _quiet():
             tuned = get_peft_model(_load(model_path), LoraConfig(**options, task_type="CAUSAL_LM"))
@@ -67,16 +66,18 @@ def make_expert_adapters(architecture: str, model_path: Path, path: Path) -> dic
 def write_single_experts(architecture: str, model_path: Path, folder: Path, *, r: int, lora_alpha: int) -> Path:
     """Write an adapter as it was trained on the linears of single experts; return its folder."""
     config = AutoConfig.from_pretrained(model_path)
-    around, (gate, up, down) = _FORMER[architecture]
+    around, (gate, up, down) = _FORMER.get(architecture, _OTHERS)
     hidden, inner = config.hidden_size, getattr(config, "moe_intermediate_size", config.intermediate_size)
-    num_experts = config.num_local_experts if architecture == "mixtral" else config.num_experts
+    names = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
+    num_experts = next(getattr(config, name) for name in names if hasattr(config, name))
+    first = getattr(config, "first_k_dense_replace", getattr(config, "moe_layer_start_index", 0))
     tensors: dict[str, torch.Tensor] = {}
 
     def add(name: str, num_in: int, num_out: int) -> None:
         tensors[f"base_model.model.{name}.lora_A.weight"] = 0.15 * torch.randn(r, num_in)
         tensors[f"base_model.model.{name}.lora_B.weight"] = 0.15 * torch.randn(num_out, r)
 
-    for layer in range(config.num_hidden_layers):
+    for layer in range(first, config.num_hidden_layers):
         block = f"model.layers.{layer}.{around}"
         add(f"{block}.gate", hidden, num_experts)
         for expert in range(num_experts):
@@ -90,7 +91,12 @@ def write_single_experts(architecture: str, model_path: Path, folder: Path, *, r
         "task_type": "CAUSAL_LM",
         "r": r,
         "lora_alpha": lora_alpha,
-        "target_modules": ["gate", gate, up, down],
+        "target_modules": _SHARED if _has_others(config) else ["gate", gate, up, down],
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def _has_others(config: PreTrainedConfig) -> bool:
+    """Whether linears of dense layers or shared experts have the names of those of experts."""
+    return bool(getattr(config, "n_shared_experts", 0) or getattr(config, "moe_num_shared_experts", 0))
