@@ -23,7 +23,7 @@ from manylora.core.config import AdapterConfig, ServerConfig
 from manylora.core.server_config import FleetConfig, PublishConfig
 from manylora.serving.hosting.spool import PREFIX
 from manylora.serving.http import http_protocol
-from manylora.serving.metrics import latency
+from manylora.serving.metrics import latency, prometheus
 from manylora.serving.server import BackgroundServer
 
 SHM = f"manylora-test-{os.getpid()}-"
@@ -317,7 +317,7 @@ def num_held() -> int:
 
 def test_nothing_is_held_of_versions_that_are_freed(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine runs in this process, so that its entries are counted with those of the API."""
-    monkeypatch.setattr(latency, "MAX_MOVES", 64)  # which the live page shows, of the last versions
+    monkeypatch.setattr(prometheus, "MAX_MOVES", 64)  # which the live page shows, of the last versions
     config = ServerConfig(port=0, in_process=True, publish=PublishConfig(publish=True))
     held: list[int] = []
     with (
