@@ -8,7 +8,8 @@ import torch
 from triton_cases import DEVICE, HALVES, TOLERANCE, Group, Pool, make_base, poison, relative_error
 
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
-from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS
+from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, SharedKernel
+from manylora.execution.lora.parts import GroupParts
 from manylora.execution.lora.tables import LoraSpace, StepTables
 
 pytest.importorskip("triton")
@@ -167,6 +168,35 @@ def test_the_same_sums_whatever_shares_the_batch() -> None:
     for i in range(3):
         StepTables.for_rows(pool.space, [(0, 1, table[i])]).apply(x[i : i + 1], alone[i : i + 1], span)
     assert torch.equal(together, alone)
+
+
+class _OneWorker:
+    """Collectives of a worker that has all columns; notes the tensors that it would add up."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def sum(self, x: torch.Tensor, purpose: str) -> torch.Tensor:
+        assert purpose == "lora" and x.is_contiguous()
+        self.shapes.append(tuple(x.shape))
+        return x
+
+
+def test_workers_add_up_the_rows_of_the_step_alone() -> None:
+    """Scratch has room for the largest step, as that of captured steps has; a step of two rows sends two."""
+    torch.manual_seed(0)
+    pool = Pool.make(make_base(GROUPS, 1 << 14, "float32"), 60, np.random.default_rng(0))
+    table, dense = pool.load({"o.o": 4})
+    room = StepTables.for_rows(pool.space, [(0, 9, table.table)])
+    assert room.write([(0, 2, table.table)])
+    room.plan()
+    workers, x, out = _OneWorker(), torch.randn(2, 40, device=DEVICE), torch.zeros(2, 48, device=DEVICE)
+    span = pool.space.directory.groups["o"]
+    SharedKernel(workers, is_by_table=True)(x, out, GroupParts((), tables=lambda: room, span=span))  # type: ignore[arg-type]
+    assert workers.shapes == [(1, 2, room.room.max_rank)]
+    assert relative_error(out, x.double().cpu() @ dense["o.o"]) < 1e-5
 
 
 def test_tables_that_are_too_small_say_so() -> None:

@@ -220,7 +220,8 @@ class StepTables:
             x, x.stride(0), pages, self._step, *work, self._sizes, *group, *partials, **options, BLOCK_K=block_k
         )
         if between is not None:
-            between(self._partials[: self.room.max_planes])
+            planes = self.room.max_planes  # of one plane the rows of this step are adjacent
+            between(self._partials[:1, : x.shape[0]] if planes == 1 else self._partials[:planes])
         blocks = (columns, columns.shape[0], span.index, self._parts, self._parts.stride(0))
         triton_lora.expand[(programs,)](
             *(out, out.stride(0), pages, self._step, self._sizes, *blocks, *partials),
