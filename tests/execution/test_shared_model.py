@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaFor
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.costs.features import step_features
 from manylora.core.errors import AdapterError, ConfigError, EngineDead
 from manylora.core.plan import PromptRows, StepPlan
 from manylora.core.server_config import FleetConfig
@@ -30,6 +32,9 @@ from manylora.core.types import Tier
 from manylora.execution.build import build_parts
 from manylora.execution.checkpoint.codes import make_codes
 from manylora.execution.model.share import ModelShare, WeightCut, share_config
+from manylora.lab.catalog.hardware import find_hardware
+from manylora.lab.costs.collectives import CollectiveCost
+from manylora.lab.sim.setup import read_dims
 from manylora.serving.hosting.fleet.specs import engine_specs
 
 
@@ -91,8 +96,6 @@ def test_what_cannot_be_divided_is_refused_by_name(config: PreTrainedConfig, siz
 
 def test_what_workers_do_not_do_is_refused() -> None:
     model = ModelConfig(model="m", tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="tensor_parallel_size = 2, simulate = 'a40:llama-7b'"):
-        EngineConfig(model=model, simulate="a40:llama-7b")
     with pytest.raises(ConfigError, match="tensor_parallel_size = 2, ray = 'auto'"):
         engine_specs(EngineConfig(model=model), FleetConfig(ray="auto"), served_name="m", builder="b")
 
@@ -122,6 +125,7 @@ def test_workers_exchange_what_is_stated_and_hold_their_part(folders: dict[str, 
         # The embedding, o and down of two layers, the head of the sampled row; the head of the reported rows.
         base = 6 + 1, 5 * 3 * 32 * 4 + 50 * 4 + 2 * 50 * 4
         lora = 4, 4 * 3 * 4 * 4  # q and down of two layers, 3 rows of rank 4 in float32
+        assert priced(folders["base"], plan) == {"base": (base[0] - 1, base[1] - 2 * 50 * 4), "lora": lora}
         assert counts == [({"base": base[0], "lora": lora[0]}, {"base": base[1], "lora": lora[1]})] * 2
         ours, theirs = rows
         assert ours.tokens[0].token_id == theirs.tokens[0].token_id
@@ -133,6 +137,18 @@ def test_workers_exchange_what_is_stated_and_hold_their_part(folders: dict[str, 
     finally:
         shared.close()
         alone.close()
+
+
+def priced(base: Path, plan: StepPlan) -> dict[str, tuple[int, int]]:
+    """Return the calls and bytes of a step in the cost model, without reports: they are rows of a gather there."""
+    step = step_features(replace(plan, prompt_rows=(), sequences=[msgspec.structs.replace(plan.sequences[0], rank=4)]))
+    targets = ("q_proj", "down_proj")
+    cost = CollectiveCost(read_dims(str(base)), find_hardware("a40"), 2, targets, is_by_table=False)
+    counted: dict[str, tuple[int, int]] = {}
+    for call in cost.calls(step):
+        calls, num_bytes = counted.get(call.purpose, (0, 0))
+        counted[call.purpose] = calls + call.num_calls, num_bytes + call.num_calls * call.num_bytes
+    return counted
 
 
 def save_dora(base: Path, path: Path) -> Path:

@@ -348,11 +348,6 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.simulate is not None and self.model.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"Got tensor_parallel_size = {self.model.tensor_parallel_size}, simulate = {self.simulate!r}: a cost "
-                "profile is that of one device"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 ManyloraError
 ├── ConfigError              wrong configuration; raised before anything starts
-│   └── CertificateRefused   one side of a TLS connection refuses the certificate of the other
+│   ├── CertificateRefused   one side of a TLS connection refuses the certificate of the other
+│   └── ModelTooLarge        the base leaves no memory for pages on its devices
 ├── RequestError     4xx     wrong request; other requests are untouched
 │   ├── ContextExceeded 400  the prompt does not fit into the model's context
 │   └── ModelNotFound  404   the request names a model that is not served
@@ -39,6 +40,7 @@ __all__ = [
     "EngineDead",
     "ManyloraError",
     "ModelNotFound",
+    "ModelTooLarge",
     "NoPlace",
     "PoisonRequest",
     "RequestError",
@@ -62,6 +64,10 @@ class ConfigError(ManyloraError):
 
 class CertificateRefused(ConfigError):
     """One side of a TLS connection refuses the certificate of the other, or its lack."""
+
+
+class ModelTooLarge(ConfigError):
+    """The base leaves no memory for pages on its devices; the message has the sizes."""
 
 
 class RequestError(ManyloraError):

@@ -175,9 +175,9 @@ def test_latent_attention_has_values_of_another_size() -> None:
     base = base_shape(v3)
     assert base.page.num_bytes == 16 * v3.kv_bytes_per_token
     assert {name.rpartition(".")[2] for name in base.all_linear} == set(v3.attention_modules)
-    assert RooflineCost(v3, "h200", tensor_parallel=8).targets == tuple(v3.attention_modules)
+    assert RooflineCost(v3, "h200", tensor_parallel_size=8).targets == tuple(v3.attention_modules)
     with pytest.raises(ConfigError, match="expected one of q_a_proj"):
-        RooflineCost(v3, "h200", tensor_parallel=8, targets=("q_proj", "k_proj"))
+        RooflineCost(v3, "h200", tensor_parallel_size=8, targets=("q_proj", "k_proj"))
 
 
 def test_shapes_follow_from_dimensions() -> None:
@@ -197,7 +197,7 @@ def test_shapes_follow_from_dimensions() -> None:
     # A token is routed to two of the eight.
     assert adapter_targets(find_dims("mixtral-8x7b"), spec.targets).weights == elements // 4
     with pytest.raises(ConfigError, match="gate_proj"):
-        RooflineCost("mixtral-8x7b", "h100", tensor_parallel=2, targets=("gate_proj",))
+        RooflineCost("mixtral-8x7b", "h100", tensor_parallel_size=2, targets=("gate_proj",))
 
 
 def test_unknown_names_are_refused_with_what_is_known() -> None:
@@ -206,7 +206,7 @@ def test_unknown_names_are_refused_with_what_is_known() -> None:
         lambda: find_hardware("abacus"),
         lambda: find_copy_path("pigeon", "ragged"),
         lambda: RooflineCost("llama-7b", "a40", lora_kernel="magic"),
-        lambda: RooflineCost("llama-7b", "a40", tensor_parallel=3),
+        lambda: RooflineCost("llama-7b", "a40", tensor_parallel_size=3),
     ):
         with pytest.raises(ConfigError, match="expected"):
             call()

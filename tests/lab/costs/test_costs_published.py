@@ -51,8 +51,8 @@ class Prediction:
     model: float
 
 
-def s_lora(hardware: str | Hardware = "a40", model: str = "llama-7b", tensor_parallel: int = 1) -> RooflineCost:
-    return RooflineCost(model, hardware, lora_kernel="s-lora-mbgmm", tensor_parallel=tensor_parallel)
+def s_lora(hardware: str | Hardware = "a40", model: str = "llama-7b", tensor_parallel_size: int = 1) -> RooflineCost:
+    return RooflineCost(model, hardware, lora_kernel="s-lora-mbgmm", tensor_parallel_size=tensor_parallel_size)
 
 
 def prompt_parts(cost: RooflineCost, num_tokens: int, rank: int) -> StepParts:
@@ -63,9 +63,9 @@ def copy_s(cost: RooflineCost, rank: int) -> float:
     """Time of one load as S-LoRA copies it, from the adapter's size alone."""
     num_bytes, num_copies = _size(cost, rank)
     path = COPY_PATHS["s-lora"]
-    if cost.tensor_parallel > 1:
+    if cost.tensor_parallel_size > 1:
         assert path.sharded_bytes_per_s is not None
-        return num_bytes / path.sharded_bytes_per_s + num_copies * cost.tensor_parallel * path.copy_s
+        return num_bytes / path.sharded_bytes_per_s + num_copies * cost.tensor_parallel_size * path.copy_s
     return num_bytes / (path.link_share * cost.hardware.link_bytes_per_s) + num_copies * path.copy_s
 
 
@@ -117,9 +117,9 @@ def constants(medium_tokens: int = MEDIUM_TOKENS, hardware: Hardware = HARDWARE[
     ]
 
 
-def loading_share(tensor_parallel: int, rank: int) -> float:
+def loading_share(tensor_parallel_size: int, rank: int) -> float:
     """Return figure 5's quantity: the share of the time to first token that is loading."""
-    cost = s_lora("a100-80", "llama-2-70b", tensor_parallel)
+    cost = s_lora("a100-80", "llama-2-70b", tensor_parallel_size)
     load = copy_s(cost, rank)
     return load / (load + sum(prompt_parts(cost, MEDIUM_TOKENS, rank)))
 
@@ -144,10 +144,10 @@ FITTING = (
 """Which models fit how many of which cards, as Chameleon has them (3.2, 5.5)."""
 
 
-def fits(model: str, hardware: str, tensor_parallel: int) -> bool:
+def fits(model: str, hardware: str, tensor_parallel_size: int) -> bool:
     """Return whether a model leaves room for pages."""
     try:
-        return memory_for_pool(model, hardware, tensor_parallel) > base_shape(model).page.num_bytes
+        return memory_for_pool(model, hardware, tensor_parallel_size) > base_shape(model).page.num_bytes
     except ConfigError:
         return False
 

@@ -129,7 +129,7 @@ def test_fewer_launches_are_quicker() -> None:
 
 
 def test_devices_share_the_work_and_pay_for_the_network() -> None:
-    one, four = (RooflineCost("llama-2-70b", "a100-80", tensor_parallel=tp) for tp in (1, 4))
+    one, four = (RooflineCost("llama-2-70b", "a100-80", tensor_parallel_size=tp) for tp in (1, 4))
     batch = [sequence(500, 1, 32, str(i)) for i in range(16)]
     alone, together = parts(one, *batch), parts(four, *batch)
     assert together.layers_s == pytest.approx(alone.layers_s / 4)
@@ -139,7 +139,7 @@ def test_devices_share_the_work_and_pay_for_the_network() -> None:
 
 
 def test_heads_of_kv_are_not_cut() -> None:
-    eight, sixteen = (RooflineCost("llama-2-70b", "a100-80", tensor_parallel=tp) for tp in (8, 16))
+    eight, sixteen = (RooflineCost("llama-2-70b", "a100-80", tensor_parallel_size=tp) for tp in (8, 16))
     assert parts(sixteen, sequence(500, 1)).attention_s == pytest.approx(parts(eight, sequence(500, 1)).attention_s)
 
 

@@ -70,10 +70,10 @@ def test_names_become_sizes():
 
 def test_devices_that_share_a_replica_share_its_pages_and_its_time():
     """Llama-2-70B fits no A100 alone; on four, base, KV and adapters are split."""
-    config = make_config(Setup(model="llama-2-70b", hardware="a100-80", tensor_parallel=4))
+    config = make_config(Setup(model="llama-2-70b", hardware="a100-80", tensor_parallel_size=4))
     weights, pool = 137e9, config.num_pages * config.base.page.num_bytes
     assert 4 * 80e9 * 0.9 - weights - 30e9 < pool < 4 * 86e9 * 0.9 - weights
-    eight = make_config(Setup(model="llama-2-70b", hardware="a100-80", tensor_parallel=8))
+    eight = make_config(Setup(model="llama-2-70b", hardware="a100-80", tensor_parallel_size=8))
     workload = read_scenario(read_table(EXAMPLES / "synthetic.toml")).make_workload()
     workload = replace(workload, requests=workload.requests[:20])
     four_s, eight_s = (simulate(workload, one).summary().e2e for one in (config, eight))

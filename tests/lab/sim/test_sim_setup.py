@@ -93,7 +93,7 @@ def test_a_wrong_config_json_is_named(tmp_path: Path, content: str | None, messa
         (Setup(model="llama-9000b"), "Got model = 'llama-9000b'"),
         (Setup(model="llama-2-70b"), "llama-2-70b on 1 x a40 needs"),
         (Setup(hardware="abacus"), "Got hardware = 'abacus'"),
-        (Setup(tensor_parallel=3), "tensor_parallel = 3"),
+        (Setup(tensor_parallel_size=3), "tensor_parallel_size = 3"),
         (Setup(profile="nowhere.json"), r"nowhere\.json"),
     ],
     ids=str,

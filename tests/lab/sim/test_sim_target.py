@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,22 @@ def test_named_hardware_has_the_pool_that_its_memory_leaves():
     assert isinstance(stand_in.cost, RooflineCost)
     # 48 GB, nine tenths of it, less 13.5 GB of weights and what activations take.
     assert 24e9 < stand_in.num_pages * stand_in.base.page.num_bytes < 30e9
+
+
+def test_devices_that_share_a_model_are_simulated_by_their_data_sheets(tmp_path: Path):
+    def shared(**memory: int) -> EngineConfig:
+        return replace(config(**memory), model=ModelConfig(model="none", tensor_parallel_size=4))
+
+    stand_in, machine = find_target("h100:llama-3-70b", shared())
+    assert isinstance(stand_in.cost, RooflineCost)
+    assert (stand_in.cost.tensor_parallel_size, machine) == (4, "4 x h100")
+    # --memory is that of each device.
+    page = stand_in.base.page.num_bytes
+    assert find_target("h100:llama-3-70b", shared(memory_bytes=GIB))[0].num_pages == 4 * GIB // page
+    path = tmp_path / "profile.json"
+    make_profile().write(path)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4, profile = .* is that of one device"):
+        find_target(str(path), shared())
 
 
 def test_a_model_s_folder_and_a_data_sheet_are_names_too(tmp_path: Path):

@@ -39,7 +39,7 @@ _FLAGS = (
     *flags_of(
         *(Setup, SchedulerConfig, AdapterConfig, Scenario),
         only=(
-            *("model", "hardware", "tensor_parallel", "profile", "num_replicas", "router", "router_options"),
+            *("model", "hardware", "tensor_parallel_size", "profile", "num_replicas", "router", "router_options"),
             *("policy", "policy_options", "predictor", "predictor_options", "eviction", "eviction_options"),
             *("seed", "warm_up_s"),
         ),

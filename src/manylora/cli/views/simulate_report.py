@@ -83,7 +83,7 @@ def write_results(
 def setup_of(report: SimulationReport) -> str:
     """Return the model, the devices and the workload in words."""
     setup = report.scenario.setup
-    devices = f"{setup.tensor_parallel} of {setup.hardware}" if setup.tensor_parallel > 1 else setup.hardware
+    devices = f"{setup.tensor_parallel_size} of {setup.hardware}" if setup.tensor_parallel_size > 1 else setup.hardware
     where = f"by profile {setup.profile}" if setup.profile else f"on {devices}"
     replicas = f", {setup.num_replicas} replicas behind {setup.router}" if setup.num_replicas > 1 else ""
     num_requests, num_adapters = len(report.workload.requests), len(report.workload.adapters)

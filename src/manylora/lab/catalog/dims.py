@@ -158,11 +158,15 @@ class ModelDims:
     def num_parameters(self) -> int:
         """All parameters, as model cards count them."""
         layers = self.shared_weights + self.routed_weights
-        norms = (2 * self.num_layers + 1) * self.hidden_size
-        if self.latent is not None:
-            norms += self.num_layers * (self.latent.kv_rank + (self.latent.query_rank or 0))
         biases = self.num_layers * (self.q_size + 2 * self.kv_size) if self.has_attention_bias else 0
-        return layers + norms + biases + self.head_weights * (1 if self.tie_embeddings else 2)
+        return layers + self.norm_weights + biases + self.head_weights * (1 if self.tie_embeddings else 2)
+
+    @property
+    def norm_weights(self) -> int:
+        """Weights of all norms."""
+        latent = self.latent
+        narrow = 0 if latent is None else self.num_layers * (latent.kv_rank + (latent.query_rank or 0))
+        return (2 * self.num_layers + 1) * self.hidden_size + narrow
 
     @property
     def layer_element_bytes(self) -> float:
@@ -174,6 +178,43 @@ class ModelDims:
         """Bytes of the base model in device memory."""
         layers = self.shared_weights + self.routed_weights
         return int(layers * self.layer_element_bytes) + (self.num_parameters - layers) * self.element_bytes
+
+    def kv_copies(self, num_devices: int) -> int:
+        """Return how many of the devices that share each layer hold the same head of keys."""
+        return max(1, num_devices // self.num_kv_heads)
+
+    def repeated_weights(self, num_devices: int) -> int:
+        """Return the weights of all layers' matrices that devices which share each layer hold beyond one copy.
+
+        Routers and the first linears of latent attention are whole on each device, and keys and values of one head are
+        where there are fewer heads than devices.
+        """
+        modules = self.attention_modules
+        routers = (self.num_layers - self.num_dense_layers) * self.hidden_size * self.num_experts
+        narrow = sum(inputs * outputs for name, (inputs, outputs) in modules.items() if "_a_" in name)
+        keys = sum(inputs * outputs for inputs, outputs in (modules.get(name, (0, 0)) for name in ("k_proj", "v_proj")))
+        more_keys = (self.kv_copies(num_devices) - 1) * self.num_layers * keys
+        return (num_devices - 1) * (routers + self.num_layers * narrow) + more_keys
+
+    def weight_bytes_on(self, num_devices: int) -> int:
+        """Return the bytes of the base in the memory of all devices that share each layer; norms are on each."""
+        norms = (num_devices - 1) * self.norm_weights * self.element_bytes
+        return self.weight_bytes + int(self.repeated_weights(num_devices) * self.layer_element_bytes) + norms
+
+    def check_divides(self, num_devices: int) -> None:
+        """Refuse a number of devices that cannot share each layer, as loading does (``execution.model.share``).
+
+        Raises:
+            ConfigError: A size is not a multiple of it.
+        """
+        got = f"Got tensor_parallel_size = {num_devices}, expected"
+        if num_devices < 1:
+            raise ConfigError(f"{got} at least 1")
+        for field in ("hidden_size", "num_heads", "intermediate_size", "dense_size"):
+            if (value := getattr(self, field)) % num_devices:
+                raise ConfigError(f"{got} a divisor of {field} = {value} of {self.name}")
+        if (heads := self.num_kv_heads) % num_devices and num_devices % heads:
+            raise ConfigError(f"{got} a divisor or a multiple of num_kv_heads = {heads} of {self.name}")
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -31,26 +31,29 @@ class Hardware(CheckedOptions):
     flops_share: float = option(0.6, above=0, at_most=1, help="Part of the peak that large products reach.")
     memory_share: float = option(0.8, above=0, at_most=1, help="Part of the bandwidth that decode kernels reach.")
     launch_s: float = option(2e-6, above=0, help="Shortest time between two kernels in a captured graph.")
-    all_reduce_bytes_per_s: float = option(10e9, above=0, help="Bus bandwidth of an all-reduce within a replica.")
-    all_reduce_latency_s: float = option(25e-6, above=0, help="Time of an empty all-reduce.")
+    peer_link: str = option("pcie", choices=("nvlink", "pcie"), help="Link between the devices of a replica.")
+    all_reduce_bytes_per_s: float = option(10e9, above=0, help="Bus bandwidth of a large all-reduce over it.")
     context_bytes: int = option(GIB // 2, above=0, help="Device memory that the driver and the libraries take.")
 
 
 # Links: PCIe 4.0 x16 carries 31.5 GB/s, 5.0 x16 63 GB/s; large page-locked copies reach about 80 to 85 % of it.
 PCIE_4, PCIE_5 = 25e9, 52e9
 
-# Data sheet: A100 Tensor Core GPU (SXM4, 80 GB). NVLink 3 carries 300 GB/s each way; ring all-reduces reach 3/4 of it.
+# Links between devices: NVLink 3 carries 300 GB/s each way, of which NCCL counts on 235 (src/graph/tuning.cc); NVLink 4
+# carries 450, of which large rings reach four fifths. Rings over PCIe 4.0 pass through the host's memory.
+
+# Data sheet: A100 Tensor Core GPU (SXM4, 80 GB).
 A100 = Hardware(
     name="a100-80",
     flops_per_s=312e12,
     memory_bytes_per_s=2039e9,
     memory_bytes=80 * GIB,
     link_bytes_per_s=PCIE_4,
+    peer_link="nvlink",
     all_reduce_bytes_per_s=230e9,
-    all_reduce_latency_s=10e-6,
 )
 
-# Data sheet: H100 SXM5. NVLink 4 carries 450 GB/s each way.
+# Data sheet: H100 SXM5.
 H100 = Hardware(
     name="h100",
     flops_per_s=989e12,
@@ -58,8 +61,8 @@ H100 = Hardware(
     memory_bytes=int(79.6 * GIB),
     link_bytes_per_s=PCIE_5,
     flops_share=0.55,
+    peer_link="nvlink",
     all_reduce_bytes_per_s=360e9,
-    all_reduce_latency_s=10e-6,
 )
 
 HARDWARE: dict[str, Hardware] = {

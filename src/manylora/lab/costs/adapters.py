@@ -37,6 +37,7 @@ __all__ = [
     "COPY_PATHS",
     "LORA_KERNELS",
     "S_LORA_FLOPS_SHARE",
+    "TABLE_KERNELS",
     "AdapterTargets",
     "CopyPath",
     "DeviceRates",
@@ -165,6 +166,10 @@ LORA_KERNELS: dict[str, LoraKernel] = {
 """Families by name; ``s-lora-mbgmm`` is S-LoRA's, with the rate in Chameleon's figure 2."""
 
 
+TABLE_KERNELS = ("padded", "ragged")
+"""Families that find weights by table."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPath(CheckedOptions):
     """A way of copying adapters from host to device.
@@ -190,7 +195,7 @@ COPY_PATHS: dict[str, CopyPath] = {
         CopyPath(name="pages", link_share=1.0, is_by_page=True, copy_s=2e-6),
         # 10 us is an asynchronous copy without overlap. The share is set by Chameleon's section 3.2 (loading takes
         # 17.5 % of the time to first token at rank 128), the sharded rate by its figure 5 (68 % at rank 32 on four).
-        CopyPath(name="s-lora", link_share=0.35, is_by_page=False, copy_s=10e-6, sharded_bytes_per_s=1.15e9),
+        CopyPath(name="s-lora", link_share=0.35, is_by_page=False, copy_s=10e-6, sharded_bytes_per_s=1.11e9),
         # Assumed: the driver stages pageable memory at a quarter of the link, and each matrix costs a call and an
         # append on the device. It gives 22 ms for rank 64 on q, k and v of Llama-2-7B; CaraServe has some tens.
         CopyPath(name="pageable", link_share=0.25, is_by_page=False, copy_s=30e-6),
@@ -209,13 +214,13 @@ def find_copy_path(path: str | CopyPath | None, lora_kernel: str) -> CopyPath:
     return COPY_PATHS[name]
 
 
-def copy_time_s(version: AdapterVersion, path: CopyPath, hardware: Hardware, tensor_parallel: int = 1) -> float:
-    """Return the duration of an adapter's copy from host to ``tensor_parallel`` devices over idle links, in seconds."""
+def copy_time_s(version: AdapterVersion, path: CopyPath, hardware: Hardware, num_devices: int = 1) -> float:
+    """Return the duration of an adapter's copy from host to ``num_devices`` devices over idle links, in seconds."""
     if path.is_by_page:
         num_bytes, num_copies = version.host_bytes, version.num_pages
     else:
         num_bytes, num_copies = version.weight_bytes, 2 * version.num_modules
-    if tensor_parallel > 1 and path.sharded_bytes_per_s is not None:
-        return num_bytes / path.sharded_bytes_per_s + num_copies * tensor_parallel * path.copy_s
+    if num_devices > 1 and path.sharded_bytes_per_s is not None:
+        return num_bytes / path.sharded_bytes_per_s + num_copies * num_devices * path.copy_s
     link = hardware.link_bytes_per_s * path.link_share
-    return num_bytes / tensor_parallel / link + num_copies * path.copy_s
+    return num_bytes / num_devices / link + num_copies * path.copy_s

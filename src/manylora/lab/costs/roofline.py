@@ -6,7 +6,7 @@ Prompts and decodes go through the layers in one flat batch, so a step is the su
     attention  max(scores x operations, KV read)
     adapters   by kernel family, see `lab/costs/adapters.py`
     head       max(sampled x operations, weights read once), and reads of the logits by the sampler
-    network    two all-reduces per layer between the devices of a replica
+    network    collectives between the devices of a replica, see `lab/costs/collectives.py`
     launches   idle time of the device between the kernels of a layer
     host       a constant: wait of the device for the host between two steps
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from manylora.core.costs.features import StepFeatures, step_features
-from manylora.core.errors import ConfigError
+from manylora.core.errors import ConfigError, ModelTooLarge
 from manylora.core.plan import AdapterLoad, StepPlan
 from manylora.core.types import Tier
 from manylora.lab.catalog.dims import ModelDims
@@ -28,12 +28,14 @@ from manylora.lab.catalog.hardware import Hardware, find_hardware
 from manylora.lab.catalog.models import find_dims
 from manylora.lab.costs.adapters import (
     LORA_KERNELS,
+    TABLE_KERNELS,
     CopyPath,
     DeviceRates,
     adapter_targets,
     copy_time_s,
     find_copy_path,
 )
+from manylora.lab.costs.collectives import CollectiveCost
 from manylora.lab.costs.model import CostModel
 
 __all__ = ["PARTS", "PriceMeter", "RooflineCost", "StepParts", "memory_for_pool"]
@@ -70,13 +72,13 @@ class RooflineCost:
         model: A name of `MODELS`, or dimensions.
         hardware: Each device of the replica: a name of `HARDWARE`, a profile, or the path of a TOML profile.
         lora_kernel: A name of `LORA_KERNELS`.
-        tensor_parallel: Devices that share each layer; base, KV and adapters are split evenly.
+        tensor_parallel_size: Devices that share each layer: base, KV and adapters are divided, routers are not.
         targets: Modules that adapters change; by default the linears of attention.
         copies: Copy path of adapters: a name of `COPY_PATHS` or a path; by default the kernel's own.
         host_s: Wait of the device for the host between two steps, in seconds.
 
     Raises:
-        ConfigError: A name is unknown, or the heads cannot be split over the devices.
+        ConfigError: A name is unknown, or the devices cannot divide the model.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class RooflineCost:
         hardware: str | Hardware,
         *,
         lora_kernel: str = "ragged",
-        tensor_parallel: int = 1,
+        tensor_parallel_size: int = 1,
         targets: tuple[str, ...] | None = None,
         copies: str | CopyPath | None = None,
         host_s: float = 1e-3,
@@ -93,40 +95,43 @@ class RooflineCost:
         dims = find_dims(model)
         if lora_kernel not in LORA_KERNELS:
             raise ConfigError(f"Got {lora_kernel = }, expected one of {', '.join(LORA_KERNELS)}")
-        if tensor_parallel < 1 or dims.num_heads % tensor_parallel:
-            raise ConfigError(f"Got {tensor_parallel = }, expected a divisor of {dims.num_heads} heads")
+        dims.check_divides(size := tensor_parallel_size)
         self.dims = dims
         self.hardware = hardware = find_hardware(hardware)
-        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel_size = size
         self.rates = rates = DeviceRates(
-            peak_flops_per_s=hardware.flops_per_s * tensor_parallel,
-            flops_per_s=hardware.flops_per_s * hardware.flops_share * tensor_parallel,
-            bytes_per_s=hardware.memory_bytes_per_s * hardware.memory_share * tensor_parallel,
+            peak_flops_per_s=hardware.flops_per_s * size,
+            flops_per_s=hardware.flops_per_s * hardware.flops_share * size,
+            bytes_per_s=hardware.memory_bytes_per_s * hardware.memory_share * size,
             launch_s=hardware.launch_s,
         )
         self._copies = find_copy_path(copies, lora_kernel)
         self._lora = LORA_KERNELS[lora_kernel]
         self.targets = tuple(dims.attention_modules) if targets is None else targets
         self._targets = adapter_targets(dims, self.targets)
-        self._token_s = 2 * dims.active_weights / rates.flops_per_s
-        self._shared_s = dims.shared_weights * dims.layer_element_bytes / rates.bytes_per_s
+        repeated = dims.repeated_weights(size)
+        self._token_s = 2 * (dims.active_weights + repeated) / rates.flops_per_s
+        self._shared_s = (dims.shared_weights + repeated) * dims.layer_element_bytes / rates.bytes_per_s
         self._experts_s = dims.routed_weights * dims.layer_element_bytes / rates.bytes_per_s
         self._untouched = 1 - dims.experts_per_token / dims.num_experts if dims.num_experts else 0.0
         self._score_s = dims.score_operations / rates.flops_per_s
         # Heads of KV are not split: with more devices than heads, several devices keep the same head.
-        copies_of_kv = max(1.0, tensor_parallel / dims.num_kv_heads)
-        self._context_s = dims.kv_bytes_per_token * copies_of_kv / rates.bytes_per_s
+        self._context_s = dims.kv_bytes_per_token * dims.kv_copies(size) / rates.bytes_per_s
         self._head_row_s = 2 * dims.head_weights / rates.flops_per_s
         self._head_s = dims.head_weights * dims.element_bytes / rates.bytes_per_s
-        self._logits_row_s = SAMPLER_PASSES * 4 * dims.vocab_size / rates.bytes_per_s
+        # One of the devices samples.
+        self._logits_row_s = SAMPLER_PASSES * 4 * dims.vocab_size * size / rates.bytes_per_s
         self._launches_s = dims.num_layers * hardware.launch_s
         self._launches_s *= MIXTURE_LAUNCHES if dims.num_experts else DENSE_LAUNCHES
-        self._network_s = self._network_token_s = 0.0
-        if tensor_parallel > 1:
-            ring = 2 * (tensor_parallel - 1) / tensor_parallel
-            row_bytes = dims.hidden_size * dims.element_bytes
-            self._network_s = 2 * dims.num_layers * hardware.all_reduce_latency_s
-            self._network_token_s = 2 * dims.num_layers * ring * row_bytes / hardware.all_reduce_bytes_per_s
+        self._collectives = None
+        if size > 1:
+            if undivided := [target for target in self.targets if dims.is_of_experts(target)]:
+                raise ConfigError(
+                    f"Got tensor_parallel_size = {size}, targets {undivided}: LoRA of experts is not divided"
+                )
+            changed = () if lora_kernel == "none" else self.targets
+            is_by_table = lora_kernel in TABLE_KERNELS
+            self._collectives = CollectiveCost(dims, hardware, size, changed, is_by_table=is_by_table)
         self._host_s = host_s
 
     def step_time_s(self, plan: StepPlan) -> float:
@@ -146,7 +151,7 @@ class RooflineCost:
             max(scores * self._score_s, context * self._context_s),
             self._lora(step, self._targets, self.rates) if step.num_adapted else 0.0,
             max(sampled * self._head_row_s, self._head_s) + sampled * self._logits_row_s if sampled else 0.0,
-            self._network_s + tokens * self._network_token_s,
+            self._collectives.step_time_s(step) if self._collectives is not None else 0.0,
             self._launches_s,
             self._host_s,
         )
@@ -155,7 +160,7 @@ class RooflineCost:
         """Return the duration of a load on an idle link, in seconds."""
         if load.tier is Tier.HOST:
             return load.version.disk_bytes / self.hardware.disk_bytes_per_s
-        return copy_time_s(load.version, self._copies, self.hardware, self.tensor_parallel)
+        return copy_time_s(load.version, self._copies, self.hardware, self.tensor_parallel_size)
 
 
 class PriceMeter:
@@ -200,7 +205,7 @@ class PriceMeter:
 def memory_for_pool(
     model: str | ModelDims,
     hardware: str | Hardware,
-    tensor_parallel: int = 1,
+    tensor_parallel_size: int = 1,
     utilization: float = 0.9,
     *,
     max_num_batched_tokens: int = 2048,
@@ -212,17 +217,17 @@ def memory_for_pool(
     use.
 
     Raises:
-        ConfigError: The model does not fit.
+        ModelTooLarge: The model does not fit.
     """
-    dims, device = find_dims(model), find_hardware(hardware)
+    dims, device, size = find_dims(model), find_hardware(hardware), tensor_parallel_size
     # At its peak a layer holds its input, the residual, and the MLP's two halves and their product.
-    row = 4 * dims.hidden_size + 3 * dims.intermediate_size * max(1, dims.experts_per_token) / tensor_parallel
+    row = 4 * dims.hidden_size + 3 * dims.intermediate_size * max(1, dims.experts_per_token) / size
     activations = max_num_batched_tokens * row * dims.element_bytes + 2 * max_num_seqs * dims.vocab_size * 4
-    fixed = dims.weight_bytes / tensor_parallel + activations + device.context_bytes
-    left = int(tensor_parallel * (utilization * device.memory_bytes - fixed))
+    fixed = dims.weight_bytes_on(size) / size + activations + device.context_bytes
+    left = int(size * (utilization * device.memory_bytes - fixed))
     if left <= 0:
-        raise ConfigError(
-            f"{dims.name} on {tensor_parallel} x {device.name} needs {fixed / 1e9:.1f} GB on each for weights and "
+        raise ModelTooLarge(
+            f"{dims.name} on {size} x {device.name} needs {fixed / 1e9:.1f} GB on each for weights and "
             f"activations, and {utilization:.0%} of its {device.memory_bytes / 1e9:.0f} GB may be used"
         )
     return left

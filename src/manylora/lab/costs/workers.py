@@ -198,6 +198,6 @@ def _groups(cost: RooflineCost) -> Iterator[_ModuleGroup]:
             yield _ModuleGroup(
                 rank_weights=sum(map(sum, shapes)),
                 # Each device receives its own part of the results.
-                row_bytes=(shapes[0][0] + outputs / cost.tensor_parallel) * ELEMENT_BYTES["float32"],
+                row_bytes=(shapes[0][0] + outputs / cost.tensor_parallel_size) * ELEMENT_BYTES["float32"],
                 base_share=base_weights / layer_weights,
             )

@@ -49,7 +49,7 @@ SHORT = {
     "kernel": "setup.lora_kernel",
     "model": "setup.model",
     "policy": "setup.scheduler.policy",
-    "tp": "setup.tensor_parallel",
+    "tp": "setup.tensor_parallel_size",
 }
 """Short names of settings that are often compared."""
 

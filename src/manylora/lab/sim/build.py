@@ -148,17 +148,19 @@ def find_target(name: str, config: EngineConfig) -> tuple[SimulationConfig, str]
 
     Args:
         name: The file of a cost profile, or ``hardware:model``, each a known name or a file (``a40:llama-7b``).
-        config: Gives the sizes of memory and the model's folder.
+        config: Gives the sizes of memory, the devices that share the model, and the model's folder.
 
     Raises:
         ConfigError: The name is neither.
     """
     memory = config.memory
     hardware, colon, model = name.rpartition(":")
+    size = config.model.tensor_parallel_size
     if Path(name).is_file():
-        setup, machine = Setup(profile=name), read_profile(name).machine
+        setup, machine = Setup(profile=name, tensor_parallel_size=size), read_profile(name).machine
     elif colon:
-        setup, machine = Setup(hardware=hardware, model=model), hardware
+        setup = Setup(hardware=hardware, model=model, tensor_parallel_size=size)
+        machine = hardware if size == 1 else f"{size} x {hardware}"
     else:
         raise ConfigError(
             f"Got simulate = {name!r}, expected the file of a profile that `manylora calibrate` wrote, "
@@ -167,7 +169,7 @@ def find_target(name: str, config: EngineConfig) -> tuple[SimulationConfig, str]
     setup = replace(setup, utilization=memory.gpu_memory_utilization, scheduler=config.scheduler)
     made = make_config(setup, seed=config.seed)
     base = replace(made.base, page=replace(made.base.page, block_size=memory.block_size))
-    num_bytes = memory.memory_bytes or made.num_pages * made.base.page.num_bytes
+    num_bytes = size * (memory.memory_bytes or 0) or made.num_pages * made.base.page.num_bytes
     target = replace(
         made,
         base=_with_vocabulary(base, config),

@@ -81,7 +81,9 @@ class Setup:
         at_most=1,
         help="Share of the link's bandwidth that copies reach; replaces that of `copies`.",
     )
-    tensor_parallel: int = option(1, panel="Setup", unit="devices", help="Devices that share each layer of a replica.")
+    tensor_parallel_size: int = option(
+        1, panel="Setup", unit="devices", at_least=1, help="Devices that share each layer of a replica."
+    )
     num_replicas: int = option(
         1, panel="Setup", flag="--replicas", unit="replicas", help="Replicas that share the requests."
     )
@@ -137,6 +139,11 @@ class Setup:
         check_options(self)
         if self.workers is not None and self.profile is not None:
             raise ConfigError("Got workers and profile, expected workers beside a model and hardware by name")
+        if self.tensor_parallel_size > 1 and self.profile is not None:
+            raise ConfigError(
+                f"Got tensor_parallel_size = {self.tensor_parallel_size}, profile = {self.profile!r}: "
+                "a measured profile is that of one device"
+            )
 
 
 def read_dims(model: str) -> ModelDims:
@@ -219,7 +226,7 @@ def _from_data_sheets(setup: Setup, targets: tuple[str, ...] | None) -> tuple[Ba
         dims,
         setup.hardware,
         lora_kernel=setup.lora_kernel,
-        tensor_parallel=setup.tensor_parallel,
+        tensor_parallel_size=setup.tensor_parallel_size,
         targets=targets,
         copies=copies,
         host_s=setup.host_s,
@@ -227,10 +234,13 @@ def _from_data_sheets(setup: Setup, targets: tuple[str, ...] | None) -> tuple[Ba
     pool_bytes = memory_for_pool(
         dims,
         setup.hardware,
-        setup.tensor_parallel,
+        setup.tensor_parallel_size,
         setup.utilization,
         max_num_batched_tokens=setup.scheduler.max_num_batched_tokens,
         max_num_seqs=setup.scheduler.max_num_seqs,
     )
     base = base_shape(dims, block_size=setup.block_size)
+    # A page of all devices together: where they are more than heads of keys, several hold the same head.
+    heads = dims.num_kv_heads * dims.kv_copies(setup.tensor_parallel_size)
+    base = replace(base, page=replace(base.page, num_kv_heads=heads))
     return base, cost, pool_bytes // base.page.num_bytes
