@@ -76,6 +76,15 @@ def test_variants_are_planned_side_by_side(file: Path, tmp_path: Path) -> None:
     assert a40["plan"]["cost"] is not None and h100["plan"]["cost"] is None
 
 
+@pytest.mark.slow
+def test_devices_that_a_model_does_not_fit_are_left_out(file: Path) -> None:
+    text = run(str(file), "--compare", "tp=1,2", "--model", "llama-2-70b", "--gpu", "a100-80", "--price", "2")
+    assert "left out tp 1: llama-2-70b on 1 x a100-80 needs" in " ".join(text.split())
+    assert "least cost: tp 2" in text
+    with pytest.raises(ConfigError, match="on 2 x a40 needs"):
+        run(str(file), "--compare", "tp=1,2", "--model", "llama-2-70b", "--gpu", "a40")
+
+
 def test_a_trace_brings_times_lengths_and_its_rate(file: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = "".join(f"2023-11-16 18:15:{second:02d}.0000000,{100 + second},5\n" for second in range(40))

@@ -14,7 +14,7 @@ from manylora.lab.costs.model import CostModel, FixedCost
 from manylora.lab.measure import Slo
 from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget, at_rate
 from manylora.lab.planning.plan import Capacity, Plan, TrafficDemand, expected_load_tests, find_capacity, make_plan
-from manylora.lab.planning.report import plan_tables
+from manylora.lab.planning.report import choose_plan, comparison_table, plan_tables
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
@@ -209,6 +209,25 @@ def test_traffic_gets_as_many_replicas_as_keep_the_promise() -> None:
     assert many.num_replicas == math.ceil(500.0 / many.capacity.rate) and not many.is_simulated
     assert many.cost is not None
     assert many.cost.per_million_requests == pytest.approx(many.num_replicas * 1e6 / (3600 * 500.0))
+
+
+@pytest.mark.slow
+def test_a_plan_chooses_how_many_devices_share_a_model() -> None:
+    """A tight limit on gaps: one device misses it, two meet it, and four do at a higher cost."""
+    sizes, slo = (1, 2, 4), Slo(tbt_s=0.008)
+    plans = []
+    for size in sizes:
+        setup = Setup(model="llama-3-8b", hardware="a100-80", tensor_parallel_size=size)
+        one = scenario(prompt=64, output=20, setup=setup, scheduler=SchedulerConfig(max_num_seqs=4))
+        plans.append(plan(one, slo, None, price_per_hour=2.0, rate=4.0))
+    assert [one.capacity.met is not None for one in plans] == [False, True, True]
+    assert [one.num_devices for one in plans[1:]] == [2, 4]
+    assert [one.cost.per_hour for one in plans[1:] if one.cost is not None] == [4.0, 8.0]
+    assert choose_plan(plans) == 1
+    assert choose_plan(plans[:1]) is None
+    table = comparison_table([({"tp": str(size)}, one) for size, one in zip(sizes, plans, strict=True)])
+    column = table.columns.index("devices")
+    assert [row[column] for row in table.rows] == ["-", "2", "4"]
 
 
 def test_no_number_is_named_that_was_not_seen_to_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.scenarios import PLACES, Sets, Traces, WorkloadOptions, change, folders_of, scenario_table
 from manylora.cli.views.terminal import note, notes, out
 from manylora.core.config import AdapterConfig, SchedulerConfig
-from manylora.core.errors import ConfigError
+from manylora.core.errors import ConfigError, ModelTooLarge
 from manylora.core.memory import EVICTION_POLICIES
 from manylora.core.options import option
 from manylora.core.plugins import options_for
@@ -23,7 +23,7 @@ from manylora.core.scheduling import POLICIES
 from manylora.lab.catalog.hardware import HARDWARE
 from manylora.lab.planning.load_test import Objective
 from manylora.lab.planning.plan import Plan, expected_load_tests, make_plan
-from manylora.lab.planning.report import as_json, comparison_table, plan_tables
+from manylora.lab.planning.report import as_json, choose_plan, comparison_table, plan_tables
 from manylora.lab.planning.settings import (
     SHORT,
     PlanSettings,
@@ -112,7 +112,7 @@ _FLAGS = (
     *flags_of(
         *(Setup, SchedulerConfig, AdapterConfig),
         only=(
-            *("model", "hardware", "profile", "tensor_parallel"),
+            *("model", "hardware", "profile", "tensor_parallel_size"),
             *("policy", "policy_options", "eviction", "eviction_options"),
         ),
         spelled={"hardware": "--gpu"},
@@ -165,33 +165,51 @@ def plan_command(
     table = change(table, service.replay() | chosen.settings(PLACES) | service.adapter_settings(), sets)
     folders = folders_of(file, traces)
     wanted = variants(table, settings.compare)
-    _check(wanted, settings, folders, json_file)
-    plans = _make(wanted, settings, folders)
-    if len(plans) == 1:
+    plans = _make(_check(wanted, settings, folders, json_file), settings, folders)
+    if len(wanted) == 1:
         for shown in plan_tables(plans[0][1]):
             out.print(shown.rich())
     else:
         out.print(comparison_table([(variant.settings, one) for variant, one in plans]).rich())
+        if (chosen_place := choose_plan([one for _, one in plans])) is not None:
+            variant, one = plans[chosen_place]
+            out.print(f"{'fewest devices' if one.cost is None else 'least cost'}: {_words(variant)}")
     if json_file is not None:
         content = [{"settings": one.settings, "scenario": one.table, "plan": as_json(made)} for one, made in plans]
         json_file.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
         note(f"wrote {json_file}")
 
 
-def _check(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ...], json_file: Path | None) -> None:
-    """Raise errors of all plans before the first simulation."""
+def _check(
+    wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ...], json_file: Path | None
+) -> list[Variant]:
+    """Raise errors of all plans before the first simulation; return the variants whose model fits their devices."""
     scenarios = [read_scenario(variant.table, folders=folders) for variant in wanted]
-    for scenario in scenarios:
-        config = scenario.make_config()
+    fitting, too_large = [], None
+    for variant, scenario in zip(wanted, scenarios, strict=True):
+        try:
+            config = scenario.make_config()
+        except ModelTooLarge as error:
+            note(f"left out {_words(variant)}: {error}")
+            too_large = error
+            continue
+        fitting.append(variant)
         options_for("policy", config.scheduler.policy, POLICIES, config.scheduler.policy_options)
         options_for("eviction", config.adapters.eviction, EVICTION_POLICIES, config.adapters.eviction_options)
         Objective(slo=scenario.slo, percentile=settings.percentile)
+    if not fitting and too_large is not None:
+        raise too_large
     kinds = dict.fromkeys([*(scenario.setup.hardware for scenario in scenarios), *HARDWARE])
     for name in settings.prices:
         if name not in kinds:
             raise ConfigError(f"Got a price for {name!r}, expected one of {', '.join(kinds)}")
     if json_file is not None and not json_file.parent.is_dir():
         raise ConfigError(f"Got --json {str(json_file)!r}, and there is no folder {json_file.parent}")
+    return fitting
+
+
+def _words(variant: Variant) -> str:
+    return ", ".join(f"{name} {value}" for name, value in variant.settings.items())
 
 
 def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ...]) -> list[tuple[Variant, Plan]]:
@@ -206,8 +224,7 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
             now=perf_counter,
         )
         for number, variant in enumerate(wanted, 1):
-            which = "".join(f"{name} {value}, " for name, value in variant.settings.items())
-            prefix = f"{number}/{len(wanted)} {which}" if len(wanted) > 1 else ""
+            prefix = f"{number}/{len(wanted)} {_words(variant)}, " if len(wanted) > 1 else ""
 
             def on_run(text: str, prefix: str = prefix) -> None:
                 progress.begin_run(f"{prefix}{text}")

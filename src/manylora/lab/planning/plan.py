@@ -96,9 +96,15 @@ class Plan:
     usage: LoadTestUsage | None = None
     # Replicas for the traffic: 1 without a rate, ``None`` if ``MOST_SIMULATED`` are too few.
     num_replicas: int | None = None
+    tensor_parallel_size: int = 1  # devices of each
     is_simulated: bool = True  # whether the replicas were simulated together, not computed by division
     served: LoadTest | None = None  # the load test of the service as planned
     cost: Cost | None = None  # cost of the replicas; ``None`` without a price, or if no rate meets the SLO
+
+    @property
+    def num_devices(self) -> int | None:
+        """Devices of all replicas."""
+        return None if self.num_replicas is None else self.num_replicas * self.tensor_parallel_size
 
 
 def make_plan(
@@ -133,6 +139,7 @@ def make_plan(
         binds=bottleneck_of(capacity.met, full, objective),
         usage=usage,
         num_replicas=num_replicas,
+        tensor_parallel_size=scenario.setup.tensor_parallel_size,
         is_simulated=is_simulated,
         served=served,
         cost=_price(scenario, demand, usage, served, num_replicas),
@@ -175,7 +182,7 @@ def _price(
 ) -> Cost | None:
     if demand.price_per_hour is None or num_replicas is None:
         return None
-    per_hour = demand.price_per_hour * scenario.setup.tensor_parallel * num_replicas
+    per_hour = demand.price_per_hour * scenario.setup.tensor_parallel_size * num_replicas
     # Replicas computed by division are each counted as one at capacity.
     rate = served.rate if demand.rate is None else demand.rate
     more = rate / served.rate

@@ -11,7 +11,7 @@ from manylora.lab.measure.tables import FigureTable
 from manylora.lab.planning.load_test import LoadTest
 from manylora.lab.planning.plan import MOST_SIMULATED, Plan
 
-__all__ = ["BOTTLENECKS", "as_json", "comparison_table", "plan_tables"]
+__all__ = ["BOTTLENECKS", "as_json", "choose_plan", "comparison_table", "plan_tables"]
 
 BOTTLENECKS = {
     "seats": "seats: max_num_seqs sequences are running",
@@ -32,21 +32,38 @@ def plan_tables(plan: Plan) -> list[FigureTable]:
     return [table for table in (_outcome(plan), _memory(plan), _device(plan)) if table is not None]
 
 
+def choose_plan(plans: Sequence[Plan]) -> int | None:
+    """Return the place of the plan that serves its traffic within the SLO at the least cost; ``None`` if none does.
+
+    Where a plan has no price, that of the fewest devices for each request per second.
+    """
+    costs: dict[int, float] = {}
+    for place, plan in enumerate(plans):
+        if plan.served is not None and plan.num_devices is not None:
+            rate = plan.served.rate if plan.demand.rate is None else plan.demand.rate
+            costs[place] = plan.num_devices / rate if plan.cost is None else plan.cost.per_million_requests
+    if len({plans[place].cost is None for place in costs}) != 1:
+        return None
+    return min(costs, key=costs.__getitem__)
+
+
 def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureTable:
     """Return several plans side by side, each with the settings that distinguish it."""
     labels = tuple(plans[0][0])
     with_cost = any(plan.cost is not None for _, plan in plans)
+    with_devices = any(plan.tensor_parallel_size > 1 for _, plan in plans)
     there = f"P{plans[0][1].objective.percentile:g} there"
-    columns = (*labels, "req/s per replica", there, "replicas", "hit rate", "device busy", "limit")
+    columns = [*labels, "req/s per replica", there, "replicas", *["devices"] * with_devices, "hit rate", "device busy"]
     rows = []
     for settings, plan in plans:
         row = [*settings.values(), f"{plan.capacity.rate:.2f}", _measured(plan.capacity.met)]
-        row += [_count(plan), _share(plan.usage.hit_rate if plan.usage else None)]
+        row += [_count(plan), *[str(plan.num_devices or "-")] * with_devices]
+        row.append(_share(plan.usage.hit_rate if plan.usage else None))
         row += [_share(plan.usage.device_busy if plan.usage else None), plan.binds or "-"]
         if with_cost:
             row.append(f"{plan.cost.per_million_output_tokens:.2f}" if plan.cost else "-")
         rows.append(tuple(row))
-    return FigureTable(columns=(*columns, "per million output tokens") if with_cost else columns, rows=tuple(rows))
+    return FigureTable(columns=(*columns, "limit", *["per million output tokens"] * with_cost), rows=tuple(rows))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -62,6 +79,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "load_tests": [_load_test(load_test) for load_test in capacity.load_tests],
             "binds": plan.binds,
             "num_replicas": plan.num_replicas,
+            "num_devices": plan.num_devices,
             "is_simulated": plan.is_simulated,
             "served": _load_test(plan.served) if plan.served else None,
             "usage": asdict(plan.usage) if plan.usage else None,
@@ -117,6 +135,8 @@ def _outcome(plan: Plan) -> FigureTable:
         else:
             found = f"{_count(plan)} (by division, too many to simulate together)"
         rows.append((f"replicas for {plan.demand.rate:g} req/s", found))
+    if plan.tensor_parallel_size > 1:
+        rows.append(("devices of a replica", str(plan.tensor_parallel_size)))
     rows += [
         ("adapters found on the device", _share(usage.hit_rate)),
         ("device busy", _share(usage.device_busy)),
