@@ -6,7 +6,7 @@ The formula is `RooflineCost` with the constants of `docs/cost-model.md`, none o
 bytes at 80 % of the data sheet's bandwidth, operations at 55 to 60 % of its peak, 2 us for each launch in a captured
 graph, and for the host 0.3 ms in place of 1. First it is held against what others have published of steps; then it says
 what ours should take, and the floor below which no step can fall: the same bytes and operations at the data sheet's
-rates, without launches and host. It writes `results/predicted_steps.md`.
+rates, without launches, host and exchanges between devices. It writes `results/predicted_steps.md`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from publishing import arguments, publish, table
 
 from manylora.core.costs.features import step_features
 from manylora.core.types import AdapterKey
-from manylora.lab.catalog.hardware import find_hardware
+from manylora.lab.catalog.hardware import Hardware, find_hardware
 from manylora.lab.catalog.models import find_dims
+from manylora.lab.costs.collectives import CollectiveCost
 from manylora.lab.costs.idle import decode_step
 from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.costs.roofline import DENSE_LAUNCHES, RooflineCost, memory_for_pool
@@ -47,6 +48,8 @@ class Step:
     rank: int = 16
     targets: tuple[str, ...] = QV
     prompt: int = 0  # tokens of one prompt beside them
+    model: str = MODEL
+    size: int = 1  # devices that share it
 
     def sequences(self) -> list[SyntheticSequence]:
         keys = [AdapterKey(str(i * self.adapters // self.batch)) if self.adapters else None for i in range(self.batch)]
@@ -64,18 +67,35 @@ STEPS = (
 )
 
 
+SHARED = tuple(
+    Step(batch, 512, adapters=adapters, targets=targets, prompt=prompt, model=model, size=size)
+    for model, sizes in ((MODEL, (2,)), ("llama-3-70b", (2, 4, 8)))
+    for size in sizes
+    for batch, adapters, targets, prompt in (
+        *((batch, 0, QV, 0) for batch in (1, 64, 128)),
+        *((64, 64, targets, 0) for targets in (QV, ALL)),
+        *((64, 64, ALL, prompt) for prompt in (448, 2048)),
+    )
+)
+"""Steps of models over several H100, linked by NVLink."""
+
+
+def cost_of(step: Step, hardware: Hardware, host_s: float) -> RooflineCost:
+    return RooflineCost(step.model, hardware, targets=step.targets, tensor_parallel_size=step.size, host_s=host_s)
+
+
 def price(step: Step, device: str, *, is_floor: bool) -> float:
     """Return the duration of a step in seconds, or what no step can fall below."""
     hardware = find_hardware(device)
     if is_floor:
         hardware = replace(hardware, flops_share=1.0, memory_share=1.0, launch_s=1e-12)
-    cost = RooflineCost(MODEL, hardware, targets=step.targets, host_s=0.0 if is_floor else HOST_S)
-    return sum(cost.price(step_features(synthetic_plan(step.sequences()))))
+    parts = cost_of(step, hardware, 0.0 if is_floor else HOST_S).price(step_features(synthetic_plan(step.sequences())))
+    return sum(parts) - (parts.network_s if is_floor else 0.0)
 
 
 def launches(step: Step) -> int:
-    """Return the launches of a step: two for each group that adapters change."""
-    dims = find_dims(MODEL)
+    """Return the launches of a step on one device: two for each group that adapters change."""
+    dims = find_dims(step.model)
     groups = 0 if not step.adapters else 1 if step.targets is QV else 4
     prompt = bool(step.prompt)  # attention once more, of the prompt's rows
     return dims.num_layers * (LAYER_LAUNCHES + 2 * groups + prompt) + STEP_LAUNCHES + bool(step.adapters)
@@ -131,7 +151,31 @@ def ours() -> list[dict[str, Any]]:
     return rows
 
 
-def report(others: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
+def shared() -> list[dict[str, Any]]:
+    """Return the predictions of steps of models that several H100 share."""
+    hardware, rows = find_hardware("h100"), []
+    for step in SHARED:
+        dims, pool = find_dims(step.model), memory_for_pool(step.model, hardware, step.size)
+        if (step.batch * step.context + step.prompt) * dims.kv_bytes_per_token > pool:
+            continue
+        cost = CollectiveCost(dims, hardware, step.size, step.targets, is_by_table=True)
+        calls = list(cost.calls(step_features(synthetic_plan(step.sequences()))))
+        floor_s, own_s = (price(step, "h100", is_floor=is_floor) for is_floor in (True, False))
+        rows.append(
+            asdict(step)
+            | {
+                "launches": launches(step),
+                "collectives": sum(call.num_calls for call in calls),
+                "MB": sum(call.num_calls * call.num_bytes for call in calls) / 1e6,
+                "collectives ms": 1e3 * sum(call.num_calls * cost.time_s(call) for call in calls),
+                "floor ms": 1e3 * floor_s,
+                "ours ms": 1e3 * own_s,
+            }
+        )
+    return rows
+
+
+def report(others: list[dict[str, Any]], own: list[dict[str, Any]], over_several: list[dict[str, Any]]) -> str:
     def adapters(row: dict[str, Any]) -> str:
         if not row["adapters"]:
             return "none"
@@ -184,14 +228,38 @@ def report(others: list[dict[str, Any]], own: list[dict[str, Any]]) -> str:
             ),
             left=2,
         ),
+        "",
+        "## Several devices",
+        "",
+        "H100 with NVLink, 512 tokens each, 16 bits. Collectives and the bytes of one device's tensors are those that",
+        "execution makes; their time is NCCL's own estimate for one host (`lab/costs/collectives.py`), and nothing",
+        "runs beside them. Scratch of adapters has room for three modules of rank 128 in steps of up to 512 tokens.",
+        "The floor exchanges nothing.",
+        "",
+        *table(
+            (
+                *("model", "adapters", "devices", "decoding", "prompt", "launches", "collectives", "MB"),
+                *("collectives, ms", "floor, ms", "ours, ms"),
+            ),
+            (
+                (
+                    *(r["model"], adapters(r), r["size"], r["batch"], r["prompt"] or "", r["launches"]),
+                    *(r["collectives"], f"{r['MB']:.0f}"),
+                    *(f"{r[name]:.2f}" for name in ("collectives ms", "floor ms", "ours ms")),
+                )
+                for r in over_several
+            ),
+            left=2,
+        ),
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
     arguments(__doc__).parse_args()
-    others, own = published(), ours()
-    publish("predicted_steps", {"published": others, "ours": own}, report(others, own))
+    others, own, over_several = published(), ours(), shared()
+    figures = {"published": others, "ours": own, "shared": over_several}
+    publish("predicted_steps", figures, report(others, own, over_several))
 
 
 if __name__ == "__main__":
