@@ -10,7 +10,7 @@ from triton_cases import DEVICE, HALVES, TOLERANCE, Group, Pool, make_base, pois
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
 from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, SharedKernel
 from manylora.execution.lora.parts import GroupParts
-from manylora.execution.lora.tables import LoraSpace, StepTables
+from manylora.execution.lora.tables import LoraSpace, StepTables, TableSizes
 
 pytest.importorskip("triton")
 
@@ -105,6 +105,29 @@ def test_prompts_beside_decoding_rows() -> None:
     segments = [(0, 130, 0), (130, 131, 1), (131, 150, 0)]
     found, expected = run(pool, "ragged", "up", segments, adapters, 150)
     assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("num_rows", "num_splits"), [(3, 8), (70, 2)])
+def test_a_long_input_is_summed_in_splits(num_rows: int, num_splits: int) -> None:
+    torch.manual_seed(0)
+    shape = Group(4100, {"o": 40})
+    pool = Pool.make(make_base({"o": shape}, 1 << 14, "float32"), 30, np.random.default_rng(0))
+    weights, dense = pool.load({"o.o": 5})
+    span = pool.space.directory.groups["o"]
+    x, out = torch.randn(num_rows, 4100, device=DEVICE), torch.zeros(num_rows, 40, device=DEVICE)
+    tables = StepTables.for_rows(pool.space, [(0, num_rows, weights.table)])
+    assert tables.num_splits(span) == num_splits
+    tables.apply(x, out, span)
+    assert relative_error(out, x.double().cpu() @ dense["o.o"]) < 1e-5
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(1, 8), (512, 8), (1024, 8), (1025, 4), (4096, 2), (10000, 1)])
+def test_many_rows_of_prompts_need_no_splits(num_rows: int, most: int) -> None:
+    pool = Pool.make(make_base(GROUPS, 1 << 14, "float32"), 1, np.random.default_rng(0))
+    room = TableSizes(num_blocks=1, num_items=1, num_rows=num_rows, max_rank=1, max_planes=1)
+    assert StepTables(pool.space, room, pool.space.blocks.prompt).max_splits == most
+    assert StepTables(pool.space, room, pool.space.blocks.decode).max_splits == 8
 
 
 @pytest.mark.usefixtures("poison")

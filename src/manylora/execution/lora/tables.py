@@ -14,7 +14,14 @@ import numpy as np
 import torch
 
 from manylora.execution.kernels.triton.support import num_programs, power_of_two
-from manylora.execution.storage.tile_tables import BLOCK_FIELDS, PART_FIELDS, AdapterTable, GroupDirectory, GroupSpan
+from manylora.execution.storage.tile_tables import (
+    BLOCK_FIELDS,
+    ITEM_FIELDS,
+    PART_FIELDS,
+    AdapterTable,
+    GroupDirectory,
+    GroupSpan,
+)
 
 __all__ = [
     "PADDED",
@@ -48,8 +55,28 @@ RAGGED = RowBlocks(16, PROMPT_ROWS)
 PADDED = RowBlocks(1, 1)
 """Every row by itself, at the largest rank of the step: the kernel for comparisons."""
 
+
+class Tiling(NamedTuple):
+    """How the kernels divide their work: counts of elements of 16 bits, half as many of 32."""
+
+    split_columns: int  # least columns of A in a split of K: fewer do not pay for a program
+    block_k: int  # columns of A at a time
+    shrink_stages: int
+    shrink_warps: int
+    range: int  # columns of the output that a program takes, for which it adds up the partials once
+    widest: int  # columns of them at a time, at most
+    elements: int  # weights of B at a time
+    in_flight: int  # partials read at a time
+    expand_stages: int
+    expand_warps: int
+
+
+DECODE_TILING = Tiling(512, 256, 3, 2, 1024, 128, 4096, 2048, 3, 4)
+PROMPT_TILING = Tiling(2048, 128, 4, 4, 512, 128, 4096, 2048, 3, 8)
+"""Chosen on an H200 with Llama-3-8B's shapes."""
+
 MAX_SPLITS = 8
-SPLIT_COLUMNS = 512  # least columns of A in a split of K: fewer do not pay for a program
+PROMPT_SPLIT_ROWS = 8192  # rows whose blocks fill a device without splits of K
 
 TableRows = tuple[int, int, AdapterTable]
 """Rows ``[start, stop)`` take this adapter."""
@@ -67,18 +94,21 @@ class LoraSpace:
     def compile(self, num_tokens: int) -> None:
         """Compile the kernels of steps of up to ``num_tokens`` rows by launches without work: none waits for it later.
 
-        Each group is launched once, in steps that decode and in steps with prompts; a step's list of work has a kernel
-        for each power of two of row blocks.
+        Each group is launched in steps that decode and in steps with prompts, for each number of splits; a step's list
+        of work has a kernel for each power of two of row blocks.
         """
         for block_rows in dict.fromkeys(self.blocks):
+            by_splits: dict[int, StepTables] = {}
             for power in range(power_of_two(num_tokens).bit_length()):
-                room = TableSizes(num_blocks=1 << power, num_items=1, num_rows=1, max_rank=16, max_planes=1)
+                room = TableSizes(num_blocks=1 << power, num_items=1, num_rows=1 << power, max_rank=16, max_planes=1)
                 tables = StepTables(self, room, block_rows)
                 tables.plan()
+                by_splits[tables.max_splits] = tables
             for span in self.directory.groups.values():
                 num_out = max(first + width for first, width in span.modules)
                 x, out = (self.pool.new_zeros(block_rows, columns) for columns in (span.in_features, num_out))
-                tables.apply(x, out, span)
+                for tables in by_splits.values():
+                    tables.apply(x, out, span)
                 tables.apply_vectors(out, span)
 
     def columns(self, span: GroupSpan, width: int) -> torch.Tensor:
@@ -129,18 +159,21 @@ class StepTables:
         self._space = space
         self.room = room
         self._block_rows = block_rows
-        self._splits = 1 if block_rows == PROMPT_ROWS else MAX_SPLITS
+        self._tiling = PROMPT_TILING if block_rows == PROMPT_ROWS else DECODE_TILING
+        # By the room: a captured graph keeps its splits. Of more rows than these the partials would be many.
+        most = max(1, PROMPT_SPLIT_ROWS // room.num_rows) if block_rows == PROMPT_ROWS else MAX_SPLITS
+        self.max_splits = min(MAX_SPLITS, power_of_two(most + 1) // 2)
         num_groups = len(directory.groups)
         is_pinned = device.type == "cuda"
         self._host = torch.zeros(1 + BLOCK_FIELDS * room.num_blocks, dtype=torch.int64, pin_memory=is_pinned)
         self._step = torch.zeros_like(self._host, device=device)
-        self._work = torch.empty((num_groups, room.num_items), dtype=torch.int32, device=device)
+        self._items = torch.empty((num_groups, room.num_items, ITEM_FIELDS), dtype=torch.int64, device=device)
         self._sizes = torch.zeros((num_groups, 2), dtype=torch.int32, device=device)
         self._parts = torch.empty(
             (num_groups, room.num_blocks, directory.num_modules, PART_FIELDS), dtype=torch.int64, device=device
         )
         self._partials = torch.empty(
-            (room.max_planes * self._splits, room.num_rows, room.max_rank), dtype=torch.float32, device=device
+            (room.max_planes * self.max_splits, room.num_rows, room.max_rank), dtype=torch.float32, device=device
         )
 
     @classmethod
@@ -171,13 +204,14 @@ class StepTables:
         """List each group's work, on the device; needed after ``write``, and part of a captured graph."""
         from manylora.execution.kernels.triton import lora as triton_lora
 
-        directory = self._space.directory
+        directory, blocks = self._space.directory, power_of_two(self.room.num_blocks)
         triton_lora.plan[(len(directory.groups),)](
-            *(self._step, self._work, self._work.stride(0), self._sizes, directory.line),
+            *(self._step, self._items, self._items.stride(0), self._sizes, directory.line),
             *(self._parts, self._parts.stride(0)),
             MODULES=directory.num_modules,
             PAD=self._block_rows == PADDED.decode,
-            BLOCKS=power_of_two(self.room.num_blocks),
+            BLOCKS=blocks,
+            TILES=max(1, 512 // blocks),
         )
 
     def apply(
@@ -191,43 +225,53 @@ class StepTables:
 
         ``between``, of workers that share the adapters, gets the sums ``x A^T`` before they meet B.
         """
-        from manylora.execution.kernels.triton import lora as triton_lora
-
         assert x.stride(1) == 1 and out.stride(1) == 1, f"rows must be contiguous: {x.stride()}, {out.stride()}"
         assert x.dtype == self._space.pool.dtype == out.dtype
-        is_prompt = self._block_rows == PROMPT_ROWS
-        wide = x.dtype.itemsize == 2
-        splits = (
-            1
-            if is_prompt or between is not None
-            else min(self._splits, power_of_two(span.in_features // SPLIT_COLUMNS))
-        )
-        block_k = 64 if is_prompt else 256 if wide else 128
-        block_n = 128 if is_prompt or not wide else 256
-        columns = self._space.columns(span, block_n)
-        programs = num_programs(x.device)
-        group = (span.index, self._space.directory.line)
-        partials = (self._partials, self._partials.stride(1), self._partials.stride(0))
-        options = {
-            "SPLITS": splits,
-            "BLOCK_M": max(16, self._block_rows),
-            "ALIGN": self._space.directory.alignment,
-            "num_warps": 4,
-            "num_stages": 3,
-        }
-        pages, work = self._space.pool, (self._work, self._work.stride(0))
-        triton_lora.shrink[(-(-programs // splits), splits)](
-            x, x.stride(0), pages, self._step, *work, self._sizes, *group, *partials, **options, BLOCK_K=block_k
-        )
+        splits = 1 if between is not None else self.num_splits(span)
+        self._shrink(x, span, splits)
         if between is not None:
             planes = self.room.max_planes  # of one plane the rows of this step are adjacent
             between(self._partials[:1, : x.shape[0]] if planes == 1 else self._partials[:planes])
-        blocks = (columns, columns.shape[0], span.index, self._parts, self._parts.stride(0))
-        triton_lora.expand[(programs,)](
-            *(out, out.stride(0), pages, self._step, self._sizes, *blocks, *partials),
-            **options,
-            BLOCK_N=block_n,
-            MODULES=self._space.directory.num_modules,
+        self._expand(out, span, splits)
+
+    def num_splits(self, span: GroupSpan) -> int:
+        """Return into how many sums a row's ``x A^T`` is divided: the same in every step of such tables."""
+        return min(self.max_splits, power_of_two(span.in_features // self._tiling.split_columns))
+
+    def _shrink(self, x: torch.Tensor, span: GroupSpan, splits: int) -> None:
+        from manylora.execution.kernels.triton import lora as triton_lora
+
+        tiling = self._tiling
+        triton_lora.shrink[(-(-num_programs(x.device) // splits), splits)](
+            *(x, x.stride(0), self._space.pool, self._items, self._items.stride(0), self._sizes),
+            *(span.index, span.in_features, self._partials, self._partials.stride(1), self._partials.stride(0)),
+            SPLITS=splits,
+            BLOCK_M=max(16, self._block_rows),
+            BLOCK_K=tiling.block_k * 2 // x.dtype.itemsize,
+            ALIGN=self._space.directory.alignment,
+            STAGES=tiling.shrink_stages,
+            num_warps=tiling.shrink_warps,
+        )
+
+    def _expand(self, out: torch.Tensor, span: GroupSpan, splits: int) -> None:
+        from manylora.execution.kernels.triton import lora as triton_lora
+
+        tiling, directory = self._tiling, self._space.directory
+        ranges = self._space.columns(span, tiling.range)
+        triton_lora.expand[(num_programs(out.device),)](
+            *(out, out.stride(0), self._space.pool, self._step, self._sizes, ranges, ranges.shape[0], span.index),
+            *(self._parts, self._parts.stride(0)),
+            *(self._partials, self._partials.stride(1), self._partials.stride(0)),
+            SPLITS=splits,
+            BLOCK_M=max(16, self._block_rows),
+            RANGE=tiling.range,
+            ELEMENTS=tiling.elements * 2 // out.dtype.itemsize,
+            WIDEST=tiling.widest,
+            IN_FLIGHT=tiling.in_flight,
+            ALIGN=directory.alignment,
+            MODULES=directory.num_modules,
+            STAGES=tiling.expand_stages,
+            num_warps=tiling.expand_warps,
         )
 
     def apply_vectors(self, out: torch.Tensor, span: GroupSpan) -> None:

@@ -32,6 +32,7 @@ from manylora.core.adapters.shape import BaseShape, ModuleKind
 __all__ = [
     "BLOCK_FIELDS",
     "GROUP_FIELDS",
+    "ITEM_FIELDS",
     "PART_FIELDS",
     "TILE_FIELDS",
     "AdapterTable",
@@ -47,6 +48,10 @@ then two each for the factor, then two each for the shift."""
 
 TILE_FIELDS = 6
 BLOCK_FIELDS = 3
+
+ITEM_FIELDS = 3
+"""A tile of A for a row block: element in the page tensor; first row (from bit 32), rows (24), first rank (5) and
+ranks; address of the tile."""
 
 PART_FIELDS = 5
 """A row block and a module: first row, rows, address of the first tile of B, its tiles, planes of the group's A."""

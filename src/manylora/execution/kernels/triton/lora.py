@@ -2,16 +2,18 @@
 
 ::
 
-    plan     once per step    program g lists group g's work: one item per (row block, A tile), and where each row
-                              block finds each module's B, so that ``expand`` reads it at once
+    plan     once per step    program g lists group g's work: one item per (row block, A tile), with the tile's place,
+                              and where each row block finds each module's B, so that ``expand`` reads it at once
     shrink   per group        item, K split -> partial sums [rows, 16] in float32, each to its own place
-    expand   per group        row block x columns: add up the partials in a fixed order, times B, into the output
+    expand   per group        row block x range of columns: add up the partials in a fixed order, once, then multiply
+                              by up to four tiles of B at a time, into the output
     vectors  per group        row block x columns: times the adapter's factor, plus its shift; only where a step has any
 
 No atomics: sums are made in the same order every time, whatever else is in the batch. Programs walk the lists with a
 stride, so the grid has the size of the device, and a captured graph serves any mix of adapters. Rows are padded to the
 height of a matrix instruction (16), or to 64 where an adapter has prompts. That pads registers, not memory: weights are
-read once per row block, and ranks are not padded.
+read once per row block, and ranks are not padded. Both loops over weights have addresses known in advance, so that the
+compiler keeps copies to shared memory under way.
 
 ``pad`` is the other published method, for comparison: every row by itself, every rank as large as the largest. It
 repeats an adapter's last tile, which costs time; a padded copy of the weights would cost memory too.
@@ -27,15 +29,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.execution.storage.tile_tables import BLOCK_FIELDS, GROUP_FIELDS, PART_FIELDS, TILE_FIELDS
+from manylora.execution.storage.tile_tables import BLOCK_FIELDS, GROUP_FIELDS, ITEM_FIELDS, PART_FIELDS, TILE_FIELDS
 
-__all__ = ["ITEM_TILES", "TILE_ROWS", "expand", "plan", "shrink", "vectors"]
+__all__ = ["TILE_ROWS", "expand", "plan", "shrink", "vectors"]
 
 TILE_ROWS = 16  # rows of a tile at most: ``adapters.layout.MAX_TILE_ROWS``
-ITEM_TILES = 4096  # an item of work is ``row block * ITEM_TILES + tile``
 
 _TILE_ROWS = tl.constexpr(TILE_ROWS)
-_ITEM_TILES = tl.constexpr(ITEM_TILES)
+_MOST_POWER = tl.constexpr(2)  # ``expand`` takes 4 tiles at a time: 64 ranks; of a higher rank one after another
+_ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _GROUP_FIELDS = tl.constexpr(GROUP_FIELDS)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
 _BLOCK_FIELDS = tl.constexpr(BLOCK_FIELDS)
@@ -43,11 +45,11 @@ _PART_FIELDS = tl.constexpr(PART_FIELDS)
 
 
 # Numbers without meaning for alignment are not specialised: a compilation during serving is a pause.
-@triton.jit(do_not_specialize=["work_stride", "line", "part_stride"])
+@triton.jit(do_not_specialize=["item_stride", "line", "part_stride"])
 def plan(
     step,
-    work,
-    work_stride,
+    items,
+    item_stride,
     sizes,
     line,
     parts,
@@ -55,33 +57,45 @@ def plan(
     MODULES: tl.constexpr,
     PAD: tl.constexpr,
     BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """List group ``program_id(0)``'s work; write its number of items, and of tiles to pad to, to ``sizes[group]``.
 
-    ``parts`` ``[groups, row blocks, modules, PART_FIELDS]`` gets the places of B.
+    ``items`` ``[groups, items, ITEM_FIELDS]`` gets the tiles of A, ``parts`` ``[groups, row blocks, modules,
+    PART_FIELDS]`` the places of B.
     """
     group = tl.program_id(0)
     num_blocks = tl.load(step)
     index = tl.arange(0, BLOCKS)
     inside = index < num_blocks
-    address = tl.load(step + 1 + index * _BLOCK_FIELDS + 2, mask=inside, other=0)
+    block = step + 1 + index * _BLOCK_FIELDS
+    first_row, num_rows = tl.load(block, mask=inside, other=0), tl.load(block + 1, mask=inside, other=0)
+    address = tl.load(block + 2, mask=inside, other=0)
     header = address.to(tl.pointer_type(tl.int64)) + group * line
     own = tl.load(header + 1, mask=inside, other=0).to(tl.int32)
-    counts = own
-    padded = 0
+    counts, padded = own, 0
     if PAD:
         counts = tl.where(own > 0, tl.max(own, 0), 0)
         for module in tl.static_range(MODULES):
             tiles = tl.load(header + _GROUP_FIELDS + 2 * module + 1, mask=inside, other=0)
             padded = tl.maximum(padded, tl.max(tiles, 0).to(tl.int32))
     starts = tl.cumsum(counts, 0) - counts
-    for tile in range(tl.max(counts, 0)):
-        item = index * _ITEM_TILES + tl.minimum(tile, own - 1)
-        tl.store(work + group.to(tl.int64) * work_stride + starts + tile, item, mask=tile < counts)
+    first_item = items + group.to(tl.int64) * item_stride + starts * _ITEM_FIELDS
+    first_tile = address + tl.load(header, mask=inside, other=0) * 8
+    rows = (first_row << 32) | (num_rows << 24)
+    for first in range(0, tl.max(counts, 0), TILES):
+        number = first + tl.arange(0, TILES)[None, :]
+        is_item = number < counts[:, None]
+        tile = first_tile[:, None] + tl.minimum(number, own[:, None] - 1) * (_TILE_FIELDS * 8)
+        numbers = tile.to(tl.pointer_type(tl.int64))
+        weight = tl.load(numbers, mask=is_item, other=0)
+        ranks = (tl.load(numbers + 1, mask=is_item, other=0) << 5) | tl.load(numbers + 2, mask=is_item, other=0)
+        item = first_item[:, None] + number * _ITEM_FIELDS
+        tl.store(item, weight, mask=is_item)
+        tl.store(item + 1, rows[:, None] | ranks, mask=is_item)
+        tl.store(item + 2, tile, mask=is_item)
     tl.store(sizes + 2 * group, tl.sum(counts, 0))
     tl.store(sizes + 2 * group + 1, padded)
-    block = step + 1 + index * _BLOCK_FIELDS
-    first_row, num_rows = tl.load(block, mask=inside, other=0), tl.load(block + 1, mask=inside, other=0)
     planes = tl.load(header + 2, mask=inside, other=0)
     for module in tl.static_range(MODULES):
         tiles = header + _GROUP_FIELDS + 2 * module
@@ -94,17 +108,16 @@ def plan(
         tl.store(part + 4, planes, mask=inside)
 
 
-@triton.jit(do_not_specialize=["work_stride", "group", "line", "rank_stride", "split_stride"])
+@triton.jit(do_not_specialize=["item_stride", "group", "in_features", "rank_stride", "split_stride"])
 def shrink(
     x,
     x_stride,
     pool,
-    step,
-    work,
-    work_stride,
+    items,
+    item_stride,
     sizes,
     group,
-    line,
+    in_features,
     partials,
     rank_stride,
     split_stride,
@@ -112,22 +125,29 @@ def shrink(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Write ``x A^T`` of every item and split into ``partials`` ``[plane, split, row, rank]``."""
     split = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     ranks = tl.arange(0, _TILE_ROWS)
-    for number in range(tl.program_id(0), tl.load(sizes + 2 * group), tl.num_programs(0)):
-        item = tl.load(work + group * work_stride + number)
-        block = step + 1 + (item // _ITEM_TILES) * _BLOCK_FIELDS
-        first_row, num_rows = tl.load(block), tl.load(block + 1)
-        table = tl.load(block + 2).to(tl.pointer_type(tl.int64))
-        tile = table + tl.load(table + group * line) + (item % _ITEM_TILES) * _TILE_FIELDS
-        weight = tl.multiple_of(tl.load(tile), ALIGN)
-        first_rank, num_ranks = tl.load(tile + 1), tl.load(tile + 2)
-        col = tl.multiple_of(tl.load(tile + 3), ALIGN)
-        num_cols = tl.multiple_of(tl.load(tile + 4), ALIGN)
-        plane = tl.load(tile + 5)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    num_items = tl.load(sizes + 2 * group)
+    group_items = items + group.to(tl.int64) * item_stride
+    next_weight = tl.load(group_items + first * _ITEM_FIELDS, mask=first < num_items, other=0)
+    next_place = tl.load(group_items + first * _ITEM_FIELDS + 1, mask=first < num_items, other=0)
+    for number in range(first, num_items, step):
+        weight, place = next_weight // ALIGN * ALIGN, next_place  # aligned: the compiler is told
+        following = group_items + (number + step) * _ITEM_FIELDS  # read now, so that it is there when its turn comes
+        next_weight = tl.load(following, mask=number + step < num_items, other=0)
+        next_place = tl.load(following + 1, mask=number + step < num_items, other=0)
+        first_row, num_rows = place >> 32, (place >> 24) & 0x7F
+        first_rank, num_ranks = (place >> 5) & 0x7FFFF, place & 0x1F
+        col, plane = 0, 0
+        num_cols = in_features // ALIGN * ALIGN
+        if ALIGN == 1:  # only then may a matrix be divided into ranges of columns
+            tile = tl.load(group_items + number * _ITEM_FIELDS + 2).to(tl.pointer_type(tl.int64))
+            col, num_cols, plane = tl.load(tile + 3), tl.load(tile + 4), tl.load(tile + 5)
 
         x_rows = x + (first_row + rows)[:, None] * x_stride + col
         is_row = (rows < num_rows)[:, None]
@@ -136,7 +156,7 @@ def shrink(
         share = tl.cdiv(tl.cdiv(num_cols, SPLITS), BLOCK_K) * BLOCK_K
         stop = tl.minimum(num_cols, (split + 1) * share)
         total = tl.zeros((BLOCK_M, _TILE_ROWS), tl.float32)
-        for k in range(split * share, stop, BLOCK_K):
+        for k in tl.range(split * share, stop, BLOCK_K, num_stages=STAGES):
             columns = k + tl.arange(0, BLOCK_K)
             inside = columns < stop
             activations = tl.load(x_rows + columns[None, :], mask=is_row & inside[None, :], other=0.0)
@@ -147,24 +167,28 @@ def shrink(
 
 
 @triton.jit
-def sum_partials(places, mask, num_planes, split_stride, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the sum of all planes and splits of ``x A^T`` at ``places``, always in the same order."""
-    total = tl.zeros((BLOCK_M, _TILE_ROWS), tl.float32)
-    for plane in range(num_planes):
-        for split in tl.static_range(SPLITS):
-            total += tl.load(places + (plane * SPLITS + split) * split_stride, mask=mask, other=0.0)
+def sum_partials(places, mask, num_planes, split_stride, SPLITS: tl.constexpr, IN_FLIGHT: tl.constexpr):
+    """Return the sum of all planes and splits of ``x A^T`` at ``places``, always in the same order.
+
+    ``IN_FLIGHT`` numbers are read at a time: more take registers that the products need.
+    """
+    total = tl.zeros(places.shape, tl.float32)
+    TOGETHER: tl.constexpr = min(SPLITS, max(1, IN_FLIGHT // (places.shape[0] * places.shape[1])))
+    for first in range(0, num_planes * SPLITS, TOGETHER):
+        for number in tl.static_range(TOGETHER):
+            total += tl.load(places + (first + number) * split_stride, mask=mask, other=0.0)
     return total
 
 
-@triton.jit(do_not_specialize=["num_column_blocks", "group", "part_stride", "rank_stride", "split_stride"])
+@triton.jit(do_not_specialize=["num_ranges", "group", "part_stride", "rank_stride", "split_stride"])
 def expand(
     out,
     out_stride,
     pool,
     step,
     sizes,
-    columns,
-    num_column_blocks,
+    ranges,
+    num_ranges,
     group,
     parts,
     part_stride,
@@ -173,50 +197,92 @@ def expand(
     split_stride,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    RANGE: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    WIDEST: tl.constexpr,
+    IN_FLIGHT: tl.constexpr,
     ALIGN: tl.constexpr,
     MODULES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Add ``shrunk B^T`` into ``out``.
 
-    ``columns`` lists blocks of its columns: (module, first column in it, columns of it, its place in ``out``), and
-    ``parts`` is as by ``plan``.
+    ``ranges`` lists ranges of its columns: (module, first column in it, columns of it, its place in ``out``), and
+    ``parts`` is as by ``plan``. A program reads ``ELEMENTS`` weights at a time: few columns of a high rank, up to
+    ``WIDEST`` of a low one.
     """
-    rows, ranks = tl.arange(0, BLOCK_M), tl.arange(0, _TILE_ROWS)
-    num_items = tl.load(step).to(tl.int32) * num_column_blocks
+    rows = tl.arange(0, BLOCK_M)
+    num_items = tl.load(step).to(tl.int32) * num_ranges
     num_padded = tl.load(sizes + 2 * group + 1)
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        place = columns + (number % num_column_blocks) * 4
-        index = (number // num_column_blocks) * MODULES + tl.load(place)
+        place = ranges + (number % num_ranges) * 4
+        index = (number // num_ranges) * MODULES + tl.load(place)
         part = parts + group.to(tl.int64) * part_stride + index * _PART_FIELDS
         first_row, num_rows = tl.load(part), tl.load(part + 1)
-        tiles = tl.load(part + 2).to(tl.pointer_type(tl.int64))
         num_tiles, num_planes = tl.load(part + 3).to(tl.int32), tl.load(part + 4)
-        if num_tiles > 0:
-            own_cols = tl.multiple_of(tl.load(place + 1), BLOCK_N) + tl.arange(0, BLOCK_N)
-            width = tl.multiple_of(tl.load(place + 2), ALIGN)
-            is_row, is_col = (rows < num_rows)[:, None], own_cols < width
-            sums = partials + (first_row + rows)[:, None] * rank_stride
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for number_of_tile in range(tl.maximum(num_tiles, num_padded)):
-                tile = tiles + tl.minimum(number_of_tile, num_tiles - 1) * _TILE_FIELDS
-                weight = tl.multiple_of(tl.load(tile), ALIGN)
-                first_rank, num_ranks = tl.load(tile + 1), tl.load(tile + 2)
-                is_rank = (ranks < num_ranks) & (number_of_tile < num_tiles)
-                places = sums + (first_rank + ranks)[None, :]
-                shrunk = sum_partials(places, is_row & is_rank[None, :], num_planes, split_stride, SPLITS, BLOCK_M)
-                w_rows = pool + weight + ranks[:, None] * width + own_cols[None, :]
-                inside = is_col
-                if ALIGN == 1:  # only then may a matrix be divided into ranges of columns
-                    col, num_cols = tl.load(tile + 3), tl.load(tile + 4)
-                    w_rows = pool + weight + ranks[:, None] * num_cols + (own_cols - col)[None, :]
-                    inside = is_col & (own_cols >= col) & (own_cols < col + num_cols)
-                weights = tl.load(w_rows, mask=is_rank[:, None] & inside[None, :], other=0.0)
-                total = tl.dot(shrunk.to(weights.dtype), weights, total, input_precision="ieee")
-            first_out = tl.multiple_of(tl.load(place + 3), ALIGN)
-            target = out + (first_row + rows)[:, None] * out_stride + first_out + own_cols[None, :]
-            mask = is_row & is_col[None, :]
-            tl.store(target, (tl.load(target, mask=mask, other=0.0) + total).to(out.dtype.element_ty), mask=mask)
+        num_shown = tl.where(num_tiles > 0, tl.maximum(num_tiles, num_padded), 0)
+        own_rows, is_row = (first_row + rows)[:, None], (rows < num_rows)[:, None]
+        target = out + own_rows * out_stride + tl.multiple_of(tl.load(place + 3), ALIGN)
+        sums = partials + own_rows * rank_stride
+        first_col, width = tl.multiple_of(tl.load(place + 1), RANGE), tl.multiple_of(tl.load(place + 2), ALIGN)
+        tiles = tl.load(part + 2).to(tl.pointer_type(tl.int64))
+        for power in tl.static_range(_MOST_POWER + 1):
+            most = 1 << power if power < _MOST_POWER else 1 << 30
+            if (num_shown > (1 << power) // 2) & (num_shown <= most):
+                for first in range(0, num_shown, 1 << power):
+                    _add_columns(
+                        *(target, pool, sums, is_row, tiles, first, num_tiles, num_shown, first_col, width),
+                        *(num_planes, split_stride, SPLITS, IN_FLIGHT, RANGE, 1 << power),
+                        *(min(RANGE, WIDEST, ELEMENTS // (_TILE_ROWS << power)), ALIGN, STAGES),
+                    )
+
+
+@triton.jit
+def _add_columns(
+    target,
+    pool,
+    sums,
+    is_row,
+    tiles,
+    first_tile,
+    num_tiles,
+    num_shown,
+    first_col,
+    width,
+    num_planes,
+    split_stride,
+    SPLITS: tl.constexpr,
+    IN_FLIGHT: tl.constexpr,
+    RANGE: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Add the product with ``TILES`` tiles of B into a range of columns."""
+    place = tl.arange(0, TILES * _TILE_ROWS)
+    number, rank = first_tile + place // _TILE_ROWS, place % _TILE_ROWS
+    tile = tiles + tl.minimum(number, num_tiles - 1) * _TILE_FIELDS
+    weight = tl.multiple_of(tl.load(tile), [ALIGN])
+    is_rank = (number < num_shown) & (rank < tl.load(tile + 2))
+    is_used = is_row & (is_rank & (number < num_tiles))[None, :]
+    places = sums + (tl.load(tile + 1) + rank)[None, :]
+    shrunk = sum_partials(places, is_used, num_planes, split_stride, SPLITS, IN_FLIGHT).to(pool.dtype.element_ty)
+    w_rows = (pool + weight + rank * width)[:, None]
+    if ALIGN == 1:  # only then may a matrix be divided into ranges of columns
+        col, num_cols = tl.load(tile + 3), tl.load(tile + 4)
+        w_rows = (pool + weight + rank * num_cols - col)[:, None]
+    for k in tl.range(first_col, tl.minimum(first_col + RANGE, width), BLOCK_N, num_stages=STAGES):
+        columns = (tl.multiple_of(k, BLOCK_N) + tl.arange(0, BLOCK_N))[None, :]
+        inside = is_rank[:, None] & (columns < width)
+        if ALIGN == 1:
+            own = columns - col[:, None]
+            inside = inside & (own >= 0) & (own < num_cols[:, None])
+        weights = tl.load(w_rows + columns, mask=inside, other=0.0)
+        mask = is_row & (columns < width)
+        before = tl.load(target + columns, mask=mask, other=0.0)
+        total = tl.dot(shrunk, weights, input_precision="ieee")
+        tl.store(target + columns, (before + total).to(target.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_column_blocks", "group", "line"])
