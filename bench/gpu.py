@@ -77,6 +77,7 @@ from manylora.execution.fusion.layers import FusedNorm, activate
 from manylora.execution.kernels.linear import BaseLinear
 from manylora.execution.kernels.row_weight import RowWeight, write_rows
 from manylora.execution.lora.tables import BatchTables, StepTables
+from manylora.execution.step_graphs import NARROW_AFTER
 from manylora.execution.storage.tile_tables import GroupSpan
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.roofline import RooflineCost
@@ -493,7 +494,7 @@ class Bench:
     def live(self) -> list[dict[str, Any]]:
         engine, sizes = self.engine, self.sizes
         adapter_set = AdapterSet(count=sizes.live_adapters, ranks=sizes.ranks, targets=QV)
-        engine.forget_groups()
+        engine.forget_groups(NARROW_AFTER)  # as a server does: a capture is a pause
         versions = engine.versions(adapter_set.specs())
         batch = max(sizes.batches)
         num_in, num_out = (256, 64) if self.device.type == "cuda" else (8, 2)
@@ -568,7 +569,7 @@ class Bench:
 def _test_row(file: str, output: str, status: int) -> dict[str, Any]:
     """Return what a file's tests came to, by their output and exit status."""
     print(output[-3000:], flush=True)
-    counts = {name: int(number) for number, name in re.findall(r"(\d+) (passed|failed|skipped|error)", output)}
+    counts = {name: int(number) for number, name in re.findall(r"([1-9]\d*) (passed|failed|skipped|error)", output)}
     missing = re.search(r"No module named '?([\w.]+)", output)
     if status == 5 or (missing and not counts.get("failed")):
         return {"file": file, "left out": f"{missing[1]} is missing" if missing else "no test was chosen"}

@@ -236,14 +236,10 @@ class Engine:
                 LlamaConfig(**self.sizes.model), attn_implementation=ATTENTION_NAME, dtype=dtype
             )
         model.requires_grad_(False)
-        return LoadedModel(name="random", model=model.eval(), text_config=model.config, dtype=dtype, device=self.device)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all but the embedding's table."""
-        model: Any = self.runner.model
+        # A decode step reads all but the embedding's table. Counted here: an engine's weights are no parameters.
         table = model.get_input_embeddings().weight
-        return sum(p.numel() * p.element_size() for p in model.parameters() if p is not table)
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p is not table)
+        return LoadedModel(name="random", model=model.eval(), text_config=model.config, dtype=dtype, device=self.device)
 
     def versions(self, specs: Sequence[AdapterSpec]) -> dict[str, AdapterVersion]:
         """Return adapters of random weights, on the host's shelf; those of a rank share their numbers."""
@@ -317,12 +313,15 @@ class Engine:
         """Return the median wall time of the whole step: inputs, model, sampling, tokens on the host."""
         return wall_seconds(lambda: self.runner.run(plan), self.device, self.sizes.rounds)
 
-    def forget_groups(self) -> None:
-        """Let graphs be captured for the groups that the next step's adapters change, not for all there ever were."""
+    def forget_groups(self, narrow_after: int = 0) -> None:
+        """Let graphs be captured for the groups that the next step's adapters change, not for all there ever were.
+
+        They are captured once the graph of all groups was replayed ``narrow_after`` times.
+        """
         if (graphs := self.runner._graphs) is not None:
             graphs._present = np.zeros_like(graphs._present)
             graphs._templates = set()
-            graphs.narrow_after = 0
+            graphs.narrow_after = narrow_after
 
     def use_kernel(self, name: str | None) -> None:
         """Run adapters by another kernel, without graphs; ``None`` goes back to what serves."""

@@ -57,7 +57,7 @@ class Where:
         rows = []
         runner, graphs = self.engine.runner, self.engine.runner._graphs
         for num_tokens in sorted({min(n, self.sizes.context) for n in (16, 64, 256, 384)}):
-            plan = self.engine.plan(self._batch, versions, page)
+            plan = self.engine.plan(self._batch - 1, versions, page)  # one of the sequences that a step may have
             first = max(page for s in plan.sequences for page in s.pages) + 1
             (own,) = self.engine.prompt_plan().sequences
             pages = tuple(range(first, first + len(own.pages)))
@@ -70,7 +70,7 @@ class Where:
             runner._graphs = graphs
             rows.append(
                 {
-                    "decoding": self._batch,
+                    "decoding": self._batch - 1,
                     "prompt": num_tokens,
                     "captured ms": took["captured"] * 1e3,
                     "eager ms": took["eager"] * 1e3,
@@ -175,11 +175,8 @@ class Where:
             wall_s = self.engine.step_s(self.engine.plan(batch, (), 0))
             device_s = wall_s
             if graphs is not None and graphs._graphs:
-                replay: Callable[[], None] = next(
-                    graph
-                    for (shape, adapted), graph in graphs._graphs.items()
-                    if not shape.is_mixed and shape.num_rows >= batch and not adapted
-                )
+                fitting = [shape for shape, _ in graphs._graphs if not shape.is_mixed and shape.num_rows >= batch]
+                replay: Callable[[], None] = graphs._graphs[min(fitting), b""]
                 device_s = seconds(replay, self.device, self.sizes.rounds)
             ms = {"step ms": wall_s * 1e3, "replay ms": device_s * 1e3}
             rows.append({"batch": batch} | ms | {"pause us": (wall_s - device_s) * 1e6})
