@@ -67,6 +67,10 @@ VALUES: Mapping[str, dict[str, Any]] = {
         "preStopSeconds": 20,
         "server": {"drainSeconds": 300},
     },
+    "over pods of others": {
+        "server": {"replicas": 0},
+        "router": {"backends": ["pods:models/app=vllm,tier in (a):8000#env:KEY", "pool:models/llama", "pool:two/qwen"]},
+    },
 }
 
 
@@ -221,12 +225,40 @@ def _claims(resources: Sequence[dict[str, Any]], template: dict[str, Any]) -> li
     return claims
 
 
+def test_a_router_that_looks_for_pods_may_do_that_and_no_more() -> None:
+    resources = rendered(VALUES["over pods of others"])
+    by_kind = {kind: [one for one in resources if one["kind"] == kind] for kind in ("Role", "RoleBinding")}
+    pods_rule = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+    rules = {one["metadata"]["namespace"]: one["rules"] for one in by_kind["Role"]}
+    assert set(rules) == {"models", "two"}
+    for namespace, pool in (("models", "llama"), ("two", "qwen")):
+        of_pods, of_pools = rules[namespace]
+        assert of_pods == pods_rule
+        assert (of_pools["resources"], of_pools["resourceNames"]) == (["inferencepools"], [pool])
+        assert of_pools["verbs"] == ["get"]
+    specs = {name: template["spec"] for name, template in pods(resources)}
+    router, server = specs["r-manylora-router"], specs["r-manylora-server"]
+    assert router["automountServiceAccountToken"] and not server["automountServiceAccountToken"]
+    account = {"kind": "ServiceAccount", "name": router["serviceAccountName"], "namespace": "space"}
+    assert router["serviceAccountName"] != server["serviceAccountName"]
+    assert account["name"] in {one["metadata"]["name"] for one in resources if one["kind"] == "ServiceAccount"}
+    for binding in by_kind["RoleBinding"]:
+        assert binding["subjects"] == [account]
+        assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", binding["metadata"]["name"])
+    # Without such sources there is neither a right nor a token, and an account of one's own gets the rights.
+    plain = rendered({})
+    assert not [one for one in plain if one["kind"].startswith("Role")]
+    assert not any(template["spec"]["automountServiceAccountToken"] for _, template in pods(plain))
+    own = rendered({**VALUES["over pods of others"], "serviceAccount": {"create": False, "name": "mine"}})
+    assert {one["subjects"][0]["name"] for one in own if one["kind"] == "RoleBinding"} == {"mine"}
+
+
 def test_the_chart_is_linted_and_refuses_values_that_it_does_not_know() -> None:
     helm = pytest.importorskip("helm_python", reason="needs Helm's library")
     report = helm.lint(str(CHART), strict=True, kube_version="v1.34.0")
     assert report["errors"] == []
     assert [one["error"] for one in report["messages"]] == ["icon is recommended"]
-    for wrong in ({"server": {"gpu": 1}}, {"preStopSeconds": "5"}, {"image": {"digest": "latest"}}):
+    for wrong in ({"server": {"gpu": 1}}, {"preStopSeconds": "5"}, {"image": {"digest": "latest"}}, {"router": {"backends": ["gpu1:8000"]}}):
         with pytest.raises(helm.HelmError, match=next(iter(wrong))):
             rendered(wrong)
 

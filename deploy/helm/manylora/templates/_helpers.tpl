@@ -12,6 +12,24 @@
 {{- else }}{{ default "default" .Values.serviceAccount.name }}{{ end }}
 {{- end }}
 
+{{/* The router's account, which may look for pods where it is told to; made beside the others' one. */}}
+{{- define "manylora.routerAccount" -}}
+{{- $watches := include "manylora.watched" . | fromJsonArray -}}
+{{- include "manylora.serviceAccount" . }}{{ if and $watches .Values.serviceAccount.create }}-router{{ end }}
+{{- end }}
+
+{{/* The router's sources that are pods or pools, as a list in JSON of {kind, namespace, name}. */}}
+{{- define "manylora.watched" -}}
+{{- $found := list -}}
+{{- range .Values.router.backends -}}
+{{- if regexMatch "^(pods|pool):" . -}}
+{{- $parts := regexSplit "[:/]" (regexReplaceAll "#.*$" . "") 3 -}}
+{{- $found = append $found (dict "kind" (index $parts 0) "namespace" (index $parts 1) "name" (index $parts 2)) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end }}
+
 {{/* Labels of a component: (list . "server"). */}}
 {{- define "manylora.selector" -}}
 {{- $top := index . 0 -}}
@@ -40,8 +58,9 @@ helm.sh/chart: {{ printf "%s-%s" $top.Chart.Name $top.Chart.Version | replace "+
 {{- define "manylora.pod" -}}
 {{- $top := index . 0 -}}
 {{- $own := index $top.Values (index . 1) -}}
-serviceAccountName: {{ include "manylora.serviceAccount" $top }}
-automountServiceAccountToken: {{ $top.Values.serviceAccount.automountToken }}
+{{- $watches := and (eq (index . 1) "router") (include "manylora.watched" $top | fromJsonArray) }}
+serviceAccountName: {{ include (ternary "manylora.routerAccount" "manylora.serviceAccount" (eq (index . 1) "router")) $top }}
+automountServiceAccountToken: {{ or $top.Values.serviceAccount.automountToken (not (empty $watches)) }}
 enableServiceLinks: false
 # What a pod needs to end: load balancers forget it, answers under way end, and the process leaves.
 terminationGracePeriodSeconds: {{ add $top.Values.preStopSeconds $own.drainSeconds 10 }}
