@@ -4,11 +4,11 @@
 
 A server of its own process with `--policy fair` and a simulated engine in real time (an 8B model on an H100, 32
 sequences at a time), as the first case of `tenants.py`. `light` asks for half of its share, at random times, and
-streams; `flood` keeps as many requests under way as its limit allows, or asks for its share at random times. In each
+streams; `flood` keeps three times as many requests under way as can run, or asks for its share at random times. In each
 round every case has a turn. The ratio is taken within a round; it is of the P99 of the time to first token, seen by the
-client, to the P99 of `light` alone.
+client, to the P99 of `light` alone. In the last case two tenants flood, with weights 1 and 3: how are tokens split?
 
-Writes `results/tenants_live.json` and `.md`. On a quiet machine, seven minutes.
+Writes `results/tenants_live.json` and `.md`. On a quiet machine, seven and a half minutes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ SEATS, CAPACITY = 32, 36.0
 """Sequences at a time, and requests a second of a queue that never empties, as `tenants.py` finds it."""
 
 PROMPT, ANSWER = (100, 400), (50, 150)
-NUM_FLOOD = 96  # requests of the flood under way: three times as many as can run
+NUM_FLOOD = 96  # requests of a flood under way: three times as many as can run
+WEIGHTS = {"light": 1.0, "flood": 1.0, "three": 3.0}
 WARM_UP_S, SETTLE_S = 3.0, 1.5
 POLICIES = ("fair", "fifo")
 ALONE, POLITE, FLOOD, FLOOD_FIFO = "`light` alone", "the other keeps to its share", "flood", "flood, `fifo`"
-CASES = {ALONE: "fair", POLITE: "fair", FLOOD: "fair", FLOOD_FIFO: "fifo"}
+SPLIT = "two floods, weights 1 and 3"
+CASES = {ALONE: "fair", POLITE: "fair", FLOOD: "fair", FLOOD_FIFO: "fifo", SPLIT: "fair"}
+PART = {FLOOD_FIFO: 0.25, SPLIT: 0.5}  # of the seconds of the other cases
 
 
 @dataclass(slots=True)
@@ -58,11 +61,11 @@ class Seen:
 async def serving(folder: Path, policy: str) -> AsyncIterator[httpx.AsyncClient]:
     """Run a server."""
     lines = [
-        f'[tenants.{name}]\nkeys = [{{ sha256 = "{hashlib.sha256(name.encode()).hexdigest()}" }}]\n'
-        for name in ("light", "flood")
+        f'[tenants.{name}]\nweight = {weight}\nkeys = [{{ sha256 = "{hashlib.sha256(name.encode()).hexdigest()}" }}]\n'
+        for name, weight in WEIGHTS.items()
     ]
     (folder / "tenants.toml").write_text("".join(lines))
-    for name in ("light", "flood"):
+    for name in WEIGHTS:
         (folder / "adapters" / name).mkdir(parents=True, exist_ok=True)
         settings = {"peft_type": "LORA", "r": 16, "target_modules": ["q_proj", "v_proj"], "note": name}
         (folder / "adapters" / name / "adapter_config.json").write_text(json.dumps(settings))
@@ -113,12 +116,12 @@ async def at_random_times(
             group.create_task(ask(client, tenant, rng, seen, counts=at >= WARM_UP_S))
 
 
-async def flooding(client: httpx.AsyncClient, rng: random.Random, seen: Seen) -> None:
+async def flooding(client: httpx.AsyncClient, tenant: str, rng: random.Random, seen: Seen) -> None:
     """Keep many requests under way until cancelled."""
 
     async def one() -> None:
         while True:
-            await ask(client, "flood", rng, seen, counts=True)
+            await ask(client, tenant, rng, seen, counts=True)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(NUM_FLOOD):
@@ -134,7 +137,7 @@ async def turn(client: httpx.AsyncClient, case: str, seconds: float, seed: int) 
             at_random_times(client, "flood", CAPACITY / 2, seconds, random.Random(seed + 1), other)
         )
     elif case != ALONE:
-        beside = asyncio.create_task(flooding(client, random.Random(seed + 1), other))
+        beside = asyncio.create_task(flooding(client, "flood", random.Random(seed + 1), other))
     began = time.perf_counter()
     await at_random_times(client, "light", CAPACITY / 4, seconds, rng, light)
     took_s = time.perf_counter() - began
@@ -150,6 +153,22 @@ async def turn(client: httpx.AsyncClient, case: str, seconds: float, seed: int) 
     }
 
 
+async def split(client: httpx.AsyncClient, seconds: float, seed: int) -> dict[str, Any]:
+    """Let two tenants flood; return their tokens a second, of answers that end after the warm-up."""
+    rng, seen = random.Random(seed), {name: Seen() for name in ("flood", "three")}
+    floods = [asyncio.create_task(flooding(client, name, rng, one)) for name, one in seen.items()]
+    await asyncio.sleep(WARM_UP_S)
+    began, before = time.perf_counter(), {name: one.num_tokens for name, one in seen.items()}
+    await asyncio.sleep(seconds)
+    took_s = time.perf_counter() - began
+    rates = {f"{name}_tokens_per_s": (one.num_tokens - before[name]) / took_s for name, one in seen.items()}
+    for one in floods:
+        one.cancel()
+    await asyncio.gather(*floods, return_exceptions=True)
+    await asyncio.sleep(SETTLE_S)
+    return rates
+
+
 async def measure(num_rounds: int, seconds: float) -> dict[str, list[dict[str, Any]]]:
     """Return the turns of every case."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in CASES}
@@ -157,8 +176,12 @@ async def measure(num_rounds: int, seconds: float) -> dict[str, list[dict[str, A
         async with contextlib.AsyncExitStack() as stack:
             clients = {policy: await stack.enter_async_context(serving(Path(made), policy)) for policy in POLICIES}
             for number, name in in_turns(list(CASES), num_rounds, num_warm_up=0):
-                length_s = seconds if name != FLOOD_FIFO else seconds / 4
-                found[name].append(await turn(clients[CASES[name]], name, length_s, 100 * number))
+                client, length_s = clients[CASES[name]], seconds * PART.get(name, 1.0)
+                if name == SPLIT:
+                    found[name].append(await split(client, length_s, 100 * number))
+                    print(number, name, found[name][-1], flush=True)
+                    continue
+                found[name].append(await turn(client, name, length_s, 100 * number))
                 print(number, name, f"{np.percentile(found[name][-1]['ttft_ms'], 99):.0f} ms", flush=True)
     return found
 
@@ -180,6 +203,8 @@ def text_of(found: dict[str, list[dict[str, Any]]]) -> str:
     ]
     rows = []
     for name, turns in found.items():
+        if name == SPLIT:
+            continue
         every = [one for each in turns for one in each["ttft_ms"]]
         ratio: Ratio = ratio_by_round(p99(name), p99(ALONE))
         tokens = [np.mean([each[f"{one}_tokens_per_s"] for each in turns]) for one in ("light", "flood")]
@@ -193,6 +218,12 @@ def text_of(found: dict[str, list[dict[str, Any]]]) -> str:
             ]
         )
     lines += table(("case", "requests", "P50 ms", "P99 ms", "P99 to alone", "light tok/s", "flood tok/s"), rows)
+    one, three = ([each[f"{name}_tokens_per_s"] for each in found[SPLIT]] for name in ("flood", "three"))
+    lines += [
+        "",
+        f"Two tenants that flood, with weights 1 and 3: {np.mean(one):,.0f} and {np.mean(three):,.0f} tokens a second, "
+        f"a ratio of {ratio_by_round(three, one)}.",
+    ]
     return "\n".join(lines)
 
 
@@ -201,7 +232,7 @@ def main() -> None:
     parser = arguments(__doc__, quick="short turns")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    num_rounds, seconds = (1, 4.0) if options.quick else (options.rounds, 20.0)
+    num_rounds, seconds = (1, 4.0) if options.quick else (options.rounds, 18.0)
     others = Others()
     found = asyncio.run(measure(num_rounds, seconds))
     refused = None if options.quick else reason_to_refuse(num_rounds, others.share())
