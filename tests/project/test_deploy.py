@@ -258,7 +258,12 @@ def test_the_chart_is_linted_and_refuses_values_that_it_does_not_know() -> None:
     report = helm.lint(str(CHART), strict=True, kube_version="v1.34.0")
     assert report["errors"] == []
     assert [one["error"] for one in report["messages"]] == ["icon is recommended"]
-    for wrong in ({"server": {"gpu": 1}}, {"preStopSeconds": "5"}, {"image": {"digest": "latest"}}, {"router": {"backends": ["gpu1:8000"]}}):
+    for wrong in (
+        {"server": {"gpu": 1}},
+        {"preStopSeconds": "5"},
+        {"image": {"digest": "latest"}},
+        {"router": {"backends": ["gpu1:8000"]}},
+    ):
         with pytest.raises(helm.HelmError, match=next(iter(wrong))):
             rendered(wrong)
 

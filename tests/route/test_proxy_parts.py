@@ -180,7 +180,7 @@ def test_tokens_of_all_engines_are_summed() -> None:
 
 @dataclass(eq=False)
 class Member:
-    name: str
+    url: str
     view: ReplicaView = field(default_factory=ReplicaView)
     place: int = 0
     times: ReportedTimes = field(default_factory=ReportedTimes)

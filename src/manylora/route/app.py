@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -24,7 +25,6 @@ from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import RoutedAdapters
 from manylora.route.fleet.members import Backends
 from manylora.route.fleet.sources import Sources
-from manylora.route.metrics import ProxyMetrics
 from manylora.serving.http.auth import Gate, without_foreign_pages
 from manylora.serving.http.errors import HttpError, error_response, json_response, on_error, on_http_exception
 from manylora.serving.http.page import LivePage, PageAction
@@ -69,7 +69,7 @@ class RouterRoutes:
     gate: Gate  # knows the keys of callers
     backends: Backends
     adapters: RoutedAdapters  # loads and unloads adapters on all backends
-    metrics: ProxyMetrics  # the router's own
+    metrics: Callable[[], Awaitable[bytes]]  # returns the router's own
     sources: Sources  # takes backends in and out
     is_stopping: bool = False
     _started_at: float = field(default_factory=time.time)
@@ -120,7 +120,7 @@ class RouterRoutes:
 
     async def _read_metrics(self, request: Request) -> Response:
         self.gate.check_metrics(request)
-        return Response(self.metrics.render(self.backends), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     async def _status(self, request: Request) -> Response:
         self.gate.check_admin(request)

@@ -2,7 +2,8 @@
 
 The load of a backend is the router's own count of the requests under way there, corrected by reports: requests that
 others sent to it are added, and fade as the report grows old. The prompts that were sent to it tell which beginnings
-its prefix cache is likely to hold. Callers share none, whatever their prompts.
+its prefix cache is likely to hold. Callers share none, whatever their prompts. Other workers of the router tell what
+they send where, which counts as the router's own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from manylora.core.routing.prefixes import PromptBlocks, SentPrefixes, text_bloc
 from manylora.core.routing.view import AnswerLengths, Sent
 from manylora.core.types import Request, SamplingParams
 from manylora.route.backend import Backend
+from manylora.route.outbox import Begun, Outbox
 from manylora.route.report import BackendMetrics
 
 __all__ = ["Choice", "PromptText", "Ticket"]
@@ -47,24 +49,30 @@ class PromptText:
 class Ticket:
     """A request that counts at a backend until it is returned."""
 
-    __slots__ = ("is_open", "member", "sent")
+    __slots__ = ("_outbox", "_serial", "is_open", "member", "sent")
 
-    def __init__(self, member: Backend, sent: Sent) -> None:
+    def __init__(self, member: Backend, sent: Sent, outbox: Outbox | None = None, blocks: Seq[int] = ()) -> None:
         self.member = member
         self.is_open = True
         self.sent = sent
         member.view.add(sent)
+        self._outbox = outbox  # tells other workers; ``None`` for none
+        self._serial = 0 if outbox is None else outbox.begun(member.url, sent, blocks)
 
     def started(self) -> None:
         """Learn that the answer has begun: the prompt has run."""
         if self.is_open:
             self.member.view.start(self.sent)
+            if self._outbox is not None:
+                self._outbox.started(self._serial)
 
     def end(self) -> None:
         """Count the request out; once is enough, and twice is the same."""
         if self.is_open:
             self.is_open = False
             self.member.view.remove(self.sent)
+            if self._outbox is not None:
+                self._outbox.ended(self._serial)
 
 
 @dataclass(eq=False)
@@ -77,7 +85,9 @@ class Choice:
 
     router: Router  # chooses by place
     ranks: MutableMapping[str, int]  # rank by adapter, as reported so far; a missing one counts as the base
+    outbox: Outbox | None = None  # tells the other workers of the router; ``None`` for none
     _slots: list[Backend | None] = field(default_factory=list)
+    _by_url: dict[str, Backend] = field(default_factory=dict)
     _views: list[ReplicaView] = field(default_factory=list)
     _places: list[int] = field(default_factory=list)  # of all backends
     _prefixes: SentPrefixes = field(default_factory=SentPrefixes)
@@ -114,7 +124,7 @@ class Choice:
         """
         if model and model not in self.ranks:
             self.learn_ranks({model: USUAL_RANK})
-        chosen, num_cached = available[0], 0
+        chosen, num_cached, hashes = available[0], 0, []
         if len(self._slots) > 1:
             blocks = prompt.blocks(model)
             self._prefixes.expect(blocks)
@@ -122,6 +132,7 @@ class Choice:
                 chosen = self._chosen(model, prompt.num_tokens, available)
             num_cached = chosen.view.cached_tokens
             self._prefixes.note(chosen.view, blocks)
+            hashes = blocks.hashes
         sent = Sent(
             replica=0,
             adapter=model or None,
@@ -129,7 +140,35 @@ class Choice:
             num_prompt_tokens=prompt.num_tokens,
             num_cached_tokens=num_cached,
         )
-        return Ticket(chosen, sent)
+        return Ticket(chosen, sent, self.outbox, hashes)
+
+    def count(self, begun: Begun) -> Ticket | None:
+        """Count a request that another worker has sent; return its ticket, ``None`` for a backend unknown here."""
+        member = self._by_url.get(begun.url)
+        if member is None:
+            return None
+        self._prefixes.note(member.view, PromptBlocks(begun.blocks, 0.0, begun.num_prompt_tokens))
+        return Ticket(
+            member,
+            Sent(
+                replica=0,
+                adapter=begun.adapter,
+                rank=begun.rank,
+                num_prompt_tokens=begun.num_prompt_tokens,
+                num_cached_tokens=begun.num_cached_tokens,
+            ),
+        )
+
+    def places(self) -> list[str | None]:
+        """Return the URL of the backend in each slot; ``None`` in a free one."""
+        return [None if member is None else member.url for member in self._slots]
+
+    def arrange(self, places: Seq[str | None]) -> None:
+        """Give backends the slots that they have in another worker, so that adapters have the same order there."""
+        left = dict(self._by_url)
+        self._slots = [None if url is None else left.pop(url, None) for url in places]
+        self._slots += left.values()
+        self._number()
 
     def _chosen(self, model: str, num_tokens: int, available: Seq[Backend]) -> Backend:
         prompt = _prompt(-(-num_tokens // ROUND_TOKENS))
@@ -142,6 +181,7 @@ class Choice:
         return member
 
     def _number(self) -> None:
+        self._by_url = {member.url: member for member in self._slots if member is not None}
         self._places = [place for place, member in enumerate(self._slots) if member is not None]
         for place, member in enumerate(self._slots):
             if member is not None:

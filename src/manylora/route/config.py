@@ -127,6 +127,14 @@ class ProxyConfig:
     reuse_port: bool = _http(
         False, help="Share the port with another router, so that a new one can start before the old one stops."
     )
+    workers: int = _http(
+        1,
+        unit="processes",
+        at_least=1,
+        at_most=64,
+        help="Processes that share the port, each on a core of its own, and choose by one book of the requests under "
+        "way. Not with --manage-adapters.",
+    )
     api_keys: tuple[str, ...] = _http(
         (),
         flag="--api-key",
@@ -174,6 +182,10 @@ class ProxyConfig:
         check_options(self)
         if not self.backends:
             raise ConfigError("Got no backends, expected at least one --backend URL")
+        if self.workers > 1 and self.manage_adapters:
+            raise ConfigError(
+                f"Got workers = {self.workers} with manage_adapters, expected 1: one process alone loads and unloads"
+            )
         if not all(self.api_keys):
             raise ConfigError(f"Got api_keys = {self.api_keys!r}, expected keys that are not empty")
         for name in ("admin_key", "backend_key", "metrics_key", "router_key"):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter as CountOf
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from manylora.core.routing.view import Sent
 from manylora.route.backend import Backend, BackendState
 
-__all__ = ["AttemptEnd", "ProxyMetrics"]
+__all__ = ["AttemptEnd", "ProxyMetrics", "merged"]
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RESIDENT = {True: "yes", False: "no", None: "unknown"}
@@ -129,3 +130,32 @@ class ProxyMetrics(Collector):
 
     def _histogram(self, name: str, text: str, labels: list[str]) -> Histogram:
         return Histogram(f"manylora_route_{name}", text, labels, registry=self._registry, buckets=SECONDS)
+
+
+def merged(texts: Mapping[int, bytes], own: int) -> bytes:
+    """Return the metrics of several workers as one text: counters and histograms get the label ``worker``.
+
+    A worker that starts again begins its own counters anew, which a sum over workers would hide from Prometheus. Gauges
+    are of the book, which is the same in all: they are those of the worker ``own``.
+    """
+    families: dict[str, Metric] = {}
+    for worker, text in texts.items():
+        for family in text_string_to_metric_families(text.decode()):
+            is_of_book = family.type == "gauge" and not family.name.endswith("_created")
+            if is_of_book and worker != own:
+                continue
+            into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                labels = sample.labels if is_of_book else {**sample.labels, "worker": str(worker)}
+                into.add_sample(sample.name, labels, sample.value)
+    registry = CollectorRegistry()
+    registry.register(_Families(list(families.values())))
+    return generate_latest(registry)
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

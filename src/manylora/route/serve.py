@@ -6,6 +6,8 @@
          -> SIGHUP, or another file of options: backends and public names change
          -> first signal: stop to listen, requests under way may finish -> exit 0
          -> second signal: exit at once
+
+With several workers each process does so on a socket of its own; ``workers.py`` starts them.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 
@@ -32,10 +35,13 @@ from manylora.route.fleet.names import parse_names
 from manylora.route.fleet.polls import Polls
 from manylora.route.fleet.sources import Resolve, Sources, parse_source, resolve
 from manylora.route.metrics import ProxyMetrics
+from manylora.route.outbox import Outbox
+from manylora.route.peers import Peers
 from manylora.route.relay.relay import Relay
 from manylora.route.relay.selection import Selection
 from manylora.route.relay.tenants import RoutedTenants
 from manylora.route.upstream.pool import backend_tls
+from manylora.route.workers import Worker, start_workers
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
@@ -59,18 +65,24 @@ logger = logging.getLogger(__name__)
 class Proxy:
     """One router, from start to stop, on one event loop.
 
-    ``resolve`` looks DNS names up; the ``environment`` has keys of backends. ``ConfigError`` if an address or a router
-    is wrong, or it cannot listen.
+    ``resolve`` looks DNS names up; the ``environment`` has keys of backends; ``worker`` is which of several workers it
+    is. ``ConfigError`` if an address or a router is wrong, or it cannot listen.
     """
 
     def __init__(
-        self, config: ProxyConfig, *, resolve: Resolve = resolve, environment: Mapping[str, str] | None = None
+        self,
+        config: ProxyConfig,
+        *,
+        resolve: Resolve = resolve,
+        environment: Mapping[str, str] | None = None,
+        worker: Worker | None = None,
     ) -> None:
         for text in config.backends:
             parse_source(text, environment or {})
         rng, ranks = Random(), dict[str, int]()
         context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=config.max_in_flight)
-        choice = Choice(make_router(config.router, context, config.router_options), ranks)
+        outbox = None if worker is None else Outbox()
+        choice = Choice(make_router(config.router, context, config.router_options), ranks, outbox)
         self.metrics = metrics = ProxyMetrics()
         self.backends = Backends(config, choice)
         changes = BackendChanges(config, self.backends)
@@ -78,15 +90,19 @@ class Proxy:
         adapters = RoutedAdapters(self.backends, changes, placement)
         self._polls = Polls(config, self.backends, adapters, choice, metrics, rng=rng)
         cluster = Cluster(config.kubernetes_api, config.kubernetes_account, again_s=config.resolve_s, rng=rng)
-        self._sources = Sources(config.resolve_s, resolve, cluster.watch, self._polls.update, environment or {})
+        self._sources = Sources(config.resolve_s, resolve, cluster.watch, self._polls.update, environment or {}, outbox)
         self.backends.catalog.rename(parse_names(config.names))
         selection = Selection(config, self.backends, choice, changes, placement)
         self.tenants = None if config.tenants is None else TenantBook(Path(config.tenants).expanduser())
         self._usage = None if config.usage is None else UsageLedger(Path(config.usage).expanduser())
         gate = Gate(config.api_keys, config.admin_key, tenants=self.tenants, metrics_key=config.metrics_key)
-        tenants = None if self.tenants is None else RoutedTenants(config, gate, self.backends, self._usage)
+        tenants = None if self.tenants is None else RoutedTenants(config, gate, self.backends, self._usage, outbox)
         relay = Relay(config, gate, self.backends, selection, placement, metrics, tenants)
-        self._routes = RouterRoutes(config, gate, self.backends, adapters, metrics, self._sources)
+        self._peers: Peers | None = None
+        if worker is not None and outbox is not None:
+            self._peers = Peers(worker, outbox, choice, self.backends, self._sources, metrics, tenants)
+        render = self._own_metrics if self._peers is None else self._peers.metrics
+        self._routes = RouterRoutes(config, gate, self.backends, adapters, render, self._sources)
         self._app = make_app(config, relay, self._routes)
         if config.backend_ca_certs is not None:
             backend_tls(config.backend_ca_certs)  # names of backends may be looked up later
@@ -97,7 +113,7 @@ class Proxy:
         self._config = config
         self._http: HttpServer | None = None
         self.is_stopping = False
-        self._socket = bind(config.host, config.port, reuse_port=config.reuse_port)
+        self._socket = worker.bound if worker is not None else bind_port(config)
         self.url = url_of(self._socket, is_tls=self._tls is not None)
 
     def drain(self) -> None:
@@ -128,6 +144,8 @@ class Proxy:
         try:
             await self._sources.configure(self._config.backends)
             await self._polls.start()
+            if self._peers is not None:
+                await self._peers.start()
         except BaseException:
             self._socket.close()
             raise
@@ -147,12 +165,29 @@ class Proxy:
         finally:
             for task in watching:
                 task.cancel()
+            if self._peers is not None:
+                await self._peers.stop()
             await self._sources.stop()
             await self._polls.stop()
             if self._traces is not None:
                 await self._traces.close()
             if self._usage is not None:
                 await self._usage.close()
+
+    async def _own_metrics(self) -> bytes:
+        return self.metrics.render(self.backends)
+
+
+def bind_port(config: ProxyConfig) -> socket.socket:
+    """Return a socket on the port of the router; ``ConfigError`` if there is none to be had."""
+    return bind(config.host, config.port, reuse_port=config.reuse_port)
+
+
+def bind_workers(config: ProxyConfig) -> list[socket.socket]:
+    """Return a socket on the port for each worker; ``ConfigError`` if there is none to be had."""
+    with bind_port(config) as only:  # a port that another process has is refused, as without workers
+        port = only.getsockname()[1]
+    return [bind(config.host, port, reuse_port=True) for _ in range(config.workers)]
 
 
 def max_connections() -> int:
@@ -199,23 +234,58 @@ def run(
     file: str | None = None,
     read: Callable[[], ProxyConfig] | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit code; call it from the main thread.
+    """Serve until SIGTERM or SIGINT, and return the exit code, also in each worker; call it from the main thread.
 
     The ``environment`` has keys of backends. If the options come from a ``file``, ``read`` reads it again.
     ``ManyloraError`` if the router could not start.
     """
     tasks: list[asyncio.Task[None]] = []
+    worker: Worker | None = None
+    if config.workers > 1:
+        started = start_workers(config.workers, lambda: bind_workers(config))
+        if isinstance(started, int):
+            return started
+        worker = started
+        if worker.is_again and file is not None and read is not None:
+            config = _reloaded(config, read)
 
     def make() -> Proxy:
-        proxy = Proxy(config, environment=environment)
+        proxy = Proxy(config, environment=environment, worker=worker)
+        if worker is not None:
+            _drain_with_parent(proxy, worker)
         if file is not None and read is not None:
             tasks.append(asyncio.create_task(reload_on_change(proxy, read, Path(file))))
         return proxy
 
     def say_ready(proxy: Proxy) -> None:
         backends = proxy.backends
-        print(f"manylora routes to {backends.num_up} of {len(backends)} backends at {proxy.url}", flush=True)
+        if worker is None or not worker.is_again:
+            by = "" if worker is None else f" by {config.workers} workers"
+            print(f"manylora routes to {backends.num_up} of {len(backends)} backends{by} at {proxy.url}", flush=True)
+        if worker is not None:
+            worker.say_ready()
         if proxy.tenants is not None and not tasks:  # else they are read by ``reload_on_change``
             proxy.tenants.reread_on_signal()
 
     return run_until_stopped(make, say_ready, drain_timeout_s=config.drain_timeout_s)
+
+
+def _reloaded(config: ProxyConfig, read: Callable[[], ProxyConfig]) -> ProxyConfig:
+    """Return a configuration with the backends and names of its file now, for a worker among others that read it."""
+    try:
+        now = read()
+    except ConfigError as error:
+        logger.error("reload_refused reason=%r", str(error))
+        return config
+    return replace(config, **{name: getattr(now, name) for name in RELOADED})
+
+
+def _drain_with_parent(proxy: Proxy, worker: Worker) -> None:
+    """Drain once the parent has ended without a word: there would be no more signals."""
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(worker.parent)
+        proxy.drain()
+
+    loop.add_reader(worker.parent, ended)

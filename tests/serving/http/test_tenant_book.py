@@ -125,6 +125,17 @@ def test_tokens_of_answers_are_owed():
     assert made.refusal(num_tokens=1).retry_after_s > 400
 
 
+def test_an_answer_that_took_long_is_not_forgiven_its_own_time():
+    made = Room(tokens=600)
+    places = made.room.take("a", 1, num_tokens=0)
+    made.now = 59.0  # nothing was taken that could have filled up meanwhile
+    places.close(num_tokens=900)
+    assert made.refusal(num_tokens=1).retry_after_s == pytest.approx(30.1)
+    counted = made.room.count("a", 1, num_tokens=60)  # let in by another process, whatever is left
+    assert made.refusal(num_tokens=1).retry_after_s == pytest.approx(36.1)
+    counted.close()
+
+
 def test_answers_and_adapters_under_way():
     made = Room(num_answers=3, num_adapters=2)
     one, two = made.room.take("a", 1, adapter="x"), made.room.take("a", 1, adapter="y")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from manylora.core.errors import ConfigError
 from manylora.route.config import is_key
+from manylora.route.outbox import Listed, Outbox
 from manylora.route.upstream.address import Address, parse_backend
 
 __all__ = ["Pods", "Resolve", "Sources", "parse_source", "resolve"]
@@ -65,6 +66,8 @@ class Sources:
     watch_pods: WatchPods
     on_change: Callable[[Mapping[str, Address]], None]  # called with the addresses of all sources, by URL
     environment: Mapping[str, str]  # environment variables, for keys
+    outbox: Outbox | None = None  # tells the other workers of the router what was added and removed
+    _version: int = 0  # of what was added and removed
     _configured: dict[str, dict[str, Address]] = field(default_factory=dict)  # addresses by URL, of each text
     _added: dict[str, Address] = field(default_factory=dict)
     _removed: set[str] = field(default_factory=set)
@@ -100,6 +103,7 @@ class Sources:
         self._added[address.url] = address
         self._removed.discard(address.url)
         self._changed()
+        self._tell()
         return address
 
     def remove(self, url: str) -> bool:
@@ -108,7 +112,24 @@ class Sources:
             return False
         self._removed.add(url)
         self._changed()
+        self._tell()
         return True
+
+    def listed(self) -> Listed:
+        """Return what was added and removed, for other workers."""
+        added = {url: address.key_from.removeprefix("key:") for url, address in self._added.items()}
+        return Listed(self._version, added, sorted(self._removed))
+
+    def adopt(self, listed: Listed) -> None:
+        """Take over what was added and removed by way of another worker, if it is newer."""
+        if listed.version <= self._version:
+            return
+        self._version = listed.version
+        self._added = {
+            url: replace(parse_backend(url), key_from=f"key:{key}" if key else "") for url, key in listed.added.items()
+        }
+        self._removed = set(listed.removed)
+        self._changed()
 
     async def stop(self) -> None:
         """End all look-ups and watches."""
@@ -153,6 +174,11 @@ class Sources:
             return
         if ips and text in self._configured:
             self._configured[text] = {address.url: address for address in (name.at(ip) for ip in sorted(ips))}
+
+    def _tell(self) -> None:
+        self._version += 1
+        if self.outbox is not None:
+            self.outbox.tell(self.listed())
 
     def _all(self) -> dict[str, Address]:
         found = dict(self._added)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.members import Backends, Found
+from manylora.route.outbox import Outbox, Taken
 from manylora.route.upstream.connection import Headers
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.room import CallerRoom, Places
@@ -45,6 +46,8 @@ class TenantCall:
     passes_key: bool = False  # whether backends get its own key
     authorization: bytes | None = None  # the router's key in place of it
     header: bytes | None = None  # the tenant and its weight, beside that key
+    outbox: Outbox | None = None  # tells other workers of the place
+    serial: int = 0
     _num_output_tokens: int | None = None  # as the backend says
     _num_events: int = 0
     _rest: bytes = field(default=b"")
@@ -69,6 +72,8 @@ class TenantCall:
         """Give the places back, and count what was used."""
         num_tokens = self._num_events if self._num_output_tokens is None else self._num_output_tokens
         self.places.close(num_tokens)
+        if self.outbox is not None:
+            self.outbox.ended(self.serial, num_tokens)
         if self.usage is not None and (num_tokens or self._rest):
             self.usage.add(
                 self.tenant, self.adapter, num_prompt_tokens=self.num_prompt_tokens, num_output_tokens=num_tokens
@@ -78,10 +83,19 @@ class TenantCall:
 class RoutedTenants:
     """Lets the requests of tenants in. For the event loop's thread alone.
 
-    The backends that are up give the room, of which one tenant may have half; ``usage`` takes what was used.
+    The backends that are up give the room, of which one tenant may have half; ``usage`` takes what was used, and
+    ``outbox`` tells the other workers of the router.
     """
 
-    def __init__(self, config: ProxyConfig, gate: Gate, backends: Backends, usage: UsageLedger | None) -> None:
+    def __init__(
+        self,
+        config: ProxyConfig,
+        gate: Gate,
+        backends: Backends,
+        usage: UsageLedger | None,
+        outbox: Outbox | None = None,
+    ) -> None:
+        self._outbox = outbox
         self._gate = gate
         self._usage = usage
         self._key = None if config.router_key is None else f"Bearer {config.router_key}".encode()
@@ -102,4 +116,11 @@ class RoutedTenants:
             call.header = f"{caller};{1.0 if tenant is None else tenant.weight:g}".encode()
         else:
             call.passes_key = tenant is not None
+        if self._outbox is not None:
+            call.outbox = self._outbox
+            call.serial = self._outbox.taken(caller, found.adapter or None, num_prompt_tokens)
         return call
+
+    def count(self, taken: Taken) -> Places:
+        """Count the place of a request that another worker has let in."""
+        return self._room.count(taken.caller, 1, num_tokens=taken.num_tokens, adapter=taken.adapter)

@@ -158,9 +158,9 @@ class Allowance:
                 retry_after_s=over * 60.0 / limit,
             )
 
-    def take(self, num: int) -> None:
+    def take(self, limit: int, num: int, now: float) -> None:
         """Take so many; what is not left is owed."""
-        self._taken += num
+        self._taken = self.taken(limit, now) + num
 
     def headers(self, limit: int, now: float) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers about the limit."""
@@ -224,7 +224,7 @@ class CallerRoom:
         """Raise ``CapacityError`` (429) if a caller has no place or request left, at next to no cost."""
         if (one := self._callers.get(caller)) is not None:
             if caller in self._full:
-                self._num_left(one, caller, 1)
+                self._check_places(one, caller, 1)
             if (most := self.limits_of(caller).requests) is not None:
                 one.requests.check(most, 1, self.now())
 
@@ -234,7 +234,7 @@ class CallerRoom:
         The prompts have ``num_tokens``. ``adapter`` answers; ``None`` for the base.
         """
         one, limits, now = self._callers.get(caller) or _Caller(), self.limits_of(caller), self.now()
-        num_left = self._num_left(one, caller, num)
+        self._check_places(one, caller, num)
         num_adapters = len(one.adapters) + (adapter is not None and adapter not in one.adapters)
         if limits.num_adapters is not None and num_adapters > limits.num_adapters:
             raise CapacityError(
@@ -245,14 +245,19 @@ class CallerRoom:
             one.requests.check(limits.requests, 1, now)
         if limits.tokens is not None:
             one.tokens.check(limits.tokens, num_tokens, now)
-            one.tokens.take(num_tokens)
+        return self.count(caller, num, num_tokens=num_tokens, adapter=adapter)
+
+    def count(self, caller: str, num: int, *, num_tokens: int = 0, adapter: str | None = None) -> Places:
+        """Take places whatever is left: of a request that another process has let in; arguments as of ``take``."""
+        one, limits, now = self._callers.setdefault(caller, _Caller()), self.limits_of(caller), self.now()
+        if limits.tokens is not None:
+            one.tokens.take(limits.tokens, num_tokens, now)
         if limits.requests is not None:
-            one.requests.take(1)
-        self._callers[caller] = one
+            one.requests.take(limits.requests, 1, now)
         one.num_answers += num
         if adapter is not None:
             one.adapters[adapter] += 1
-        if num_left == 0:
+        if one.num_answers >= self._most(caller):
             self._full.add(caller)
         return Places(self, caller, num, adapter)
 
@@ -262,7 +267,7 @@ class CallerRoom:
         one.num_answers -= num
         self._full.discard(caller)
         if limits.tokens is not None:
-            one.tokens.take(num_tokens)
+            one.tokens.take(limits.tokens, num_tokens, self.now())
         if adapter is not None:
             one.adapters[adapter] -= 1
             if not one.adapters[adapter]:
@@ -293,17 +298,20 @@ class CallerRoom:
         found = [] if limits.requests is None else one.requests.headers(limits.requests, now)
         return found if limits.tokens is None else [*found, *one.tokens.headers(limits.tokens, now)]
 
-    def _num_left(self, one: _Caller, caller: str, num: int) -> int:
-        """Return the places that are left to a caller after ``num`` more; errors as of ``take``."""
+    def _most(self, caller: str) -> int:
+        """Return the most answers of a caller."""
         most = self.num_each * max(1, self.num_engines())
-        if (own := self.limits_of(caller).num_answers) is not None:
-            most = min(most, own)
+        own = self.limits_of(caller).num_answers
+        return most if own is None else min(most, own)
+
+    def _check_places(self, one: _Caller, caller: str, num: int) -> None:
+        """Raise ``CapacityError`` (429) unless a caller has so many places left."""
+        most = self._most(caller)
         if one.num_answers + num > most:
             raise CapacityError(
                 f"This caller has {one.num_answers} answers under way and asks for {num} more, of {most} at most: "
                 "try again when some have ended"
             )
-        return most - one.num_answers - num
 
 
 class BodyRoom:

@@ -54,7 +54,7 @@ class PageSessions:
         wrong, now = self._wrong.get(client) or Allowance("wrong keys"), self.monotonic_s()
         wrong.check(WRONG_KEYS_A_MINUTE, 1, now)
         if not hmac.compare_digest(digest_of(key), administrator):
-            wrong.take(1)
+            wrong.take(WRONG_KEYS_A_MINUTE, 1, now)
             self._wrong[client] = wrong
             self._wrong.move_to_end(client)
             if len(self._wrong) > MAX_CLIENTS:

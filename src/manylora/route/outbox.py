@@ -1,0 +1,176 @@
+"""What one worker of a router tells the others: requests at backends, tenants' places, backends that were added.
+
+Messages of one turn of the event loop leave together. What is open is kept, and told again to a worker that comes up or
+is connected anew: so no message need arrive for good, and a worker that is lost takes its own along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from itertools import count
+
+import msgspec
+
+from manylora.core.routing.view import Sent
+
+__all__ = ["Asked", "Begun", "Ended", "Hello", "Listed", "Message", "Metrics", "Outbox", "Started", "Taken"]
+
+MOST_UNREAD_BYTES = 16 << 20
+"""Bytes that may wait for a worker that does not read; beyond them it is left, and told all that is open later."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Message(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class Begun(_Message):
+    """A request counts at a backend from now on; ``blocks`` are those of its prompt."""
+
+    serial: int
+    url: str
+    adapter: str | None
+    rank: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    blocks: list[int]
+
+
+class Started(_Message):
+    """The prompt of a request has run."""
+
+    serial: int
+
+
+class Taken(_Message):
+    """A tenant has a place, and took so many tokens."""
+
+    serial: int
+    caller: str
+    adapter: str | None
+    num_tokens: int
+
+
+class Ended(_Message):
+    """A request has left its backend, or a tenant its place after an answer of so many tokens."""
+
+    serial: int
+    num_tokens: int = 0
+
+
+class Listed(_Message):
+    """The backends that were added (their keys by URL) and removed by the admin routes; the highest version counts."""
+
+    version: int
+    added: Mapping[str, str]
+    removed: list[str]
+
+
+class Hello(_Message):
+    """The first message: who speaks, since when (monotonic seconds), and its backends by place."""
+
+    worker: int
+    since: float
+    places: list[str | None]
+    listed: Listed
+
+
+class Asked(_Message):
+    """The speaker asks for the metrics of this worker."""
+
+    serial: int
+
+
+class Metrics(_Message):
+    """The answer, as Prometheus text."""
+
+    serial: int
+    text: bytes
+
+
+Message = Begun | Started | Taken | Ended | Listed | Hello | Asked | Metrics
+
+
+class Outbox:
+    """Tells the other workers. For the event loop's thread alone."""
+
+    def __init__(self) -> None:
+        self._serials = count(1)
+        self._open: dict[int, list[Message]] = {}  # what a new listener is told of each that is open
+        self._unsent: list[Message] = []
+        self._listeners: dict[int, asyncio.WriteTransport] = {}  # by number of the worker
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    @property
+    def listeners(self) -> list[int]:
+        """The workers that are connected."""
+        return list(self._listeners)
+
+    def begun(self, url: str, sent: Sent, blocks: Seq[int]) -> int:
+        """Tell of a request at a backend; return its number here."""
+        serial = next(self._serials)
+        begun = Begun(
+            serial, url, sent.adapter, sent.rank, sent.num_prompt_tokens, sent.num_cached_tokens, list(blocks)
+        )
+        return self._opened(serial, begun)
+
+    def taken(self, caller: str, adapter: str | None, num_tokens: int) -> int:
+        """Tell of a tenant's place; return its number here."""
+        serial = next(self._serials)
+        return self._opened(serial, Taken(serial, caller, adapter, num_tokens))
+
+    def started(self, serial: int) -> None:
+        """Tell that a prompt has run."""
+        message = Started(serial)
+        self._open[serial].append(message)
+        self.tell(message)
+
+    def ended(self, serial: int, num_tokens: int = 0) -> None:
+        """Tell that a request or a place has ended."""
+        del self._open[serial]
+        self.tell(Ended(serial, num_tokens))
+
+    def tell(self, message: Message) -> None:
+        """Tell all workers, at the end of this turn of the event loop."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(message)
+
+    def send(self, worker: int, message: Message) -> None:
+        """Tell one worker, if it is connected."""
+        if worker in self._listeners:
+            self._write([worker], [message])
+
+    def join(self, worker: int, listener: asyncio.WriteTransport, hello: Hello) -> None:
+        """Begin to tell a worker: first all that is open."""
+        self._flush()  # it is open, or has ended: not told twice
+        self._listeners[worker] = listener
+        self._write([worker], [hello, *(one for messages in self._open.values() for one in messages)])
+
+    def leave(self, worker: int) -> None:
+        """Tell a worker no more."""
+        self._listeners.pop(worker, None)
+
+    def _opened(self, serial: int, message: Message) -> int:
+        self._open[serial] = [message]
+        self.tell(message)
+        return serial
+
+    def _flush(self) -> None:
+        messages, self._unsent = self._unsent, []
+        if messages:
+            self._write(self.listeners, messages)
+
+    def _write(self, workers: Iterable[int], messages: list[Message]) -> None:
+        text = self._encode(messages)
+        for worker in workers:
+            listener = self._listeners[worker]
+            listener.write(len(text).to_bytes(4, "big") + text)
+            if listener.get_write_buffer_size() > MOST_UNREAD_BYTES:
+                logger.warning("worker_does_not_read worker=%d", worker)
+                self.leave(worker)
+                listener.abort()

@@ -1,0 +1,160 @@
+"""Workers of a router: processes that accept on one port, started again when they end.
+
+::
+
+    parent   binds the port, forks, waits for signals      +-- worker 0   an event loop, a whole router
+             passes SIGTERM, SIGINT and SIGHUP on       ---+-- worker 1   ...
+             starts a worker again that has ended          +-- ...
+
+Each worker has a socket of its own on the port (SO_REUSEPORT), so that the kernel deals connections out evenly; the
+parent holds all of them, so that connections outlive a worker that did not accept them yet. A worker is a fork: it is
+there in milliseconds, and hashes text as the others do, which their account of prefixes needs. The parent has no thread
+and no event loop. Worker 0 starts alone, so that a mistake in the options is told once; the others follow when it is
+ready.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["Worker", "start_workers"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
+READY = signal.SIGUSR1
+"""What the first worker sends its parent once it is ready."""
+LEAST_LIFE_S = 1.0
+"""A worker that ended sooner is started again only after that time."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker, in its own process.
+
+    Args:
+        number: From 0 on.
+        num_workers: In all.
+        folder: Has a Unix socket of each, by its number.
+        bound: Its socket on the port.
+        is_again: Whether others run already.
+        parent: A file that ends with the parent.
+    """
+
+    number: int
+    num_workers: int
+    folder: Path
+    bound: socket.socket
+    is_again: bool
+    parent: int
+
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the other workers."""
+        return [number for number in range(self.num_workers) if number != self.number]
+
+    def path(self, number: int) -> str:
+        """Return the path of a worker's Unix socket."""
+        return str(self.folder / str(number))
+
+    def say_ready(self) -> None:
+        """Let the parent start the others."""
+        if self.number == 0 and not self.is_again:
+            os.kill(os.getppid(), READY)
+
+
+def start_workers(num_workers: int, bind: Callable[[], list[socket.socket]]) -> Worker | int:
+    """Start workers, and return twice: in each worker as soon as it runs, in this process once all have ended.
+
+    Call it from the main thread of a process without other threads.
+
+    Args:
+        num_workers: Their number.
+        bind: Returns a socket on the port for each.
+
+    Returns:
+        The worker, or the exit code: 0 after a graceful stop.
+    """
+    return _Parent(num_workers, bind(), Path(tempfile.mkdtemp(prefix="manylora-route-"))).run()
+
+
+@dataclass(slots=True, eq=False)
+class _Parent:
+    """Starts workers and passes signals on to them."""
+
+    num_workers: int
+    sockets: list[socket.socket]
+    folder: Path
+    _running: dict[int, tuple[int, float]] = field(default_factory=dict)  # number and start by process
+    _is_ready: bool = False  # the first worker was ready once
+    _is_stopping: bool = False
+    _code: int = 0
+
+    def run(self) -> Worker | int:
+        """Return in each worker, and here when all have ended."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        life, held = os.pipe()  # which end with this process
+        missing = [0]
+        while True:
+            for number in missing:
+                if (pid := os.fork()) == 0:
+                    os.close(held)
+                    return self._worker(number, life)
+                self._running[pid] = number, time.monotonic()
+            missing = []
+            if not self._running:
+                break
+            received = signal.sigwait(SIGNALS)
+            if received == signal.SIGCHLD:
+                missing = self._ended()
+            elif received == READY and not self._is_ready:
+                self._is_ready = True
+                missing = list(range(1, self.num_workers))
+            elif received != READY:
+                self._pass_on(received)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self._code
+
+    def _worker(self, number: int, life: int) -> Worker:
+        os.setpgid(0, 0)  # else a terminal's interrupt comes twice, which means at once
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a file to read again
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        for other, one in enumerate(self.sockets):
+            if other != number:
+                one.close()
+        return Worker(number, self.num_workers, self.folder, self.sockets[number], self._is_ready, life)
+
+    def _pass_on(self, received: int) -> None:
+        if received != signal.SIGHUP:
+            self._is_stopping = True
+            for one in self.sockets:  # held here, connections would wait for workers that accept no more
+                one.close()
+        for pid in self._running:
+            os.kill(pid, received)
+
+    def _ended(self) -> list[int]:
+        """Take note of workers that ended; return those to start again."""
+        again = []
+        while self._running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            number, started_at = self._running.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if self._is_stopping or not self._is_ready:
+                self._code = self._code or abs(code)
+                continue
+            logger.error("worker_ended worker=%d code=%d", number, code)
+            if time.monotonic() - started_at < LEAST_LIFE_S:
+                time.sleep(LEAST_LIFE_S)
+            again.append(number)
+        return again
