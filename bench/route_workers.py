@@ -179,7 +179,15 @@ def main() -> None:
             ttft = [f"{1e3 * middle[key]:.0f}" for key in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s")]
             ratio = ratio_by_round(*([seed["ttft_mean_s"] for seed in side] for side in (each, one)))
             rows.append([name, *ttft, ratio, f"{100 * middle['hits']:.1f}", f"{middle['loads']:.0f}"])
-        heads = ("routers", "TTFT mean ms", "P50", "P99", "mean, to one book", "prompt tokens cached %", "loads")
+        heads: tuple[str, ...] = (
+            "routers",
+            "TTFT mean ms",
+            "P50",
+            "P99",
+            "mean, to one book",
+            "prompt tokens cached %",
+            "loads",
+        )
         refused = None
     else:
         found = cost(rounds, 1.0 if options.quick else 4.0)

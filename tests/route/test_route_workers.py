@@ -26,7 +26,7 @@ from manylora.core.errors import ConfigError
 from manylora.route import outbox as told
 from manylora.route.config import ProxyConfig
 from manylora.route.serve import Proxy, bind_workers
-from manylora.route.workers import Worker
+from manylora.route.workers import RouteWorker
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -42,7 +42,7 @@ async def working(
         found = []
         for number in numbers:
             bound = socket.create_server(("127.0.0.1", 0))
-            worker = Worker(number, 3, folder, bound, is_again=False, parent=-1)
+            worker = RouteWorker(number, 3, folder, bound, is_again=False, parent=-1)
             proxy = Proxy(config, worker=worker)
             ready = asyncio.Event()
             serving = asyncio.create_task(proxy.serve(ready.set))
@@ -260,6 +260,14 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process runs; one that has ended may wait for its parent."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except FileNotFoundError:
+        return False
+
+
 def begin(address: str) -> http.client.HTTPResponse:
     """Begin a stream; return it after its first bytes."""
     connection = http.client.HTTPConnection(address.partition("://")[2], timeout=30)
@@ -352,7 +360,7 @@ def test_workers_without_a_file_start_stay_and_end_with_their_parent() -> None:
         router.kill()
         _, log = router.communicate(timeout=20)  # their ends of the pipes close when they end
         assert len(workers) == 3 and "worker_ended" not in log
-        assert not any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers)
+        assert not any(map(is_running, workers))
     finally:
         router.kill()
 

@@ -16,7 +16,7 @@ import msgspec
 
 from manylora.core.routing.view import Sent
 
-__all__ = ["Asked", "Begun", "Ended", "Hello", "Listed", "Message", "Metrics", "Outbox", "Started", "Taken"]
+__all__ = ["Asked", "Begun", "Ended", "Hello", "Listed", "Message", "MetricsTold", "Outbox", "PlaceTaken", "Started"]
 
 MOST_UNREAD_BYTES = 16 << 20
 """Bytes that may wait for a worker that does not read; beyond them it is left, and told all that is open later."""
@@ -46,7 +46,7 @@ class Started(_Message):
     serial: int
 
 
-class Taken(_Message):
+class PlaceTaken(_Message):
     """A tenant has a place, and took so many tokens."""
 
     serial: int
@@ -85,14 +85,14 @@ class Asked(_Message):
     serial: int
 
 
-class Metrics(_Message):
+class MetricsTold(_Message):
     """The answer, as Prometheus text."""
 
     serial: int
     text: bytes
 
 
-Message = Begun | Started | Taken | Ended | Listed | Hello | Asked | Metrics
+Message = Begun | Started | PlaceTaken | Ended | Listed | Hello | Asked | MetricsTold
 
 
 class Outbox:
@@ -121,7 +121,7 @@ class Outbox:
     def taken(self, caller: str, adapter: str | None, num_tokens: int) -> int:
         """Tell of a tenant's place; return its number here."""
         serial = next(self._serials)
-        return self._opened(serial, Taken(serial, caller, adapter, num_tokens))
+        return self._opened(serial, PlaceTaken(serial, caller, adapter, num_tokens))
 
     def started(self, serial: int) -> None:
         """Tell that a prompt has run."""

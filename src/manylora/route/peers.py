@@ -25,9 +25,9 @@ from manylora.route.choice import Choice, Ticket
 from manylora.route.fleet.members import Backends
 from manylora.route.fleet.sources import Sources
 from manylora.route.metrics import ProxyMetrics, merged
-from manylora.route.outbox import Asked, Begun, Ended, Hello, Listed, Message, Metrics, Outbox, Started, Taken
+from manylora.route.outbox import Asked, Begun, Ended, Hello, Listed, Message, MetricsTold, Outbox, PlaceTaken, Started
 from manylora.route.relay.tenants import RoutedTenants
-from manylora.route.workers import Worker
+from manylora.route.workers import RouteWorker
 from manylora.serving.http.room import Places
 
 __all__ = ["Peers"]
@@ -55,7 +55,7 @@ class Peers:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: RouteWorker,
         outbox: Outbox,
         choice: Choice,
         backends: Backends,
@@ -142,7 +142,7 @@ class Peers:
             case Started():
                 if isinstance(one := counted.get(message.serial), Ticket):
                     one.started()
-            case Taken():
+            case PlaceTaken():
                 if self._tenants is not None:
                     counted[message.serial] = self._tenants.count(message)
             case Ended():
@@ -155,8 +155,8 @@ class Peers:
             case Listed():
                 self._sources.adopt(message)
             case Asked():
-                self._outbox.send(speaker, Metrics(message.serial, self._metrics.render(self._backends)))
-            case Metrics():
+                self._outbox.send(speaker, MetricsTold(message.serial, self._metrics.render(self._backends)))
+            case MetricsTold():
                 if (asked := self._asked.get(message.serial)) is not None and not asked.done():
                     asked.set_result(message.text)
 

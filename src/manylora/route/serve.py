@@ -41,7 +41,7 @@ from manylora.route.relay.relay import Relay
 from manylora.route.relay.selection import Selection
 from manylora.route.relay.tenants import RoutedTenants
 from manylora.route.upstream.pool import backend_tls
-from manylora.route.workers import Worker, start_workers
+from manylora.route.workers import RouteWorker, start_workers
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds, within_open_files
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
@@ -75,7 +75,7 @@ class Proxy:
         *,
         resolve: Resolve = resolve,
         environment: Mapping[str, str] | None = None,
-        worker: Worker | None = None,
+        worker: RouteWorker | None = None,
     ) -> None:
         for text in config.backends:
             parse_source(text, environment or {})
@@ -240,7 +240,7 @@ def run(
     ``ManyloraError`` if the router could not start.
     """
     tasks: list[asyncio.Task[None]] = []
-    worker: Worker | None = None
+    worker: RouteWorker | None = None
     if config.workers > 1:
         started = start_workers(config.workers, lambda: bind_workers(config))
         if isinstance(started, int):
@@ -280,7 +280,7 @@ def _reloaded(config: ProxyConfig, read: Callable[[], ProxyConfig]) -> ProxyConf
     return replace(config, **{name: getattr(now, name) for name in RELOADED})
 
 
-def _drain_with_parent(proxy: Proxy, worker: Worker) -> None:
+def _drain_with_parent(proxy: Proxy, worker: RouteWorker) -> None:
     """Drain once the parent has ended without a word: there would be no more signals."""
     loop = asyncio.get_running_loop()
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Worker", "start_workers"]
+__all__ = ["RouteWorker", "start_workers"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
 READY = signal.SIGUSR1
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class RouteWorker:
     """One worker, in its own process.
 
     Args:
@@ -72,7 +72,7 @@ class Worker:
             os.kill(os.getppid(), READY)
 
 
-def start_workers(num_workers: int, bind: Callable[[], list[socket.socket]]) -> Worker | int:
+def start_workers(num_workers: int, bind: Callable[[], list[socket.socket]]) -> RouteWorker | int:
     """Start workers, and return twice: in each worker as soon as it runs, in this process once all have ended.
 
     Call it from the main thread of a process without other threads.
@@ -99,7 +99,7 @@ class _Parent:
     _is_stopping: bool = False
     _code: int = 0
 
-    def run(self) -> Worker | int:
+    def run(self) -> RouteWorker | int:
         """Return in each worker, and here when all have ended."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         life, held = os.pipe()  # which end with this process
@@ -124,14 +124,14 @@ class _Parent:
         shutil.rmtree(self.folder, ignore_errors=True)
         return self._code
 
-    def _worker(self, number: int, life: int) -> Worker:
+    def _worker(self, number: int, life: int) -> RouteWorker:
         os.setpgid(0, 0)  # else a terminal's interrupt comes twice, which means at once
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a file to read again
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for other, one in enumerate(self.sockets):
             if other != number:
                 one.close()
-        return Worker(number, self.num_workers, self.folder, self.sockets[number], self._is_ready, life)
+        return RouteWorker(number, self.num_workers, self.folder, self.sockets[number], self._is_ready, life)
 
     def _pass_on(self, received: int) -> None:
         if received != signal.SIGHUP:

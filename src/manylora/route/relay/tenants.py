@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.members import Backends, Found
-from manylora.route.outbox import Outbox, Taken
+from manylora.route.outbox import Outbox, PlaceTaken
 from manylora.route.upstream.connection import Headers
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.room import CallerRoom, Places
@@ -121,6 +121,6 @@ class RoutedTenants:
             call.serial = self._outbox.taken(caller, found.adapter or None, num_prompt_tokens)
         return call
 
-    def count(self, taken: Taken) -> Places:
+    def count(self, taken: PlaceTaken) -> Places:
         """Count the place of a request that another worker has let in."""
         return self._room.count(taken.caller, 1, num_tokens=taken.num_tokens, adapter=taken.adapter)
