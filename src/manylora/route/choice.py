@@ -18,7 +18,7 @@ from manylora.core.routing.prefixes import PromptBlocks, SentPrefixes, text_bloc
 from manylora.core.routing.view import AnswerLengths, Sent
 from manylora.core.types import Request, SamplingParams
 from manylora.route.backend import Backend
-from manylora.route.outbox import Begun, Outbox
+from manylora.route.outbox import Begun, WorkerOutbox
 from manylora.route.report import BackendMetrics
 
 __all__ = ["Choice", "PromptText", "Ticket"]
@@ -51,7 +51,7 @@ class Ticket:
 
     __slots__ = ("_outbox", "_serial", "is_open", "member", "sent")
 
-    def __init__(self, member: Backend, sent: Sent, outbox: Outbox | None = None, blocks: Seq[int] = ()) -> None:
+    def __init__(self, member: Backend, sent: Sent, outbox: WorkerOutbox | None = None, blocks: Seq[int] = ()) -> None:
         self.member = member
         self.is_open = True
         self.sent = sent
@@ -85,7 +85,7 @@ class Choice:
 
     router: Router  # chooses by place
     ranks: MutableMapping[str, int]  # rank by adapter, as reported so far; a missing one counts as the base
-    outbox: Outbox | None = None  # tells the other workers of the router; ``None`` for none
+    outbox: WorkerOutbox | None = None  # tells the other workers of the router; ``None`` for none
     _slots: list[Backend | None] = field(default_factory=list)
     _by_url: dict[str, Backend] = field(default_factory=dict)
     _views: list[ReplicaView] = field(default_factory=list)

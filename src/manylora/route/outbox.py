@@ -1,7 +1,7 @@
 """What one worker of a router tells the others: requests at backends, tenants' places, backends that were added.
 
-Messages of one turn of the event loop leave together. What is open is kept, and told again to a worker that comes up or
-is connected anew: so no message need arrive for good, and a worker that is lost takes its own along.
+Messages of one turn of the event loop leave together. Requests and places under way are kept, and told again to a
+worker that comes up or is connected anew: so no message need arrive for good, and a lost worker takes its own along.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ import msgspec
 
 from manylora.core.routing.view import Sent
 
-__all__ = ["Asked", "Begun", "Ended", "Hello", "Listed", "Message", "MetricsTold", "Outbox", "PlaceTaken", "Started"]
+__all__ = [
+    "Asked",
+    "Begun",
+    "Ended",
+    "Hello",
+    "Listed",
+    "Message",
+    "MetricsTold",
+    "PlaceTaken",
+    "Started",
+    "WorkerOutbox",
+]
 
 MOST_UNREAD_BYTES = 16 << 20
 """Bytes that may wait for a worker that does not read; beyond them it is left, and told all that is open later."""
@@ -24,11 +35,11 @@ MOST_UNREAD_BYTES = 16 << 20
 logger = logging.getLogger(__name__)
 
 
-class _Message(msgspec.Struct, array_like=True, tag=True):
+class _Told(msgspec.Struct, array_like=True, tag=True):
     pass
 
 
-class Begun(_Message):
+class Begun(_Told):
     """A request counts at a backend from now on; ``blocks`` are those of its prompt."""
 
     serial: int
@@ -40,13 +51,13 @@ class Begun(_Message):
     blocks: list[int]
 
 
-class Started(_Message):
+class Started(_Told):
     """The prompt of a request has run."""
 
     serial: int
 
 
-class PlaceTaken(_Message):
+class PlaceTaken(_Told):
     """A tenant has a place, and took so many tokens."""
 
     serial: int
@@ -55,14 +66,14 @@ class PlaceTaken(_Message):
     num_tokens: int
 
 
-class Ended(_Message):
+class Ended(_Told):
     """A request has left its backend, or a tenant its place after an answer of so many tokens."""
 
     serial: int
     num_tokens: int = 0
 
 
-class Listed(_Message):
+class Listed(_Told):
     """The backends that were added (their keys by URL) and removed by the admin routes; the highest version counts."""
 
     version: int
@@ -70,7 +81,7 @@ class Listed(_Message):
     removed: list[str]
 
 
-class Hello(_Message):
+class Hello(_Told):
     """The first message: who speaks, since when (monotonic seconds), and its backends by place."""
 
     worker: int
@@ -79,13 +90,13 @@ class Hello(_Message):
     listed: Listed
 
 
-class Asked(_Message):
+class Asked(_Told):
     """The speaker asks for the metrics of this worker."""
 
     serial: int
 
 
-class MetricsTold(_Message):
+class MetricsTold(_Told):
     """The answer, as Prometheus text."""
 
     serial: int
@@ -95,7 +106,7 @@ class MetricsTold(_Message):
 Message = Begun | Started | PlaceTaken | Ended | Listed | Hello | Asked | MetricsTold
 
 
-class Outbox:
+class WorkerOutbox:
     """Tells the other workers. For the event loop's thread alone."""
 
     def __init__(self) -> None:

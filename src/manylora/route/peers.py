@@ -25,7 +25,18 @@ from manylora.route.choice import Choice, Ticket
 from manylora.route.fleet.members import Backends
 from manylora.route.fleet.sources import Sources
 from manylora.route.metrics import ProxyMetrics, merged
-from manylora.route.outbox import Asked, Begun, Ended, Hello, Listed, Message, MetricsTold, Outbox, PlaceTaken, Started
+from manylora.route.outbox import (
+    Asked,
+    Begun,
+    Ended,
+    Hello,
+    Listed,
+    Message,
+    MetricsTold,
+    PlaceTaken,
+    Started,
+    WorkerOutbox,
+)
 from manylora.route.relay.tenants import RoutedTenants
 from manylora.route.workers import RouteWorker
 from manylora.serving.http.room import Places
@@ -56,7 +67,7 @@ class Peers:
     def __init__(
         self,
         worker: RouteWorker,
-        outbox: Outbox,
+        outbox: WorkerOutbox,
         choice: Choice,
         backends: Backends,
         sources: Sources,

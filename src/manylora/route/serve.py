@@ -35,7 +35,7 @@ from manylora.route.fleet.names import parse_names
 from manylora.route.fleet.polls import Polls
 from manylora.route.fleet.sources import Resolve, Sources, parse_source, resolve
 from manylora.route.metrics import ProxyMetrics
-from manylora.route.outbox import Outbox
+from manylora.route.outbox import WorkerOutbox
 from manylora.route.peers import Peers
 from manylora.route.relay.relay import Relay
 from manylora.route.relay.selection import Selection
@@ -81,7 +81,7 @@ class Proxy:
             parse_source(text, environment or {})
         rng, ranks = Random(), dict[str, int]()
         context = RouterContext(rng=rng, ranks=ranks, max_num_seqs=config.max_in_flight)
-        outbox = None if worker is None else Outbox()
+        outbox = None if worker is None else WorkerOutbox()
         choice = Choice(make_router(config.router, context, config.router_options), ranks, outbox)
         self.metrics = metrics = ProxyMetrics()
         self.backends = Backends(config, choice)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from manylora.core.errors import ConfigError
 from manylora.route.config import is_key
-from manylora.route.outbox import Listed, Outbox
+from manylora.route.outbox import Listed, WorkerOutbox
 from manylora.route.upstream.address import Address, parse_backend
 
 __all__ = ["Pods", "Resolve", "Sources", "parse_source", "resolve"]
@@ -66,7 +66,7 @@ class Sources:
     watch_pods: WatchPods
     on_change: Callable[[Mapping[str, Address]], None]  # called with the addresses of all sources, by URL
     environment: Mapping[str, str]  # environment variables, for keys
-    outbox: Outbox | None = None  # tells the other workers of the router what was added and removed
+    outbox: WorkerOutbox | None = None  # tells the other workers of the router what was added and removed
     _version: int = 0  # of what was added and removed
     _configured: dict[str, dict[str, Address]] = field(default_factory=dict)  # addresses by URL, of each text
     _added: dict[str, Address] = field(default_factory=dict)

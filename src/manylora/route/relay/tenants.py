@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.members import Backends, Found
-from manylora.route.outbox import Outbox, PlaceTaken
+from manylora.route.outbox import PlaceTaken, WorkerOutbox
 from manylora.route.upstream.connection import Headers
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.room import CallerRoom, Places
@@ -46,7 +46,7 @@ class TenantCall:
     passes_key: bool = False  # whether backends get its own key
     authorization: bytes | None = None  # the router's key in place of it
     header: bytes | None = None  # the tenant and its weight, beside that key
-    outbox: Outbox | None = None  # tells other workers of the place
+    outbox: WorkerOutbox | None = None  # tells other workers of the place
     serial: int = 0
     _num_output_tokens: int | None = None  # as the backend says
     _num_events: int = 0
@@ -93,7 +93,7 @@ class RoutedTenants:
         gate: Gate,
         backends: Backends,
         usage: UsageLedger | None,
-        outbox: Outbox | None = None,
+        outbox: WorkerOutbox | None = None,
     ) -> None:
         self._outbox = outbox
         self._gate = gate
