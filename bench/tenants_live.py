@@ -223,7 +223,8 @@ def text_of(found: dict[str, list[dict[str, Any]]]) -> str:
     one, three = ([each[f"{name}_tokens_per_s"] for each in found[SPLIT]] for name in ("flood", "three"))
     lines += [
         "",
-        f"Two tenants that flood, with weights 1 and 3: {np.mean(one):,.0f} and {np.mean(three):,.0f} tokens a second, "
+        f"Two tenants that flood after {NO_CLAIM_S:g} s of silence, with weights 1 and 3: "
+        f"{np.mean(one):,.0f} and {np.mean(three):,.0f} tokens a second, "
         f"a ratio of {ratio_by_round(three, one)}.",
     ]
     return "\n".join(lines)

@@ -4,7 +4,7 @@
 
     worker 0   chooses by its own book  --- begun, started, ended; taken --->  worker 1   counts them in its book
                the same at any moment,  <---------------------------------                as the others' requests
-               but for what is under way between two processes (well below a millisecond)
+               but for what is under way between two processes
 
 So a choice costs no question, and each worker is a whole router: it polls backends and judges their health itself.
 Each worker connects to all others, to tell, and is connected to by all, to hear. Where a connection ends, the requests
