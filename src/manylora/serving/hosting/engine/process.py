@@ -25,10 +25,8 @@ from manylora.core.isolation.system import end_with_parent
 from manylora.core.logs import configure_logging
 from manylora.serving.hosting.engine.service import EngineService, load_builder
 from manylora.serving.hosting.engine.startup import (
-    UNUSED,
     collector_paused,
     freeze_start_up_heap,
-    hidden,
     keep_freed_memory,
     limit_openmp_spin,
     use_one_heap,
@@ -78,7 +76,7 @@ def main() -> int:
     limit_openmp_spin()
     use_one_heap()
     if is_prestarted := len(sys.argv) > 1:
-        with collector_paused(), hidden(*UNUSED):
+        with collector_paused():
             load_builder(sys.argv[1])
         gc.freeze()  # so that the collection at the end of the start visits a fraction of the heap
     took_s = time.perf_counter() - began_at

@@ -33,11 +33,9 @@ if TYPE_CHECKING:
 __all__ = [
     "SPIN_COUNT",
     "TORCH_BUILDER",
-    "UNUSED",
     "collector_paused",
     "end_prestarted",
     "freeze_start_up_heap",
-    "hidden",
     "keep_freed_memory",
     "limit_openmp_spin",
     "prestart_engine",
@@ -47,9 +45,6 @@ __all__ = [
 ]
 
 SPIN_COUNT = 100  # rounds of a spinning thread: some microseconds
-
-UNUSED = ("scipy",)
-"""Packages that transformers imports where they are, for losses: a quarter of a second, and no engine trains."""
 
 TORCH_BUILDER = "manylora.execution.build:build_parts"
 
@@ -102,21 +97,6 @@ def limit_openmp_spin() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-
-
-@contextmanager
-def hidden(*packages: str) -> Iterator[None]:
-    """Run imports as if these packages were not installed: libraries that need them for other work leave that out.
-
-    Those libraries may remember it, so only for a process that serves and nothing else.
-    """
-    unseen = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(unseen))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for name in unseen:  # a plug-in may use them
-            del sys.modules[name]
 
 
 @contextmanager
