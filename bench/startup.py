@@ -30,8 +30,7 @@ from pathlib import Path
 
 from publishing import Others, arguments, publish, reason_to_refuse, table
 
-from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
 
 HERE = Path(__file__).resolve().parent.parent
 MARKS = {
@@ -84,7 +83,7 @@ def _children_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def page(found: Mapping[str, Sequence[Mapping[str, float]]], machine: str) -> str:
+def page(found: Mapping[str, Sequence[Mapping[str, float]]], processor: str) -> str:
     """Return the page of starts by side."""
 
     def median(side: str, stage: str) -> str:
@@ -94,7 +93,7 @@ def page(found: Mapping[str, Sequence[Mapping[str, float]]], machine: str) -> st
     sides = list(found)
     stages = [*MARKS, "whole", "processor"]
     rows = [[stage, *(median(side, stage) for side in sides)] for stage in stages]
-    lines = ["# Start of a tiny model", "", f"Seconds, medians of {len(found[sides[-1]])} starts on {machine}.", ""]
+    lines = ["# Start of a tiny model", "", f"Seconds, medians of {len(found[sides[-1]])} starts on {processor}.", ""]
     lines += table(["stage", *sides], rows)
     for stage in ("whole", "processor"):
         if len(sides) == 2:
@@ -118,17 +117,10 @@ def main() -> None:
         if number >= 0:
             found[side].append(one)
     busy = others.share()
-    machine = describe_machine_of_cpu()
-    figures = {"machine": machine, "num_rounds": num_rounds, "busy_share": busy, "starts": found}
+    about = machine()
+    figures = {"machine": about, "num_rounds": num_rounds, "busy_share": busy, "starts": found}
     refused = reason_to_refuse(num_rounds, busy)
-    publish("startup", figures, page(found, machine), is_kept=not options.quick, refused=refused)
-
-
-def describe_machine_of_cpu() -> str:
-    """Return the name of this machine's processors."""
-    import torch
-
-    return describe_machine(torch.device("cpu"))
+    publish("startup", figures, page(found, str(about["cpu"])), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":
