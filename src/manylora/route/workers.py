@@ -39,23 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RouteWorker:
-    """One worker, in its own process.
+    """One worker, in its own process."""
 
-    Args:
-        number: From 0 on.
-        num_workers: In all.
-        folder: Has a Unix socket of each, by its number.
-        bound: Its socket on the port.
-        is_again: Whether others run already.
-        parent: A file that ends with the parent.
-    """
-
-    number: int
-    num_workers: int
-    folder: Path
-    bound: socket.socket
-    is_again: bool
-    parent: int
+    number: int  # from 0 on
+    num_workers: int  # in all
+    folder: Path  # has a Unix socket of each, by its number
+    bound: socket.socket  # its socket on the port
+    is_again: bool  # whether others run already
+    parent: int  # a file that ends with the parent
 
     @property
     def others(self) -> list[int]:
