@@ -46,6 +46,10 @@ MOST_SPAN = 64
 SCRATCH_WEIGHTS = 2**25
 """Most weights that are written out at once: 64 MiB in 16 bits, and products large enough to fill a GPU."""
 
+FEW_SHAPES = ((16, (16, 64, 8, 2, 4)), (32, (32, 64, 8, 4, 4)), (MOST_FEW, (64, 128, 4, 8, 3)))
+"""By most rows: rows and outputs of a block, most splits, warps, stages. Chosen on an H200 with Llama 3 8B's shapes, as
+was the number of programs: twice those that fill it."""
+
 MIN_SPLIT_BLOCKS = 4
 """Least blocks in a split of the inputs: fewer do not pay for a program."""
 
@@ -153,8 +157,7 @@ class RowWeight:
         out = rows.new_empty(num_rows, form.num_out)
         if not num_rows:
             return out
-        shape = (16, 64, 8, 2, 4) if num_rows <= 16 else (32, 64, 8, 4, 4) if num_rows <= 32 else (64, 128, 4, 8, 3)
-        block_m, block_n, most_splits, num_warps, num_stages = shape
+        block_m, block_n, most_splits, num_warps, num_stages = next(own for most, own in FEW_SHAPES if num_rows <= most)
         low, high = "", ""
         if not is_interpreted() and torch.version.hip is None:  # PTX is NVIDIA's
             low, high = (widening_ptx(form.numbers, half, _name(rows.dtype)) for half in range(2))
