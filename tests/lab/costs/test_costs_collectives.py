@@ -9,10 +9,11 @@ import pytest
 from manylora.core.costs.features import StepFeatures, step_features
 from manylora.core.errors import ConfigError, ModelTooLarge
 from manylora.core.types import AdapterKey
+from manylora.execution import step_graphs
 from manylora.lab.catalog.dims import LatentAttention, ModelDims
 from manylora.lab.catalog.hardware import find_hardware
 from manylora.lab.catalog.models import find_dims
-from manylora.lab.costs.collectives import CollectiveCall, CollectiveCost
+from manylora.lab.costs.collectives import MOST_TOKENS, ROOM_RANK, CollectiveCall, CollectiveCost
 from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.costs.roofline import RooflineCost, StepParts, memory_for_pool
 from manylora.lab.sim.setup import Setup, make_config
@@ -80,6 +81,10 @@ def test_tables_add_up_their_room() -> None:
     assert wide.num_bytes == 64 * 3 * 256 * 4
     (eager,) = (call for call in cost.calls(decode(600, rank=16)) if call.purpose == "lora")
     assert eager.num_bytes == 600 * 3 * 16 * 4
+
+
+def test_the_room_of_tables_is_that_of_captured_steps() -> None:
+    assert (ROOM_RANK, MOST_TOKENS) == (step_graphs.ROOM_RANK, step_graphs.MOST_TOKENS)
 
 
 def test_a_step_without_samples_gathers_nothing_and_without_adapters_adds_nothing() -> None:
