@@ -5,8 +5,9 @@
 The real core on an executor that does nothing and is done at once. Every sequence decodes, requests end all the
 time and others take their place, the pool is too small for all adapters, so that a step admits, loads and evicts
 as it would in service. Timed is `launch` (squash, plan, admit, describe), which is what stands between two steps
-of the device, and beside it the whole turn with `collect` (taking tokens in, ending requests). Writes
-`results/decision.json` and `.md`.
+of the device, and beside it the whole turn with `collect` (taking tokens in, ending requests). The *floor* is what no
+planner in Python can leave out: a look at the pages of each running sequence, and its record in the plan; nothing for
+those that wait. Writes `results/decision.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from manylora.lab.sim.run.executor import SimulatedWork
 
 STEP_S = 0.03
 TOKEN = SampledToken(token_id=1)
+BLOCK_SIZE = MemoryConfig().block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,19 @@ class Scale:
     tenants: int = 1
 
 
-SCALES = (Scale(64, 1_000, 1_000, 150.0), Scale(128, 3_000, 3_000, 500.0), Scale(256, 10_000, 10_000, 1500.0))
+SCALES = (Scale(64, 1_000, 1_000, 50.0), Scale(128, 3_000, 3_000, 500.0), Scale(256, 10_000, 10_000, 1500.0))
 """From a small service to more than one engine ever has."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that was over when it began; its result is made when it is asked for."""
+
+    ready_at: float
+    tokens: dict[int, SampledToken]
+
+    def poll(self, now: float) -> StepResult:
+        return StepResult(tokens=self.tokens)
 
 
 class _NullExecutor:
@@ -59,14 +72,19 @@ class _NullExecutor:
 
     Attributes:
         planned: The sequences of the last step.
+        tokens: The tokens of the last step, which are made between two turns.
     """
 
-    planned: Sequence[PlannedSequence] = ()
+    def __init__(self) -> None:
+        self.planned: Sequence[PlannedSequence] = ()
+        self.tokens: dict[int, SampledToken] = {}
 
-    def launch(self, plan: StepPlan, now: float) -> SimulatedWork:
-        self.planned = plan.sequences
-        tokens = {part.seq_id: TOKEN for part in plan.sequences if part.is_sampled}
-        return SimulatedWork(now, StepResult(tokens=tokens))
+    def launch(self, plan: StepPlan, now: float) -> _Step:
+        self.planned, self.tokens = plan.sequences, {}
+        return _Step(now, self.tokens)
+
+    def run(self) -> None:
+        self.tokens.update({part.seq_id: TOKEN for part in self.planned if part.is_sampled})
 
     def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
         return SimulatedWork(now + 2 * STEP_S, LoadResult())
@@ -77,7 +95,10 @@ class _NullExecutor:
 
 @dataclass(frozen=True, slots=True)
 class DecisionCost:
-    """Microseconds a step, over the steps timed in one round; ``launch_cpu_us`` is the thread's processor time."""
+    """Microseconds a step, over the steps timed in one round; ``launch_cpu_us`` is the thread's processor time.
+
+    ``floor_us`` is that of ``records``.
+    """
 
     policy: str
     running: int
@@ -87,9 +108,33 @@ class DecisionCost:
     launch_us: float
     launch_p90_us: float
     launch_cpu_us: float
+    floor_us: float
     turn_us: float
     admitted_per_step: float
     mean_running: float
+
+
+def records(planned: Sequence[PlannedSequence]) -> list[PlannedSequence]:
+    """Write the records of a step's sequences again, those that their pages have room for."""
+    return [
+        PlannedSequence(
+            one.seq_id,
+            one.tokens,
+            one.num_prompt_tokens,
+            one.start,
+            one.num_tokens,
+            one.pages,
+            one.adapter,
+            one.rank,
+            one.sampling,
+            one.is_sampled,
+            one.seed,
+            one.awaits_token,
+            one.placement,
+        )
+        for one in planned
+        if one.start < len(one.pages) * BLOCK_SIZE
+    ]
 
 
 def _synthetic_version(index: int) -> AdapterVersion:
@@ -146,8 +191,12 @@ class FullEngine:
         names = [f"a{index}" for index in range(num_used)]
         self._names = iter(self._rng.choices(names, weights=weights, k=400_000))
 
-    def turn(self) -> tuple[float, float, float]:
-        """Run one turn of the loop; return the seconds of ``launch``, of the turn, and ``launch``'s processor time."""
+    def turn(self) -> tuple[float, float, float, float]:
+        """Run one turn of the loop.
+
+        Returns:
+            Seconds of ``launch``, of the turn, of ``launch`` on a processor, and of ``records`` for the same step.
+        """
         self._now += STEP_S
         while self.num_asked - len(self._admitted) < self._scale.waiting:
             self._ask()
@@ -156,8 +205,11 @@ class FullEngine:
         planned, cpu_before = perf_counter(), thread_time()
         self.core.launch(self._now)
         cpu_after, ended = thread_time(), perf_counter()
+        self._executor.run()
         self._admitted.update(part.seq_id for part in self._executor.planned)
-        return ended - planned, ended - began, cpu_after - cpu_before
+        floor_began = perf_counter()
+        records(self._executor.planned)
+        return ended - planned, ended - began, cpu_after - cpu_before, perf_counter() - floor_began
 
     @property
     def num_running(self) -> int:
@@ -191,7 +243,7 @@ def measure_decision(policy: str, eviction: str, scale: Scale, *, num_steps: int
         times.append([1e6 * seconds for seconds in engine.turn()])
         num_running += engine.num_running
     gc.unfreeze()
-    launches, turns, cpu = zip(*times, strict=True)
+    launches, turns, cpu, floors = zip(*times, strict=True)
     return DecisionCost(
         policy=policy,
         running=scale.running,
@@ -201,6 +253,7 @@ def measure_decision(policy: str, eviction: str, scale: Scale, *, num_steps: int
         launch_us=median(launches),
         launch_p90_us=quantiles(launches, n=10)[-1],
         launch_cpu_us=median(cpu),
+        floor_us=median(floors),
         turn_us=median(turns),
         admitted_per_step=(engine.num_asked - num_before) / num_steps,
         mean_running=num_running / num_steps,
@@ -216,7 +269,7 @@ def decision_table(
         cases.setdefault((cost.running, cost.policy), []).append(cost)
     num_rounds = len(next(iter(cases.values())))
     heads = (
-        *("policy", "running", "waiting", "adapters", "decision", "processor", "its P90", "goal", "turn"),
+        *("policy", "running", "waiting", "adapters", "decision", "processor", "its P90", "goal", "floor", "turn"),
         "admitted a step",
     )
     rows = []
@@ -224,11 +277,12 @@ def decision_table(
         one = rounds[0]
         middle = {
             name: median(getattr(each, name) for each in rounds)
-            for name in ("mean_running", "launch_cpu_us", "launch_p90_us", "turn_us", "admitted_per_step")
+            for name in ("mean_running", "launch_cpu_us", "launch_p90_us", "floor_us", "turn_us", "admitted_per_step")
         }
         row = [policy, f"{middle['mean_running']:.0f} of {running}", f"{one.waiting:,}", f"{one.adapters:,}"]
         row += [middle_of_rounds([each.launch_us for each in rounds]), f"{middle['launch_cpu_us']:.0f}"]
-        row += [f"{middle['launch_p90_us']:.0f}", f"{one.goal_us:.0f}", f"{middle['turn_us']:.0f}"]
+        row += [f"{middle['launch_p90_us']:.0f}", f"{one.goal_us:.0f}"]
+        row += [f"{middle['floor_us']:.0f}", f"{middle['turn_us']:.0f}"]
         rows.append([*row, f"{middle['admitted_per_step']:.2f}"])
     lines = [
         "# The cost of a scheduling decision",
@@ -237,8 +291,8 @@ def decision_table(
         f"Python {platform.python_version()} on {platform.machine()}, one core. Other processes took {busy_share:.1%} "
         "of the machine's processor time. The *decision* is `EngineCore.launch`: which sequences are squashed, run and "
         "admitted, which adapters are loaded and evicted for them, and the plan of the step; its median over the "
-        "rounds has a 95 % interval. *Processor* is the thread's processor time of the same. The *turn* adds "
-        "`collect`: tokens taken in, requests ended.",
+        "rounds has a 95 % interval. *Processor* is the thread's processor time of the same. The *floor* is a look at "
+        "each running sequence's pages, and its record. The *turn* adds `collect`: tokens taken in, requests ended.",
         "",
         *table(heads, rows),
     ]

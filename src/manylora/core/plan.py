@@ -45,7 +45,7 @@ ARRIVING = Placement(Tier.DEVICE, 0)
 """Weights on their way to device pages, in the order of the layers; a step waits for each layer when it comes to it."""
 
 
-class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedSequence(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step: tokens ``[start, start + num_tokens)`` of ``tokens`` go through the model.
 
     ::
@@ -55,6 +55,7 @@ class PlannedSequence(msgspec.Struct, frozen=True, kw_only=True):
                  |-- KV in pages --|-- this step --|
 
     A struct, because hundreds are created per step: creating a frozen dataclass takes 1.5 us, more than planning it.
+    Its lists hold numbers, so it is outside of gc.
 
     ``tokens`` and ``pages`` are the engine's own lists. As long as they are the same objects they only grow, at the
     end. A sequence that was pre-empted has a new list of pages.

@@ -180,7 +180,7 @@ class Bypassing:
     def run(self, one: Sequence, pages: int) -> None:
         one.table.grow(range(pages))
         one.launched(len(one.tokens) - 1)
-        one.took_chunk()
+        one.took_chunk(0.1)
 
     def step(self) -> list[int]:
         def outcome(one: Sequence) -> Outcome:

@@ -60,22 +60,22 @@ def test_a_write_is_found(line: str) -> None:
 def test_a_sequence_goes_its_way() -> None:
     one = sequence(0, num_prompt=5, max_tokens=3)
     assert one.admitted(1.0, shared=[7], pages=[8])
-    assert (one.status, one.num_computed, one.num_cached) == (SequenceStatus.RUNNING, 4, 4)
+    assert (one.status, one.num_computed, one.num_cached, one.room) == (SequenceStatus.RUNNING, 4, 4, 8)
     first = one.launched(1)
     assert (first.start, first.is_sampled, first.awaits_token, first.pages) == (4, True, False, [7, 8])
     second = one.launched(1)
     assert (second.start, second.is_sampled, second.awaits_token) == (5, True, True)
     assert (one.num_in_flight, one.num_pending, one.num_to_run) == (2, 2, 1)
-    assert one.took_token(40, 2.0) and one.took_token(41, 3.0)
+    assert one.took_token(40, 0.25, 2.0) and one.took_token(41, 0.5, 3.0)
     assert (one.tokens[5:], one.first_token_at, one.num_in_flight, one.num_pending) == ([40, 41], 2.0, 0, 0)
-    assert first.tokens is one.tokens
+    assert first.tokens is one.tokens and one.engine_s == 0.75
 
 
 def test_a_sequence_that_was_sent_back_keeps_its_tokens() -> None:
     one = sequence(0, num_prompt=5)
     one.admitted(1.0, shared=(), pages=[1, 2])
     one.launched(5)
-    one.took_token(9, 2.0)
+    one.took_token(9, 0.5, 2.0)
     assert one.table.clear() == [1, 2]
     one.sent_back()
     assert (one.status, one.num_tokens, one.num_to_run, one.num_preemptions) == (SequenceStatus.WAITING, 6, 6, 1)
@@ -88,5 +88,5 @@ def test_a_token_for_a_cancelled_sequence_is_dropped() -> None:
     one.admitted(1.0, shared=(), pages=[1, 2])
     one.launched(5)
     one.cancelled()
-    assert not one.took_token(9, 2.0)
-    assert (one.num_output_tokens, one.num_in_flight, one.is_ending) == (0, 0, True)
+    assert not one.took_token(9, 0.5, 2.0)
+    assert (one.num_output_tokens, one.num_pending, one.num_in_flight, one.runs_until) == (0, 0, 0, 0)

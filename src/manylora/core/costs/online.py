@@ -11,7 +11,6 @@ Little depends on this form: it compares prompts, and finds the tokens of a step
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -39,18 +38,18 @@ class StepLoad(NamedTuple):
         return self.num_tokens == self.num_sequences
 
     @classmethod
-    def of(cls, planned: Iterable[tuple[Sequence, int]]) -> StepLoad:
-        """Return the load of sequences with their numbers of tokens."""
-        num_all = num_sequences = context = num_adapted = sum_rank = max_rank = 0
-        for sequence, num_tokens in planned:
+    def of(cls, decodes: Seq[Sequence], prompts: Seq[tuple[Sequence, int]] = ()) -> StepLoad:
+        """Return the load of sequences that decode, and of others with their numbers of tokens."""
+        ranks = [sequence.row_rank for sequence in decodes]
+        num_all, num_adapted = len(ranks), len(ranks) - ranks.count(0)
+        context, sum_rank = sum([sequence.num_computed for sequence in decodes]) + num_all, sum(ranks)
+        for sequence, num_tokens in prompts:
+            ranks.append(rank := sequence.row_rank)
             num_all += num_tokens
-            num_sequences += 1
             context += sequence.num_computed + num_tokens
-            if (rank := sequence.row_rank) > 0:
-                num_adapted += num_tokens
-                sum_rank += num_tokens * rank
-                max_rank = max(max_rank, rank)
-        return cls(num_all, num_sequences, context, num_adapted, sum_rank, max_rank)
+            num_adapted += num_tokens if rank else 0
+            sum_rank += num_tokens * rank
+        return cls(num_all, len(ranks), context, num_adapted, sum_rank, max(ranks, default=0))
 
 
 USUAL = (1.0, 512.0, 512.0 * 32.0, 16_384.0)

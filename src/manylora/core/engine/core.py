@@ -211,12 +211,12 @@ class EngineCore:
         if answered and self._telemetry.has_sinks:
             self._telemetry.emit(TokensEmitted(now, tuple([sequence.request.request_id for sequence in answered])))
         tokens, add_token = result.tokens, self._answers.add_token
-        for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
-            if sequence.status is SequenceStatus.FINISHED:
+        for sequence in step.sequences:
+            if not sequence.runs_until and sequence.status is SequenceStatus.FINISHED:
                 self._running.stop(sequence, now)  # it ended while this step ran
-            elif sequence.ending is not None:
+            elif not sequence.runs_until and sequence.ending is not None:
                 self._answers.finish(sequence, sequence.ending, now)
-            elif (token := tokens.get(part.seq_id)) is not None:
+            elif (token := tokens.get(sequence.seq_id)) is not None:
                 add_token(sequence, token, now)
         if self._late.sequences:
             self._late.send_back(now)
@@ -224,22 +224,22 @@ class EngineCore:
 
     def _append_tokens(self, step: Step, result: StepResult, now: float) -> list[Sequence]:
         """Append the tokens of a step and index full blocks; return the sequences that got a token."""
-        prefix_caching, prefix, tokens = self._prefix_caching, self.page_cache.prefix, result.tokens
+        prefix, tokens = self.page_cache.prefix, result.tokens
         is_sound = not (step.is_cold or result.failed or self._late.sequences)
         answered: list[Sequence] = []
         token_s = (now - step.began_at) / step.num_tokens
         for part, sequence in zip(step.plan.sequences, step.sequences, strict=True):
-            sequence.took_time(part.num_tokens * token_s)
+            num_tokens, table = part.num_tokens, sequence.table
             if not part.is_sampled:
-                sequence.took_chunk()
+                sequence.took_chunk(num_tokens * token_s)
             elif (token := tokens.get(part.seq_id)) is None:
-                sequence.took_nothing()
-            elif sequence.took_token(token.token_id, now):
+                sequence.took_nothing(num_tokens * token_s)
+            elif sequence.took_token(token.token_id, num_tokens * token_s, now):
                 answered.append(sequence)
-            if not prefix_caching or sequence.status is SequenceStatus.FINISHED:
+            if (num_computed := part.start + num_tokens) < table.full_at or not self._prefix_caching:
                 continue
-            if is_sound or sequence.has_sound_kv:
-                sequence.table.index_computed(sequence.tokens, part.start + part.num_tokens, prefix)
+            if sequence.status is not SequenceStatus.FINISHED and (is_sound or sequence.has_sound_kv):
+                table.index_computed(sequence.tokens, num_computed, prefix)
         self._telemetry.counters.num_generated_tokens += len(answered)
         return answered
 
@@ -272,17 +272,20 @@ class EngineCore:
         self._steps.planning()
         if not self._sequences:
             return
-        parts = self._planner.plan(now, is_ahead=num_ahead > 0)
-        if not parts:
+        decodes, prompts = self._planner.plan(now, is_ahead=num_ahead > 0)
+        if not (decodes or prompts):
             return
         is_fitted = self._rank_fit.is_due()
-        load = StepLoad.of(parts) if is_fitted or self._step_costs.is_asked else None
-        sequences = [sequence for sequence, _ in parts]
-        num_tokens = sum([num_tokens for _, num_tokens in parts])
+        load = StepLoad.of(decodes, prompts) if is_fitted or self._step_costs.is_asked else None
+        sequences = [*decodes, *[sequence for sequence, _ in prompts]]
+        num_tokens = len(decodes) + sum([num for _, num in prompts])
+        prompt_rows = self._answers.plan_reports(prompts) if self._answers.reports else ()
+        parts = [sequence.launched(1) for sequence in decodes]
+        parts += [sequence.launched(num) for sequence, num in prompts]
         plan = StepPlan(
             step_id=self._telemetry.counters.num_steps + num_ahead,
-            prompt_rows=self._answers.plan_reports(parts) if self._answers.reports else (),
-            sequences=tuple([sequence.launched(num_tokens) for sequence, num_tokens in parts]),
+            prompt_rows=prompt_rows,
+            sequences=tuple(parts),
             released=self._answers.take_released(),
         )
         work, is_cold = self._executor.launch(plan, now), bool(self._cache.cold)

@@ -165,9 +165,12 @@ class BlockTable:
 
     With a ``fork``, a position and its ``fork_mark``, the block of that position and those behind it are set apart.
     They are the ``adapter``'s then; without one, all blocks are.
+
+    Attributes:
+        full_at: Number of computed tokens from which on there is a block to index.
     """
 
-    __slots__ = ("_adapter", "_digests", "_fork", "_num_indexed", "_root", "block_size", "pages")
+    __slots__ = ("_adapter", "_digests", "_fork", "_root", "block_size", "full_at", "pages")
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class BlockTable:
         self._fork = fork
         self.block_size = block_size
         self._digests: list[bytes] = []
-        self._num_indexed = 0
+        self.full_at = block_size
 
     def match(self, tokens: Seq[int], index: PrefixIndex, most: int | None = None) -> list[int]:
         """Return pages that hold the longest computed prefix of ``tokens``, at most ``most`` tokens of it.
@@ -196,7 +199,7 @@ class BlockTable:
         """Start from shared pages."""
         assert not self.pages
         self.pages.extend(pages)
-        self._num_indexed = len(pages)
+        self.full_at = (len(pages) + 1) * self.block_size
 
     def grow(self, pages: Seq[int]) -> None:
         """Add pages for further positions."""
@@ -204,16 +207,16 @@ class BlockTable:
 
     def index_computed(self, tokens: Seq[int], num_computed: int, index: PrefixIndex) -> None:
         """Put every full block below ``num_computed`` into the index."""
-        num_full = num_computed // self.block_size
-        if num_full <= self._num_indexed:
+        if num_computed < self.full_at:
             return
+        num_full, num_indexed = num_computed // self.block_size, self.full_at // self.block_size - 1
         self._extend_digests(tokens, num_computed)
         num_of_base = 0 if self._fork is None else self._fork[0] // self.block_size
-        for block in range(self._num_indexed, num_full):
+        for block in range(num_indexed, num_full):
             parent = self._digests[block - 1] if block else self._root
             adapter = None if block < num_of_base else self._adapter
             index.insert(self._digests[block], self.pages[block], parent, adapter)
-        self._num_indexed = num_full
+        self.full_at = (num_full + 1) * self.block_size
 
     def clear(self) -> list[int]:
         """Remove and return the pages; digests stay, because the tokens stay.
@@ -221,7 +224,7 @@ class BlockTable:
         The list is not changed, because a step in flight may still read it: the table starts another.
         """
         pages, self.pages = self.pages, []
-        self._num_indexed = 0
+        self.full_at = self.block_size
         return pages
 
     def _extend_digests(self, tokens: Seq[int], stop: int) -> None:

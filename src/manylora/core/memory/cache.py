@@ -95,10 +95,11 @@ class PageCache:
 
         With a ``tenant`` they are for an adapter of its own.
         """
-        if num_pages > self.num_claimable(depth, spare):
+        is_short = num_pages > self.allocator.num_free  # mostly not: pages are claimed one by one
+        if is_short and num_pages > self.num_claimable(depth, spare):
             return None
         num_blocks_dropped = 0
-        for level in (Depth.IDLE, Depth.WANTED):
+        for level in (Depth.IDLE, Depth.WANTED) if is_short else ():
             while self.allocator.num_free < num_pages:
                 victim = self._victim(level, now, spare)
                 if victim is None:
@@ -194,8 +195,8 @@ class PageCache:
 
         ``shared`` are pages found in the prefix index, idle or in use. ``spare`` is an adapter that is not dropped.
         """
-        num_idle = sum(page in self._droppable for page in shared)
-        if num_pages > self.num_claimable(depth, spare) - num_idle:
+        num_idle = sum([page in self._droppable for page in shared])
+        if shared and num_pages > self.num_claimable(depth, spare) - num_idle:
             return None
         for page in shared:
             self._policy.used(page, now)
@@ -206,8 +207,8 @@ class PageCache:
                 self.allocator.transfer(page, Owner.KV)
                 self._refs[page] = 1
         pages = self.claim(num_pages, Owner.KV, now, depth, spare=spare)
-        assert pages is not None, "claimable pages were miscounted"
-        for page in pages:
+        assert pages is not None or not shared, "claimable pages were miscounted"
+        for page in pages or ():
             self._refs[page] = 1
         return pages
 

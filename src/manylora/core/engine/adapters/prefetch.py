@@ -83,31 +83,31 @@ class Prefetcher:
         tiers = Tier.HOST, Tier.DEVICE
         idle = [tier for tier in tiers if not loads.to(tier)] if loads.in_flight else tiers
         if idle and is_busy and self._look_ahead and len(self._policy):
-            self._prefetch_upcoming(dict.fromkeys(idle, self._composition.most_prefetches()), now)
+            self._prefetch_upcoming(idle, now)
         elif idle and self._forecast is not None and not len(self._policy):
             self._prefetch_due(self._forecast, idle, now)
         if self._background is not None and self._background.queue:
             self._background.launch(now, is_busy=is_busy)
 
-    def _prefetch_upcoming(self, most: dict[Tier, int], now: float) -> None:
-        """Prefetch for waiting sequences, in their order: to each tier at most so many."""
-        if not any(most.values()):
+    def _prefetch_upcoming(self, idle: Seq[Tier], now: float) -> None:
+        """Prefetch for waiting sequences, in their order: to each idle tier as many as the composition allows."""
+        upcoming = self._policy.upcoming(self._look_ahead)
+        missing: dict[AdapterKey, int] = {}  # and the sequences ahead of the first that needs it
+        for place, sequence in enumerate(upcoming):
+            if (key := sequence.adapter) is not None and self._missing_from(key) is not None:
+                missing.setdefault(key, place)
+        if not missing:  # mostly
             return
+        most = dict.fromkeys(idle, self._composition.most_prefetches())
         room = self._page_cache.num_claimable(Depth.IDLE)
-        seen: set[AdapterKey] = set()
-        for sequence in self._policy.upcoming(self._look_ahead):
-            version = sequence.version
-            if version is not None and version.key not in seen:
-                seen.add(version.key)
-                tier = self._missing_from(version.key)
-                if tier is not None and most.get(tier) and (tier is Tier.HOST or version.num_pages <= room):
+        for key, num_ahead in missing.items():
+            version, tier = self._cache.residencies[key].version, self._missing_from(key)
+            if tier is not None and most.get(tier):
+                num_kv_pages = sum(map(self.kv_pages, upcoming[:num_ahead])) if tier is Tier.DEVICE else 0
+                if tier is Tier.HOST or version.num_pages <= room - num_kv_pages:
                     most[tier] -= 1
                     self._prefetch(version, now)
-                    if not any(most.values()):
-                        return
-                if tier is not None:
-                    room -= version.num_pages
-            room -= self.kv_pages(sequence)
+            room -= version.num_pages
 
     def _prefetch_due(self, forecast: Forecast, idle: Seq[Tier], now: float) -> None:
         """Prefetch one adapter that is due, if it is worth more until then than the items it displaces."""
@@ -128,7 +128,7 @@ class Prefetcher:
     def _missing_from(self, key: AdapterKey) -> Tier | None:
         """Return the next tier to load an adapter to; ``None`` if it is on the device, or loading."""
         residency = self._cache.residencies[key]
-        if residency.device is TierState.RESIDENT or residency.is_loading:
+        if residency.device is not TierState.ABSENT or residency.host is TierState.LOADING:
             return None
         return Tier.DEVICE if residency.host is TierState.RESIDENT else Tier.HOST
 

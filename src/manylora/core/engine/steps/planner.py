@@ -41,8 +41,11 @@ PROMPT_SHARE = 0.2
 
 LEAST_TOKENS = 16  # smallest chunk, in tokens
 
-_Planned = tuple[Sequence, int]
-"""A sequence and its tokens in the step."""
+_Prompts = list[tuple[Sequence, int]]
+"""Sequences with unfinished prompts, and the tokens of each in the step."""
+
+_Planned = tuple[list[Sequence], _Prompts]
+"""The sequences of a step: those that decode, with one token each, and in the batch behind them those with prompts."""
 
 
 @dataclass(eq=False)
@@ -63,69 +66,65 @@ class StepPlanner:
         self._target_s = config.scheduler.step_target_s
         # A running sequence needs at least one token of every step's budget.
         self._num_seats = min(config.scheduler.max_num_seqs, self._most_tokens)
-        self._block_size = config.memory.block_size
 
-    def plan(self, now: float, *, is_ahead: bool = False) -> list[_Planned]:
-        """Return the sequences of the next step, each with its number of tokens, in the order of the batch.
+    def plan(self, now: float, *, is_ahead: bool = False) -> _Planned:
+        """Return the sequences of the next step; none if no sequence can run.
 
-        The list is empty if no sequence can run. If the plan ``is_ahead``, a step is in flight. It may be writing the
-        pages of a sequence, which can then not be pre-empted: if one must be, the plan is empty.
+        If the plan ``is_ahead``, a step is in flight. It may be writing the pages of a sequence, which can then not be
+        pre-empted: if one must be, the plan is empty.
         """
         self._admission.again_at = math.inf
         squashed = self._policy.squash(now)
         if squashed and is_ahead:
-            return []
+            return [], []
         for sequence in squashed:
             self._running.squash(sequence, now)
-        if is_ahead and not self._running.claim_growth(now):
-            return []
-        composition = self._composition
-        decodes, prompts, budget, is_short = self._plan_running(now)
+        num_before = len(self._running.sequences)
+        running = self._plan_running(now, may_preempt=not is_ahead)
+        if running is None:
+            return [], []
+        composition, (decodes, unfinished) = self._composition, running
+        budget = self._budget_after(decodes)
+        prompts: _Prompts = []
+        for sequence in self._policy.prompts(unfinished) if unfinished else ():
+            if not budget.is_spent:
+                prompts.append((sequence, self._spend(sequence, budget)))
+        # If sequences were pre-empted, memory is short: none is admitted in this step.
+        is_short = len(self._running.sequences) < num_before
         if not (decodes or prompts) or (composition.may_admit() and not is_short):
             admitted, is_loading = self.admit(budget, now)
             prompts += admitted
             if composition.round_ended(has_admitted=bool(admitted), is_loading=is_loading):
-                return []
+                return [], []
         composition.step_planned()
-        return composition.beside_prompts(decodes) + prompts if prompts else decodes
+        return composition.beside_prompts(decodes) if prompts else decodes, prompts
 
-    def _plan_running(self, now: float) -> tuple[list[_Planned], list[_Planned], StepBudget, bool]:
-        """Plan the tokens of running sequences, oldest first.
+    def _plan_running(self, now: float, *, may_preempt: bool) -> tuple[list[Sequence], list[Sequence]] | None:
+        """Return the decoding sequences, each with a page for its next token, and those with prompts, oldest first.
 
-        Returns:
-            Decoding sequences, prompt chunks, the remaining budget, and whether sequences were pre-empted: memory is
-            short, so none is to be admitted in this step.
+        ``None`` if one lacks a page, and others may not be pre-empted for it.
         """
-        decodes: list[_Planned] = []
-        prompts: list[_Planned] = []
-        unfinished = []
-        block_size, num_before = self._block_size, len(self._running.sequences)
-        for sequence in list(self._running.sequences):
-            if sequence.num_in_flight and sequence.is_ending:
+        decodes: list[Sequence] = []
+        unfinished: list[Sequence] = []
+        for sequence in self._running.sequences:  # its end may be pre-empted meanwhile
+            num_tokens = sequence.num_tokens
+            if num_tokens >= sequence.runs_until:
                 continue
-            num_tokens = len(sequence.tokens) + sequence.num_pending
             if num_tokens - sequence.num_computed > 1:
                 unfinished.append(sequence)
-            elif sequence.status is SequenceStatus.RUNNING:  # not pre-empted by an older one in this loop
-                # ``lacks_page`` in place: a call for each sequence of each step would show.
-                room = len(sequence.table.pages) * block_size - sequence.state_tokens
-                has_room = num_tokens <= room or not sequence.has_kv
-                if has_room or self._running.grow(sequence, now):
-                    decodes.append((sequence, 1))
-        budget = self._budget_after(decodes)
-        unfinished = [one for one in unfinished if one.status is SequenceStatus.RUNNING]
-        for sequence in self._policy.prompts(unfinished) if unfinished else ():
-            if not budget.is_spent:
-                prompts.append((sequence, self._spend(sequence, budget)))
-        return decodes, prompts, budget, len(self._running.sequences) < num_before
+            elif num_tokens <= sequence.room or self._running.grow(sequence, now, may_preempt=may_preempt):
+                decodes.append(sequence)
+            elif not may_preempt:
+                return None
+        return decodes, unfinished
 
-    def admit(self, budget: StepBudget, now: float) -> tuple[list[_Planned], bool]:
+    def admit(self, budget: StepBudget, now: float) -> tuple[_Prompts, bool]:
         """Admit waiting sequences, in the policy's order, while there are seats and room in the step.
 
         Returns:
             The admitted sequences with their tokens, and whether another was refused because its adapter is loading.
         """
-        planned: list[_Planned] = []
+        planned: _Prompts = []
         is_loading = lacks_room = False
         policy, running = self._policy, self._running
         policy.begin(now)
@@ -145,7 +144,7 @@ class StepPlanner:
         running.first_in_line = first if first is not None and first.status is SequenceStatus.WAITING else None
         return planned, is_loading
 
-    def _budget_after(self, decodes: list[_Planned]) -> StepBudget:
+    def _budget_after(self, decodes: list[Sequence]) -> StepBudget:
         """Return the budget of the step that is left for prompts."""
         beside = self._composition.beside_prompts(decodes)
         num_tokens = self._most_tokens - len(beside)
@@ -182,7 +181,7 @@ class StepBudget:
         self._costs = costs
         self._seconds: float | None = None
         if step_s is not None:
-            spent_s = costs.step_s(decoding or StepLoad.of(()))
+            spent_s = costs.step_s(decoding or StepLoad.of([]))
             self._seconds = max(step_s - spent_s, PROMPT_SHARE * step_s, LEAST_TOKENS * costs.token_s(0))
 
     @property

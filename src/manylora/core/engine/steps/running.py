@@ -110,7 +110,7 @@ class RunningSet:
         while True:
             pages = self._page_cache.claim_kv(1, now, Depth.WANTED, spare=spare)
             if pages is not None:
-                sequence.table.grow(pages)
+                sequence.grew(pages)
                 return True
             if not may_preempt:
                 return False
@@ -120,13 +120,6 @@ class RunningSet:
             self.preempt(youngest, now)
             if youngest is sequence:
                 return False
-
-    def claim_growth(self, now: float) -> bool:
-        """Claim an idle page for every decoding sequence that lacks one; return whether all succeeded."""
-        return all(
-            not sequence.lacks_page or sequence.is_ending or self.grow(sequence, now, may_preempt=False)
-            for sequence in self.sequences
-        )
 
 
 class LateSequences:

@@ -163,7 +163,7 @@ class FifoPolicy(StrictFifoPolicy):
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
         self._bypass = Bypass()
-        self._offers: list[Sequence] = []
+        self._offers: list[Sequence] | None = None  # made when first asked for: most steps have no seat
         self._first: Sequence | None = None
 
     def remove(self, sequence: Sequence) -> None:
@@ -172,10 +172,9 @@ class FifoPolicy(StrictFifoPolicy):
         self._bypass.forgive(sequence)
 
     def begin(self, now: float) -> None:
-        """Collect the oldest, for the offers of this step."""
+        """Name the first in line."""
         super().begin(now)
-        self._offers = self._waiting.oldest(LOOK_AHEAD)
-        self._offers.reverse()
+        self._offers = None
         self._first = self._waiting.head
 
     @property
@@ -185,6 +184,9 @@ class FifoPolicy(StrictFifoPolicy):
 
     def offer(self) -> Sequence | None:
         """Return the oldest not yet offered in this step."""
+        if self._offers is None:
+            self._offers = self._waiting.oldest(LOOK_AHEAD)
+            self._offers.reverse()
         return self._offers.pop() if self._offers and not self._is_blocked else None
 
     def report(self, sequence: Sequence, outcome: Outcome) -> None:
