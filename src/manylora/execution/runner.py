@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -353,17 +353,17 @@ def _assisting(assist: AssistedStep | None) -> Iterator[list[LostRows]]:
 
 def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:
     """Order sequences so that rows of one adapter are adjacent, adapters by first appearance."""
-    rank: dict[AdapterKey | None, int] = {}
+    of: dict[AdapterKey | None, list[PlannedSequence]] = {}
     for sequence in sequences:
-        rank.setdefault(sequence.adapter, len(rank))
-    return sorted(sequences, key=lambda sequence: rank[sequence.adapter])
+        of.setdefault(sequence.adapter, []).append(sequence)
+    return list(chain.from_iterable(of.values()))
 
 
 def _find_lost(sequences: Sequence[PlannedSequence], lost: Sequence[LostRows]) -> set[int]:
     """Return the sequences that have any of these rows."""
     found: set[int] = set()
     row = sampled = 0
-    for sequence in sequences:
+    for sequence in sequences if lost else ():
         rows, own = row + sequence.num_tokens, sampled + sequence.is_sampled
         for part in lost:
             start, stop = (sampled, own) if part.is_sampled else (row, rows)

@@ -159,8 +159,8 @@ class StepGraphs:
 
         ``None`` if no graph can run it.
         """
-        num_rows = sum(sequence.num_tokens for sequence in sequences)
-        is_mixed = not all(sequence.num_tokens == 1 and sequence.is_sampled for sequence in sequences)
+        num_rows = sum([sequence.num_tokens for sequence in sequences])
+        is_mixed = not len(sequences) == num_rows == sum([sequence.is_sampled for sequence in sequences])
         if self._is_broken or num_rows > self._sizes[is_mixed][-1] or len(sequences) > self._most_seqs:
             return None
         rows = self._table_rows(segments, is_sampled=False)
@@ -364,8 +364,10 @@ class _Inputs:
             num_parts, num_merges = len(blocks.parts), len(blocks.merges)
             positions[:num_rows], slots[:num_rows] = blocks.positions, blocks.slots
             parts[:num_parts], merges[:num_merges] = blocks.parts, blocks.merges
-            ids: list[int] = []
-            for sequence in sequences:
+            is_mixed = shape.is_mixed
+            ids = [] if is_mixed else [sequence.tokens[sequence.start] for sequence in sequences]
+            kept = [] if is_mixed else list(range(num_rows))
+            for sequence in sequences if is_mixed else ():
                 start, count = sequence.start, sequence.num_tokens
                 if count == 1:
                     ids.append(sequence.tokens[start])

@@ -112,20 +112,18 @@ class PageTables:
 
         The host's copy may be rewritten only after the step that read it, that is, once its tokens are there.
         """
-        lines = []
-        missing = sum(sequence.seq_id not in self._lines for sequence in sequences)
-        if missing > len(self._free):
-            # Sequences that were pre-empted come back with other pages.
-            needed = {sequence.seq_id for sequence in sequences}
-            self.release([seq_id for seq_id in self._lines if seq_id not in needed])
+        lines, known = [], self._lines
         for sequence in sequences:
-            line = self._lines.get(sequence.seq_id)
+            line, pages = known.get(sequence.seq_id), sequence.pages
             if line is None:
-                line = self._lines[sequence.seq_id] = _Line(self._free.pop())
+                if not self._free:  # sequences that were pre-empted come back with other pages
+                    needed = {one.seq_id for one in sequences}
+                    self.release([seq_id for seq_id in known if seq_id not in needed])
+                line = known[sequence.seq_id] = _Line(self._free.pop())
             # A step looks at no page that is written already: its cost does not grow with the context.
-            if line.pages is not sequence.pages:
-                line.pages, line.num_written = sequence.pages, 0
-            if line.num_written < len(sequence.pages):
+            if line.pages is not pages:
+                line.pages, line.num_written = pages, 0
+            if line.num_written < len(pages):
                 self._write(line)
             lines.append(line.index)
         return lines

@@ -40,6 +40,8 @@ PREFIX = 256  # sorted candidates for top-k and top-p: nearly always enough, and
 BLOCK = 256  # columns of a block: a draw finds the block, then the token in it
 
 LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
+PHILOX_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+PHILOX_WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64) * np.arange(10, dtype=np.uint64)[:, None, None]
 
 FUSED_BLOCK, FUSED_FEW = 2048, 2048  # columns of a pass of the kernel, and of the candidates that it searches
 
@@ -57,12 +59,12 @@ def row_numbers(sequences: Sequence[PlannedSequence], vocab: int) -> NDArray[np.
     drawn = [i for i, sequence in enumerate(sequences) if sequence.sampling.temperature >= GREEDY_BELOW]
     if not drawn:
         return numbers
-    for i in drawn:
-        own = sequences[i].sampling
-        numbers[i, :4] = own.temperature, own.min_p, min(own.top_k or vocab, vocab), own.top_p
+    drawing = [sequences[i] for i in drawn]
+    asked = [sequence.sampling for sequence in drawing]
+    numbers[drawn, :4] = [(own.temperature, own.min_p, min(own.top_k or vocab, vocab), own.top_p) for own in asked]
     numbers[drawn, 4] = philox_uniform(
-        np.array([sequences[i].seed % 2**64 for i in drawn], dtype=np.uint64),
-        np.array([num_generated(sequences[i]) for i in drawn], dtype=np.uint64),
+        np.array([sequence.seed % 2**64 for sequence in drawing], dtype=np.uint64),
+        np.array([num_generated(sequence) for sequence in drawing], dtype=np.uint64),
     )
     return numbers
 
@@ -227,9 +229,8 @@ def philox_uniform(seeds: Words, counters: Words) -> NDArray[np.float64]:
 
 def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words]) -> tuple[Words, ...]:
     """Run the ten rounds of Philox4x32 on four counter words and two key words (32 bits each, held in 64)."""
-    (c0, c1, c2, c3), (key0, key1) = counter, key
-    for _ in range(10):
-        left, right = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (right >> SHIFT) ^ c1 ^ key0, right & LOW, (left >> SHIFT) ^ c3 ^ key1, left & LOW
-        key0, key1 = (key0 + np.uint64(0x9E3779B9)) & LOW, (key1 + np.uint64(0xBB67AE85)) & LOW
-    return c0, c1, c2, c3
+    even, odd = np.stack(counter[::2]), np.stack(counter[1::2])  # words 0 and 2, and words 1 and 3 ``[2, n]``
+    for keys in (np.stack(key) + PHILOX_WEYL) & LOW:
+        crossed = (even * PHILOX_FACTORS)[::-1]
+        even, odd = (crossed >> SHIFT) ^ odd ^ keys, crossed & LOW
+    return even[0], odd[0], even[1], odd[1]

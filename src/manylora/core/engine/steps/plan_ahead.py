@@ -53,12 +53,14 @@ class _Continued(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
+        if index == self._length:  # as a step asks that decodes
+            return self._last
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length + 1)
             assert step == 1, "tokens are read forwards, each of them"
             head = list(self._tokens[start : min(stop, self._length)])
             return [*head, self._last] if start <= self._length < stop else head
-        if index in (self._length, -1):
+        if index == -1:
             return self._last
         if not -self._length <= index + (index < 0) <= self._length:
             raise IndexError(f"index {index} of {self._length + 1} tokens")
