@@ -175,7 +175,9 @@ def test_contexts_are_cut_by_their_lengths(lengths: list[int]) -> None:
     )
     kernel = TritonAttentionKernel(ops, pool, max_num_seqs=len(lengths), max_model_len=1)
     kernel.fill = 66
-    kernel.tables = SimpleNamespace(place=lambda sequences: list(range(len(sequences))))  # type: ignore[assignment]
+    kernel.tables = SimpleNamespace(  # type: ignore[assignment]
+        place=lambda sequences: list(range(len(sequences))), pages=lambda lines, places: np.zeros_like(lines)
+    )
     pages: list[int] = [0] * 40000
     blocks = kernel.blocks([replace(planned(i, 0, 1, []), start=n - 1, pages=pages) for i, n in enumerate(lengths)])
     assert len(blocks.parts) <= len(lengths) + kernel.fill and len(blocks.merges) <= kernel.fill

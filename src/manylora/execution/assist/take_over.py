@@ -94,5 +94,5 @@ class TakeOver:
     def _segments(self, taken: tuple[int, ...]) -> tuple[LoraSegment, ...]:
         if not taken:
             return self._warm
-        moved = [replace(self._assist.segments[number], adapter=self._begun[number].weights) for number in taken]
+        moved = [self._assist.segments[number]._replace(adapter=self._begun[number].weights) for number in taken]
         return tuple(sorted([*self._warm, *moved], key=lambda segment: segment.start))

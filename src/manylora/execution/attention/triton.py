@@ -128,6 +128,11 @@ class PageTables:
             lines.append(line.index)
         return lines
 
+    def pages(self, lines: Numbers, places: Numbers) -> Numbers:
+        """Return the page at each place of a line, both ``[n]``."""
+        pages: Numbers = self._rows[lines, places].astype(np.int64)
+        return pages
+
     def release(self, seq_ids: Sequence[int]) -> None:
         """Free the lines of sequences that have left the engine."""
         for seq_id in seq_ids:
@@ -150,29 +155,21 @@ class StepBlocks:
     parts: Numbers  # blocks of chunks of one token, long contexts in several ``[n, BLOCK_FIELDS]``
     merges: Numbers  # of rows with several parts: the row, its first part, their number ``[m, 3]``
     spans: Sequence[tuple[int, int, int, int]]  # longer chunks: first row, tokens, start, line of the page table
+    lasts: Numbers  # last row of each sequence ``[sequences]``
 
     @classmethod
     def of(cls, kv: KvPages, tables: PageTables, sequences: Sequence[PlannedSequence], fill: int) -> StepBlocks:
         """Return the blocks of a step, contexts cut into about ``fill`` parts where they are long."""
-        size = kv.block_size
-        single: list[tuple[int, int, int, int]] = []
-        spans: list[tuple[int, int, int, int]] = []
-        longer: list[PlannedSequence] = []
-        row = 0
-        for sequence, line in zip(sequences, tables.place(sequences), strict=True):
-            start, count = sequence.start, sequence.num_tokens
-            if count == 1:
-                single.append((row, start, line, sequence.pages[start // size]))
-            else:
-                spans.append((row, count, start, line))
-                longer.append(sequence)
-            row += count
-        positions, slots = np.empty(row, np.int64), np.empty(row, np.int64)
-        rows, at, lines, pages = np.asarray(single, dtype=np.int64).reshape(-1, 4).T
-        positions[rows], slots[rows] = at, pages * size + at % size
-        for sequence, (first, count, _, _) in zip(longer, spans, strict=True):
-            positions[first : first + count], slots[first : first + count] = kv.places([sequence])
-        return cls(positions, slots, *_cut(rows, at, lines, fill), spans)
+        lines = np.array(tables.place(sequences), np.int64)
+        starts, counts = np.array([(one.start, one.num_tokens) for one in sequences], np.int64).reshape(-1, 2).T
+        firsts = counts.cumsum() - counts
+        of = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(of)) + (starts - firsts)[of]
+        slots = tables.pages(lines[of], positions // kv.block_size) * kv.block_size + positions % kv.block_size
+        is_single = counts == 1
+        spans = np.stack((firsts, counts, starts, lines), axis=1)[~is_single].tolist()
+        cut = _cut(firsts[is_single], starts[is_single], lines[is_single], fill)
+        return cls(positions, slots, *cut, spans, firsts + counts - 1)
 
     def prompts(self, num_tokens: int) -> Numbers:
         """Return the blocks of the longer chunks, of at most ``num_tokens`` each ``[n, BLOCK_FIELDS]``."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,8 +24,7 @@ from manylora.execution.storage.resident import ResidentAdapter
 __all__ = ["ArrivingBatch", "LoraBatch", "LoraSegment", "StepContext", "StepLora"]
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSegment:
+class LoraSegment(NamedTuple):
     """Rows ``[start, stop)`` of the step, of which ``[sampled_start, sampled_stop)`` among the sampled rows."""
 
     adapter: ResidentAdapter

@@ -6,7 +6,6 @@ The kernels are in ``kernels/triton/lora.py``, the layouts of the tables in ``st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
@@ -127,8 +126,7 @@ class LoraSpace:
         return self._columns[key]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableSizes:
+class TableSizes(NamedTuple):
     """The size of a step's tables."""
 
     num_blocks: int
@@ -143,9 +141,7 @@ class TableSizes:
 
     def union(self, other: TableSizes) -> TableSizes:
         """Return the size that fits either."""
-        return TableSizes(
-            **{field.name: max(getattr(self, field.name), getattr(other, field.name)) for field in fields(TableSizes)}
-        )
+        return TableSizes(*map(max, self, other))
 
 
 class StepTables:
@@ -190,7 +186,7 @@ class StepTables:
         if rows and not self.room.holds(measure(rows, self._block_rows)):
             return False
         lines = [
-            (first, min(self._block_rows, stop - first), table.data.data_ptr())
+            (first, min(self._block_rows, stop - first), table.address)
             for start, stop, table in rows
             for first in range(start, stop, self._block_rows)
         ]

@@ -19,7 +19,7 @@ hundred, and a captured graph finds the tables at fixed addresses.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 import numpy as np
@@ -121,17 +121,16 @@ class TileTemplate:
     max_planes: int
     is_complete: bool  # whether the table holds the whole adapter; LoRA of the embedding is not in it
 
-    @property
-    def present(self) -> NDArray[np.bool_]:
-        """Whether the adapter changes any module of each group."""
-        return self.header[:, 1] > 0
+    # What steps ask of all their adapters, so it is computed once.
+    present: NDArray[np.bool_] = field(init=False)  # whether the adapter changes any module of each group
+    has_vectors: NDArray[np.bool_] = field(init=False)  # whether any module of each group has a factor or a shift
+    any_vectors: bool = field(init=False)  # whether any group has one
 
-    @property
-    def has_vectors(self) -> NDArray[np.bool_]:
-        """Whether any module of each group has a factor or a shift."""
+    def __post_init__(self) -> None:
         first = GROUP_FIELDS + (self.header.shape[1] - GROUP_FIELDS) // 3
-        num_tiles: NDArray[np.int64] = self.header[:, first + 1 :: 2].sum(axis=1)
-        return num_tiles > 0
+        object.__setattr__(self, "present", self.header[:, 1] > 0)
+        object.__setattr__(self, "has_vectors", self.header[:, first + 1 :: 2].sum(axis=1) > 0)
+        object.__setattr__(self, "any_vectors", bool(self.has_vectors.any()))
 
     def place(self, pages: Sequence[int], page_elements: int) -> NDArray[np.int64]:
         """Return the table of the adapter in ``pages``, flat."""
@@ -185,6 +184,10 @@ class AdapterTable:
 
     template: TileTemplate
     data: torch.Tensor
+    address: int = field(init=False)  # of ``data``
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", self.data.data_ptr())
 
     @classmethod
     def put(
