@@ -42,6 +42,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +69,6 @@ from live import live_arrivals
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
-from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterVersion
 from manylora.execution.attention.call import AttentionCall, Rotation
 from manylora.execution.attention.triton import TritonAttention, TritonAttentionKernel
@@ -550,7 +550,7 @@ class Bench:
         engine = self.engine
         recorder = Recorder(ranks={spec.name: spec.rank for spec in workload.adapters})
         core = EngineCore(
-            CoreParts(base=engine.base, num_pages=num_pages, executor=engine.executor),
+            replace(engine.parts, num_pages=num_pages),  # plans ahead and starts cold requests as a server does
             EngineConfig(
                 model=ModelConfig(model="base"), scheduler=scheduler, memory=engine.config.memory, adapters=adapters
             ),
