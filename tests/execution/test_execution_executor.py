@@ -49,6 +49,29 @@ def test_work_is_polled_and_wakes_the_clock(parts: EngineParts, clock: WallClock
     assert finish(work) == work.poll(0.0)
 
 
+def test_the_loop_is_woken_when_the_step_behind_is_on_its_way(
+    parts: EngineParts, clock: WallClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its turn takes the interpreter's lock, which the thread that launches the next step needs."""
+    executor, may_begin, happened = executor_of(parts), threading.Event(), []
+    batch, forward = executor.runner._batch, executor.runner._forward
+    monkeypatch.setattr(clock, "wake", lambda: happened.append("wake"))
+    monkeypatch.setattr(executor.runner, "_batch", lambda *own: happened.append("prepare") or batch(*own))
+    monkeypatch.setattr(
+        executor.runner, "_forward", lambda *own, **named: happened.append("run") or forward(*own, **named)
+    )
+    executor._steps.submit(may_begin.wait)
+    parts_of = [sequence([1, 2, 3], 0, 3, 0), sequence([1, 2], 0, 2, 0, AdapterKey("unknown")), sequence([4], 0, 1, 0)]
+    steps = [executor.launch(StepPlan(step_id=1, sequences=(part,)), 0.0) for part in parts_of]
+    may_begin.set()
+    assert isinstance(finish(steps[2]), StepResult)
+    with pytest.raises(KeyError):
+        finish(steps[1])
+    executor._steps.submit(lambda: None).result()
+    # The second step fails before it is on its way, so the loop hears of it, and of the first, with the third.
+    assert happened == ["prepare", "run", "prepare", "wake", "run", "wake"]
+
+
 def test_a_failed_step_raises_where_it_is_polled(parts: EngineParts) -> None:
     plan = StepPlan(step_id=1, sequences=(sequence([1, 2], 0, 2, 0, AdapterKey("unknown")),))
     with pytest.raises(KeyError, match="unknown"):

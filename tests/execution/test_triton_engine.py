@@ -12,14 +12,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
+from manylora.core.costs.arriving import WaitBudget
 from manylora.core.errors import ConfigError
+from manylora.core.plan import StepPlan
 from manylora.core.ports import EngineParts
 from manylora.execution.attention.call import choose_attention
 from manylora.execution.build import build_parts
 from manylora.execution.device import DeviceOps
 from manylora.execution.lora.kernels import choose_kernel
 from manylora.execution.model.precision import Precision, round_to_codes
+from manylora.execution.runner import OffDevice
 from manylora.execution.step_graphs import batch_buckets, token_buckets
+from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
 
 pytest.importorskip("triton")
 
@@ -132,6 +136,27 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(
         parts.close()
     assert "graphs_off reason=operation not permitted" in caplog.text
     torch.testing.assert_close(found[-1], expected[-1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_whose_adapters_are_all_copied_is_replayed(folders: dict[str, Path]) -> None:
+    """On a GPU the copies are in their stream then, and a graph has only to wait for the last of them."""
+    parts = build(folders, "graphs")
+    try:
+        runner, (version,) = executor_of(parts).runner, load_all(parts, {"one": folders["one"]}).values()
+        part = sequence([5, 6, 7], 0, 3, 0, version.key)
+        rows: list[torch.Tensor] = []
+        runner.logits_hook = lambda plan, logits: rows.append(logits)
+        plan, weights = StepPlan(step_id=1, sequences=(part,)), runner.resident[version.key]
+        assert runner.run(plan).launch_s == 0.0
+        for num_pages, is_replayed in ((version.num_pages, True), (version.num_pages - 1, False)):
+            arrival, budget = Arrival(version.num_pages), WaitBudget(0.0)
+            arrival.advance(num_pages)
+            adapter = ArrivingAdapter(weights, weights.memory.layout.groups, arrival, budget)
+            result = runner.run(plan, OffDevice(arriving={version.key: adapter}, wait_budget=budget))
+            assert (result.launch_s == 0.0) == bool(result.tokens) == is_replayed != adapter.is_late
+        torch.testing.assert_close(rows[1], rows[0], atol=0, rtol=0)
+    finally:
+        parts.close()
 
 
 def test_rows_of_padding_hold_numbers(folders: dict[str, Path]) -> None:

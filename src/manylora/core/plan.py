@@ -125,6 +125,9 @@ class StepResult:
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     # Share of the layers, over the assisted sequences, that the CPU computed; the device took over the others.
     cpu_share: float = 1.0
+    # Time in seconds of launching the step's kernels one by one, without waits for adapters; 0 for a step that was
+    # replayed, and where none is.
+    launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

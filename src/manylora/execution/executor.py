@@ -16,6 +16,7 @@ import logging
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -104,6 +105,9 @@ class TorchExecutor:
         self._arriving: dict[AdapterKey, DeviceLoad] = {}  # loads that have not ended, or have failed
         self._followers: dict[AdapterKey, list[DeviceLoad]] = {}  # loads that wait for a read to begin their image
         self._lock = threading.Lock()  # of the followers
+        self._queued: deque[StepPlan] = deque()  # steps that have not begun
+        self._owes_wake = False  # whether a step has ended of which the loop has not been told
+        runner.launched = self._tell
         self._steps = ThreadPoolExecutor(1, "manylora-step", runner.enter_thread)
         self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
         self._copy_thread = ThreadPoolExecutor(1, "manylora-copy", runner.enter_thread)
@@ -124,7 +128,10 @@ class TorchExecutor:
                 images[key] = self._host.get(key) or self._copied[key]
             if (load := self._arriving.get(key)) is not None:
                 loads[key] = load
-        return self._watch(self._steps.submit(self._run, plan, images, loads))
+        self._queued.append(plan)
+        step = self._steps.submit(self._run, plan, images, loads)
+        step.add_done_callback(self._ended)
+        return FutureWork(step)
 
     def load_adapter(self, load: AdapterLoad, now: float) -> FutureWork[LoadResult]:
         """Start a load: files to host, or host to device pages."""
@@ -173,6 +180,20 @@ class TorchExecutor:
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()  # a read that had not reached its process yet may have started one
 
+    def _ended(self, step: Future[StepResult]) -> None:
+        """Wake the loop, but not between two steps: it would take the interpreter's lock from the thread that launches.
+
+        It is told of the step once the one behind it is on the device, or has ended.
+        """
+        self._owes_wake = True
+        if not self._queued:
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._owes_wake:
+            self._owes_wake = False
+            self._clock.wake()
+
     def _watch(self, future: Future[ResultT]) -> FutureWork[ResultT]:
         future.add_done_callback(lambda _: self._clock.wake())
         return FutureWork(future)
@@ -188,6 +209,9 @@ class TorchExecutor:
         An image that was lost (see ``load_adapter``) is given by its version, to be read again.
         """
         began_at = time.perf_counter()
+        self._queued.popleft()
+        if loads:
+            self._tell()  # the step may wait for them
         whole = plan = fill_in(plan, self._tokens, self._failed, self._late_pages)
         adapters, gone, late_keys = self._find(images, loads)
         without = plan.sequences if gone or late_keys else ()
@@ -234,7 +258,7 @@ class TorchExecutor:
                     gone[key] = str(error)
                 except TimeoutError:
                     late.add(key)
-        return OffDevice(in_host, arriving, coming), gone, late
+        return OffDevice(in_host, arriving, coming, wait_budget), gone, late
 
     def _behind_steps(self, result: Future[LoadResult]) -> Future[LoadResult]:
         """Return a load's result; a failure is reported once no step reads the pages that had arrived."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from manylora.core.costs.arriving import WaitBudget
 from manylora.core.plan import PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
 from manylora.execution.assist.take_over import TakeOver
@@ -58,11 +60,24 @@ class OffDevice:
     arriving: Mapping[AdapterKey, ArrivingAdapter] = field(default_factory=dict)
     # The loads of adapters in host memory: the device takes over the groups that arrive in time from the assistant.
     coming: Mapping[AdapterKey, DeviceLoad] = field(default_factory=dict)
+    wait_budget: WaitBudget = field(default_factory=WaitBudget)  # of the arriving adapters
 
     def find(self, key: AdapterKey) -> ResidentAdapter | None:
         """Return an adapter's weights, ``None`` if they are on the device."""
         arriving = self.arriving.get(key)
         return self.in_host.get(key) if arriving is None else arriving.weights
+
+    def wait_for_copies(self) -> bool:
+        """Let the device wait for the arriving adapters; return False if any is not wholly in the copies' stream yet.
+
+        A graph reads all weights at once. It is launched the sooner: what is left of a copy takes less time than the
+        launches of a step one by one.
+        """
+        if not all(adapter.is_copied for adapter in self.arriving.values()):
+            return False
+        for adapter in self.arriving.values():
+            adapter.wait_for_all()
+        return True
 
     def absent(self, sequences: Sequence[PlannedSequence]) -> tuple[dict[int, str], frozenset[int]]:
         """Return why sequences have failed whose adapter will not arrive, and the sequences whose adapter is late."""
@@ -110,6 +125,8 @@ class ModelRunner:
     resident: dict[AdapterKey, ResidentAdapter] = field(default_factory=dict)
     share: SharedLogits | None = None  # of a model that several workers share, who all run the same steps
     announce: Callable[[StepPlan], None] | None = None  # tells the other workers of each step before it runs
+    # Called in each step when its graph is on its way, or before its launches one by one; not for an empty step.
+    launched: Callable[[], None] = lambda: None
     logits_hook: LogitsHook | None = None
 
     def __post_init__(self) -> None:
@@ -142,13 +159,18 @@ class ModelRunner:
             lora = take_over = TakeOver(segments, assist, loads, self._batch)
         with _assisting(assist) as lost:
             logits: torch.Tensor | None = None
-            if self._graphs is not None and assist is None and not (adapters.arriving or plan.prompt_rows):
+            launch_s = 0.0
+            if self._graphs is not None and assist is None and not plan.prompt_rows and adapters.wait_for_copies():
                 logits = self._graphs.run(sequences, segments)
+            self.launched()
             if logits is None:
                 if adapters.arriving:
                     assert lora is not None, "the adapters on their way are those of sequences"
                     lora = ArrivingBatch(lora, tuple(adapters.arriving.values()))
+                began_at = time.perf_counter() - adapters.wait_budget.spent_s
                 logits = self._forward(sequences, lora, take_over or assist, is_recorded=bool(plan.prompt_rows))
+                if self._graphs is not None:
+                    launch_s = time.perf_counter() - adapters.wait_budget.spent_s - began_at
             failed, late = adapters.absent(sequences)
             tokens, broken = self._sample(plan, sequences, logits, late.union(failed))
         failed |= broken | dict.fromkeys(_find_lost(sequences, lost), _LOST)
@@ -165,6 +187,7 @@ class ModelRunner:
             late=late,
             prompt_logprobs=reported,
             cpu_share=take_over.cpu_share if take_over is not None else 1.0,
+            launch_s=launch_s,
         )
 
     @property

@@ -57,8 +57,9 @@ ROOM_RANK, ROOM_TILES = 384, 24
 MOST_TOKENS = 512
 """Tokens of the largest step with prompts that is captured: an 8B model takes 10 ms or more for as many."""
 
-NARROW_AFTER = 256
-"""Replays of the graph of all groups that pay for the capture of a narrower one."""
+NARROW_AFTER = 2048
+"""Replays of the graph of all groups that pay for the capture of a narrower one several times over: all sequences wait
+for a capture."""
 
 
 def batch_buckets(largest: int) -> tuple[int, ...]:
@@ -168,9 +169,11 @@ class StepGraphs:
             return None
         shape = Shape(next(size for size in self._sizes[is_mixed] if size >= num_rows), is_mixed)
         if rows:
+            sampled = rows
             if is_mixed:
                 self._write_adapters(rows, is_high=True)
-            self._write_adapters(self._table_rows(segments, is_sampled=True) or [], is_high=False)
+                sampled = self._table_rows(segments, is_sampled=True) or []
+            self._write_adapters(sampled, is_high=False)
             self._choose_groups(rows)
         self._blocks = self._attention.blocks(sequences)
         self._inputs.write(shape, self._blocks, sequences)
@@ -231,11 +234,11 @@ class StepGraphs:
         templates = {table.template for _, _, table in rows}
         if templates == self._templates:
             return
-        self._templates = templates
-        present = np.logical_or.reduce([self._present, *(template.present for template in templates)])
-        vectors = np.logical_or.reduce([self._vectors_seen, *(template.has_vectors for template in templates)])
+        fresh, self._templates = templates - self._templates, templates  # the others are counted already
+        present = np.logical_or.reduce([self._present, *(template.present for template in fresh)])
+        vectors = np.logical_or.reduce([self._vectors_seen, *(template.has_vectors for template in fresh)])
         plain, shifted = (present.tobytes() + each.tobytes() for each in (np.zeros_like(vectors), vectors))
-        self._has_vectors = any(template.has_vectors.any() for template in templates)
+        self._has_vectors = any(template.any_vectors for template in templates)
         self._adapted = shifted if self._has_vectors else plain
         if (present != self._present).any() or (vectors != self._vectors_seen).any():
             kept = (b"", self._every, plain, shifted)
@@ -359,23 +362,21 @@ class _Inputs:
         for numbers, padding in ((tokens, 0), (positions, 0), (slots, -1)):
             numbers[num_rows : shape.num_rows] = padding
         num_parts = num_merges = 0
-        kept: list[int] = []
+        kept = np.empty(0, np.int64)
         if blocks is not None:
             num_parts, num_merges = len(blocks.parts), len(blocks.merges)
             positions[:num_rows], slots[:num_rows] = blocks.positions, blocks.slots
             parts[:num_parts], merges[:num_merges] = blocks.parts, blocks.merges
             is_mixed = shape.is_mixed
             ids = [] if is_mixed else [sequence.tokens[sequence.start] for sequence in sequences]
-            kept = [] if is_mixed else list(range(num_rows))
             for sequence in sequences if is_mixed else ():
                 start, count = sequence.start, sequence.num_tokens
                 if count == 1:
                     ids.append(sequence.tokens[start])
                 else:
                     ids.extend(sequence.tokens[start : start + count])
-                if sequence.is_sampled:
-                    kept.append(len(ids) - 1)
             tokens[:num_rows] = ids
+            kept = blocks.lasts[np.array([sequence.is_sampled for sequence in sequences])]
         sampled[: len(kept)], sampled[len(kept) :] = kept, 0
         parts[num_parts:, 1], merges[num_merges:, 2] = 0, 0
         self._device.copy_(self._host, non_blocking=True)

@@ -250,7 +250,7 @@ def test_a_prompt_is_cut_only_if_the_others_save_more_than_the_request_loses(
     )
     assist = AssistCosts(is_beside=True)
     found = expect(asked, assist, Corrections())[ASSIST]
-    whole = _assist_chunks(asked, assist, chunk)
+    whole = _assist_chunks(asked, assist, 0.0, chunk)
     later_s = found.first_token_s - whole.first_token_s
     assert later_s * num_sharing <= whole.others_s - found.others_s + 1e-9
     assert (found.chunk_tokens is None) == (found == whole)
@@ -334,3 +334,39 @@ def test_noise_of_steps_that_the_device_mostly_took_over_teaches_little():
             costs.observe(64, step_s, layers, step_s + 2 * layers * cpu_share * 10e-6 + noise_s, cpu_share)
     assert costs._row_rank_s == pytest.approx(BESIDE_ROW_RANK_S)
     assert costs.delay_s(64, step_s, layers) == pytest.approx(2 * layers * 10e-6, rel=0.5)
+
+
+@pytest.mark.parametrize("num_others", [0, 3, 127])
+@pytest.mark.parametrize("copy_s", [0.0003, 0.004, 0.030])
+def test_modes_whose_steps_are_launched_one_by_one_are_found_dear(num_others, copy_s):
+    """A replayed step takes 10 ms. On layers that arrive its launches take 28 ms, and assisted ones up to 300.
+
+    Measured on an H100 beside a host whose cores take 47 ms at least to launch an assisted step of an 8B model.
+    """
+    assist, corrections = AssistCosts(is_beside=True), Corrections()
+    asked = question(
+        route=route(copy_s=copy_s),
+        step_s=0.010,
+        prompt_s=0.010,
+        beat_s=0.010,
+        num_others=num_others,
+        row_rank=64 * 16,
+        rank=16,
+        token_s=5e-6,
+    )
+    launches = {WAIT: 0.0, ASSIST: 0.067, LAYERS: 0.028}
+    wait_s = expect(asked, assist, corrections)[WAIT].begins_s
+    first_token_s = {mode: wait_s * (mode is WAIT) + max(asked.step_s, launches[mode]) for mode in ColdStart}
+    lost_s = {mode: first_token_s[mode] + num_others * max(0.0, launches[mode] - asked.step_s) for mode in ColdStart}
+    chosen = []
+    for _ in range(400):
+        expected = expect(asked, assist, corrections)
+        mode = choose(expected, tuple(ColdStart), 1)
+        chosen.append(mode)
+        delay_s = (expected[mode].first_token_s - asked.prompt_s) / corrections.factor(mode)
+        corrections.observe(mode, resident_s=asked.prompt_s, delay_s=delay_s, actual_s=first_token_s[mode])
+        if mode is not WAIT:
+            corrections.observe_launches(mode, launches[mode], asked.step_s)
+    best = min(lost_s, key=lambda mode: lost_s[mode])
+    assert best is (LAYERS if (num_others, copy_s) == (0, 0.030) else WAIT)
+    assert chosen.count(best) >= 390 and sum([lost_s[mode] for mode in chosen]) < 1.5 * 400 * lost_s[best]

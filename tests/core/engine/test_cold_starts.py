@@ -19,7 +19,7 @@ from manylora.core.engine.status import ColdStartStatus, EngineStats
 from manylora.core.errors import ConfigError
 from manylora.core.events import ColdStartChosen, ColdStartEnded, RequestAdmitted, RequestPreempted
 from manylora.core.memory import ReloadCosts
-from manylora.core.plan import ARRIVING, IN_HOST, ON_DEVICE, PlannedSequence, StepPlan
+from manylora.core.plan import ARRIVING, IN_HOST, ON_DEVICE, PlannedSequence, StepPlan, StepResult
 from manylora.core.ports import CoreParts
 from manylora.core.types import AdapterKey, ColdStart, SamplingParams, Tier
 from manylora.serving.hosting.fleet.snapshot import merge_snapshots
@@ -487,8 +487,18 @@ def test_a_handoff_is_learnt_beside_steps_that_become_longer():
             costs.step.observe(8, took_s)
         else:
             plan = StepPlan(step_id=number, sequences=(part,))
-            assert not cold_starts.learn_step(plan, 8, took_s + 2 * layers * handoff_s, 1.0)
+            assert not cold_starts.learn_step(plan, 8, took_s + 2 * layers * handoff_s, StepResult())
     assert cold_starts._assist.delay_s(16, 0.020, layers) == pytest.approx(2 * layers * handoff_s, rel=0.15)
+
+    # Launched one by one, it teaches that, and not the line of replayed steps: also where the device took over.
+    line_s = costs.step.seconds(8)
+    for cpu_share in (1.0, 0.0):
+        result = StepResult(cpu_share=cpu_share, launch_s=0.080)
+        assert not cold_starts.learn_step(StepPlan(step_id=900, sequences=(part,)), 8, 0.081, result)
+    assert cold_starts.learn_step(StepPlan(step_id=900, sequences=(part,)), 8, 0.020, StepResult(cpu_share=0.0))
+    learnt_s = cold_starts._corrections.launch_s(ColdStart.ASSIST)
+    assert learnt_s == pytest.approx((0.080 - line_s) * (0.2 + 0.2 * 0.8) * 0.8)
+    assert cold_starts._assist.delay_s(16, 0.020, layers) == pytest.approx(2 * layers * handoff_s, rel=0.3)
 
 
 def test_cold_starts_of_several_engines_are_merged_and_scraped():

@@ -86,6 +86,7 @@ class WaitBudget:
 
     def __init__(self, seconds: float = MAX_WAIT_S) -> None:
         self.left_s = seconds
+        self.spent_s = 0.0
 
     def outlasts(self, wait_s: float) -> bool:
         """Whether the step would wait for so long; if not, the adapter is late once the rest is spent."""
@@ -94,3 +95,4 @@ class WaitBudget:
     def spend(self, wait_s: float) -> None:
         """Count a wait that is over."""
         self.left_s = max(0.0, self.left_s - wait_s)
+        self.spent_s += wait_s

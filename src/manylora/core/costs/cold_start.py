@@ -20,6 +20,9 @@ the others, and all predictions counted from now:
   runs. Beside others it can begin only between steps. Beginning at the last step before ``S`` is over saves it ``beat -
   stall`` over beginning at the next one, and costs each of the others ``stall``.
 
+A device that replays its steps as captured graphs launches the steps of both modes one kernel after another, unless all
+weights have arrived by then. What that adds to a step is learnt by mode, and all sequences of the step pay it.
+
 A mode is worth its delay if the gain over waiting, times the requests that gain, exceeds the delay times the sequences
 that pay (break-even). All functions are pure; times are in seconds.
 
@@ -57,7 +60,10 @@ layers counts as 31 us for each at a share of 1, and would as 3 ms at a hundredt
 FORGET = 0.02
 """Part of a correction that is forgotten with each observation of another mode, so that a mode is tried again."""
 
+FORGET_LAUNCHES = 0.002  # the same of a mode's launches, which are the machine's and hardly change
+
 MOST_CORRECTION = 8.0  # bound of a correction, and of one observation, as a factor in both directions
+MOST_LAUNCH = 8.0  # bound of the launches of one observation, in steps: a kernel may have been compiled in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +211,16 @@ class Corrections:
 
     def __init__(self) -> None:
         self._logs = dict.fromkeys(ColdStart, 0.0)
+        self._launch_s = dict.fromkeys(ColdStart, 0.0)
+
+    def launch_s(self, mode: ColdStart) -> float:
+        """Return the time by which launches one by one make a step of a mode longer."""
+        return self._launch_s[mode]
+
+    def observe_launches(self, mode: ColdStart, launch_s: float, step_s: float) -> None:
+        """Learn the time of the launches of a step in a mode, 0 if it was replayed, and of the step as replayed."""
+        longer_s = min(max(0.0, launch_s - step_s), MOST_LAUNCH * step_s)
+        self._launch_s[mode] += LEARN * (longer_s - self._launch_s[mode])
 
     def factor(self, mode: ColdStart) -> float:
         """Return the factor on a mode's predicted delay."""
@@ -219,6 +235,7 @@ class Corrections:
         for other in self._logs:
             if other is not mode:
                 self._logs[other] *= 1.0 - FORGET
+                self._launch_s[other] *= 1.0 - FORGET_LAUNCHES
         if delay_s <= 0.0:
             return
         ratio = min(max((actual_s - resident_s) / delay_s, 1.0 / MOST_CORRECTION), MOST_CORRECTION)
@@ -235,8 +252,8 @@ def expect(
     """
     plain = {
         ColdStart.WAIT: _wait(question),
-        ColdStart.ASSIST: _assist(question, assist),
-        ColdStart.LAYERS: _layers(question, is_forced=is_forced),
+        ColdStart.ASSIST: _assist(question, assist, corrections.launch_s(ColdStart.ASSIST)),
+        ColdStart.LAYERS: _layers(question, corrections.launch_s(ColdStart.LAYERS), is_forced=is_forced),
     }
     found = {mode: _corrected(one, question.prompt_s, corrections.factor(mode)) for mode, one in plain.items()}
     if not assist.is_beside:
@@ -272,20 +289,20 @@ def _wait(question: ColdRequest) -> Expected:
     return Expected(begins_s + question.prompt_s, 0.0, begins_s)
 
 
-def _assist(question: ColdRequest, assist: AssistCosts) -> Expected:
+def _assist(question: ColdRequest, assist: AssistCosts, launch_s: float) -> Expected:
     """Return the prediction for whole chunks, or for such that delay the others less, whichever is worth more."""
-    whole = _assist_chunks(question, assist, question.chunk_tokens)
+    whole = _assist_chunks(question, assist, launch_s, question.chunk_tokens)
     num_hidden = assist.hidden_tokens(question)
     if not whole.others_s or not LEAST_CHUNK <= num_hidden < question.chunk_tokens:
         return whole
-    cut = _assist_chunks(question, assist, int(num_hidden))
+    cut = _assist_chunks(question, assist, launch_s, int(num_hidden))
     later_s = cut.first_token_s - whole.first_token_s
     if later_s * question.num_sharing > whole.others_s - cut.others_s:
         return whole
     return cut._replace(chunk_tokens=int(num_hidden))
 
 
-def _assist_chunks(question: ColdRequest, assist: AssistCosts, chunk_tokens: int) -> Expected:
+def _assist_chunks(question: ColdRequest, assist: AssistCosts, launch_s: float, chunk_tokens: int) -> Expected:
     """Return the prediction for a prompt in chunks of so many tokens, until its adapter is on the device."""
     num_layers, num_fewer = question.num_layers, question.chunk_tokens - chunk_tokens
     begins_s = _next_step_s(question.route.host_s, question)
@@ -298,16 +315,16 @@ def _assist_chunks(question: ColdRequest, assist: AssistCosts, chunk_tokens: int
         num_on_cpu = count_on_cpu(at_s, step_s / num_layers, layer_delay_s, copied_s, copy_layer_s, num_layers)
         if not num_on_cpu:
             break
-        delay_s += num_on_cpu * layer_delay_s
-        at_s += step_s + num_on_cpu * layer_delay_s
+        delay_s += launch_s + num_on_cpu * layer_delay_s
+        at_s += step_s + launch_s + num_on_cpu * layer_delay_s
         num_left -= chunk_tokens
     first_token_s = at_s + question.step_s * math.ceil(max(0, num_left) / question.chunk_tokens)
-    decode_delay_s = assist.delay_s(question.rank, question.beat_s, num_layers)
+    decode_delay_s = launch_s + assist.delay_s(question.rank, question.beat_s, num_layers)
     num_decodes = math.ceil(max(0.0, copied_s - first_token_s) / max(1e-9, question.beat_s + decode_delay_s))
     return Expected(first_token_s, question.num_others * (delay_s + num_decodes * decode_delay_s), begins_s)
 
 
-def _layers(question: ColdRequest, *, is_forced: bool) -> Expected:
+def _layers(question: ColdRequest, launch_s: float, *, is_forced: bool) -> Expected:
     stall_s, beat_s = question.route.stall_s(question.step_s, question.num_layers), question.beat_s
     if is_forced or not stall_s:
         begins_s = 0.0
@@ -317,7 +334,7 @@ def _layers(question: ColdRequest, *, is_forced: bool) -> Expected:
         gaining = question.num_sharing
         most_s = beat_s * min(MOST_STALL, gaining / (gaining + question.num_others))
         begins_s = beat_s * max(0, math.ceil((stall_s - most_s) / max(1e-9, beat_s)))
-    stall_s = max(0.0, stall_s - begins_s)
+    stall_s = launch_s + max(0.0, stall_s - begins_s)
     return Expected(begins_s + stall_s + question.prompt_s, question.num_others * stall_s, begins_s)
 
 

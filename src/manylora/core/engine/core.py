@@ -249,7 +249,7 @@ class EngineCore:
         took_s = now - step.began_at
         if self.queue_wait.predicts:
             self.queue_wait.stepped(step.began_at, now)
-        if not step.is_cold or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s, result.cpu_share):
+        if not step.is_cold or self._cold_starts.learn_step(step.plan, step.num_tokens, took_s, result):
             self._costs.step.observe(step.num_tokens, took_s)
             if step.load is not None and self._step_costs.is_asked:
                 self._step_costs.observe(step.load, took_s)

@@ -162,6 +162,16 @@ class ArrivingAdapter:
         """The reason why the adapter will not arrive; steps that used it have computed on zeros."""
         return self._arrival.error
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether all weights are there, or on a GPU will be behind the copies in its stream."""
+        return self._arrival.is_complete
+
+    def wait_for_all(self) -> None:
+        """Let the current stream wait for all weights of an adapter that ``is_copied``."""
+        if (event := self._arrival.wait(self._arrival.num_arrived)) is not None:
+            torch.cuda.current_stream().wait_event(event)
+
     def wait(self, group: str) -> None:
         """Wait for the weights of a group, on this thread or on the current stream, or for a failure.
 

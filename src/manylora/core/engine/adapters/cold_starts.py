@@ -27,7 +27,7 @@ from manylora.core.engine.status import ColdStartStatus
 from manylora.core.errors import ConfigError
 from manylora.core.events import ColdStartChosen, ColdStartEnded, EventSink
 from manylora.core.memory import ReloadCosts
-from manylora.core.plan import ARRIVING, IN_HOST, StepPlan
+from manylora.core.plan import ARRIVING, IN_HOST, StepPlan, StepResult
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import Sequence
 from manylora.core.types import ColdStart, Tier
@@ -245,23 +245,24 @@ class ColdStarts:
             choice.mode, resident_s=choice.resident_s, delay_s=choice.plain_delay_s, actual_s=actual_s
         )
 
-    def learn_step(self, plan: StepPlan, num_tokens: int, took_s: float, cpu_share: float) -> bool:
-        """Learn from a step with cold rows; return whether one with all weights on the device had taken as long.
-
-        ``cpu_share`` is the share of the layers in which the CPU computed the assisted rows.
-        """
+    def learn_step(self, plan: StepPlan, num_tokens: int, took_s: float, result: StepResult) -> bool:
+        """Learn from a step with cold rows; return whether one with all weights on the device had taken as long."""
         is_next = plan.step_id == self._last_cold_step + 1
         self._num_cold_steps = self._num_cold_steps + 1 if is_next else 1
         self._last_cold_step = plan.step_id
-        if any(part.placement is ARRIVING for part in plan.sequences):
-            return False
-        row_rank = sum([part.rank * part.num_tokens for part in plan.sequences if part.placement is IN_HOST])
-        if not row_rank or not cpu_share or not self._assist.is_beside:
-            return True
         step = self._costs.step
+        is_arriving = any(part.placement is ARRIVING for part in plan.sequences)
+        row_rank = sum([part.rank * part.num_tokens for part in plan.sequences if part.placement is IN_HOST])
+        if self._assist.is_beside and (is_arriving or row_rank):
+            mode = ColdStart.LAYERS if is_arriving else ColdStart.ASSIST
+            self._corrections.observe_launches(mode, result.launch_s, step.seconds(num_tokens))
+        if is_arriving:
+            return False
+        if not row_rank or not result.cpu_share or not self._assist.is_beside:
+            return not result.launch_s
         if step.num_observed >= NUM_STEPS and self._num_cold_steps <= RECENT:
-            step_s = max(1e-9, step.seconds(num_tokens) + step.last_residual_s)
-            self._assist.observe(row_rank, step_s, self._num_layers, took_s, cpu_share)
+            step_s = max(1e-9, result.launch_s, step.seconds(num_tokens) + step.last_residual_s)
+            self._assist.observe(row_rank, step_s, self._num_layers, took_s, result.cpu_share)
         return False
 
     def statuses(self) -> tuple[ColdStartStatus, ...]:
