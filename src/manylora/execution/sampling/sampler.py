@@ -115,8 +115,8 @@ class Sampler:
                 highest, best = edited.max(dim=-1)
             tokens = choose_tokens(edited, highest, best, numbers)
             tokens = tokens.masked_fill(highest == -torch.inf, dead).masked_fill(broken, BROKEN)
-        chosen, reported = self._read(raw, tokens, sequences)
         over = {row for row, s in enumerate(sequences) if s.sampling.constraint and self.is_over_budget(s.seq_id)}
+        chosen, reported = self._read(raw, tokens, sequences)  # the device is waited for here: all else is before
         return [
             None if token == BROKEN or row in over else reported.get(row) or SampledToken(token_id=token)
             for row, token in enumerate(chosen)
