@@ -111,6 +111,7 @@ def prompt_row(
     for name, kind in (("assisted ms", stream), ("synchronous ms", SynchronousStream(stream, engine.device))):
         assistant = Assistant(kind, engine.base)
         assistant.prepare(image.memory)
+        assistant._measuring.shutdown()  # at the end of the measurement
         engine.runner._assistant = assistant
         step_s = wall_seconds(
             lambda: engine.runner.run(cold, OffDevice({version.key: image})), engine.device, sizes.rounds

@@ -136,7 +136,8 @@ def test_exchanges_equal_the_reference(row_counts: list[int], num_workers: int) 
 def test_cores_are_measured_when_an_adapter_is_prepared_and_never_within_a_step(monkeypatch) -> None:
     measured: list[tuple[int, int, int, str]] = []
     monkeypatch.setattr(shares, "_measured", {})
-    monkeypatch.setattr(shares, "_measure", lambda *of: measured.append(of) or RowCost(1e-4, 1e-6))
+    may_end = threading.Event()
+    monkeypatch.setattr(shares, "_measure", lambda *of: (may_end.wait() and measured.append(of)) or RowCost(1e-4, 1e-6))
     rig = Rig()
     try:
         rig.check([12, 1, 3, 2])
@@ -144,11 +145,14 @@ def test_cores_are_measured_when_an_adapter_is_prepared_and_never_within_a_step(
         groups = [rig.adapters[1].memory.layout.groups[GROUP]] * 2
         assert 0.0 < shares.adapter_cost(groups, "float32").row_s < 1e-3
         for adapter in rig.adapters * 2:
-            rig.assistant.prepare(adapter.memory)
+            rig.assistant.prepare(adapter.memory)  # a load does not wait for it
+        may_end.set()
+        rig.assistant._measuring.submit(lambda: None).result()
         assert len(measured) == len(set(measured)) > 0
         assert {dtype for *_, dtype in measured} == {"bfloat16", "float32", "float16"}
         assert shares.adapter_cost(groups, "float32").row_s == pytest.approx(2e-6)
     finally:
+        may_end.set()
         rig.assistant.close()
 
 

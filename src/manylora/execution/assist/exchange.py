@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -291,6 +292,7 @@ class Assistant:
         self._workers = [self._new_worker() for _ in range(num_workers or count_workers())]
         self._supervisor = Supervisor(exchange_limit_s)
         self._step: AssistedStep | None = None
+        self._measuring = ThreadPoolExecutor(1, "manylora-measure")  # not the thread that copies: loads would wait
 
     @property
     def num_workers(self) -> int:
@@ -298,10 +300,10 @@ class Assistant:
         return len(self._workers)
 
     def prepare(self, adapter: AdapterMemory) -> None:
-        """Measure the cost of an adapter's rows if its shape is new; blocks, on a thread that no step awaits."""
+        """Begin to measure the cost of an adapter's rows if its shape is new; steps take a guess until it is known."""
         layout = adapter.layout
         linear = [group for name, group in layout.groups.items() if self._groups[name].kind is ModuleKind.LINEAR]
-        measure_classes(linear, layout.dtype)
+        self._measuring.submit(measure_classes, linear, layout.dtype)
 
     def begin(self, segments: tuple[LoraSegment, ...]) -> AssistedStep:
         """Wake workers for a step with these segments, whose adapters are host images; ``finish`` ends it."""
@@ -323,6 +325,7 @@ class Assistant:
 
     def close(self) -> None:
         """End all threads, once the device has executed all steps."""
+        self._measuring.shutdown(cancel_futures=True)
         self._supervisor.close()
         for worker in self._workers:
             worker.close()

@@ -1,8 +1,8 @@
 """A core's time for rows of an adapter, measured on this machine; ``core/costs/shares.py`` divides a step by it.
 
 It is measured once for each class of (inputs, outputs, rank, type), when the first adapter of that class is copied to
-the device, on the thread that copies: a measurement takes tens of milliseconds, for which no step must wait. A step
-before that takes a guess. The rank counts as its next power of two.
+the device, on a thread of its own: a measurement takes tens of milliseconds, for which no step and no copy must wait. A
+step before that takes a guess. The rank counts as its next power of two.
 
 A step reads every weight of an adapter once, from memory that no cache holds: each call of a measurement reads weights
 of its own. In a cache they would be read four to seven times as fast, and too many cores would share a step.
