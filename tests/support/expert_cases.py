@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,14 @@ _SHARED = r".*\.mlp\.(gate|experts\.(\d+\.)?(gate|up|down)_proj)"
 
 def make_expert_adapters(architecture: str, model_path: Path, path: Path) -> dict[str, Path]:
     """Save one adapter of each kind with random weights; return their directories by name."""
-    folders = {}
+    folders, base = {}, _load(model_path)
     for seed, (kind, options) in enumerate(EXPERT_KINDS.items()):
         torch.manual_seed(500 + seed)
         if kind == "single":
             folders[kind] = write_single_experts(architecture, model_path, path / kind, **options)
             continue
         with _quiet():
-            tuned = get_peft_model(_load(model_path), LoraConfig(**options, task_type="CAUSAL_LM"))
+            tuned = get_peft_model(deepcopy(base), LoraConfig(**options, task_type="CAUSAL_LM"))
             for name, parameter in tuned.named_parameters():
                 if "lora_" in name:
                     parameter.data.normal_(std=0.15)

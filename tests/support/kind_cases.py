@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Pat
     embedding = "wte" if architecture in ("gptj", "gpt2") else "embed_tokens"
     every = list(dict.fromkeys(attention + mlp))
     targets = {"dora-ends": [embedding, "lm_head", attention[-1]], "bias-all": [attention[0], mlp[-1]], "vera": every}
-    folders = {}
+    folders, base = {}, _load(model_path)
     for seed, kind in enumerate(kinds_of(architecture)):
         make, options = KINDS[kind]
         if kind == "saved-embedding":
@@ -72,7 +73,7 @@ def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Pat
             options = {**options, "trainable_token_indices": {embedding: [7, 30, 9], "lm_head": list(range(1, 320, 5))}}
         torch.manual_seed(300 + seed)
         with _quiet():
-            tuned = get_peft_model(_load(model_path), make(target_modules=targets.get(kind, every), **options))
+            tuned = get_peft_model(deepcopy(base), make(target_modules=targets.get(kind, every), **options))
             for name, parameter in tuned.named_parameters():
                 _draw(name, parameter, kind)
             if kind == "adalora":

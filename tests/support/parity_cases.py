@@ -5,19 +5,25 @@ sixteen requests in one engine whose budget cuts prompts into chunks, whose pref
 is too small for all of them. The reference runs every finished sequence alone through ``PeftModel`` and
 compares each sampled row's logits, and that its own greedy token is the one we chose (so by induction its
 greedy answer is ours).
+
+Runs of one process share what does not depend on the engine: a model, its adapters, and the reference's logits of a
+sequence that it has seen.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
+import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +329,7 @@ _MODULES = {
 GROUP = 32
 
 
-def store(base: Path, folder: Path, numbers: str) -> None:
+def store(base: Path, folder: Path, numbers: str) -> Path:
     """Write a checkpoint whose linears are ``numbers``, and give the base of the reference the same weights."""
     tensors = load_file(base / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
@@ -369,6 +375,7 @@ def store(base: Path, folder: Path, numbers: str) -> None:
         {name: tensor.contiguous() for name, tensor in stored.items()}, folder / "model.safetensors", {"format": "pt"}
     )
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def adapter_configs(architecture: str) -> dict[str, LoraConfig]:
@@ -415,13 +422,13 @@ def make_adapters(
     architecture: str, model_path: Path, path: Path, names: Collection[str] | None = None
 ) -> dict[str, Path]:
     """Save the adapters, or those of some ``names``, with random A and B; return their directories by name."""
-    folders = {}
+    folders, base = {}, _load(model_path)
     for seed, (name, config) in enumerate(adapter_configs(architecture).items()):
         if names is not None and name not in names:
             continue
         torch.manual_seed(100 + seed)
         with _quiet():
-            peft_model = get_peft_model(_load(model_path), config)
+            peft_model = get_peft_model(deepcopy(base), config)
             for parameter_name, parameter in peft_model.named_parameters():
                 if "lora_embedding" in parameter_name:
                     parameter.data.mul_(0.2)
@@ -503,14 +510,14 @@ def run_oracle(
         reference_dtype: Type that the reference computes in.
         configs: Models by architecture.
     """
-    make_model(configs[architecture], path / "base")
+    base, folders, reference = _prepare(architecture, configs[architecture], make or make_adapters, reference_dtype)
     if stored is not None:
-        store(path / "base", path / "stored", stored)
-    folders = (make or make_adapters)(architecture, path / "base", path / "adapters")
+        reference = Reference(path / "base", folders, reference_dtype)
+        base = store(shutil.copytree(base, path / "base"), path / "stored", stored)
     result = OracleResult(architecture)
     cases = make_cases(list(folders))
     answers, logits = _serve(
-        path / ("base" if stored is None else "stored"),
+        base,
         folders,
         cases,
         result,
@@ -521,8 +528,32 @@ def run_oracle(
         kv_cache_dtype=kv_cache_dtype,
         build=partial(build, open_assistant=open_assistant),
     )
-    _compare(path / "base", folders, cases, answers, logits, result, reference_dtype)
+    _compare(reference, cases, answers, logits, result)
     return result
+
+
+@cache
+def _place() -> Path:
+    """Return a folder for what runs share; it goes with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="oracle-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+_PREPARED: dict[tuple[Any, ...], tuple[Path, dict[str, Path], Reference]] = {}
+
+
+def _prepare(
+    architecture: str, config: PreTrainedConfig, make: Callable[[str, Path, Path], dict[str, Path]], dtype: torch.dtype
+) -> tuple[Path, dict[str, Path], Reference]:
+    """Return a base, adapters for it, and their reference: made by the first run that asks for them."""
+    key = (architecture, config.to_json_string(), make, dtype)
+    if key not in _PREPARED:
+        path = _place() / str(len(_PREPARED))
+        make_model(config, path / "base")
+        folders = make(architecture, path / "base", path / "adapters")
+        _PREPARED[key] = (path / "base", folders, Reference(path / "base", folders, dtype))
+    return _PREPARED[key]
 
 
 def _serve(
@@ -586,16 +617,22 @@ def _serve(
 
     parts.executor.runner.logits_hook = note
     answers: dict[str, list[int]] = {case.request_id: [] for case in asked}
+    left = set(answers)
 
     def take(outputs: list[Output], now: float) -> None:
         for output in outputs:
             assert output.error is None, output
             answers[output.request_id].extend(token.token_id for token in output.tokens)
-            result.num_cached_tokens += output.num_cached_tokens if output.finish else 0
+            if output.finish:
+                result.num_cached_tokens += output.num_cached_tokens
+                left.discard(output.request_id)
         for case in doomed:
             least = {"chunked": 1, "decoding": len(case.prompt) + 5}[case.request_id]
             if num_run[case.request_id] >= least and core.cancel(case.request_id, now):
                 result.num_cancelled_cold += case.request_id in started_cold
+                left.discard(case.request_id)
+        if not left and cold_start is not None:
+            loop.stop()  # without the last copies over a slow link, which no request waits for
 
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     requests = [
@@ -603,8 +640,9 @@ def _serve(
     ]
     start, gap_s = clock.now(), EARLY_GAP_S if cold_start == "layers" else 0.0
     arrivals = [(start + number * gap_s, request) for number, request in enumerate(requests)]
+    loop = EngineLoop(core, clock, on_outputs=take, arrivals=arrivals)
     try:
-        EngineLoop(core, clock, on_outputs=take, arrivals=arrivals).run()
+        loop.run()
     finally:
         parts.close()
     result.stats = core.stats()
@@ -612,47 +650,83 @@ def _serve(
     return answers, logits
 
 
-@torch.inference_mode()
+@dataclass(slots=True)
+class Reference:
+    """Logits by transformers + PEFT, of every sequence by itself."""
+
+    model_path: Path
+    folders: Mapping[str, Path]  # of the adapters
+    dtype: torch.dtype
+    # By adapter and prompt: the answer, its logits, and the largest effect of the adapter (``None`` for the base).
+    _known: dict[tuple[str | None, tuple[int, ...]], tuple[list[int], torch.Tensor, float | None]] = field(
+        default_factory=dict
+    )
+    _models: dict[str | None, Any] = field(default_factory=dict)  # by adapter, of one comparison
+
+    def logits(self, case: Case, answer: list[int]) -> tuple[torch.Tensor, float | None]:
+        """Return the logits of an answer's rows, and the largest effect of the adapter on those of the sequence."""
+        known, rows, effect = self._known.get((case.adapter, case.prompt), ([], torch.empty(0), None))
+        if not known or known[: len(answer)] != answer:
+            rows, effect = self._compute(case, answer)
+            self._known[case.adapter, case.prompt] = answer, rows, effect
+        return rows[: len(answer)], effect
+
+    def forget_models(self) -> None:
+        """Give the memory of the models back; the logits stay."""
+        self._models.clear()
+
+    def _model(self, adapter: str | None) -> Any:
+        if adapter not in self._models:
+            if adapter is None:
+                self._models[None] = _load(self.model_path, self.dtype)
+            else:
+                with _quiet():  # each adapter apart: PEFT does not mix kinds
+                    tuned = PeftModel.from_pretrained(deepcopy(self._model(None)), self.folders[adapter])
+                self._models[adapter] = tuned.eval()
+        return self._models[adapter]
+
+    @torch.inference_mode()
+    def _compute(self, case: Case, answer: list[int]) -> tuple[torch.Tensor, float | None]:
+        ids = torch.tensor([[*case.prompt, *answer[:-1]]])
+        first = len(case.prompt) - 1
+        base_logits = self._model(None)(input_ids=ids, use_cache=False).logits[0]
+        if case.adapter is None:
+            return base_logits[first:].clone(), None
+        model, options = self._model(case.adapter), {}
+        [offset] = calculate_alora_offsets(model.peft_config, "default", torch.tensor([case.prompt]))
+        is_activated = getattr(model.active_peft_config, "alora_invocation_tokens", None) is not None
+        if is_activated:  # by the prompt alone: PEFT counts from the end, and looks at all that it is given
+            options = {"alora_offsets": [offset if offset is None else offset + ids.shape[1] - len(case.prompt)]}
+        expected = model(input_ids=ids, use_cache=False, **options).logits[0]
+        effect = float((expected - base_logits).abs().max())
+        if is_activated and offset is None:
+            assert effect == 0.0
+            return expected[first:].clone(), None
+        return expected[first:].clone(), effect
+
+
 def _compare(
-    model_path: Path,
-    folders: dict[str, Path],
+    reference: Reference,
     cases: list[Case],
     answers: dict[str, list[int]],
     logits: dict[str, dict[int, torch.Tensor]],
     result: OracleResult,
-    dtype: torch.dtype,
 ) -> None:
-    base, models = _load(model_path, dtype), {}
-    with _quiet():
-        for name, folder in folders.items():  # each apart: PEFT does not mix kinds
-            models[name] = PeftModel.from_pretrained(deepcopy(base), folder).eval()
     spreads = []
     for case in cases:
-        tokens = [*case.prompt, *answers[case.request_id]]
-        ids = torch.tensor([tokens[:-1]])
-        base_logits = base(input_ids=ids, use_cache=False).logits[0]
-        expected = base_logits
-        if case.adapter is not None:
-            model, options = models[case.adapter], {}
-            [offset] = calculate_alora_offsets(model.peft_config, "default", torch.tensor([case.prompt]))
-            is_activated = getattr(model.active_peft_config, "alora_invocation_tokens", None) is not None
-            if is_activated:  # by the prompt alone: PEFT counts from the end, and looks at all that it is given
-                options = {"alora_offsets": [offset if offset is None else offset + ids.shape[1] - len(case.prompt)]}
-            expected = model(input_ids=ids, use_cache=False, **options).logits[0]
-            effect = float((expected - base_logits).abs().max())
-            if is_activated and offset is None:
-                assert effect == 0.0
-            else:
-                result.smallest_effect = min(result.smallest_effect, effect)
-        rows = range(len(case.prompt) - 1, len(tokens) - 1)
-        assert sorted(logits[case.request_id]) == list(rows), f"{case.request_id}: sampled rows are missing"
-        for row in rows:
-            error = float((logits[case.request_id][row] - expected[row]).abs().max())
+        answer, found = answers[case.request_id], logits[case.request_id]
+        expected, effect = reference.logits(case, answer)
+        result.smallest_effect = min(result.smallest_effect, float("inf") if effect is None else effect)
+        first = len(case.prompt) - 1
+        assert sorted(found) == list(range(first, first + len(answer))), f"{case.request_id}: sampled rows are missing"
+        for number, (row, token) in enumerate(zip(expected, answer, strict=True)):
+            error = float((found[first + number] - row).abs().max())
             result.max_error = max(result.max_error, error if error == error else float("inf"))
-            result.num_wrong_tokens += int(expected[row].argmax()) != tokens[row + 1]
+            result.num_wrong_tokens += int(row.argmax()) != token
             result.num_rows += 1
-        assert len(answers[case.request_id]) == len(answers[cases[0].request_id])
-        spreads.append(float(expected[list(rows)].std()))
+        assert len(answer) == len(answers[cases[0].request_id])
+        spreads.append(float(expected.std()))
+    reference.forget_models()
     result.logit_std = min(spreads)
 
 
