@@ -11,12 +11,15 @@ Hypothesis draws the same examples every time, and a slow machine is no failure:
 search further, draw new ones: ``pytest --hypothesis-profile=search tests/core``.
 
 Most tests of HTTP share one server in this process that recites; some need two processes.
+
+Garbage collection visits nothing of what collecting the tests imports and makes: millions of objects, which stay.
 """
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import httpx
@@ -41,6 +44,16 @@ assert torch.empty(1).isnan()
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
 settings.load_profile("same")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture
@@ -68,6 +81,17 @@ def engine_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         places = [str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH")]
         patch.setenv("PYTHONPATH", os.pathsep.join(place for place in places if place))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have clients of ``httpx`` trust no authority: each reads the system's when it is made, which takes 20 ms.
+
+    Tests of TLS name their own, and no test calls a server outside.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
         yield
 
 
