@@ -43,7 +43,7 @@ def test_a_server_without_descriptors_outlives_its_engine_and_one_that_is_stoppe
 
     The successor is stopped while it starts: it is replaced as well.
     """
-    with running(tmp_path, "--start-timeout", "15", num_files=NUM_FILES) as target:
+    with running(tmp_path, "--start-timeout", "8", num_files=NUM_FILES) as target:
         first = wait_for_engine(target)
         with contextlib.ExitStack() as stack:
             for one in half_sent(target, 2 * NUM_FILES):

@@ -24,7 +24,7 @@ from manylora.core.ports import EngineParts
 from manylora.execution.build import build_parts
 
 NUM_ADAPTERS = 12
-NUM_CYCLES = 4
+NUM_CYCLES = 3
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ONE_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
 

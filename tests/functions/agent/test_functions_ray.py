@@ -40,7 +40,7 @@ def cluster() -> Iterator[Any]:
     """A head, which has no resources for an agent, and two nodes that have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")
-        quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+        quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 2}
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": quick}
         one = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
         for _ in range(2):

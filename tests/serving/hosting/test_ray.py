@@ -38,7 +38,7 @@ def cluster(engine_path: None) -> Iterator[Any]:
     """A head and two more nodes, each for one engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")
-        quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+        quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 2}
         each = {"num_cpus": 2, "resources": {"engines": 1}, "labels": {"zone": "a"}}
         head = {**each, "include_dashboard": False, "_system_config": quick}
         one = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
