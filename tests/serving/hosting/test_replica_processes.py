@@ -42,7 +42,7 @@ def test_streams_outlive_a_killed_engine_and_one_that_hangs() -> None:
         os.kill(pids[0], signal.SIGKILL)
         os.kill(pids[1], signal.SIGSTOP)
 
-    config = ServerConfig(port=0, hang_timeout_s=5.0, fleet=FleetConfig(replicas=3))
+    config = ServerConfig(port=0, hang_timeout_s=3.0, fleet=FleetConfig(replicas=3))
     with BackgroundServer(engine, config, modules) as server:
         calm = asyncio.run(answers(server.url, bodies, leave_alone))
         pids = [row["pid"] for row in replicas_of(server)]  # asked for before: the answers take half a second
