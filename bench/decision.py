@@ -137,7 +137,8 @@ def records(planned: Sequence[PlannedSequence]) -> list[PlannedSequence]:
     ]
 
 
-def _synthetic_version(index: int) -> AdapterVersion:
+def synthetic_version(index: int) -> AdapterVersion:
+    """Return a version of two to twenty pages without weights."""
     num_pages = (2, 3, 5, 10, 20)[index % 5]
     return AdapterVersion(
         key=AdapterKey(f"{index:032x}"),
@@ -184,7 +185,7 @@ class FullEngine:
             served_name="base",
         )
         for index in range(scale.adapters):
-            self.core.adapters.register(f"a{index}", _synthetic_version(index), 0.0)
+            self.core.adapters.register(f"a{index}", synthetic_version(index), 0.0)
         # Zipf popularity with the exponent of real adapters.
         num_used = scale.adapters if scale.used is None else min(scale.used, scale.adapters)
         weights = [(rank + 1) ** -0.92 for rank in range(num_used)]

@@ -4,15 +4,17 @@
 
 A GPU is not needed: launches are counted by torch's dispatch and by Triton's interpreter, on a toy model of one layer
 and of two, and reckoned for 32. Waits are reads of values of the device. The host's time is that of a step's inputs and
-of the sampler's numbers, for 128 sequences, with a replay that does nothing. It writes `results/step_host.md`.
+of the sampler's numbers, for 128 sequences, with a replay that does nothing; and beside it that of the engine's loop
+for the same step, with the real core on an executor that only waits, by part. It writes `results/step_host.md`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,18 +25,36 @@ os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import torch
+from decision import synthetic_version
 from gpu_rig import SMOKE, Engine
 from launch_counter import counted_launches
 from msgspec.structs import replace as replaced
 from publishing import arguments, publish, table
 
-from manylora.core.plan import StepPlan
-from manylora.core.types import SamplingParams
+from manylora.core.config import EngineConfig, ModelConfig, SchedulerConfig
+from manylora.core.engine.core import EngineCore
+from manylora.core.engine.steps.plan_ahead import fill_in
+from manylora.core.plan import AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.core.ports import CoreParts
+from manylora.core.types import AdapterKey, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.device import DeviceOps, describe_machine
 from manylora.execution.sampling.draw import row_numbers
+from manylora.lab.catalog.models import base_shape
+from manylora.lab.sim.run.executor import SimulatedWork
 from manylora.lab.workloads import AdapterSpec
+from manylora.serving.hosting.engine.observer import Observer
+from manylora.serving.hosting.protocol import Turn, decode_message, encode
 
 NUM_SEQS, CONTEXTS, LAYERS = 128, (512, 8192, 32768), 32
+NUM_ADAPTERS, STEP_S = 16, 0.008
+PARTS = {
+    "collect": "tokens taken in, counted and observed (`EngineCore.collect`)",
+    "launch": "the next step planned ahead (`EngineCore.launch`)",
+    "fill_in": "its tokens filled in, on the step's thread",
+    "encode": "the message to the API process",
+    "decode": "the same, read there",
+}
+"""What the loop does in a step, beside the executor's own work."""
 WAITS = ("_local_scalar_dense", "is_nonzero", "item", "masked_select", "nonzero")
 
 
@@ -119,7 +139,83 @@ def host(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def report(counts: list[dict[str, Any]], times: list[dict[str, Any]]) -> str:
+@dataclass(slots=True)
+class InFlight:
+    """A step that is over once it has a result."""
+
+    plan: StepPlan
+    result: StepResult | None = None
+    ready_at: float = float("inf")
+
+    def poll(self, now: float) -> StepResult | None:
+        return self.result
+
+
+class WaitingExecutor:
+    """Keeps steps until they are run."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[InFlight] = deque()
+
+    def launch(self, plan: StepPlan, now: float) -> InFlight:
+        self.waiting.append(InFlight(plan))
+        return self.waiting[-1]
+
+    def load_adapter(self, load: AdapterLoad, now: float) -> SimulatedWork:
+        return SimulatedWork(now, LoadResult())
+
+    def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
+        pass
+
+
+def full_core(executor: WaitingExecutor, observer: Observer) -> EngineCore:
+    """Return a core in which all sequences of a step have come, each with an adapter."""
+    core = EngineCore(
+        CoreParts(base=base_shape("llama-3-8b"), num_pages=NUM_SEQS * 128, executor=executor, is_accelerated=True),
+        EngineConfig(model=ModelConfig(model="base"), scheduler=SchedulerConfig(max_num_seqs=NUM_SEQS)),
+        sinks=[observer],
+    )
+    for index in range(NUM_ADAPTERS):
+        core.adapters.register(f"a{index}", synthetic_version(index), 0.0)
+    sampling = SamplingParams(max_tokens=1900, ignore_eos=True)
+    for index in range(NUM_SEQS):
+        model = f"a{index % NUM_ADAPTERS}"
+        core.add_request(Request(request_id=f"{index:036x}", prompt=(1,) * 64, sampling=sampling, model=model), 0.0)
+    return core
+
+
+def loop(rounds: int) -> list[dict[str, Any]]:
+    """Return the loop's microseconds for a step of decoding sequences that was planned ahead, by part."""
+    executor, observer = WaitingExecutor(), Observer()
+    core, now, tokens = full_core(executor, observer), 0.0, dict[int, SampledToken]()
+    took: dict[str, list[float]] = {name: [] for name in PARTS}
+
+    def timed(name: str, work: Callable[..., Any], *arguments: object) -> Any:
+        began = perf_counter()
+        made = work(*arguments)
+        took[name].append(perf_counter() - began)
+        return made
+
+    for _ in range(2):  # the copies of adapters, then the first step
+        core.launch(now)
+        core.collect(now)
+    core.launch(now)
+    while len(took["encode"]) < 300 + rounds:  # the first steps teach the time of a step, and when to plan ahead
+        now += 0.9 * STEP_S
+        timed("launch", core.launch, now)
+        step = executor.waiting.popleft()
+        plan = timed("fill_in", fill_in, step.plan, tokens)
+        tokens = {part.seq_id: SampledToken(token_id=7) for part in plan.sequences if part.is_sampled}
+        step.result = StepResult(tokens=tokens)
+        now += 0.1 * STEP_S
+        outputs = timed("collect", core.collect, now)
+        core.launch(now)
+        timed("decode", decode_message, timed("encode", encode, Turn(outputs, observer.take())))
+    assert len(outputs) == NUM_SEQS, "all decode"
+    return [{"part": text, "us": 1e6 * median(took[name][300:])} for name, text in PARTS.items()]
+
+
+def report(counts: list[dict[str, Any]], times: list[dict[str, Any]], parts: list[dict[str, Any]]) -> str:
     lines = [
         "# Steps on the host",
         "",
@@ -137,14 +233,20 @@ def report(counts: list[dict[str, Any]], times: list[dict[str, Any]]) -> str:
         f"Time of the host for a captured step of {NUM_SEQS} sequences: its inputs, and the sampler's numbers.",
         "",
         *table(("step", "tokens each", "us"), ((r["step"], f"{r['context']:,}", f"{r['us']:.0f}") for r in times)),
+        "",
+        f"Time of the engine's loop for a step of {NUM_SEQS} decoding sequences, planned ahead, without an executor.",
+        "",
+        *table(("part", "us"), ((r["part"], f"{r['us']:.0f}") for r in parts)),
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
     options = arguments(__doc__, quick="few rounds").parse_args()
-    counts, times = counted(), host(5 if options.quick else 60)
-    publish("step_host", {"launches": counts, "host": times}, report(counts, times), is_kept=not options.quick)
+    rounds = 5 if options.quick else 60
+    counts, times, parts = counted(), host(rounds), loop(10 * rounds)
+    figures = {"launches": counts, "host": times, "loop": parts}
+    publish("step_host", figures, report(counts, times, parts), is_kept=not options.quick)
 
 
 if __name__ == "__main__":
