@@ -43,7 +43,7 @@ def raise_failure(output: Output, form_field: str | None) -> None:
         raise EngineDead("The engine cancelled this request.")
 
 
-class TextPiece(msgspec.Struct, frozen=True, kw_only=True):
+class TextPiece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """New text of one answer."""
 
     index: int  # number of the answer: prompts in order, ``n`` answers each

@@ -101,7 +101,7 @@ class StopStrings:
         return held
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The log-probability of one token."""
 
     token_id: int
@@ -113,7 +113,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     text_offset: int  # characters of the answer, or of the prompt that it is a token of, before it
 
 
-class TextDelta(msgspec.Struct, frozen=True, kw_only=True):
+class TextDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The text that new tokens add to an answer."""
 
     text: str  # new text; it is final
