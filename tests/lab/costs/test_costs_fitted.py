@@ -67,6 +67,22 @@ def test_how_much_loads_slow_down_steps_is_found_too():
     assert all(error.r2 > 0.98 for error in fitted.errors)
 
 
+def test_a_step_that_loads_to_both_tiers_did_not_delay_leaves_noise_that_can_be_drawn():
+    """Loads to either tier delay steps by nine tenths of their duration, but for one step beside both."""
+    lines, content = [LogHeader(base=make_profile().base, num_pages=2)], step_features(plan())
+    for number in range(90):
+        tiers = ((), (Tier.HOST,), (Tier.DEVICE,))[number // 3 % 3] if number != 9 else (Tier.HOST, Tier.DEVICE)
+        load_s, took_s = (0.01, 0.01) if number == 9 else (0.005, 0.01 + 0.0045 * len(tiers))
+        at = {"launched_at": float(number), "device_s": None}
+        lines.append(StepRecord(step_id=number, ended_at=number + took_s, features=content, **at))
+        key = AdapterKey("a")
+        lines += [LoadRecord(adapter=key, tier=tier, num_bytes=1, ended_at=number + load_s, **at) for tier in tiers]
+    fitted = fit_profile(lines)
+    assert min(quantile for noise in fitted.noise.values() for quantile in noise.quantiles) > 0
+    cost = FittedCost(fitted, random.Random(0))
+    assert all(cost.features_time_s(content) > 0 for _ in range(500))
+
+
 @pytest.mark.parametrize(
     ("load_at", "takes_s", "expected"),
     [

@@ -198,7 +198,9 @@ def _fit(
         num_steps=len(steps),
         reads_host=header.reads_host,
     )
+    # A step that loads to both tiers hardly delayed would have taken no time, or less: no noise could be drawn from it.
     undisturbed = took - beside @ np.array(list(profile.interference.values()))
+    undisturbed = np.maximum(undisturbed, (1.0 - MOST_INTERFERENCE) * took)
     is_prompt = np.array([one.num_prompts > 0 for one in features])
     fitted = _fitted(profile, steps)
     noise = {
