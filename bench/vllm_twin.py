@@ -90,10 +90,11 @@ def plugin_rules(options: dict[str, Any]) -> tuple[SchedulerConfig, AdapterConfi
     """Return the options of an engine with the plug-in, whose own options are ``options``."""
     scheduler, adapters = vllm_rules()
     composition = "s-lora-chunked" if options.get("blocking_loads") else "mixed"
-    policy = options.get("policy", "adapter-aware")
+    policy, eviction = options.get("policy", "adapter-aware"), options.get("eviction", "price")
+    order = "price" if eviction == "price" else "lru"
     return (
         replace(scheduler, policy=policy, step_composition=composition),
-        replace(adapters, eviction=options.get("eviction", "price"), look_ahead=options.get("look_ahead", 10)),
+        replace(adapters, eviction=eviction, host_eviction=order, look_ahead=options.get("look_ahead", 10)),
     )
 
 
@@ -296,7 +297,9 @@ over requests whose adapter has no slot. Simulated, it passes each 64 times at m
 BASE = base_shape(read_dims("llama-3-8b"), block_size=16)
 COST = FixedCost(step_s=0.03, token_s=0.0004, disk_bytes_per_s=7e9, copy_bytes_per_s=20e9)
 """Loads of a tenth of a second and less, beside answers of half a second."""
-RATES = {"one by one": 0.2, "half the seats taken": 8.0, "all seats taken": 24.0, "twice as many as it can serve": 60.0}
+ONE_BY_ONE = "one by one"
+MEASURED = "one by one, the rounds of vllm_plugin.py"
+RATES = {ONE_BY_ONE: 0.2, "half the seats taken": 8.0, "all seats taken": 24.0, "twice as many as it can serve": 60.0}
 ORDERS = {
     "price alone": {"policy": "fifo", "look_ahead": 0},
     "order alone": {"policy": "adapter-aware", "eviction": "lru", "look_ahead": 0},
@@ -304,16 +307,23 @@ ORDERS = {
 }
 
 
+def orders(num_requests: int) -> Iterator[tuple[str, list[RequestSpec]]]:
+    """Yield requests, by the name of their load."""
+    for name, rate in RATES.items():
+        yield name, draw_requests(seconds=num_requests / rate, rate=rate, seed=1)
+    measured = [one for seed in range(10) for one in draw_requests(seconds=9.0, rate=4.0, seed=seed)]
+    yield MEASURED, [replace(one, arrival_s=number / RATES[ONE_BY_ONE]) for number, one in enumerate(measured)]
+
+
 def rows(ranks: Sequence[int], num_requests: int) -> Iterator[tuple[str, str, Loads, float]]:
     """Yield for each load and each rule the loads, and their bytes as a share of vLLM's under the same load."""
     mb = sizes(ranks)
-    for name, rate in RATES.items():
-        requests = draw_requests(seconds=num_requests / rate, rate=rate, seed=1)
-        asked = [str(request.adapter) for request in requests]
-        base = by_rules(asked, mb) if rate < 1 else simulated(requests, vllm_rules(), ranks)
+    for name, requests in orders(num_requests):
+        asked, is_alone = [str(request.adapter) for request in requests], name in (ONE_BY_ONE, MEASURED)
+        base = by_rules(asked, mb) if is_alone else simulated(requests, vllm_rules(), ranks)
         found = {"vLLM": base}
         found |= {arm: simulated(requests, plugin_rules(options), ranks) for arm, options in ORDERS.items()}
-        if rate < 1:
+        if is_alone:
             found["vLLM, simulated"] = simulated(requests, vllm_rules(), ranks)
             found["at least, popularities known"] = at_least(asked, mb, fewest_known)
             found["at least, future known"] = at_least(asked, mb, fewest)

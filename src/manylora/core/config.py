@@ -269,6 +269,12 @@ class AdapterConfig(CheckedOptions):
         metavar="KEY=VALUE",
         help="An option of the eviction policy. Repeatable.",
     )
+    host_eviction: str = _adapters(
+        "lru",
+        choices=("lru", "price"),
+        help="Which copy leaves host memory for another: the least recently used, or the one that saves least time, as "
+        "--eviction price tells. A copy of an adapter that is likely to stay on the device then saves none.",
+    )
     link_bytes_per_s: int | None = _adapters(
         None,
         flag="--link-bandwidth",

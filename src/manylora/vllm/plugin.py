@@ -152,7 +152,7 @@ def read_options(
     Raises:
         ConfigError: A key is unknown, or a value is not allowed.
     """
-    given = {"policy": "adapter-aware", "pin": (), **table}
+    given = {"policy": "adapter-aware", "pin": (), "eviction": "price", **table}
     known = (*SCHEDULER, *ADAPTERS, "pin", "blocking_loads")
     for key in given:
         require(key in known, "kv_connector_extra_config", key, ", ".join(known))
@@ -171,7 +171,11 @@ def read_options(
         memory=MemoryConfig(prefix_caching=False),
         scheduler=SchedulerConfig(**limits, **scheduler),
         adapters=AdapterConfig(  # vLLM counts adapters in host memory, not bytes
-            max_cpu_loras=max_cpu_loras, host_bytes=UNLIMITED, background_reads=False, **adapters
+            max_cpu_loras=max_cpu_loras,
+            host_bytes=UNLIMITED,
+            background_reads=False,
+            host_eviction="price" if given["eviction"] == "price" else "lru",
+            **adapters,
         ),
     )
     return PluginOptions(engine, max_loras, num_workers, frozenset(pin), bool(given.get("blocking_loads", False)))

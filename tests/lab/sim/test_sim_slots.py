@@ -86,6 +86,28 @@ def test_steps_wait_for_loads_only_where_they_are_to() -> None:
     assert longest_gap(SchedulerConfig()) < 0.02 < longest_gap(BLOCKING)
 
 
+def test_host_copies_by_price_leave_fewer_reads_than_by_last_use() -> None:
+    """Drawn at random, popular adapters stay in slots without a copy, and host memory has the next ones."""
+    rng, weights = random.Random(1), [1 / place for place in range(1, 25)]
+    requests = [
+        RequestSpec(arrival_s=10.0 * number, num_prompt_tokens=8, num_output_tokens=1, adapter=f"a{adapter}")
+        for number, adapter in enumerate(rng.choices(range(24), weights, k=1200))
+    ]
+    adapters = tuple(AdapterSpec(name=f"a{index}", rank=8) for index in range(24))
+    num_reads = {}
+    for order in ("lru", "price"):
+        of_host = AdapterConfig(max_cpu_loras=6, background_reads=False, look_ahead=0, host_eviction=order)
+        events: list[Event] = []
+        workload = Workload(name="slots", requests=tuple(requests), adapters=adapters)
+        run = simulate(workload, replace(CONFIG, num_slots=4, adapters=of_host), sinks=(events.append,))
+        num_reads[order], num_in_host = run.stats[0].num_disk_loads, 0
+        for event in events:
+            if isinstance(event, AdapterLoaded | AdapterEvicted) and event.tier is Tier.HOST:
+                num_in_host += 1 if isinstance(event, AdapterLoaded) else -1
+                assert num_in_host <= 7, "one more while it arrives"
+    assert num_reads["price"] < 0.9 * num_reads["lru"]
+
+
 @pytest.mark.parametrize(
     "changes", [{"num_slots": 0}, {"all_resident": True}, {"memory": MemoryConfig(prefix_caching=True)}]
 )

@@ -282,8 +282,12 @@ class PageCache:
         """
         if key not in self._droppable:
             return None
-        price = self._policy.price(self._droppable[key][0], now)
+        price = self.price(self._droppable[key][0], now)
         return price if isfinite(price) else None
+
+    def price(self, item: IdleItem, now: float) -> float:
+        """Return the worth of keeping an item anywhere, by the eviction policy; infinite if it has another unit."""
+        return self._policy.price(item, now)
 
     def forget_adapter(self, key: AdapterKey, now: float) -> None:
         """Remove an unloaded adapter from the policy, and its blocks from the index: no request can ask for them.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from math import inf
 
 from manylora.core.engine.adapters.residency import HostCopies, Residencies, Residency, TierState
 from manylora.core.memory import Depth, IdleItem, PageCache, ReloadCosts
@@ -216,9 +217,32 @@ class AdapterCache:
             self._drop_host(residency, now)
 
     def trim_host(self, now: float) -> None:
-        """Drop the least recently used host copies beyond the limits."""
-        for residency in self.host.beyond_limits():
+        """Drop host copies beyond the limits: the least recently used, or those that save the least time."""
+        for residency in self.host.beyond_limits(self._worth_of_copies(now) if self.host.is_priced else None):
             self._drop_host(residency, now)
+
+    def _worth_of_copies(self, now: float) -> Callable[[AdapterKey], tuple[bool, float]]:
+        """Return the worth of a host copy: the time of reads that it saves, per second and part of the limit.
+
+        A copy saves a read only while its adapter is not on the device. Those dear enough to stay there (the dearer
+        half) need none, and the dearest least; so they are dropped before all others.
+        """
+
+        def price(key: AdapterKey) -> float:
+            version = self.residencies[key].version
+            return self._page_cache.price(
+                IdleItem(key, self.host.size(version), now, read_bytes=version.disk_bytes), now
+            )
+
+        on_device = sorted(price(key) for key in self.in_pages)
+        stays_from = on_device[len(on_device) // 2] if on_device else inf
+
+        def worth(key: AdapterKey) -> tuple[bool, float]:
+            one = price(key)
+            stays = self.residencies[key].device is TierState.RESIDENT and one >= stays_from
+            return not stays, -one if stays else one
+
+        return worth
 
     def _drop_host(self, residency: Residency, now: float) -> None:
         self.host.drop(residency, now)

@@ -14,7 +14,7 @@ sequences ask the cache to spare it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -165,7 +165,8 @@ class Residencies(dict[AdapterKey, Residency]):
 class HostCopies:
     """The copies in host memory, least recently used first; those beyond the limits are dropped and remain on disk.
 
-    The configuration bounds their number, and says whether one stays there that is on the device too.
+    The configuration bounds their number, and says whether one stays there that is on the device too, and whether the
+    least recently used is dropped first (``is_priced`` if not: the caller gives the order).
     """
 
     def __init__(self, residencies: Residencies, config: AdapterConfig, most_bytes: int) -> None:
@@ -173,6 +174,7 @@ class HostCopies:
         self._most_adapters = config.max_cpu_loras
         self._most_bytes = most_bytes
         self._keeps_second_copies = config.keep_host_copies
+        self.is_priced = config.host_eviction == "price"
         self._copies: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
         self.num_bytes = 0
 
@@ -222,16 +224,23 @@ class HostCopies:
                     return True
         return False
 
-    def beyond_limits(self) -> Iterator[Residency]:
-        """Yield the copies to be dropped until the limits are met; each is dropped before the next is asked for."""
+    def beyond_limits(self, worth: Callable[[AdapterKey], tuple[bool, float]] | None = None) -> Iterator[Residency]:
+        """Yield the copies to be dropped until the limits are met; each is dropped before the next is asked for.
+
+        Those worth least come first, and of equal ones the least recently used.
+        """
         if not self._is_over(self.num_bytes, len(self._copies)):
             return
-        for key in list(self._copies):
+        for key in list(self._copies) if worth is None else sorted(self._copies, key=worth):
             residency = self._residencies[key]
             if self._may_drop(residency) and not residency.is_warming:
                 yield residency
                 if not self._is_over(self.num_bytes, len(self._copies)):
                     return
+
+    def size(self, version: AdapterVersion) -> int:
+        """Return the part of the limit that a copy takes: one of a number, or its bytes."""
+        return version.host_bytes if self._most_adapters is None else 1
 
     def _is_over(self, num_bytes: int, num_adapters: int) -> bool:
         most = self._most_adapters
