@@ -101,7 +101,7 @@ class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ign
             self._gate.stepped(self._last_step[0], now - self._last_step[1])
         self._last_step = (num_tokens, now) if num_tokens else None
         orders = self._gate.end_step(now)
-        return OrdersMetadata(orders.orders, orders.failed)
+        return OrdersMetadata(orders.orders, orders.failed, is_empty=not num_tokens)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in the report of workers."""
@@ -132,7 +132,7 @@ class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ign
 
     def build_connector_worker_meta(self) -> ReportMetadata | None:
         """Report the work that is done."""
-        report = self._slots.report()
+        report = self._slots.report(waits=self._get_connector_metadata().is_empty)
         return ReportMetadata(report.done, report.num_blocking) if report.done or report.num_blocking else None
 
     def _transfer_nothing(self, *args: Any, **kwargs: Any) -> None:
@@ -143,7 +143,7 @@ class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ign
     def shutdown(self) -> None:
         """End the threads that read adapters, after the work that they are at."""
         if not self._is_scheduler:
-            self._slots.shutdown()
+            self._slots.threads.shutdown()
 
     def reset_cache(self) -> bool:
         """There is no KV to forget."""

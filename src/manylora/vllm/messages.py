@@ -32,10 +32,14 @@ class Order(NamedTuple):
 
 @dataclass(slots=True)
 class SlotOrders:
-    """What one step brings to the workers; ``failed`` are requests whose adapter cannot be read, which end."""
+    """What one step brings to the workers.
+
+    ``failed`` are requests whose adapter cannot be read, which end. A step that ``is_empty`` runs no request.
+    """
 
     orders: tuple[Order, ...] = ()
     failed: tuple[str, ...] = ()
+    is_empty: bool = False
 
 
 @dataclass(slots=True)

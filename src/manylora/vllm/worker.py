@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,13 +27,13 @@ from manylora.core.errors import AdapterError, ConfigError
 from manylora.core.types import Tier
 from manylora.vllm.messages import Order, Report
 from manylora.vllm.plugin import check_failures, chosen_options
+from manylora.vllm.threads import LoadThreads
 from manylora.vllm.versions import AdapterRef, file_key
 
 __all__ = ["SlotManager", "current", "make_manager"]
 
 SWITCH_S = 0.0002
 """Longest time for which a thread that reads an adapter keeps the interpreter from the engine's."""
-
 current: list[SlotManager] = []
 """The manager of this process's worker."""
 
@@ -60,27 +59,22 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         self.is_blocking = False
         self._packed: dict[int, Any] = {}  # vLLM's LoRAModel by number, as the next
         self._reads: dict[int, Future[None]] = {}
-        self._disk, self._link = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self._done: SimpleQueue[tuple[Order, str | None]] = SimpleQueue()
+        self.threads = LoadThreads()
         self._num_blocking = 0
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
-
-    def shutdown(self) -> None:
-        """End the threads, after the work that they are at."""
-        for pool in (self._disk, self._link):
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, orders: Iterable[Order]) -> None:
         """Start the work of orders, in their order."""
         for order in orders:
             number = order.adapter.number
+            self.threads.num_under_way += order.work == "load"
             if order.work == "drop" and order.tier is Tier.HOST:
                 self._packed.pop(number, None)
             elif order.work == "drop":
                 self._point(number, None)
             elif order.tier is Tier.HOST:
-                self._reads[number] = self._submit(self._disk, order, self._read)
+                self._reads[number] = self._submit(order, self._read)
             else:
                 self._begin_copy(order)
 
@@ -88,30 +82,21 @@ class SlotManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
         ready = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
         read = self._reads.get(order.adapter.number)
         if read is None or read.done():
-            self._submit(self._link, order, self._copy, ready)
+            self._submit(order, self._copy, ready)
         else:
-            read.add_done_callback(lambda _: self._submit(self._link, order, self._copy, ready))
+            read.add_done_callback(lambda _: self._submit(order, self._copy, ready))
 
-    def _submit(self, pool: ThreadPoolExecutor, order: Order, work: Callable[..., None], *args: Any) -> Future[None]:
-        def run() -> None:
-            error = None
-            try:
-                work(order, *args)
-            except Exception as raised:  # of any kind: an adapter must not end the engine
-                error = f"{type(raised).__name__}: {raised}"
-            self._done.put((order, error))
-
-        future = pool.submit(run)
+    def _submit(self, order: Order, work: Callable[..., None], *args: Any) -> Future[None]:
+        future = self.threads.submit(order, work, *args)
         if self.is_blocking:
             future.result()
             self._num_blocking += 1
         return future
 
-    def report(self) -> Report:
+    def report(self, *, waits: bool = False) -> Report:
         """Return what is done since the last call; a copy that is complete may be read from now on."""
         report, self._num_blocking = Report(num_blocking=self._num_blocking), 0
-        while not self._done.empty():
-            order, error = self._done.get()
+        for order, error in self.threads.done(waits=waits):
             if order.tier is Tier.HOST:
                 del self._reads[order.adapter.number]
             elif error is None:
