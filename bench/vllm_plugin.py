@@ -81,8 +81,8 @@ ARMS: dict[str, dict[str, Any] | None] = {
 
 BESIDE = ["no loads", "no stall alone"]
 """Arms whose steps and loads tell what loads beside steps cost."""
-READING = """`python bench/vllm_plugin.py`: medians over rounds, in seconds; bytes of all rounds together. `no loads` asks
-for adapters in slots alone. Reads and copies beside steps take the cores of the steps.
+READING = """`python bench/vllm_plugin.py`: medians over rounds, in seconds; bytes of all rounds together.
+`no loads` asks for adapters in slots alone. Reads and copies beside steps take the cores of the steps.
 """
 GOALS = {
     "P99 between tokens, of `no loads`": "1.10",
