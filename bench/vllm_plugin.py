@@ -82,7 +82,16 @@ ARMS: dict[str, dict[str, Any] | None] = {
 BESIDE = ["no loads", "no stall alone"]
 """Arms whose steps and loads tell what loads beside steps cost."""
 READING = """`python bench/vllm_plugin.py`: medians over rounds, in seconds; bytes of all rounds together.
-`no loads` asks for adapters in slots alone. Reads and copies beside steps take the cores of the steps.
+`no loads` asks for adapters in slots alone.
+
+What no rule does better, on two cores that the steps fill:
+
+* A first token waits for the rest of the step in flight, its load, the rest of the step in which that ends (not in
+  vLLM, whose steps wait for loads), and the step of its own prompt, some 25 ms. So load + 10 % is out of reach.
+* A load takes some 8 ms of a core (to read, own, pack and copy 10 MB), and steps beside it are longer by half of that
+  or more together.
+* These requests in their order need at least 0.60 of the bytes of vLLM's rules if all requests to come are known, and
+  0.78 if popularities are ([counted](vllm_loads.md)).
 """
 GOALS = {
     "P99 between tokens, of `no loads`": "1.10",

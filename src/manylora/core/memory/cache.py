@@ -54,6 +54,7 @@ class PageCache:
         self.prefix = PrefixIndex()
         self._block_size = block_size
         self._policy = policy
+        self.price = policy.price  # worth of keeping an item, in a page or elsewhere
         self._on_adapter_dropped = on_adapter_dropped
         self._on_prefix_dropped = on_prefix_dropped
         self._refs: dict[int, int] = {}  # KV page -> sequences that use it
@@ -284,10 +285,6 @@ class PageCache:
             return None
         price = self.price(self._droppable[key][0], now)
         return price if isfinite(price) else None
-
-    def price(self, item: IdleItem, now: float) -> float:
-        """Return the worth of keeping an item anywhere, by the eviction policy; infinite if it has another unit."""
-        return self._policy.price(item, now)
 
     def forget_adapter(self, key: AdapterKey, now: float) -> None:
         """Remove an unloaded adapter from the policy, and its blocks from the index: no request can ask for them.
