@@ -22,7 +22,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from route_prefixes import Figures, simulated
 
 from manylora.core.routing import Dispatcher, ReplicaReport, Router
 from manylora.core.types import Request
-from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import Ratio, in_turns, machine, ratio_by_round
 from manylora.lab.sim.run import simulation
 
 POLICIES = ("auto", "affinity", "least-loaded")
@@ -155,59 +155,68 @@ def cost(rounds: int, seconds: float) -> dict[str, list[Figures]]:
         return {name: each[-rounds:] for name, each in found.items()}
 
 
+Compared = Iterator[tuple[str, Figures, Ratio]]
+
+
+def compared(found: Mapping[str, list[Figures]], key: str, beside: Callable[[str], str]) -> Compared:
+    """Yield each side with its medians, and the ratio of a figure to that of the side ``beside`` it."""
+    for name, each in found.items():
+        middle = {one: statistics.median(figures[one] for figures in each) for one in each[0]}
+        yield name, middle, ratio_by_round(*([one[key] for one in side] for side in (each, found[beside(name)])))
+
+
+def text_of_book(found: Mapping[str, list[Figures]], command: str) -> list[str]:
+    """Return the figures of routers apart as Markdown."""
+    rows = []
+    for name, middle, ratio in compared(found, "ttft_mean_s", lambda name: f"{name.partition(',')[0]}, one book"):
+        ttft = [f"{1e3 * middle[key]:.0f}" for key in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s")]
+        rows.append([name, *ttft, ratio, f"{100 * middle['hits']:.1f}", f"{middle['loads']:.0f}"])
+    heads = ("routers", "TTFT mean ms", "P50", "P99", "mean, to one book", "prompt tokens cached %", "loads")
+    return [
+        "# Routers apart and one book",
+        "",
+        f"`{command}`: four simulated replicas of Llama-3-8B on A40 with prefix caches and 48 adapters, "
+        f"{NUM_REQUESTS:,} requests of conversations at {RATE:g} a second. Medians over seeds; ratios to one book are "
+        "taken within a seed, with the 95 % interval of their median.",
+        "",
+        *table(heads, rows),
+    ]
+
+
+def text_of_cost(found: Mapping[str, list[Figures]], command: str) -> list[str]:
+    """Return the figures of workers as Markdown."""
+    rows = [
+        [name, f"{middle['per_s']:,.0f}", f"{middle['us']:.0f}", ratio]
+        for name, middle, ratio in compared(found, "us", lambda name: "one worker")
+    ]
+    about = machine()
+    return [
+        "# The cost of one book",
+        "",
+        f"`{command}` on {about['cpu']}, {about['cores']} cores, which source, client and workers share: "
+        f"{NUM_UNDER_WAY} requests of one token under way. Medians over rounds; the ratio is of processor times within "
+        "a round.",
+        "",
+        *table(("workers", "requests/s", "us a request, of all workers", "to one worker"), rows),
+    ]
+
+
 def main() -> None:
     parser = arguments(__doc__, quick="one short round")
     parser.add_argument("which", choices=("book", "cost"))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    rounds, others = 1 if options.quick else options.rounds, Others()
-    about = machine()
-    lines = [f"`python bench/route_workers.py {options.which} --rounds {rounds}`"]
+    rounds, others, refused = 1 if options.quick else options.rounds, Others(), None
+    command = f"python bench/route_workers.py {options.which} --rounds {rounds}"
     if options.which == "book":
         found = book(rounds, 200 if options.quick else NUM_REQUESTS)
-        lines[0] = (
-            f"# Routers apart and one book\n\n{lines[0]}: four simulated replicas of Llama-3-8B on A40 with prefix"
-        )
-        lines[0] += (
-            f" caches and 48 adapters, {NUM_REQUESTS:,} requests of conversations at {RATE:g} a second. Medians over"
-            " seeds; ratios to one book are taken within a seed, with the 95 % interval of their median."
-        )
-        rows = []
-        for name, each in found.items():
-            one = found[f"{name.partition(',')[0]}, one book"]
-            middle = {key: statistics.median(seed[key] for seed in each) for key in each[0]}
-            ttft = [f"{1e3 * middle[key]:.0f}" for key in ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s")]
-            ratio = ratio_by_round(*([seed["ttft_mean_s"] for seed in side] for side in (each, one)))
-            rows.append([name, *ttft, ratio, f"{100 * middle['hits']:.1f}", f"{middle['loads']:.0f}"])
-        heads: tuple[str, ...] = (
-            "routers",
-            "TTFT mean ms",
-            "P50",
-            "P99",
-            "mean, to one book",
-            "prompt tokens cached %",
-            "loads",
-        )
-        refused = None
+        text = text_of_book(found, command)
     else:
         found = cost(rounds, 1.0 if options.quick else 4.0)
-        lines[0] = (
-            f"# The cost of one book\n\n{lines[0]} on {about['cpu']}, {about['cores']} cores, which source, client"
-        )
-        lines[0] += (
-            f" and workers share: {NUM_UNDER_WAY} requests of one token under way. Medians over rounds; the ratio is of"
-            " processor times within a round."
-        )
-        rows = []
-        for name, each in found.items():
-            per_s, us = (statistics.median(one[key] for one in each) for key in ("per_s", "us"))
-            ratio = ratio_by_round(*([one["us"] for one in side] for side in (each, found["one worker"])))
-            rows.append([name, f"{per_s:,.0f}", f"{us:.0f}", ratio])
-        heads = ("workers", "requests/s", "us a request, of all workers", "to one worker")
+        text = text_of_cost(found, command)
         refused = None if options.quick else reason_to_refuse(rounds, others.share())
-    lines += ["", *table(heads, rows)]
-    name = f"route_workers_{options.which}"
-    publish(name, {"machine": about, "figures": found}, "\n".join(lines), is_kept=not options.quick, refused=refused)
+    figures = {"machine": machine(), "figures": found}
+    publish(f"route_workers_{options.which}", figures, "\n".join(text), is_kept=not options.quick, refused=refused)
 
 
 if __name__ == "__main__":
