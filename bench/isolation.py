@@ -394,6 +394,11 @@ def residency(acme: Caller, attacker: Caller, secret: bool, rng: random.Random) 
     return [min(times), float(np.median(times)), *times[:1]]
 
 
+def nothing(acme: Caller, attacker: Caller, secret: bool, rng: random.Random) -> list[float]:
+    """Is the bit set, by which nothing is done? What a classifier tells here, chance and the machine told it."""
+    return residency(acme, attacker, rng.random() < 0.5, rng)
+
+
 def shared_by(kind: str) -> Probe:
     """Has acme just used an adapter that both may call?"""
 
@@ -449,6 +454,7 @@ ATTEMPTS = {
     ),
     "name, models": Timed("does acme have an adapter of this name? GET /v1/models/name", name_by("list")),
     "residency": Timed("is acme's own adapter on the device?", residency),
+    "nothing": Timed("nothing: acme acts as in the row above, and not by the bit", nothing),
     "shared, pinned": Timed("has acme just used an adapter that both may call, which is pinned?", shared_by("pinned")),
     "shared": Timed("has acme just used an adapter that both may call?", shared_by("idle"), False),
     "busy": Timed("is acme served just now?", busy, False),
