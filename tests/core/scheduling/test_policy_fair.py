@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from itertools import combinations
+from math import ceil
 
 import pytest
 from harness import policy_context, sequence, small_base, version
@@ -246,6 +247,64 @@ def test_a_tenant_that_comes_back_has_saved_up_no_more_than_the_burst(burst_s):
     order = order_of(made, burst_s + 8, 10.0)
     assert order[:burst_s] == ["back"] * burst_s, "one was admitted in each second"
     assert Counter(order[burst_s:]) == {"always": 4, "back": 4}
+
+
+def step(made: FairPolicy, now: float, seats: int) -> None:
+    """Admit while there are seats, generate a token of each running sequence, and end those that are whole."""
+    assert not made.squash(now), "no sequence is offered again here"
+    made.begin(now)
+    while len(made._running) < seats and (one := made.offer()) is not None:
+        one.admitted(0.0, shared=(), pages=())
+        made.report(one, Outcome.ADMITTED)
+    for one in [running.sequence for running in made._running.values()]:
+        one.tokens.append(0)
+        if len(one.tokens) == len(one.request.prompt) + one.max_tokens:
+            made.finish(one, now)
+
+
+@pytest.mark.parametrize("burst_s", [0.0, 5.0])
+@pytest.mark.parametrize("is_backlogged", [True, False])
+def test_a_tenant_that_comes_beside_long_answers_has_saved_up_no_more_than_the_burst(burst_s, is_backlogged):
+    """Nobody is admitted for long, and the service of those that run is no claim of one that was not there."""
+    made = fair(fair_burst_s=burst_s)
+    for index in range(8 if is_backlogged else 4):
+        made.add(sequence(index, max_tokens=2000, tenant="long"), 0.0)
+    for tenth in range(1000):
+        step(made, tenth / 10, 4)
+    made.add(sequence(8, tenant="new"), 100.0)
+    per_s = 4 * 10 * OUTPUT_PRICE
+    claim = made._tenants["long"].counter - made._tenants["new"].counter
+    assert burst_s * per_s <= claim <= (burst_s + 2 * max(1.0, burst_s) / NUM_PAST) * per_s
+
+
+@given(
+    asks=st.lists(
+        st.tuples(
+            st.integers(0, 30), st.integers(0, 3), st.integers(1, 24), st.integers(1, 200), st.sampled_from([1.0, 4.0])
+        ),
+        min_size=4,
+        max_size=20,
+    ),
+    seats=st.integers(1, 3),
+    burst_s=st.sampled_from([0.0, 1.0, 4.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_newcomer_is_lifted_to_the_least_counter_of_those_that_waited_before_the_burst(asks, seats, burst_s):
+    """Algorithm 2 of the paper, a burst late, whatever was admitted meanwhile."""
+    made = fair(max_num_seqs=10**6, fair_burst_s=burst_s)  # so many seats that no sequence is squashed
+    least: list[float] = []  # of those that wait, after each step of a tenth of a second
+    num_looks = 2 + ceil(20 * max(1.0, burst_s) / NUM_PAST)  # steps in which virtual time is seen at least once
+    for index, (gap, number, num_prompt, num_output, weight) in enumerate(asks):
+        for _ in range(gap):
+            step(made, len(least) / 10, seats)
+            made._charge_answers()
+            least.append(min((one.counter for one in made._tenants.values() if len(one.policy)), default=0.0))
+        now, name = len(least) / 10, f"t{number}"
+        one = sequence(index, num_prompt=num_prompt, max_tokens=num_output, tenant=name, weight=weight * (1 + number))
+        is_new = name not in made._tenants or not len(made._tenants[name].policy)
+        made.add(one, now)
+        lasted = [min(least[end - num_looks : end]) for end in range(num_looks, len(least) - int(10 * burst_s))]
+        assert not is_new or made._tenants[name].counter >= max(lasted, default=0.0)
 
 
 def test_a_tenant_that_goes_and_comes_back_keeps_its_debt():

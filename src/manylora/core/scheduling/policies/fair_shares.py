@@ -22,6 +22,7 @@ SPREAD_OVER, LEAST_SPREAD = 4, 64  # steps over which prompts are spread, and to
 LEAST_CHUNK = 16  # tokens of a prompt in a step at least, and of all that are spread beside prompts that are not
 OWED = 0.125  # part of the burst by which a tenant is behind, not merely next
 NUM_PAST = 16  # virtual times of the last ``fair_burst_s`` that are kept
+LEAST_BURST_S = 1.0  # a shorter burst has this one's looks at the counters, and its time in which others may come
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +89,8 @@ class FairOptions(CheckedOptions):
 class VirtualCounters:
     """The tenants that wait, least counter first, and the debts of others. Counters only rise, so entries may lag.
 
-    *Virtual time* is the highest counter with which a tenant was admitted: those that wait lie above it, unless they
-    were passed.
+    *Virtual time* is the highest counter with which a tenant was admitted, or that was the least of those that wait:
+    they lie above it, unless they were passed.
     """
 
     burst_s: float  # a tenant may be behind the virtual time by what that has advanced in so many seconds
@@ -99,6 +100,8 @@ class VirtualCounters:
     virtual: float = 0.0
     past: deque[tuple[float, float]] = field(default_factory=deque)  # times, and the virtual time up to each
     floor: float = 0.0  # the virtual time ``burst_s`` ago
+    newest: TenantShare | None = None  # the tenant that was admitted last
+    looked_at: float = -inf  # when virtual time was last held against the counters
     num_listed: int = 0  # serial of entries: of equal counters, the tenant that waits for longer goes first
 
     def top(self) -> TenantShare | None:
@@ -125,6 +128,7 @@ class VirtualCounters:
 
     def admitted(self, tenant: TenantShare) -> None:
         """Let the other tenants with a claim go before one of them that was admitted."""
+        self.newest = tenant
         if self.is_behind(tenant):
             self.num_listed += 1
             tenant.serial = self.num_listed
@@ -146,6 +150,21 @@ class VirtualCounters:
                 self.past.append((now, self.virtual))
                 self.settle(now)
             self.virtual = counter
+
+    def is_due(self, now: float) -> bool:
+        """Whether virtual time was not held against the counters for a while."""
+        return now - self.looked_at >= max(LEAST_BURST_S, self.burst_s) / NUM_PAST
+
+    def look(self, now: float) -> None:
+        """Hold virtual time against the counters, which answers raise while nobody is admitted.
+
+        It reaches the least counter of those that wait; if nobody does, that of the tenant admitted last.
+        """
+        self.looked_at = now
+        self.restore()
+        least = self.top() or self.newest
+        if least is not None:
+            self.advance(least.counter, now)
 
     def settle(self, now: float) -> float:
         """Return the floor at a time in seconds: no tenant that begins to wait, or is passed, is below it."""
@@ -250,7 +269,7 @@ class FairShares(Policy):
         self._load_price = options.load_price * context.block_size  # of a page
         self._tenants: dict[str, TenantShare] = {}
         self._counters = VirtualCounters(options.fair_burst_s)
-        self._spread = PromptSpread(max(1.0, options.fair_burst_s))
+        self._spread = PromptSpread(max(LEAST_BURST_S, options.fair_burst_s))
         self._running: dict[int, ChargedSequence] = {}  # by seq_id
         self._active: dict[TenantShare, float] = {}  # those with running sequences, and the weights that were summed up
         self._active_weight = 0.0
@@ -294,6 +313,7 @@ class FairShares(Policy):
             tenant = self._tenants[name] = TenantShare(name, self._make_inner())
         tenant.weight = sequence.request.weight
         if not len(tenant.policy):
+            self._look(now)
             self._counters.enter(tenant, now)
             for one in self._counters.settled():
                 if one is not tenant:
@@ -334,6 +354,12 @@ class FairShares(Policy):
             del self._tenants[tenant.name]
 
     # -- charges -----------------------------------------------------------------------------------------------------
+
+    def _look(self, now: float) -> None:
+        """Let virtual time follow the counters, if it is due: answers may be long, and admissions rare."""
+        if self._counters.is_due(now):
+            self._charge_answers()
+            self._counters.look(now)
 
     def _charge_answers(self) -> None:
         for running in self._running.values():
