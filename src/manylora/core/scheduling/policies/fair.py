@@ -10,9 +10,9 @@
 A *virtual counter* for each tenant grows by its service, divided by its weight: tokens of prompts as they are admitted
 (those in the prefix cache are free), tokens of answers as they are generated, and the pages of an adapter's load, which
 the first request that runs on it pays. *Virtual time* is the highest counter with which a tenant was admitted, or that
-was the least of those that wait: while answers are long and nobody is admitted, it follows them. A tenant that begins
-to wait is *lifted* to the virtual time of ``fair_burst_s`` seconds ago: time in which it asked for nothing gives it a
-claim to its share of those seconds, and no larger one. So counters of waiting tenants lie within ``U``, the most
+was the least of those that wait: it follows them while answers are long and no request is admitted. A tenant that
+begins to wait is *lifted* to the virtual time of ``fair_burst_s`` seconds ago: time in which it asked for nothing gives
+it a claim to its share of those seconds, and no larger one. So counters of waiting tenants lie within ``U``, the most
 service in flight, and ``B``, the advance of virtual time in a burst; for f and g that wait from ``t1`` to ``t2``
 
     | W_f(t1, t2) / weight_f - W_g(t1, t2) / weight_g |  <=  2 (U + B)        U = max(prompt_price L, output_price M)

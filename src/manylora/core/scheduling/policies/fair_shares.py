@@ -156,9 +156,9 @@ class VirtualCounters:
         return now - self.looked_at >= max(LEAST_BURST_S, self.burst_s) / NUM_PAST
 
     def look(self, now: float) -> None:
-        """Hold virtual time against the counters, which answers raise while nobody is admitted.
+        """Hold virtual time against the counters, which answers raise while no request is admitted.
 
-        It reaches the least counter of those that wait; if nobody does, that of the tenant admitted last.
+        It reaches the least counter of those that wait; if none waits, that of the tenant admitted last.
         """
         self.looked_at = now
         self.restore()
