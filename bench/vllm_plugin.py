@@ -88,8 +88,8 @@ What no rule does better, on two cores that the steps fill:
 
 * A first token waits for the rest of the step in flight, its load, the rest of the step in which that ends (not in
   vLLM, whose steps wait for loads), and the step of its own prompt, some 25 ms. So load + 10 % is out of reach.
-* A load takes some 8 ms of a core (to read, own, pack and copy 10 MB), and steps beside it are longer by half of that
-  or more together.
+* A load takes a core for a third of a step (to read, own, pack and copy 10 MB), and steps beside it are longer by half
+  of that or more together.
 * These requests in their order need at least 0.60 of the bytes of vLLM's rules if all requests to come are known, and
   0.78 if popularities are ([counted](vllm_loads.md)).
 """
