@@ -529,7 +529,7 @@ class Bench:
                     workload,
                     SimulationConfig(
                         base=base_shape("llama-3-8b"),
-                        cost=RooflineCost("llama-3-8b", "h200", lora_kernel="ragged", targets=QV),
+                        cost=RooflineCost("llama-3-8b", _card(), lora_kernel="ragged", targets=QV),
                         num_pages=num_pages,
                         scheduler=scheduler,
                         adapters=adapters,
@@ -564,6 +564,12 @@ class Bench:
         arrivals = live_arrivals(workload, engine.base.vocab_size, start)
         EngineLoop(core, engine.clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
         return _latencies(recorder.records)
+
+
+def _card() -> str:
+    """Return the cost model's name of this GPU."""
+    name = torch.cuda.get_device_name().lower()
+    return next((card for card in ("h200", "h100", "a100") if card in name), "h100")
 
 
 def _test_row(file: str, output: str, status: int) -> dict[str, Any]:
