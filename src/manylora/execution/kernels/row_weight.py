@@ -14,7 +14,8 @@ Up to ``MOST_FEW`` rows, codes are widened in registers (``triton.coded.multiply
 more. More rows would widen them again and again, and operations cost more than bytes: codes are then written out as
 numbers, some outputs at a time, for cuBLAS. Activations are not rounded to 8 bits.
 
-A row's result does not depend on the rows beside it, but on their number: up to 16, up to ``MOST_FEW``, or more.
+A row's result does not depend on the rows beside it, but on their number: up to each of those in ``FEW_SHAPES``, or
+more.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ MOST_SPAN = 64
 SCRATCH_WEIGHTS = 2**25
 """Most weights that are written out at once: 64 MiB in 16 bits, and products large enough to fill a GPU."""
 
-FEW_SHAPES = ((16, (16, 64, 8, 2, 4)), (32, (32, 64, 8, 4, 4)), (MOST_FEW, (64, 128, 4, 8, 3)))
-"""By most rows: rows and outputs of a block, most splits, warps, stages. Chosen on an H200 with Llama 3 8B's shapes, as
-was the number of programs: twice those that fill it."""
+_FEW_SHAPES = ((16, (16, 64, 8, 2, 4)), (32, (32, 64, 8, 4, 4)), (64, (64, 64, 8, 4, 4)))
+FEW_SHAPES = {
+    1: (*_FEW_SHAPES, (MOST_FEW, (128, 64, 4, 4, 3))),
+    2: (*_FEW_SHAPES, (MOST_FEW, (128, 128, 4, 8, 3))),
+}
+"""By codes of a byte and by most rows: rows and outputs of a block, most splits, warps, stages. Chosen on an H100 with
+Llama 3 8B's shapes, and on an H200 the number of programs: twice those that fill it."""
 
 MIN_SPLIT_BLOCKS = 4
 """Least blocks in a split of the inputs: fewer do not pay for a program."""
@@ -157,7 +162,9 @@ class RowWeight:
         out = rows.new_empty(num_rows, form.num_out)
         if not num_rows:
             return out
-        block_m, block_n, most_splits, num_warps, num_stages = next(own for most, own in FEW_SHAPES if num_rows <= most)
+        block_m, block_n, most_splits, num_warps, num_stages = next(
+            own for most, own in FEW_SHAPES[form.halves] if num_rows <= most
+        )
         low, high = "", ""
         if not is_interpreted() and torch.version.hip is None:  # PTX is NVIDIA's
             low, high = (widening_ptx(form.numbers, half, _name(rows.dtype)) for half in range(2))

@@ -42,16 +42,33 @@ def widened(codes, table, dtype: tl.constexpr, NUMBERS: tl.constexpr):
 
 
 @triton.jit
+def numbers_of_group(
+    own, block, half, is_output, num_out, num_in, GROUP: tl.constexpr, SPAN: tl.constexpr, HALVES: tl.constexpr
+):
+    """Return the scales or shifts of outputs for a half of a block of codes, float32."""
+    # Behind the last group there are zeros to fill a block.
+    group = tl.minimum((block * HALVES + half) * SPAN // GROUP, tl.cdiv(num_in, GROUP) - 1)
+    return tl.load(own + group * num_out, mask=is_output, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _pair(own, block, is_output, num_out, num_in, GROUP: tl.constexpr, SPAN: tl.constexpr, HALVES: tl.constexpr):
+    """Return `numbers_of_group` of the first half of a block and of its last."""
+    last = numbers_of_group(own, block, HALVES - 1, is_output, num_out, num_in, GROUP, SPAN, HALVES)
+    if HALVES == 1 or GROUP % (SPAN * HALVES) == 0:
+        return last, last
+    return numbers_of_group(own, block, 0, is_output, num_out, num_in, GROUP, SPAN, HALVES), last
+
+
+@triton.jit
 def block_product(
     octets,
     own_rows,
     is_row,
-    own_scales,
-    own_shifts,
-    is_output,
+    scales,
+    shifts,
     table,
     block,
-    num_out,
     num_in,
     NUMBERS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -61,13 +78,15 @@ def block_product(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):
-    """Return the products ``[outputs, rows]`` of a block of codes ``octets`` ``[outputs, SPAN]``, float32."""
+    """Return the products ``[outputs, rows]`` of a block of codes ``octets`` ``[outputs, SPAN]``, float32.
+
+    ``scales`` and ``shifts`` are pairs: of the first half and of the last.
+    """
     dtype: tl.constexpr = own_rows.dtype.element_ty
     total = tl.zeros((octets.shape[0], own_rows.shape[1]), tl.float32)
     part, sums = total, total
     for half in tl.static_range(HALVES):
-        first = (block * HALVES + half) * SPAN
-        columns = first + tl.arange(0, SPAN)
+        columns = (block * HALVES + half) * SPAN + tl.arange(0, SPAN)
         activations = tl.load(
             own_rows + columns[:, None], mask=is_row[None, :] & (columns < num_in)[:, None], other=0.0
         )
@@ -83,11 +102,9 @@ def block_product(
             ones = tl.full(octets.shape, 1.0, dtype)
             sums = tl.dot(ones, activations, sums, input_precision="ieee")
         if half == HALVES - 1 or GROUP % (SPAN * HALVES) != 0:
-            # Behind the last group there are zeros to fill a block.
-            place = tl.minimum(first // GROUP, tl.cdiv(num_in, GROUP) - 1) * num_out
-            total += part * tl.load(own_scales + place, mask=is_output, other=0.0).to(tl.float32)[:, None]
+            total += part * scales[half + 2 - HALVES][:, None]
             if HAS_SHIFT:
-                total += sums * tl.load(own_shifts + place, mask=is_output, other=0.0).to(tl.float32)[:, None]
+                total += sums * shifts[half + 2 - HALVES][:, None]
             part, sums = tl.zeros_like(total), tl.zeros_like(total)
     return total
 
@@ -134,11 +151,21 @@ def multiply(
     own_rows, own_scales, own_shifts = x + rows[None, :] * x_stride, scales + outputs, shifts + outputs
     num_blocks = tl.cdiv(num_in, SPAN * HALVES)
     share = tl.cdiv(num_blocks, SPLITS)
+    first, last = split * share, tl.minimum(num_blocks, (split + 1) * share)
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for block in range(split * share, tl.minimum(num_blocks, (split + 1) * share)):
+    # Scales are read a block ahead: the compiler keeps only what matrix products read under way by itself.
+    next_scales = _pair(own_scales, first, is_output, num_out, num_in, GROUP, SPAN, HALVES)
+    next_shifts = (
+        _pair(own_shifts, first, is_output, num_out, num_in, GROUP, SPAN, HALVES) if HAS_SHIFT else next_scales
+    )
+    for block in range(first, last):
         octets = tl.load(own_codes + block * SPAN, mask=is_output[:, None], other=0)
+        own, shift = next_scales, next_shifts
+        next_scales = _pair(own_scales, block + 1, is_output, num_out, num_in, GROUP, SPAN, HALVES)
+        if HAS_SHIFT:
+            next_shifts = _pair(own_shifts, block + 1, is_output, num_out, num_in, GROUP, SPAN, HALVES)
         total += block_product(
-            *(octets, own_rows, is_row, own_scales, own_shifts, is_output, table, block, num_out, num_in),
+            *(octets, own_rows, is_row, own, shift, table, block, num_in),
             NUMBERS,
             GROUP,
             SPAN,
