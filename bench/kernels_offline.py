@@ -249,7 +249,7 @@ def codes(numbers: str, group: int, has_shift: bool) -> None:
         dtype=DTYPE,
     )
     weight = RowWeight(torch.from_numpy(data), form)
-    for num_rows in (1, 64, 192):
+    for num_rows in (1, 64, 128, 192):
         weight.product(torch.zeros(num_rows, num_in, dtype=DTYPE))
 
 
