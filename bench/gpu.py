@@ -137,7 +137,11 @@ class Bench:
         return self._engine
 
     def adapters(self, num: int, rank: int | None, targets: tuple[str, ...]) -> tuple[list[AdapterVersion], int]:
-        """Load ``num`` adapters of a rank (of every rank in turn if ``None``); return them and the next free page."""
+        """Load ``num`` adapters of a rank (of every rank in turn if ``None``); return them and the next free page.
+
+        Raises:
+            MemoryError: They do not fit.
+        """
         ranks = self.sizes.ranks if rank is None else (rank,)
         specs = []
         for i in range(num):
@@ -145,6 +149,8 @@ class Bench:
             specs.append(AdapterSpec(name=f"{len(targets)}-{own}-{i}", rank=own, targets=targets))
         versions = list(self.engine.versions(specs).values())
         page = 0
+        if sum(version.num_pages for version in versions) > self.engine.parts.num_pages * 7 // 8:
+            raise MemoryError(f"{num} adapters of rank {rank or 'mixed'} do not fit beside the KV of a batch")
         for version in versions:
             page = self.engine.load(version, page)
         return versions, page
@@ -412,7 +418,10 @@ class Bench:
     def _step_row(
         self, batch: int, num: int, rank: int | None, targets: tuple[str, ...], base_s: float, floor_s: float
     ) -> dict[str, Any]:
-        versions, page = self.adapters(num, rank, targets)
+        try:
+            versions, page = self.adapters(num, rank, targets)
+        except MemoryError as error:
+            return {"batch": batch, "adapters": num, "rank": rank or "mixed", "left out": str(error)}
         step_s = self.engine.step_s(self.engine.plan(batch, versions, page))
         added_floor_s = sum(version.weight_bytes for version in versions) / self.copy_bytes_per_s
         what = {

@@ -30,7 +30,7 @@ from manylora.lab.catalog.hardware import Hardware
 
 __all__ = ["MOST_TOKENS", "ROOM_RANK", "CollectiveCall", "CollectiveCost"]
 
-ROOM_RANK, MOST_TOKENS = 384, 512
+ROOM_RANK, MOST_TOKENS = 384, 1024
 """Least columns of a table's scratch in captured steps, and tokens of the largest (``execution.step_graphs``)."""
 
 

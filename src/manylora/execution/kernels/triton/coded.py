@@ -166,13 +166,7 @@ def multiply(
             next_shifts = _pair(own_shifts, block + 1, is_output, num_out, num_in, GROUP, SPAN, HALVES)
         total += block_product(
             *(octets, own_rows, is_row, own, shift, table, block, num_in),
-            NUMBERS,
-            GROUP,
-            SPAN,
-            HALVES,
-            HAS_SHIFT,
-            LOW,
-            HIGH,
+            *(NUMBERS, GROUP, SPAN, HALVES, HAS_SHIFT, LOW, HIGH),
         )
     target = out + (split * num_rows + rows)[None, :].to(tl.int64) * num_out + outputs[:, None]
     tl.store(target, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
