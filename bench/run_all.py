@@ -28,6 +28,7 @@ TRACES = (
     "traces.py",
     "chameleon",
     "experiments",
+    "rivals",
 )
 """Benchmarks that read traces."""
 
@@ -38,6 +39,7 @@ COMMANDS: dict[str, list[str]] = {
         *("experiment", "report", "chameleon", "multi-lora", "--processes=2"),
         f"--output={RESULTS / 'experiments'}",
     ],
+    "rivals": ["experiment", "report", "rivals", f"--output={RESULTS / 'experiments' / 'rivals'}"],
     "experiments": ["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"],
 }
 """Commands of manylora by name."""

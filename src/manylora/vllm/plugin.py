@@ -40,7 +40,7 @@ NEEDED = {
 }
 """Methods, by module and class."""
 SCHEDULER = ("policy", "policy_options", "predictor", "predictor_options")
-ADAPTERS = ("eviction", "eviction_options", "look_ahead", "forecast")
+ADAPTERS = ("eviction", "eviction_options", "look_ahead", "forecast", "forecast_by")
 """Options of these names are manylora's own."""
 
 

@@ -225,7 +225,9 @@ class PageCache:
             del self._refs[page]
             if page in self.prefix:
                 self.allocator.transfer(page, Owner.PREFIX)
-                self._set_droppable(IdleItem(page, 1, now, run_tokens=self._block_size), Depth.IDLE)
+                adapter = self.prefix.adapter_of(page)
+                item = IdleItem(page, 1, now, run_tokens=self._block_size, adapter=adapter)
+                self._set_droppable(item, Depth.IDLE)
             else:
                 self.allocator.free((page,))
 

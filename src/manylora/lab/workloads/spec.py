@@ -36,6 +36,7 @@ from manylora.core.options import CheckedOptions, check_options, nearest, option
 from manylora.lab.tables import TableReader, read_table
 from manylora.lab.workloads.arrivals import ARRIVALS, ArrivalProcess, Extent
 from manylora.lab.workloads.callers import CALLERS
+from manylora.lab.workloads.conversations import Conversations
 from manylora.lab.workloads.lengths import DISTRIBUTIONS, LENGTHS, Distribution, Lengths
 from manylora.lab.workloads.locality import LOCALITIES, Drift
 from manylora.lab.workloads.popularity import POPULARITIES, SHARE_LAWS, Popularity, ShareLaw, UniformShares
@@ -96,6 +97,7 @@ class WorkloadSpec(CheckedOptions):
     adapters: AdapterSet = field(default_factory=AdapterSet)
     popularity: Popularity | None = None  # uniform when ``None``; not allowed with arrivals that name their callers
     drift: Drift | None = None  # ``None`` for constant popularity
+    conversations: Conversations | None = None  # arrivals open conversations; ``None``: each is one request
 
 
 def make_workload(spec: WorkloadSpec, seed: int) -> Workload:
@@ -129,6 +131,9 @@ def make_workload(spec: WorkloadSpec, seed: int) -> Workload:
             zip(arrived.times.tolist(), lengths.prompt.tolist(), lengths.output.tolist(), chosen.tolist(), strict=True)
         )
     )
+    if spec.conversations is not None:
+        turns = streams.of("conversations")
+        requests = spec.conversations.unfold(requests, spec.lengths, turns, spec.duration_s)
     return Workload(name=spec.name, requests=requests, adapters=adapters)
 
 

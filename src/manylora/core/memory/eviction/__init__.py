@@ -1,7 +1,8 @@
 """Eviction: the order in which idle items are dropped when pages are short.
 
 ``policy.py`` is the interface. ``price.py`` and policies by one number per item (``ranking.py``), such as LRU, have one
-order over adapters and prefix blocks. ``published.py`` has policies that rank adapters, combined with prefix blocks.
+order over adapters and prefix blocks. ``fastlibra.py`` has one too, in which
+blocks depend on their adapter. ``published.py`` has policies that rank adapters, combined with prefix blocks.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from manylora.core.memory.eviction.costs import LinearCost, ReloadCosts
+from manylora.core.memory.eviction.fastlibra import FastLibraEviction
 from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
 from manylora.core.memory.eviction.price import PriceEviction, ReuseModel
 from manylora.core.memory.eviction.published import AdapterScore, ByAge, GdsfScore, WeightedScore
@@ -21,6 +23,7 @@ __all__ = [
     "ByAge",
     "Depth",
     "EvictionPolicy",
+    "FastLibraEviction",
     "GdsfScore",
     "IdleItem",
     "ItemKey",
@@ -41,6 +44,7 @@ def _idle_since(item: IdleItem) -> float:
 EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "chameleon": lambda costs: ByAge(WeightedScore(0.45, 0.10, 0.45)),
     "fair": lambda costs: ByAge(WeightedScore(1 / 3, 1 / 3, 1 / 3)),
+    "fastlibra": FastLibraEviction,
     "gdsf": lambda costs: ByAge(GdsfScore(costs)),
     "lru": lambda costs: KeyedEviction(_idle_since),
     "none": lambda costs: KeyedEviction(_idle_since, keeps_idle_adapters=False),
