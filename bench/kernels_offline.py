@@ -57,6 +57,9 @@ TARGETS = {
 SHARED_LIMIT = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64, "gfx950": 160}
 """Shared memory of a block, in KiB at most (CUDA C++ Programming Guide, compute capabilities; AMD CDNA 3 and 4)."""
 
+CHAINED = ("sm_90", "sm_100", "sm_120")
+"""Those on which a launch may begin before the one before it has ended."""
+
 PROCESSORS = 132
 """Processors of the GPU whose grids are launched: an H200's. They decide only how far contexts are split."""
 
@@ -132,6 +135,7 @@ def launches_compiled(name: str) -> Iterator[dict[tuple[str, str], Any]]:
             patch("manylora.execution.attention.triton.num_programs", lambda device: 4 * PROCESSORS),
             patch("manylora.execution.attention.triton._shared_bytes", lambda device: SHARED_LIMIT[name] * 1024),
             patch("manylora.execution.lora.tables.num_programs", lambda device: 4 * PROCESSORS),
+            patch("manylora.execution.lora.tables.is_chained", lambda device: name in CHAINED),
             patch("manylora.execution.kernels.row_weight.num_programs", lambda device: 4 * PROCESSORS),
         ):
             yield found

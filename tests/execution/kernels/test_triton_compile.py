@@ -49,5 +49,7 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
         is_prompt = line["kernel"] == "attend" and "IS_CUT=False" in line["constants"] and line["target"] == "sm_90"
         assert line["shared_bytes"] <= (128 if is_prompt else 96) * 1024, f"too much shared memory: {line}"
         assert line["products"] > 0 or line["kernel"] not in MULTIPLIERS, f"no matrix instruction: {line}"
+        is_lora = line["kernel"] in ("shrink", "expand") and line["target"] == "sm_90"
+        assert "IS_CHAINED=True" in line["constants"] or not is_lora, f"waits for the launch before to end: {line}"
         is_reader = line["kernel"] in READERS and line["target"].startswith("sm_") and "DIM=96" not in line["constants"]
         assert line["wide_loads"] > 0 or not is_reader, f"narrow loads: {line}"

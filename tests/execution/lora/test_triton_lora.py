@@ -7,6 +7,7 @@ import pytest
 import torch
 from triton_cases import DEVICE, HALVES, TOLERANCE, Group, Pool, make_base, poison, relative_error
 
+from manylora.execution.lora import tables
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
 from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, SharedKernel
 from manylora.execution.lora.parts import GroupParts
@@ -191,6 +192,25 @@ def test_the_same_sums_whatever_shares_the_batch() -> None:
     for i in range(3):
         StepTables.for_rows(pool.space, [(0, 1, table[i])]).apply(x[i : i + 1], alone[i : i + 1], span)
     assert torch.equal(together, alone)
+
+
+def test_the_same_sums_whatever_the_width_of_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step with few row blocks a program takes fewer columns; a row's result must not show how many blocks."""
+    torch.manual_seed(0)
+    pool = Pool.make(make_base(GROUPS, 1 << 14, "float32"), 60, np.random.default_rng(0))
+    weights, dense = pool.load({"up.gate": 70, "up.up": 5})
+    x, span = torch.randn(2, 20, device=DEVICE), pool.space.directory.groups["up"]
+    lengths = pool.space.ranges(span, 1024)[0].tolist()
+    assert lengths == [2, 2, 4, 6]
+    sums = []
+    for programs in (3, 8, 40):  # by lists of 2, of 4 and of 6 ranges
+        monkeypatch.setattr(tables, "num_programs", lambda device, programs=programs: programs)
+        out = torch.zeros(2, 600, device=DEVICE)
+        StepTables.for_rows(pool.space, [(0, 2, weights.table)]).apply(x, out, span)
+        sums.append(out)
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+    gate, up = (x.double().cpu() @ dense[f"up.{name}"] for name in ("gate", "up"))
+    assert relative_error(sums[0], torch.cat([gate, up], dim=1)) < 1e-5
 
 
 class _OneWorker:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from manylora.execution.kernels.triton.support import num_programs, power_of_two
+from manylora.execution.kernels.triton.support import is_chained, num_programs, power_of_two
 from manylora.execution.storage.tile_tables import (
     BLOCK_FIELDS,
     ITEM_FIELDS,
     PART_FIELDS,
+    RANGE_WIDTHS,
     AdapterTable,
     GroupDirectory,
     GroupSpan,
@@ -62,17 +64,18 @@ class Tiling(NamedTuple):
     block_k: int  # columns of A at a time
     shrink_stages: int
     shrink_warps: int
-    range: int  # columns of the output that a program takes, for which it adds up the partials once
-    widest: int  # columns of them at a time, at most
+    range: int  # columns of the output that a program takes, for which it adds up the partials once, at most
+    fill: int  # one of as many programs has to have work, or ranges are narrower
+    widest: int  # columns at a time, at most
     elements: int  # weights of B at a time
     in_flight: int  # partials read at a time
     expand_stages: int
     expand_warps: int
 
 
-DECODE_TILING = Tiling(512, 256, 3, 2, 1024, 128, 4096, 2048, 3, 4)
-PROMPT_TILING = Tiling(2048, 128, 4, 4, 512, 128, 4096, 2048, 3, 8)
-"""Chosen on an H200 with Llama-3-8B's shapes."""
+DECODE_TILING = Tiling(512, 256, 3, 2, 1024, 2, 128, 4096, 2048, 3, 4)
+PROMPT_TILING = Tiling(2048, 128, 4, 4, 2048, 2, 128, 4096, 2048, 3, 8)
+"""Chosen on an H200 and an H100 with Llama-3-8B's shapes (`bench/results/gpu.md`)."""
 
 MAX_SPLITS = 8
 PROMPT_SPLIT_ROWS = 8192  # rows whose blocks fill a device without splits of K
@@ -88,7 +91,7 @@ class LoraSpace:
         self.directory = directory
         self.pool = pool
         self.blocks = blocks
-        self._columns: dict[tuple[tuple[tuple[int, int], ...], int], torch.Tensor] = {}
+        self._columns: dict[tuple[tuple[tuple[int, int], ...], tuple[int, ...]], torch.Tensor] = {}
 
     def compile(self, num_tokens: int) -> None:
         """Compile the kernels of steps of up to ``num_tokens`` rows by launches without work: none waits for it later.
@@ -115,14 +118,28 @@ class LoraSpace:
 
         Each is: module, first column in it, its columns, its offset in the output.
         """
-        key = (span.modules, width)
+        return self._lists(span, (width,))[1:]
+
+    def ranges(self, span: GroupSpan, widest: int) -> torch.Tensor:
+        """Return such blocks of ``widest`` columns, of half as many, and so on, behind the lengths of the lists."""
+        return self._lists(span, tuple([widest >> halvings for halvings in range(RANGE_WIDTHS)]))
+
+    def _lists(self, span: GroupSpan, widths: tuple[int, ...]) -> torch.Tensor:
+        """Return a line with the lengths of the lists, and the lists."""
+        key = (span.modules, widths)
         if key not in self._columns:
-            blocks = [
-                (number, first, num_columns, offset)
-                for number, (offset, num_columns) in enumerate(span.modules)
-                for first in range(0, num_columns, width)
+            lists = [
+                [
+                    (number, first, num_columns, offset)
+                    for number, (offset, num_columns) in enumerate(span.modules)
+                    for first in range(0, num_columns, width)
+                ]
+                for width in widths
             ]
-            self._columns[key] = torch.tensor(blocks, dtype=torch.int64).to(self.pool.device)
+            lengths = [len(blocks) for blocks in lists] + [0] * (RANGE_WIDTHS - len(lists))
+            # Copied when this returns, and not by a kernel: ``expand`` reads it without waiting for launches before.
+            table = torch.tensor([lengths, *chain.from_iterable(lists)], dtype=torch.int64)
+            self._columns[key] = table.to(self.pool.device)
         return self._columns[key]
 
 
@@ -228,7 +245,7 @@ class StepTables:
         if between is not None:
             planes = self.room.max_planes  # of one plane the rows of this step are adjacent
             between(self._partials[:1, : x.shape[0]] if planes == 1 else self._partials[:planes])
-        self._expand(out, span, splits)
+        self._expand(out, span, splits, is_behind_shrink=between is None)
 
     def num_splits(self, span: GroupSpan) -> int:
         """Return into how many sums a row's ``x A^T`` is divided: the same in every step of such tables."""
@@ -247,20 +264,22 @@ class StepTables:
             ALIGN=self._space.directory.alignment,
             STAGES=tiling.shrink_stages,
             num_warps=tiling.shrink_warps,
+            **_chain(is_chained(x.device)),
         )
 
-    def _expand(self, out: torch.Tensor, span: GroupSpan, splits: int) -> None:
+    def _expand(self, out: torch.Tensor, span: GroupSpan, splits: int, *, is_behind_shrink: bool) -> None:
         from manylora.execution.kernels.triton import lora as triton_lora
 
         tiling, directory = self._tiling, self._space.directory
-        ranges = self._space.columns(span, tiling.range)
+        ranges = self._space.ranges(span, tiling.range)
         triton_lora.expand[(num_programs(out.device),)](
-            *(out, out.stride(0), self._space.pool, self._step, self._sizes, ranges, ranges.shape[0], span.index),
+            *(out, out.stride(0), self._space.pool, self._step, self._sizes, ranges, span.index),
             *(self._parts, self._parts.stride(0)),
             *(self._partials, self._partials.stride(1), self._partials.stride(0)),
             SPLITS=splits,
             BLOCK_M=max(16, self._block_rows),
             RANGE=tiling.range,
+            FILL=tiling.fill,
             ELEMENTS=tiling.elements * 2 // out.dtype.itemsize,
             WIDEST=tiling.widest,
             IN_FLIGHT=tiling.in_flight,
@@ -268,6 +287,7 @@ class StepTables:
             MODULES=directory.num_modules,
             STAGES=tiling.expand_stages,
             num_warps=tiling.expand_warps,
+            **_chain(is_behind_shrink and is_chained(out.device)),
         )
 
     def apply_vectors(self, out: torch.Tensor, span: GroupSpan) -> None:
@@ -284,6 +304,11 @@ class StepTables:
             BLOCK_N=block_n,
             num_warps=16 if self._block_rows == PROMPT_ROWS else 8,  # fewer spill registers
         )
+
+
+def _chain(is_early: bool) -> dict[str, bool]:
+    """Return the options of a launch that may begin before the one before has ended, or of one that may not."""
+    return {"IS_CHAINED": True, "launch_pdl": True} if is_early else {"IS_CHAINED": False}
 
 
 class BatchTables:

@@ -34,6 +34,7 @@ __all__ = [
     "GROUP_FIELDS",
     "ITEM_FIELDS",
     "PART_FIELDS",
+    "RANGE_WIDTHS",
     "TILE_FIELDS",
     "AdapterTable",
     "GroupDirectory",
@@ -55,6 +56,9 @@ ranks; address of the tile."""
 
 PART_FIELDS = 5
 """A row block and a module: first row, rows, address of the first tile of B, its tiles, planes of the group's A."""
+
+RANGE_WIDTHS = 4
+"""Widths of the ranges into which a group's columns are divided, each half of the one before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,14 @@
                               and where each row block finds each module's B, so that ``expand`` reads it at once
     shrink   per group        item, K split -> partial sums [rows, 16] in float32, each to its own place
     expand   per group        row block x range of columns: add up the partials in a fixed order, once, then multiply
-                              by up to four tiles of B at a time, into the output
+                              by up to four tiles of B at a time, into the output; the fewer row blocks, the narrower
+                              the ranges, since a program has only so many reads under way
     vectors  per group        row block x columns: times the adapter's factor, plus its shift; only where a step has any
+
+On devices that allow it (``IS_CHAINED``; CUDA C++ Programming Guide, "Programmatic Dependent Launch") a launch begins
+before the one before it has ended, and waits inside. ``shrink`` waits first, so that ``expand``, once all of ``shrink``
+runs, may read everything but its sums: it finds its work, and waits for those. Each waits in all of its programs, with
+work or without, so that what is launched behind may count on all that was launched before.
 
 No atomics: sums are made in the same order every time, whatever else is in the batch. Programs walk the lists with a
 stride, so the grid has the size of the device, and a captured graph serves any mix of adapters. Rows are padded to the
@@ -28,8 +34,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from manylora.execution.storage.tile_tables import BLOCK_FIELDS, GROUP_FIELDS, ITEM_FIELDS, PART_FIELDS, TILE_FIELDS
+from manylora.execution.storage.tile_tables import (
+    BLOCK_FIELDS,
+    GROUP_FIELDS,
+    ITEM_FIELDS,
+    PART_FIELDS,
+    RANGE_WIDTHS,
+    TILE_FIELDS,
+)
 
 __all__ = ["TILE_ROWS", "expand", "plan", "shrink", "vectors"]
 
@@ -37,6 +51,8 @@ TILE_ROWS = 16  # rows of a tile at most: ``adapters.layout.MAX_TILE_ROWS``
 
 _TILE_ROWS = tl.constexpr(TILE_ROWS)
 _MOST_POWER = tl.constexpr(2)  # ``expand`` takes 4 tiles at a time: 64 ranks; of a higher rank one after another
+_RANGE_WIDTHS = tl.constexpr(RANGE_WIDTHS)
+_WIDEST_OVER_NARROWEST = tl.constexpr(1 << (RANGE_WIDTHS - 1))
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _GROUP_FIELDS = tl.constexpr(GROUP_FIELDS)
 _TILE_FIELDS = tl.constexpr(TILE_FIELDS)
@@ -126,16 +142,21 @@ def shrink(
     BLOCK_K: tl.constexpr,
     ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """Write ``x A^T`` of every item and split into ``partials`` ``[plane, split, row, rank]``."""
+    if IS_CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()  # ``expand`` finds its work meanwhile, none of which is made here
     split = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     ranks = tl.arange(0, _TILE_ROWS)
     first, step = tl.program_id(0), tl.num_programs(0)
     num_items = tl.load(sizes + 2 * group)
     group_items = items + group.to(tl.int64) * item_stride
-    next_weight = tl.load(group_items + first * _ITEM_FIELDS, mask=first < num_items, other=0)
-    next_place = tl.load(group_items + first * _ITEM_FIELDS + 1, mask=first < num_items, other=0)
+    has_place = first * _ITEM_FIELDS < item_stride  # an item or not: not to wait for their number
+    next_weight = tl.load(group_items + first * _ITEM_FIELDS, mask=has_place, other=0)
+    next_place = tl.load(group_items + first * _ITEM_FIELDS + 1, mask=has_place, other=0)
     for number in range(first, num_items, step):
         weight, place = next_weight // ALIGN * ALIGN, next_place  # aligned: the compiler is told
         following = group_items + (number + step) * _ITEM_FIELDS  # read now, so that it is there when its turn comes
@@ -180,7 +201,7 @@ def sum_partials(places, mask, num_planes, split_stride, SPLITS: tl.constexpr, I
     return total
 
 
-@triton.jit(do_not_specialize=["num_ranges", "group", "part_stride", "rank_stride", "split_stride"])
+@triton.jit(do_not_specialize=["group", "part_stride", "rank_stride", "split_stride"])
 def expand(
     out,
     out_stride,
@@ -188,7 +209,6 @@ def expand(
     step,
     sizes,
     ranges,
-    num_ranges,
     group,
     parts,
     part_stride,
@@ -198,24 +218,29 @@ def expand(
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     RANGE: tl.constexpr,
+    FILL: tl.constexpr,
     ELEMENTS: tl.constexpr,
     WIDEST: tl.constexpr,
     IN_FLIGHT: tl.constexpr,
     ALIGN: tl.constexpr,
     MODULES: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """Add ``shrunk B^T`` into ``out``.
 
-    ``ranges`` lists ranges of its columns: (module, first column in it, columns of it, its place in ``out``), and
-    ``parts`` is as by ``plan``. A program reads ``ELEMENTS`` weights at a time: few columns of a high rank, up to
-    ``WIDEST`` of a low one.
+    ``ranges`` lists ranges of columns (module, first column in it, columns of it, its place in ``out``), of ``RANGE``
+    columns, of half as many and so on, behind the lengths of the lists; the widest of which every ``FILL``-th program
+    has one are taken. A program reads ``ELEMENTS`` weights at a time: few columns of a high rank, at most ``WIDEST``.
     """
+    NARROWEST: tl.constexpr = RANGE // _WIDEST_OVER_NARROWEST
     rows = tl.arange(0, BLOCK_M)
-    num_items = tl.load(step).to(tl.int32) * num_ranges
+    num_blocks = tl.load(step).to(tl.int32)
+    first_range, num_ranges, num_cols = _choose_ranges(ranges, num_blocks, RANGE, FILL)
+    num_items = tl.where(tl.load(sizes + 2 * group) > 0, num_blocks * num_ranges, 0)
     num_padded = tl.load(sizes + 2 * group + 1)
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        place = ranges + (number % num_ranges) * 4
+        place = ranges + (first_range + number % num_ranges) * 4
         index = (number // num_ranges) * MODULES + tl.load(place)
         part = parts + group.to(tl.int64) * part_stride + index * _PART_FIELDS
         first_row, num_rows = tl.load(part), tl.load(part + 1)
@@ -224,17 +249,31 @@ def expand(
         own_rows, is_row = (first_row + rows)[:, None], (rows < num_rows)[:, None]
         target = out + own_rows * out_stride + tl.multiple_of(tl.load(place + 3), ALIGN)
         sums = partials + own_rows * rank_stride
-        first_col, width = tl.multiple_of(tl.load(place + 1), RANGE), tl.multiple_of(tl.load(place + 2), ALIGN)
+        first_col, width = tl.multiple_of(tl.load(place + 1), NARROWEST), tl.multiple_of(tl.load(place + 2), ALIGN)
         tiles = tl.load(part + 2).to(tl.pointer_type(tl.int64))
         for power in tl.static_range(_MOST_POWER + 1):
             most = 1 << power if power < _MOST_POWER else 1 << 30
             if (num_shown > (1 << power) // 2) & (num_shown <= most):
                 for first in range(0, num_shown, 1 << power):
                     _add_columns(
-                        *(target, pool, sums, is_row, tiles, first, num_tiles, num_shown, first_col, width),
-                        *(num_planes, split_stride, SPLITS, IN_FLIGHT, RANGE, 1 << power),
-                        *(min(RANGE, WIDEST, ELEMENTS // (_TILE_ROWS << power)), ALIGN, STAGES),
+                        *(target, pool, sums, is_row, tiles, first, num_tiles, num_shown, first_col, num_cols, width),
+                        *(num_planes, split_stride, SPLITS, IN_FLIGHT, 1 << power),
+                        *(min(NARROWEST, WIDEST, ELEMENTS // (_TILE_ROWS << power)), ALIGN, STAGES, IS_CHAINED),
                     )
+    if IS_CHAINED:
+        gdc_wait()  # programs without work too: what follows may count on all that was launched before
+
+
+@triton.jit
+def _choose_ranges(ranges, num_blocks, RANGE: tl.constexpr, FILL: tl.constexpr):
+    """Return the first of the ranges that suit the step, in lines, their number and their columns."""
+    first, number, num_cols = 1, tl.load(ranges).to(tl.int32), RANGE
+    for narrower in tl.static_range(1, _RANGE_WIDTHS):
+        is_few = num_blocks * number * FILL < tl.num_programs(0)
+        first += tl.where(is_few, number, 0)
+        number = tl.where(is_few, tl.load(ranges + narrower).to(tl.int32), number)
+        num_cols = tl.where(is_few, num_cols // 2, num_cols)
+    return first, number, num_cols
 
 
 @triton.jit
@@ -248,16 +287,17 @@ def _add_columns(
     num_tiles,
     num_shown,
     first_col,
+    num_cols,
     width,
     num_planes,
     split_stride,
     SPLITS: tl.constexpr,
     IN_FLIGHT: tl.constexpr,
-    RANGE: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):
     """Add the product with ``TILES`` tiles of B into a range of columns."""
     place = tl.arange(0, TILES * _TILE_ROWS)
@@ -267,17 +307,19 @@ def _add_columns(
     is_rank = (number < num_shown) & (rank < tl.load(tile + 2))
     is_used = is_row & (is_rank & (number < num_tiles))[None, :]
     places = sums + (tl.load(tile + 1) + rank)[None, :]
+    if IS_CHAINED:
+        gdc_wait()  # for ``shrink``, and for the product of the base before it
     shrunk = sum_partials(places, is_used, num_planes, split_stride, SPLITS, IN_FLIGHT).to(pool.dtype.element_ty)
     w_rows = (pool + weight + rank * width)[:, None]
     if ALIGN == 1:  # only then may a matrix be divided into ranges of columns
-        col, num_cols = tl.load(tile + 3), tl.load(tile + 4)
-        w_rows = (pool + weight + rank * num_cols - col)[:, None]
-    for k in tl.range(first_col, tl.minimum(first_col + RANGE, width), BLOCK_N, num_stages=STAGES):
+        col, tile_cols = tl.load(tile + 3), tl.load(tile + 4)
+        w_rows = (pool + weight + rank * tile_cols - col)[:, None]
+    for k in tl.range(first_col, tl.minimum(first_col + num_cols, width), BLOCK_N, num_stages=STAGES):
         columns = (tl.multiple_of(k, BLOCK_N) + tl.arange(0, BLOCK_N))[None, :]
         inside = is_rank[:, None] & (columns < width)
         if ALIGN == 1:
             own = columns - col[:, None]
-            inside = inside & (own >= 0) & (own < num_cols[:, None])
+            inside = inside & (own >= 0) & (own < tile_cols[:, None])
         weights = tl.load(w_rows + columns, mask=inside, other=0.0)
         mask = is_row & (columns < width)
         before = tl.load(target + columns, mask=mask, other=0.0)

@@ -12,6 +12,7 @@ __all__ = [
     "MIN_TRITON_PROGRAMS",
     "SAMPLING_NUMBERS",
     "find_triton",
+    "is_chained",
     "is_interpreted",
     "num_programs",
     "power_of_two",
@@ -50,6 +51,17 @@ def find_triton(device: torch.device) -> str | None:
     if device.type == "cuda" or (device.type == "cpu" and is_interpreted()):
         return None
     return f"Triton needs a GPU, not {device.type}"
+
+
+@cache
+def is_chained(device: torch.device) -> bool:
+    """Return whether a launch may begin before the one before it has ended, and wait for it itself.
+
+    Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch": compute capability 9.0 and later.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
