@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parity_cases import _load, _quiet
+from parity_cases import _load, _quiet, parts_of
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig
 
-__all__ = ["EXPERT_KINDS", "make_expert_adapters", "write_single_experts"]
+__all__ = ["EXPERT_KINDS", "make_expert_adapters", "write_blocks", "write_single_experts"]
 
 _BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -32,8 +32,9 @@ EXPERT_KINDS: dict[str, dict[str, Any]] = {
     },
     "router": {"r": 3, "lora_alpha": 6, "target_modules": ["k_proj"], "target_parameters": ["gate.weight"]},
     "single": {"r": 3, "lora_alpha": 6},
+    "blocks": {"r": 3, "lora_alpha": 6},
 }
-"""``single`` has a pair for each linear of each expert."""
+"""``single`` has a pair for each linear of each expert; ``blocks`` has pairs of shared experts and dense layers too."""
 
 _FORMER = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}
 _OTHERS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
@@ -41,6 +42,9 @@ _OTHERS = ("mlp", ("gate_proj", "up_proj", "down_proj"))
 
 _SHARED = r".*\.mlp\.(gate|experts\.(\d+\.)?(gate|up|down)_proj)"
 """The targets where dense layers and shared experts have linears of these names too: PEFT leaves them out."""
+
+_DENSE = r"\d+\.mlp\.(shared_experts\.)?(gate|up|down)_proj"
+"""The linears of dense layers and shared experts, by their names in the list of layers."""
 
 
 def make_expert_adapters(architecture: str, model_path: Path, path: Path) -> dict[str, Path]:
@@ -50,6 +54,10 @@ def make_expert_adapters(architecture: str, model_path: Path, path: Path) -> dic
         torch.manual_seed(500 + seed)
         if kind == "single":
             folders[kind] = write_single_experts(architecture, model_path, path / kind, **options)
+            continue
+        if kind == "blocks":
+            if _has_others(AutoConfig.from_pretrained(model_path)):
+                folders[kind] = write_blocks(architecture, model_path, path / kind, **options)
             continue
         with _quiet():
             tuned = get_peft_model(deepcopy(base), LoraConfig(**options, task_type="CAUSAL_LM"))
@@ -94,6 +102,35 @@ def write_single_experts(architecture: str, model_path: Path, folder: Path, *, r
         "lora_alpha": lora_alpha,
         "target_modules": _SHARED if _has_others(config) else ["gate", gate, up, down],
     }
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_blocks(architecture: str, model_path: Path, folder: Path, *, r: int, lora_alpha: int) -> Path:
+    """Write an adapter as it was trained on all linears of mixtures' blocks and dense layers; return its folder.
+
+    PEFT leaves out shared experts and dense layers where it turns single experts into parameters. So its reference,
+    ``peft_model``, has the same tensors in two parts.
+    """
+    layers, last = parts_of(folder)
+    routed = write_single_experts(architecture, model_path, last, r=r, lora_alpha=lora_alpha)
+    with _quiet():
+        tuned = get_peft_model(
+            _load(model_path).model.layers, LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=_DENSE)
+        )
+        for name, parameter in tuned.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(std=0.15)
+        tuned.save_pretrained(layers)
+    tensors = load_file(routed / "adapter_model.safetensors")
+    num_routed = len(tensors)
+    for name, tensor in load_file(layers / "adapter_model.safetensors").items():
+        tensors[name.replace("base_model.model.", "base_model.model.model.layers.")] = tensor
+    assert len(tensors) - num_routed == 2 * 3 * 2, "of a dense layer and of a layer with shared experts"
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    settings = json.loads((routed / "adapter_config.json").read_text())
+    settings["target_modules"] = ["gate", *_OTHERS[1]]
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 

@@ -681,8 +681,7 @@ class Reference:
                 self._models[None] = _load(self.model_path, self.dtype)
             else:
                 with _quiet():  # each adapter apart: PEFT does not mix kinds
-                    tuned = PeftModel.from_pretrained(deepcopy(self._model(None)), self.folders[adapter])
-                self._models[adapter] = tuned.eval()
+                    self._models[adapter] = peft_model(deepcopy(self._model(None)), self.folders[adapter])
         return self._models[adapter]
 
     @torch.inference_mode()
@@ -728,6 +727,20 @@ def _compare(
         spreads.append(float(expected.std()))
     reference.forget_models()
     result.logit_std = min(spreads)
+
+
+def parts_of(folder: Path) -> tuple[Path, Path]:
+    """Return where the two parts of an adapter lie that PEFT does not read as a whole: of the layers, and the rest."""
+    return folder.with_name(f"{folder.name}.layers"), folder.with_name(f"{folder.name}.rest")
+
+
+def peft_model(base: PreTrainedModel, folder: Path) -> PeftModel:
+    """Return PEFT's model of an adapter; of one in parts, PEFT merges that of the layers first, on other modules."""
+    layers, rest = parts_of(folder)
+    if layers.exists():  # a list of modules is no model of transformers, whose names PEFT would change
+        PeftModel.from_pretrained(base.model.layers, layers).merge_and_unload()
+        folder = rest
+    return PeftModel.from_pretrained(base, folder).eval()
 
 
 def _num_weights(folder: Path) -> int:
