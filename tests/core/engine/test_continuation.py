@@ -8,8 +8,8 @@ import pytest
 from harness import check_reports, make_rig, request, version
 
 from manylora.core.errors import AdapterReplaced, ModelNotFound, RequestError
-from manylora.core.events import RequestFinished
-from manylora.core.types import AdapterKey, Continuation
+from manylora.core.events import AdapterLoadStarted, RequestFinished
+from manylora.core.types import AdapterKey, Continuation, Tier
 
 
 def whole(**options):
@@ -165,6 +165,23 @@ def test_a_request_has_the_version_that_it_names_whatever_its_name_stands_for_he
         rig.add(replace(asked, version=AdapterKey("v1")))
     with pytest.raises(ModelNotFound):
         rig.add(replace(asked, model="@a@1"))
+
+
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_a_version_that_follows_one_with_requests_is_copied_before_the_next_request(is_in_use):
+    rig = make_rig()
+    rig.register("a", key="v1")
+    rig.add(request("r", max_tokens=8, model="a"))
+    rig.turn()
+    if not is_in_use:
+        rig.drain()
+    rig.register("@a@2", key="v2")
+    rig.core.adapters.point("a", "@a@2", rig.now)
+    started = [event.adapter for event in rig.events if isinstance(event, AdapterLoadStarted)]
+    assert started == (["v1", "v2"] if is_in_use else ["v1"])
+    rig.drain()
+    assert rig.core.adapters.status("a", rig.now).tier is (Tier.DEVICE if is_in_use else Tier.HOST)
+    check_reports(rig.core, rig.now)
 
 
 def test_a_version_is_read_again_from_the_folder_of_a_name_that_it_still_has():

@@ -93,7 +93,8 @@ class AdapterCatalog:
         """Point a name to a version whose weights the executor holds in the host tier, or that is on disk.
 
         Earlier requests keep the version that the name had then. If the version is refused, its host copy is dropped.
-        A version on disk is read when a sequence needs it, or in the background.
+        A version on disk is read when a sequence needs it, or in the background. One that takes the place of a version
+        with requests in flight is copied to the device at once: the next of those that come will need it.
 
         Raises:
             AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
@@ -111,9 +112,11 @@ class AdapterCatalog:
         if tier is Tier.DISK and self._cache.residencies[version.key].host is TierState.ABSENT:
             self._prefetcher.read_later(version)
         self._cache.refresh(version.key, now)
+        is_in_use = False
         if old is not None and old.key != version.key:
+            is_in_use = self._cache.residencies[old.key].is_referenced
             self._forget_if_unnamed(old, now)
-        if is_pinned:
+        if is_pinned or is_in_use:
             self._loader.warm(version, now)
         return self.status(name, now)
 
