@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from live_executor import executor_of, folders, load, run, sequence
+from live_executor import executor_of, finish, folders, load, run, sequence
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.plan import StepPlan
 from manylora.core.types import Tier
 from manylora.execution.build import build_parts
 from manylora.execution.device import CudaOps, DeviceOps
+from manylora.execution.machine import STEP_NICENESS
 
 __all__ = ["folders"]
 
@@ -35,6 +39,26 @@ def test_threads_that_launch_enter_the_device(folders: dict[str, Path], monkeypa
     finally:
         parts.close()
     assert {name.partition("_")[0] for name in entered} == {"MainThread", "manylora-step", "manylora-copy"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is the whole process's")
+def test_steps_yield_to_all_other_threads(folders: dict[str, Path]) -> None:
+    """The link, the reader and the text of answers need milliseconds, and steps always have more to do."""
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: list[int] = []
+    memory = MemoryConfig(block_size=4, num_pages=64)
+    config = EngineConfig(model=ModelConfig(model=str(folders["base"]), device="cpu"), memory=memory)
+    parts = build_parts(config, WallClock())
+    try:
+        executor = executor_of(parts)
+        executor.runner.logits_hook = lambda plan, rows: found.append(priority())
+        finish(executor.launch(StepPlan(step_id=1, sequences=(sequence([1, 2, 3], 0, 3, 40),)), 0.0))
+    finally:
+        parts.close()
+    assert found == [min(19, priority() + STEP_NICENESS)]
 
 
 def test_a_capture_that_breaks_off_gives_the_thread_its_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from manylora.core.errors import ConfigError
+from manylora.execution.machine import yield_to_others
 
 __all__ = ["DeviceOps", "describe_machine", "find_device", "make_device_ops"]
 
@@ -32,6 +33,11 @@ class DeviceOps:
 
     def enter_thread(self) -> None:
         """Let kernels that this thread launches run on the device; once on each thread that launches any."""
+
+    def enter_step_thread(self) -> None:
+        """``enter_thread`` for the thread of steps, which computes them here."""
+        self.enter_thread()
+        yield_to_others()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return zeros on the host, which copies to the device may read while the host goes on."""
@@ -76,6 +82,10 @@ class CudaOps(DeviceOps):
     def enter_thread(self) -> None:
         """Make the GPU the thread's current device: Triton launches on that one, whatever its arguments lie on."""
         torch.cuda.set_device(self.device)
+
+    def enter_step_thread(self) -> None:
+        """``enter_thread`` for the thread of steps, whose launches the device must not wait for."""
+        self.enter_thread()
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return page-locked zeros."""

@@ -136,6 +136,10 @@ class ModelRunner:
         """Let this thread launch on the device; see ``DeviceOps.enter_thread``."""
         self._ops.enter_thread()
 
+    def enter_step_thread(self) -> None:
+        """Let this thread run steps; see ``DeviceOps.enter_step_thread``."""
+        self._ops.enter_step_thread()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan, adapters: OffDevice = NOTHING_OFF_DEVICE) -> StepResult:
         """Run the step and return its tokens."""

@@ -33,6 +33,7 @@ from manylora.core.errors import AdapterError
 from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, confine
 from manylora.core.logs import configure_logging
 from manylora.core.types import AdapterVersion
+from manylora.execution.machine import STEP_NICENESS
 from manylora.execution.storage.adapter_files import AdapterFiles
 from manylora.execution.storage.reader_messages import (
     AdapterRefused,
@@ -50,7 +51,7 @@ __all__ = ["main", "serve"]
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 10
+NICENESS = STEP_NICENESS + 10  # of reads that no step waits for: below steps
 MAX_CACHE_BYTES = 128 * 1024 * 1024  # largest file that a reader may write, beside the image of an adapter
 SCRATCH_BYTES = 64 * 1024 * 1024
 """Largest image that is packed in memory of the reader's own and written to its file from there: memory that is used
