@@ -16,11 +16,11 @@ from live_executor import executor_of, finish, folders, load, run, sequence
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.isolation.system import STEP_NICENESS
 from manylora.core.plan import StepPlan
 from manylora.core.types import Tier
 from manylora.execution.build import build_parts
 from manylora.execution.device import CudaOps, DeviceOps
-from manylora.execution.machine import STEP_NICENESS
 
 __all__ = ["folders"]
 

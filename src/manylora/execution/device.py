@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from manylora.core.errors import ConfigError
-from manylora.execution.machine import yield_to_others
+from manylora.core.isolation.system import yield_to_others
 
 __all__ = ["DeviceOps", "describe_machine", "find_device", "make_device_ops"]
 

@@ -1,26 +1,17 @@
 """The memory and the cores that this process may take: the machine's, or the limits of the tightest control group.
 
-A container's limits are those of its control groups, of version 1 or 2. Functions that look there take ``root``, the
-root of the file system.
-
-Of the cores, steps that compute on them take what other work of the server leaves: a published adapter, the message of
-a request or the text of an answer needs milliseconds, and steps always have more to do. At one priority each such piece
-waits for as many time slices as steps run beside it.
+A container's limits are those of its control groups, of version 1 or 2. Every function takes ``root``, the root of the
+file system.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-__all__ = ["STEP_NICENESS", "available_bytes", "count_cores", "most_bytes", "yield_to_others"]
-
-STEP_NICENESS = 5
-"""What steps on a CPU yield to the server's other threads: a third of their weight, in the kernel's scheduler."""
+__all__ = ["available_bytes", "count_cores", "most_bytes"]
 
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Files of a control group's limit and use, by its version 2 and 1."""
@@ -40,13 +31,6 @@ def most_bytes(root: Path = Path("/")) -> int | None:
     It is the least of the machine's memory and of the limits of the control groups.
     """
     return _least_bytes(root, "MemTotal:", lambda limit, used: limit)
-
-
-def yield_to_others() -> None:
-    """Let this thread, and the threads that it starts, run at the priority of steps on a CPU."""
-    if sys.platform == "linux":  # elsewhere a priority is the whole process's
-        with contextlib.suppress(OSError):  # without it, steps only share
-            os.nice(STEP_NICENESS)
 
 
 def count_cores(root: Path = Path("/")) -> int:

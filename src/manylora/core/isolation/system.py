@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 __all__ = [
     "MACHINE",
+    "STEP_NICENESS",
     "adopt_orphans",
     "end_with_parent",
     "keep_capabilities",
@@ -23,9 +25,17 @@ __all__ = [
     "take_file",
     "unmount",
     "unshare",
+    "yield_to_others",
 ]
 
 MACHINE = platform.machine() if platform.system() == "Linux" else ""
+
+STEP_NICENESS = 5
+"""What steps on a CPU yield to the server's other threads: a third of their weight, in the kernel's scheduler.
+
+A published adapter, the message of a request or the text of an answer needs milliseconds, and steps always have more to
+do. At one priority each such piece waits for as many time slices as steps run beside it.
+"""
 
 _TAKE_FILE, _SET_MOUNT = 438, 442  # pidfd_getfd, mount_setattr; the same on every machine
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -50,6 +60,13 @@ def prctl(option: int, *arguments: int) -> int:
     """Change a property of this process."""
     values = [ctypes.c_ulong(one) for one in (*arguments, 0, 0, 0, 0)[:4]]
     return _checked(_libc.prctl(option, *values))
+
+
+def yield_to_others() -> None:
+    """Let this thread, and the threads that it starts, run at the priority of steps on a CPU, if the kernel can."""
+    if MACHINE:  # elsewhere a priority is the whole process's
+        with contextlib.suppress(OSError):  # without it, steps only share
+            os.nice(STEP_NICENESS)
 
 
 class _CapabilityHeader(ctypes.Structure):

@@ -31,9 +31,9 @@ from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.remote import Registry
 from manylora.core.errors import AdapterError
 from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, confine
+from manylora.core.isolation.system import STEP_NICENESS
 from manylora.core.logs import configure_logging
 from manylora.core.types import AdapterVersion
-from manylora.execution.machine import STEP_NICENESS
 from manylora.execution.storage.adapter_files import AdapterFiles
 from manylora.execution.storage.reader_messages import (
     AdapterRefused,
