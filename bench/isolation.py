@@ -244,9 +244,8 @@ def by_answers(place: Place, folder: Path) -> list[Answered]:
         ("POST", "/replicas/0/drain"),
     ):
         statuses, is_same = alike(method, path.replace("acme/a0", "{}"))
-        note(
-            f"{method} {path}", f"{statuses}, same as of no adapter: {is_same}", statuses <= {401, 403} and is_same
-        )  # 401: a page, for people with a session
+        is_kept = is_same and statuses <= {401, 403}  # 401: a page, for people with a session
+        note(f"{method} {path}", f"{statuses}, same as of no adapter: {is_same}", is_kept)
     for path in ("/metrics", "/load"):
         own, none, admin = beta.ask("GET", path), Caller(place, None).ask("GET", path), root.ask("GET", path)
         is_kept = own[0] == 403 and none[0] == 401 and admin[0] == 200 and b"acme" not in own[1] + none[1]
