@@ -179,6 +179,7 @@ class TorchExecutor:
         for threads in (self._copy_thread, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()  # a read that had not reached its process yet may have started one
+        self.runner.launched = lambda: None  # no cycle: the model's memory goes with the last reference to it
 
     def _ended(self, step: Future[StepResult]) -> None:
         """Wake the loop, but not between two steps: it would take the interpreter's lock from the thread that launches.

@@ -122,6 +122,7 @@ def test_what_ships_can_be_run(name, tmp_path):
         "AzureLLMInferenceTrace_conv.csv",
         "gentd26_lora_lru_stack_distance.csv",
         "gentd26_data_trace_processed.csv.gz",
+        "azure_functions_2019_sample1000_invocations.csv.gz",
     ):
         (tmp_path / trace).touch()
     assert experiment.calculation is None or experiment.calculation in CALCULATIONS
