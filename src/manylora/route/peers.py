@@ -137,7 +137,7 @@ class Peers:
                     if isinstance(message, Hello):
                         speaker = message.worker
                     self._take(message, speaker, counted)
-        except (asyncio.IncompleteReadError, OSError):
+        except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):  # the last: this worker ends itself
             logger.info("worker_left worker=%d", speaker)
         finally:
             for one in counted.values():
