@@ -50,7 +50,7 @@ SCRATCH_WEIGHTS = 2**25
 _FEW_SHAPES = ((16, (16, 64, 8, 2, 4)), (32, (32, 64, 8, 4, 4)), (64, (64, 64, 8, 4, 4)))
 FEW_SHAPES = {
     1: (*_FEW_SHAPES, (MOST_FEW, (128, 64, 4, 4, 3))),
-    2: (*_FEW_SHAPES, (MOST_FEW, (128, 128, 4, 8, 3))),
+    2: (*_FEW_SHAPES, (MOST_FEW, (64, 128, 4, 8, 3))),  # 128 rows of a block would spill where there are shifts
 }
 """By codes of a byte and by most rows: rows and outputs of a block, most splits, warps, stages. Chosen on an H100 with
 Llama 3 8B's shapes, and on an H200 the number of programs: twice those that fill it."""
