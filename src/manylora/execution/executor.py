@@ -107,7 +107,6 @@ class TorchExecutor:
         self._lock = threading.Lock()  # of the followers
         self._queued: deque[StepPlan] = deque()  # steps that have not begun
         self._owes_wake = False  # whether a step has ended of which the loop has not been told
-        runner.launched = self._tell
         self._steps = ThreadPoolExecutor(1, "manylora-step", runner.enter_step_thread)
         self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
         self._copy_thread = ThreadPoolExecutor(1, "manylora-copy", runner.enter_thread)
@@ -179,7 +178,6 @@ class TorchExecutor:
         for threads in (self._copy_thread, self._steps):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()  # a read that had not reached its process yet may have started one
-        self.runner.launched = lambda: None  # no cycle: the model's memory goes with the last reference to it
 
     def _ended(self, step: Future[StepResult]) -> None:
         """Wake the loop, but not between two steps: it would take the interpreter's lock from the thread that launches.
@@ -221,7 +219,7 @@ class TorchExecutor:
         if failed or late:
             kept = [part for part in plan.sequences if part.seq_id not in failed and part.seq_id not in late]
             plan = replace(plan, sequences=tuple(kept))
-        result = self.runner.run(plan, adapters)
+        result = self.runner.run(plan, adapters, self._tell)
         if failed or late:
             result = replace(result, failed=failed | result.failed, late=late | result.late)
         self._tokens, self._failed = result.tokens, result.failed

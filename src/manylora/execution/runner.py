@@ -125,8 +125,6 @@ class ModelRunner:
     resident: dict[AdapterKey, ResidentAdapter] = field(default_factory=dict)
     share: SharedLogits | None = None  # of a model that several workers share, who all run the same steps
     announce: Callable[[StepPlan], None] | None = None  # tells the other workers of each step before it runs
-    # Called in each step when its graph is on its way, or before its launches one by one; not for an empty step.
-    launched: Callable[[], None] = lambda: None
     logits_hook: LogitsHook | None = None
 
     def __post_init__(self) -> None:
@@ -141,8 +139,16 @@ class ModelRunner:
         self._ops.enter_step_thread()
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, adapters: OffDevice = NOTHING_OFF_DEVICE) -> StepResult:
-        """Run the step and return its tokens."""
+    def run(
+        self,
+        plan: StepPlan,
+        adapters: OffDevice = NOTHING_OFF_DEVICE,
+        launched: Callable[[], None] = lambda: None,
+    ) -> StepResult:
+        """Run the step and return its tokens.
+
+        ``launched`` is called when its graph is on its way, or before its launches one by one; not for an empty step.
+        """
         if self.announce is not None:
             self.announce(plan)
         self._sampler.release(plan.released)
@@ -166,7 +172,7 @@ class ModelRunner:
             launch_s = 0.0
             if self._graphs is not None and assist is None and not plan.prompt_rows and adapters.wait_for_copies():
                 logits = self._graphs.run(sequences, segments)
-            self.launched()
+            launched()
             if logits is None:
                 if adapters.arriving:
                     assert lora is not None, "the adapters on their way are those of sequences"
