@@ -197,6 +197,14 @@ def foreseeing(eviction: str = "price", **options: object) -> Rig:
     return rig
 
 
+def test_nothing_is_kept_of_an_adapter_without_a_name():
+    rig = foreseeing()
+    rig.add(request("one", num_prompt=1, max_tokens=1, model="tick"))
+    rig.drain()
+    rig.core.adapters.unregister("tick", rig.now)
+    assert not rig.core._prefetcher._forecast._gaps
+
+
 def test_an_adapter_that_is_due_comes_back_unasked():
     rig = foreseeing()
     last = periodic(rig, "tick")

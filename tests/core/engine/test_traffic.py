@@ -58,6 +58,15 @@ def test_a_forgotten_adapter_is_not_due_and_may_come_back():
     assert traffic.due(now) == [], "in the interval that it is used in nothing is decided anew"
 
 
+def test_adapters_that_come_and_go_take_no_more_room():
+    traffic = taught(1)
+    num_rows = len(traffic._keys)
+    for number in range(100):
+        traffic.used(AdapterKey(str(number)), number)
+        traffic.forget(AdapterKey(str(number)))
+    assert len(traffic._keys) == num_rows + 1
+
+
 @given(st.lists(st.tuples(st.integers(0, 40), st.floats(0.0, 30.0), st.booleans()), max_size=120))
 @settings(max_examples=60, deadline=None)
 def test_only_known_adapters_are_due_in_order_and_in_the_future(uses):

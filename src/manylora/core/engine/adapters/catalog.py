@@ -258,4 +258,5 @@ class AdapterCatalog:
             self._cache.residencies[version.key].moved(self._registry.get(names[0]).version)
             self._cache.refresh(version.key, now)  # it may have been pinned by that name
         else:
+            self._prefetcher.forget(version.key)
             self._cache.retire(version.key, now)

@@ -74,6 +74,11 @@ class Prefetcher:
         if self._forecast is not None:
             self._forecast.used(key, now)
 
+    def forget(self, key: AdapterKey) -> None:
+        """Expect no more requests for an adapter: no name stands for it."""
+        if self._forecast is not None:
+            self._forecast.forget(key)
+
     def read_later(self, version: AdapterVersion) -> None:
         """Add a version that was registered without its weights, to be read in the background."""
         if self._background is not None:
@@ -114,9 +119,6 @@ class Prefetcher:
     def _prefetch_due(self, forecast: Forecast | Traffic, idle: Seq[Tier], now: float) -> None:
         """Prefetch one adapter that is due, if it is worth more until then than the items it displaces."""
         for key, until in forecast.due(now):
-            if key not in self._cache.residencies:
-                forecast.forget(key)
-                continue
             version = self._cache.residencies[key].version
             tier = self._missing_from(key)
             if tier not in idle:

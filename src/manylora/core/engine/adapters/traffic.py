@@ -39,7 +39,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self._rows: dict[AdapterKey, int] = {}
-        self._keys: list[AdapterKey | None] = []
+        self._keys: list[AdapterKey | None] = []  # by row
+        self._free: list[int] = []  # rows of adapters that were forgotten
         self._recent = np.zeros((0, WINDOW + 1))  # counts, the oldest interval first, this one last
         self._rate = np.zeros(0)  # requests per interval, faded
         self._probability = np.zeros(0)  # of each adapter in this interval
@@ -55,8 +56,11 @@ class Traffic:
         self._advance(now)
         row = self._rows.get(key)
         if row is None:
-            row = self._rows[key] = len(self._keys)
-            self._keys.append(key)
+            if not self._free:
+                self._free.append(len(self._keys))
+                self._keys.append(None)
+            row = self._rows[key] = self._free.pop()
+            self._keys[row] = key
             if row == len(self._rate):  # twice the room
                 more = max(16, row)
                 self._recent = np.concatenate([self._recent, np.zeros((more, WINDOW + 1))])
@@ -69,10 +73,11 @@ class Traffic:
         return [(key, now + span_s) for key, span_s in self._due]
 
     def forget(self, key: AdapterKey) -> None:
-        """Forget the traffic of an adapter; its row stays, without requests."""
+        """Forget the traffic of an adapter; its row stays, without requests, for the next new one."""
         row = self._rows.pop(key, None)
         if row is not None:
             self._keys[row] = None
+            self._free.append(row)
             self._recent[row], self._rate[row] = 0.0, 0.0
         self._due = [one for one in self._due if one[0] != key]
 
