@@ -13,8 +13,9 @@ Source: Chameleon, section 4.2; S-LoRA, section 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 from manylora.core.engine.adapters.residency import HostCopies, Residencies, Residency, TierState
@@ -218,11 +219,12 @@ class AdapterCache:
 
     def trim_host(self, now: float) -> None:
         """Drop host copies beyond the limits: the least recently used, or those that save the least time."""
-        for residency in self.host.beyond_limits(self._worth_of_copies(now) if self.host.is_priced else None):
+        order = partial(self._by_worth, now=now) if self.host.is_priced else list[AdapterKey]
+        for residency in self.host.beyond_limits(order):
             self._drop_host(residency, now)
 
-    def _worth_of_copies(self, now: float) -> Callable[[AdapterKey], tuple[bool, float]]:
-        """Return the worth of a host copy: the time of reads that it saves, per second and part of the limit.
+    def _by_worth(self, keys: Iterable[AdapterKey], now: float) -> list[AdapterKey]:
+        """Return host copies, first those that save the least time of reads per second and part of the limit.
 
         A copy saves a read only while its adapter is not on the device. Those dear enough to stay there (the dearer
         half) need none, and the dearest least; so they are dropped before all others.
@@ -234,7 +236,7 @@ class AdapterCache:
                 IdleItem(key, self.host.size(version), now, read_bytes=version.disk_bytes), now
             )
 
-        on_device = sorted(price(key) for key in self.in_pages)
+        on_device = sorted(map(price, self.in_pages))
         stays_from = on_device[len(on_device) // 2] if on_device else inf
 
         def worth(key: AdapterKey) -> tuple[bool, float]:
@@ -242,7 +244,7 @@ class AdapterCache:
             stays = self.residencies[key].device is TierState.RESIDENT and one >= stays_from
             return not stays, -one if stays else one
 
-        return worth
+        return sorted(keys, key=worth)
 
     def _drop_host(self, residency: Residency, now: float) -> None:
         self.host.drop(residency, now)

@@ -14,7 +14,7 @@ sequences ask the cache to spare it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -224,14 +224,14 @@ class HostCopies:
                     return True
         return False
 
-    def beyond_limits(self, worth: Callable[[AdapterKey], tuple[bool, float]] | None = None) -> Iterator[Residency]:
+    def beyond_limits(self, order: Callable[[Iterable[AdapterKey]], list[AdapterKey]]) -> Iterator[Residency]:
         """Yield the copies to be dropped until the limits are met; each is dropped before the next is asked for.
 
-        Those worth least come first, and of equal ones the least recently used.
+        ``order`` is asked for the order of all copies, given the least recently used first, only beyond the limits.
         """
         if not self._is_over(self.num_bytes, len(self._copies)):
             return
-        for key in list(self._copies) if worth is None else sorted(self._copies, key=worth):
+        for key in order(self._copies):
             residency = self._residencies[key]
             if self._may_drop(residency) and not residency.is_warming:
                 yield residency
