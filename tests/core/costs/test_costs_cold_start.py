@@ -336,6 +336,18 @@ def test_noise_of_steps_that_the_device_mostly_took_over_teaches_little():
     assert costs.delay_s(64, step_s, layers) == pytest.approx(2 * layers * 10e-6, rel=0.5)
 
 
+@pytest.mark.parametrize("left_s", [-0.010, 0.0002])
+def test_launches_one_by_one_have_their_price_even_if_every_layer_arrives_in_time(left_s):
+    """The CPU computes no layer of such a step, but it cannot be replayed: its adapter is not there when it begins."""
+    corrections = Corrections()
+    asked = question(route=route(copy_begins_s=left_s - 0.004, copy_s=0.004), num_others=75)
+    assert count_on_cpu(0.0, 0.001, 0.0, asked.route.device_s(LAYERS_OF_7B), 0.004 / LAYERS_OF_7B, LAYERS_OF_7B) == 0
+    corrections.observe_launches(ASSIST, 0.054, 0.014)
+    found = expect(asked, AssistCosts(is_beside=True), corrections)
+    assert found[ASSIST].others_s == pytest.approx(75 * corrections.launch_s(ASSIST))
+    assert choose(found, (WAIT, ASSIST), 1) is WAIT
+
+
 @pytest.mark.parametrize("num_others", [0, 3, 127])
 @pytest.mark.parametrize("copy_s", [0.0003, 0.004, 0.030])
 def test_modes_whose_steps_are_launched_one_by_one_are_found_dear(num_others, copy_s):

@@ -313,8 +313,8 @@ def _assist_chunks(question: ColdRequest, assist: AssistCosts, launch_s: float, 
     at_s, delay_s, num_left = begins_s, 0.0, question.num_tokens
     while num_left > 0:
         num_on_cpu = count_on_cpu(at_s, step_s / num_layers, layer_delay_s, copied_s, copy_layer_s, num_layers)
-        if not num_on_cpu:
-            break
+        if not num_on_cpu and num_left < question.num_tokens:
+            break  # the first step is launched one kernel after another even if each layer arrives in time
         delay_s += launch_s + num_on_cpu * layer_delay_s
         at_s += step_s + launch_s + num_on_cpu * layer_delay_s
         num_left -= chunk_tokens
