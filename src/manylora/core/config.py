@@ -88,7 +88,7 @@ class ModelConfig:
     decode_graphs: str = option(
         "auto",
         choices=("auto", "off", "on"),
-        help="Replay captured graphs for steps of up to 512 tokens: auto is on a GPU. They need triton attention.",
+        help="Replay captured graphs for steps of up to 1,024 tokens: auto is on a GPU. They need triton attention.",
     )
     generation_config: str = _model(
         "auto",

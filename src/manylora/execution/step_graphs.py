@@ -70,8 +70,13 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
 
 
 def token_buckets(largest: int) -> tuple[int, ...]:
-    """Return the numbers of tokens to capture of steps with prompts, up to ``largest``."""
-    return (*(size for size in (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024) if size < largest), largest)
+    """Return the numbers of tokens to capture of steps with prompts, up to ``largest``.
+
+    Products of cuBLAS are in steps: on an H100 an 8B model takes 22 ms for 448 tokens and 18 for 512, and as long for
+    896 as for 1,024.
+    """
+    sizes = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1024)
+    return (*(size for size in sizes if size < largest), largest)
 
 
 class Shape(NamedTuple):
