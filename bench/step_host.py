@@ -109,7 +109,10 @@ def counted() -> list[dict[str, Any]]:
 
 
 def host(rounds: int) -> list[dict[str, Any]]:
-    """Return the host's microseconds for a captured step, by context: its inputs, and the numbers of the sampler."""
+    """Return the host's microseconds for a captured step, by context: its inputs, and the numbers of the sampler.
+
+    ``ahead`` are those of its order and outline, which another thread makes while the step before is running.
+    """
     rows = []
     engine = engine_of(1, NUM_SEQS)
     graphs = engine.runner._graphs
@@ -125,16 +128,21 @@ def host(rounds: int) -> list[dict[str, Any]]:
         ]
         prompt = replaced(sequences[0], seq_id=999, start=0, num_tokens=256, tokens=[1] * 256)
         for kind, beside in (("decoding", []), ("decoding and a prompt", [prompt])):
-            times = []
+            times, ahead = [], []
             for number in range(rounds + 2):
                 moved = [replaced(s, start=s.start + number % rounds) for s in sequences[len(beside) :]] + beside
                 began = perf_counter()
-                logits = graphs.run(moved, ())
+                outline = engine.runner.arrange(moved).outline
+                arranged = perf_counter()
+                assert outline is not None, "it is too large for a graph"
+                logits = graphs.run(moved, (), outline)
                 assert logits is not None, "no graph runs it"
                 row_numbers(moved, 64)
-                times.append(perf_counter() - began)
+                times.append(perf_counter() - arranged)
+                ahead.append(arranged - began)
                 graphs._graphs = dict.fromkeys(graphs._graphs, lambda: None)
-            rows.append({"step": kind, "context": context, "us": 1e6 * median(times[2:])})
+            own, before = (1e6 * median(each[2:]) for each in (times, ahead))
+            rows.append({"step": kind, "context": context, "us": own, "ahead": before})
     engine.parts.close()
     return rows
 
@@ -231,8 +239,12 @@ def report(counts: list[dict[str, Any]], times: list[dict[str, Any]], parts: lis
         ),
         "",
         f"Time of the host for a captured step of {NUM_SEQS} sequences: its inputs, and the sampler's numbers.",
+        "*Ahead* are its order and outline, which another thread makes while the step before is running.",
         "",
-        *table(("step", "tokens each", "us"), ((r["step"], f"{r['context']:,}", f"{r['us']:.0f}") for r in times)),
+        *table(
+            ("step", "tokens each", "us", "ahead"),
+            ((r["step"], f"{r['context']:,}", f"{r['us']:.0f}", f"{r['ahead']:.0f}") for r in times),
+        ),
         "",
         f"Time of the engine's loop for a step of {NUM_SEQS} decoding sequences, planned ahead, without an executor.",
         "",

@@ -3,6 +3,7 @@
 ::
 
     step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the step before it ends
+    arrange  one thread    plan -> order of its rows, while the step before is on a GPU
     copy     one thread    host image -> device pages, as far as the image is filled; a step may wait for each layer
     read     some threads  files -> packed host image, by reader processes, layer by layer
 
@@ -30,7 +31,7 @@ from manylora.core.costs.arriving import MAX_WAIT_S, WaitBudget
 from manylora.core.engine.steps.plan_ahead import fill_in
 from manylora.core.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
 from manylora.core.types import AdapterKey, AdapterVersion, SampledToken, Tier
-from manylora.execution.runner import ModelRunner, OffDevice
+from manylora.execution.runner import ModelRunner, OffDevice, RowOrder
 from manylora.execution.storage.arrival import ArrivingAdapter
 from manylora.execution.storage.device_load import AdapterGone, CopyContext, DeviceLoad
 from manylora.execution.storage.host_tier import HostAdapter
@@ -108,6 +109,7 @@ class TorchExecutor:
         self._queued: deque[StepPlan] = deque()  # steps that have not begun
         self._owes_wake = False  # whether a step has ended of which the loop has not been told
         self._steps = ThreadPoolExecutor(1, "manylora-step", runner.enter_step_thread)
+        self._arranging = ThreadPoolExecutor(1, "manylora-arrange")
         self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
         self._copy_thread = ThreadPoolExecutor(1, "manylora-copy", runner.enter_thread)
         self._copies = CopyContext(link, self._copy_thread, prepare)
@@ -118,6 +120,7 @@ class TorchExecutor:
         The step keeps the host images that it reads, so they may leave the host tier meanwhile. It also keeps the loads
         that it waits for, and the loads of adapters in host memory, whose pages it may use as far as they have arrived.
         """
+        order = self._arranging.submit(self.runner.arrange, plan.sequences) if self.runner.replays else None
         images: dict[AdapterKey, HostAdapter | AdapterVersion] = {}
         loads: dict[AdapterKey, DeviceLoad] = {}
         for part in plan.sequences:
@@ -128,7 +131,7 @@ class TorchExecutor:
             if (load := self._arriving.get(key)) is not None:
                 loads[key] = load
         self._queued.append(plan)
-        step = self._steps.submit(self._run, plan, images, loads)
+        step = self._steps.submit(self._run, plan, order, images, loads)
         step.add_done_callback(self._ended)
         return FutureWork(step)
 
@@ -175,7 +178,7 @@ class TorchExecutor:
         for load in list(self._arriving.values()):
             load.abandon("the engine is closing")
         self._reads.shutdown(wait=True)
-        for threads in (self._copy_thread, self._steps):
+        for threads in (self._copy_thread, self._steps, self._arranging):
             threads.shutdown(wait=True, cancel_futures=True)
         self._reader.close()  # a read that had not reached its process yet may have started one
 
@@ -200,6 +203,7 @@ class TorchExecutor:
     def _run(
         self,
         plan: StepPlan,
+        arranged: Future[RowOrder] | None,
         images: Mapping[AdapterKey, HostAdapter | AdapterVersion],
         loads: Mapping[AdapterKey, DeviceLoad],
     ) -> StepResult:
@@ -219,7 +223,10 @@ class TorchExecutor:
         if failed or late:
             kept = [part for part in plan.sequences if part.seq_id not in failed and part.seq_id not in late]
             plan = replace(plan, sequences=tuple(kept))
-        result = self.runner.run(plan, adapters, self._tell)
+        order = arranged.result() if arranged is not None else None
+        if order is not None and len(order.places) > len(plan.sequences):
+            order = None  # some were left out
+        result = self.runner.run(plan, adapters, self._tell, order)
         if failed or late:
             result = replace(result, failed=failed | result.failed, late=late | result.late)
         self._tokens, self._failed = result.tokens, result.failed

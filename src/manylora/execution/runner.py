@@ -33,8 +33,12 @@ from manylora.execution.storage.resident import ResidentAdapter
 
 if TYPE_CHECKING:
     from manylora.execution.assist.exchange import Assistant, AssistedStep, LostRows
+    from manylora.execution.attention.triton import StepOutline
 
-__all__ = ["LogitsHook", "ModelRunner", "OffDevice", "SharedLogits"]
+__all__ = ["LogitsHook", "ModelRunner", "OffDevice", "RowOrder", "SharedLogits"]
+
+_Span = tuple[AdapterKey, int, int, int, int]
+"""An adapter, its first row and one past its last, the same among the sampled rows."""
 
 LogitsHook = Callable[[StepPlan, torch.Tensor], None]
 """Called with a plan and the logits ``[n, vocab]`` of its sampled sequences, in the plan's order."""
@@ -96,6 +100,15 @@ NOTHING_OFF_DEVICE = OffDevice()
 
 
 @dataclass(frozen=True, slots=True)
+class RowOrder:
+    """The order of a step's rows, in which those of one adapter are adjacent, and what follows from it."""
+
+    places: Sequence[int]  # places of the sequences in the plan
+    spans: Sequence[_Span]  # rows of each adapter
+    outline: StepOutline | None  # for a graph, if one can run the step
+
+
+@dataclass(frozen=True, slots=True)
 class SharedLogits:
     """The logits of workers that share a model: worker 0 has them all, and chooses tokens alone."""
 
@@ -144,10 +157,12 @@ class ModelRunner:
         plan: StepPlan,
         adapters: OffDevice = NOTHING_OFF_DEVICE,
         launched: Callable[[], None] = lambda: None,
+        order: RowOrder | None = None,
     ) -> StepResult:
         """Run the step and return its tokens.
 
         ``launched`` is called when its graph is on its way, or before its launches one by one; not for an empty step.
+        ``order`` is that of these sequences, if it is known already (``arrange``).
         """
         if self.announce is not None:
             self.announce(plan)
@@ -155,23 +170,21 @@ class ModelRunner:
         self._attention.release(plan.released)
         if not plan.sequences:
             return StepResult()
-        sequences = _by_adapter(plan.sequences)
+        order = order or self.arrange(plan.sequences)
+        sequences = [plan.sequences[place] for place in order.places]
         if self._chooses:
             self._sampler.begin([sequence for sequence in sequences if sequence.is_sampled])
-        rows = ((s.adapter, s.num_tokens, int(s.is_sampled)) for s in sequences)
-        segments, assisted = self._segments(rows, adapters)
-        lora: StepLora | None
-        lora = self._last_lora = self._batch(segments)
+        segments, assisted = self._segments(order.spans, adapters)
+        batch = self._last_lora = self._batch(segments)
         assist = self._begin_assist(tuple(assisted.values()))
-        take_over = None
-        if assist is not None and adapters.coming:
-            loads = [adapters.coming.get(key) for key in assisted]
-            lora = take_over = TakeOver(segments, assist, loads, self._batch)
+        loads = [adapters.coming.get(key) for key in assisted]
+        take_over = TakeOver(segments, assist, loads, self._batch) if assist is not None and adapters.coming else None
+        lora: StepLora | None = take_over or batch
         with _assisting(assist) as lost:
             logits: torch.Tensor | None = None
             launch_s = 0.0
-            if self._graphs is not None and assist is None and not plan.prompt_rows and adapters.wait_for_copies():
-                logits = self._graphs.run(sequences, segments)
+            if assist is None and not plan.prompt_rows:
+                logits = self._replay(order.outline, sequences, segments, adapters)
             launched()
             if logits is None:
                 if adapters.arriving:
@@ -199,6 +212,33 @@ class ModelRunner:
             cpu_share=take_over.cpu_share if take_over is not None else 1.0,
             launch_s=launch_s,
         )
+
+    def _replay(
+        self,
+        outline: StepOutline | None,
+        sequences: Sequence[PlannedSequence],
+        segments: Sequence[LoraSegment],
+        adapters: OffDevice,
+    ) -> torch.Tensor | None:
+        """Run the step by a graph; return logits of the sampled rows, ``None`` if no graph can run it."""
+        if self._graphs is None or outline is None or not adapters.wait_for_copies():
+            return None
+        return self._graphs.run(sequences, segments, outline)
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replayed as graphs, so that the device waits for what the host does before each."""
+        return self._graphs is not None
+
+    def arrange(self, sequences: Sequence[PlannedSequence]) -> RowOrder:
+        """Return the order of a step's rows; any thread may ask, while the step before is running."""
+        of: dict[AdapterKey | None, list[int]] = {}
+        for place, sequence in enumerate(sequences):
+            of.setdefault(sequence.adapter, []).append(place)  # adapters by first appearance
+        places = list(chain.from_iterable(of.values()))
+        ordered = [sequences[place] for place in places]
+        spans = _find_spans((one.adapter, one.num_tokens, int(one.is_sampled)) for one in ordered)
+        return RowOrder(places, spans, self._graphs.outline(ordered) if self._graphs is not None else None)
 
     @property
     def _chooses(self) -> bool:
@@ -271,7 +311,7 @@ class ModelRunner:
         Of workers that share the model, the first alone has a report.
         """
         counts = ((piece.sequence.adapter, piece.stop - piece.start) for piece in pieces)
-        segments, assisted = self._segments(((key, number, number) for key, number in counts), adapters)
+        segments, assisted = self._segments(_find_spans((key, number, number) for key, number in counts), adapters)
         assist = self._begin_assist(tuple(assisted.values()))
         lora: StepLora | None = self._batch(segments)
         if lora is not None and adapters.arriving:
@@ -341,26 +381,17 @@ class ModelRunner:
         return logits[0].float()
 
     def _segments(
-        self, rows: Iterable[tuple[AdapterKey | None, int, int]], adapters: OffDevice
+        self, spans: Sequence[_Span], adapters: OffDevice
     ) -> tuple[tuple[LoraSegment, ...], dict[AdapterKey, LoraSegment]]:
-        """Return the segments of the kernels here, and by adapter those that the assistant computes.
-
-        ``rows`` are (adapter, number of rows, number of sampled rows) of each part, in the order of the step.
-        """
+        """Return the segments of the kernels here, and by adapter those that the assistant computes."""
         segments: list[LoraSegment] = []
         assisted: dict[AdapterKey, LoraSegment] = {}
-        row = sampled = 0
-        for key, parts in groupby(rows, key=itemgetter(0)):
-            start, sampled_start = row, sampled
-            for _, num_rows, num_sampled in parts:
-                row += num_rows
-                sampled += num_sampled
-            if key is not None:
-                segment = LoraSegment(adapters.find(key) or self.resident[key], start, row, sampled_start, sampled)
-                if self._assistant is not None and key in adapters.in_host:
-                    assisted[key] = segment
-                else:
-                    segments.append(segment)
+        for key, *rows in spans:
+            segment = LoraSegment(adapters.find(key) or self.resident[key], *rows)
+            if self._assistant is not None and key in adapters.in_host:
+                assisted[key] = segment
+            else:
+                segments.append(segment)
         return tuple(segments), assisted
 
     def _batch(self, segments: tuple[LoraSegment, ...]) -> LoraBatch | None:
@@ -384,12 +415,18 @@ def _assisting(assist: AssistedStep | None) -> Iterator[list[LostRows]]:
         lost += assist.finish()
 
 
-def _by_adapter(sequences: Sequence[PlannedSequence]) -> list[PlannedSequence]:
-    """Order sequences so that rows of one adapter are adjacent, adapters by first appearance."""
-    of: dict[AdapterKey | None, list[PlannedSequence]] = {}
-    for sequence in sequences:
-        of.setdefault(sequence.adapter, []).append(sequence)
-    return list(chain.from_iterable(of.values()))
+def _find_spans(rows: Iterable[tuple[AdapterKey | None, int, int]]) -> list[_Span]:
+    """Return the rows of each adapter: ``rows`` are (adapter, rows, sampled rows) of each part, in the step's order."""
+    spans: list[_Span] = []
+    row = sampled = 0
+    for key, parts in groupby(rows, key=itemgetter(0)):
+        start, sampled_start = row, sampled
+        for _, num_rows, num_sampled in parts:
+            row += num_rows
+            sampled += num_sampled
+        if key is not None:
+            spans.append((key, start, row, sampled_start, sampled))
+    return spans
 
 
 def _find_lost(sequences: Sequence[PlannedSequence], lost: Sequence[LostRows]) -> set[int]:

@@ -39,7 +39,13 @@ from torch import nn
 
 from manylora.core.plan import PlannedSequence
 from manylora.execution.attention.call import attending
-from manylora.execution.attention.triton import CutContexts, StepBlocks, TritonAttention, TritonAttentionKernel
+from manylora.execution.attention.triton import (
+    CutContexts,
+    StepBlocks,
+    StepOutline,
+    TritonAttention,
+    TritonAttentionKernel,
+)
 from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import BLOCK_FIELDS
 from manylora.execution.lora.batch import LoraSegment, StepContext
@@ -161,19 +167,27 @@ class StepGraphs:
         self._num_wide: Counter[Shape] = Counter()  # replays of the graph of all groups
         self.narrow_after = NARROW_AFTER
 
-    def run(self, sequences: Sequence[PlannedSequence], segments: Sequence[LoraSegment]) -> torch.Tensor | None:
+    def outline(self, sequences: Sequence[PlannedSequence]) -> StepOutline | None:
+        """Return the outline of a step, ``None`` if no graph can run it. Any thread may, while another step runs."""
+        num_rows = sum([sequence.num_tokens for sequence in sequences])
+        if self._is_broken or num_rows > self._most_rows or len(sequences) > self._most_seqs:
+            return None
+        return self._attention.outline(sequences)
+
+    def run(
+        self, sequences: Sequence[PlannedSequence], segments: Sequence[LoraSegment], outline: StepOutline
+    ) -> torch.Tensor | None:
         """Run a step; return logits of the sampled rows ``[n, vocab]``, valid until the next step.
 
         ``None`` if no graph can run it.
         """
-        num_rows = sum([sequence.num_tokens for sequence in sequences])
-        is_mixed = not len(sequences) == num_rows == sum([sequence.is_sampled for sequence in sequences])
-        if self._is_broken or num_rows > self._sizes[is_mixed][-1] or len(sequences) > self._most_seqs:
+        is_mixed = outline.is_mixed
+        if self._is_broken or outline.num_rows > self._sizes[is_mixed][-1]:
             return None
         rows = self._table_rows(segments, is_sampled=False)
         if rows is None:
             return None
-        shape = Shape(next(size for size in self._sizes[is_mixed] if size >= num_rows), is_mixed)
+        shape = Shape(next(size for size in self._sizes[is_mixed] if size >= outline.num_rows), is_mixed)
         if rows:
             sampled = rows
             if is_mixed:
@@ -181,12 +195,12 @@ class StepGraphs:
                 sampled = self._table_rows(segments, is_sampled=True) or []
             self._write_adapters(sampled, is_high=False)
             self._choose_groups(rows)
-        self._blocks = self._attention.blocks(sequences)
+        self._blocks = self._attention.blocks(outline, sequences)
         self._inputs.write(shape, self._blocks, sequences)
         for most, table in self._prompts.items() if is_mixed else ():
             self._write_prompts(table, self._blocks.prompts(most))
         self._run(shape, has_adapters=bool(rows))
-        return self._logits[: sum(sequence.is_sampled for sequence in sequences)]
+        return self._logits[: len(outline.sampled)]
 
     def _run(self, shape: Shape, *, has_adapters: bool) -> None:
         """Replay the narrowest graph there is, or capture it."""
@@ -368,7 +382,7 @@ class _Inputs:
         for numbers, padding in ((tokens, 0), (positions, 0), (slots, -1)):
             numbers[num_rows : shape.num_rows] = padding
         num_parts = num_merges = 0
-        kept = np.empty(0, np.int64)
+        kept = 0
         if blocks is not None:
             num_parts, num_merges = len(blocks.parts), len(blocks.merges)
             positions[:num_rows], slots[:num_rows] = blocks.positions, blocks.slots
@@ -382,7 +396,8 @@ class _Inputs:
                 else:
                     ids.extend(sequence.tokens[start : start + count])
             tokens[:num_rows] = ids
-            kept = blocks.lasts[np.array([sequence.is_sampled for sequence in sequences])]
-        sampled[: len(kept)], sampled[len(kept) :] = kept, 0
+            kept = len(blocks.sampled)
+            sampled[:kept] = blocks.sampled
+        sampled[kept:] = 0
         parts[num_parts:, 1], merges[num_merges:, 2] = 0, 0
         self._device.copy_(self._host, non_blocking=True)

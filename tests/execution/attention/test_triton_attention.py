@@ -179,7 +179,8 @@ def test_contexts_are_cut_by_their_lengths(lengths: list[int]) -> None:
         place=lambda sequences: list(range(len(sequences))), pages=lambda lines, places: np.zeros_like(lines)
     )
     pages: list[int] = [0] * 40000
-    blocks = kernel.blocks([replace(planned(i, 0, 1, []), start=n - 1, pages=pages) for i, n in enumerate(lengths)])
+    sequences = [replace(planned(i, 0, 1, []), start=n - 1, pages=pages) for i, n in enumerate(lengths)]
+    blocks = kernel.blocks(kernel.outline(sequences), sequences)
     assert len(blocks.parts) <= len(lengths) + kernel.fill and len(blocks.merges) <= kernel.fill
     longest = max(512, -(-sum(lengths) // kernel.fill), -(-max(lengths) // 64))
     seen: dict[int, int] = {}

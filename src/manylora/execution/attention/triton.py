@@ -27,7 +27,7 @@ from manylora.execution.device import DeviceOps
 from manylora.execution.kernels.triton.support import BLOCK_FIELDS, num_programs, power_of_two
 from manylora.execution.storage.page_tensor import PageTensor
 
-__all__ = ["CutContexts", "PageTables", "StepBlocks", "TritonAttention", "TritonAttentionKernel"]
+__all__ = ["CutContexts", "PageTables", "StepBlocks", "StepOutline", "TritonAttention", "TritonAttentionKernel"]
 
 MIN_LINES = 16  # rows of a matrix instruction; query blocks are padded to it
 
@@ -45,6 +45,9 @@ instructions of such GPUs (wgmma) read keys from there. On an H200, tiles of 128
 LEAST_PART = 512  # tokens of a part of a context: fewer do not pay for the sum over parts
 MOST_PARTS = 64  # of one context
 LEAST_FILL = 16
+
+MOST_WRITTEN = 8192
+"""Pages that a step writes to the tables by one copy; those of contexts beyond, which are long, are copied each."""
 
 Numbers = NDArray[np.int64]
 
@@ -64,13 +67,17 @@ class TritonAttentionKernel:
         self.fill = max(LEAST_FILL, num_programs(ops.device) // pages.shape.num_kv_heads)
         """Parts of contexts that fill the device, and most parts beyond one for each row."""
 
-    def blocks(self, sequences: Sequence[PlannedSequence]) -> StepBlocks:
-        """Return the blocks of a step; its rows are the tokens of ``sequences``, in their order."""
-        return StepBlocks.of(self.kv, self.tables, sequences, self.fill)
+    def outline(self, sequences: Sequence[PlannedSequence]) -> StepOutline:
+        """Return the outline of a step; its rows are the tokens of ``sequences``, in their order. Any thread may."""
+        return StepOutline.of_sequences(sequences, self.fill)
+
+    def blocks(self, outline: StepOutline, sequences: Sequence[PlannedSequence]) -> StepBlocks:
+        """Return the blocks of a step of that outline."""
+        return StepBlocks.of(outline, self.kv, self.tables, sequences)
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> TritonAttention:
         """Return the step's attention."""
-        blocks, upload = self.blocks(sequences), self._ops.upload
+        blocks, upload = self.blocks(self.outline(sequences), sequences), self._ops.upload
 
         @cache
         def prompts(num_tokens: int) -> torch.Tensor:
@@ -101,18 +108,20 @@ class PageTables:
     """Block tables of ``width`` pages for sequences that ran lately; a step has at most ``num_lines`` sequences."""
 
     def __init__(self, ops: DeviceOps, *, num_lines: int, width: int) -> None:
-        self._host = ops.host_buffer((num_lines, width), torch.int32)
-        self._rows = self._host.numpy()
+        self._rows = np.zeros((num_lines, width), np.int32)
         self.table = torch.zeros((num_lines, width), dtype=torch.int32, device=ops.device)
+        # Places in the table, counted through its lines, and the pages that are written there.
+        self._host = ops.host_buffer((MOST_WRITTEN, 2), torch.int64)
+        self._device = torch.zeros_like(self._host, device=ops.device)
         self._lines: dict[int, _Line] = {}
         self._free = list(range(num_lines))[::-1]
 
     def place(self, sequences: Sequence[PlannedSequence]) -> list[int]:
         """Return the line of each sequence, written up to its last page in the order of the current stream.
 
-        The host's copy may be rewritten only after the step that read it, that is, once its tokens are there.
+        The host's numbers may be rewritten only after the step that read them, that is, once its tokens are there.
         """
-        lines, known = [], self._lines
+        lines, known, fresh = [], self._lines, list[_Line]()
         for sequence in sequences:
             line, pages = known.get(sequence.seq_id), sequence.pages
             if line is None:
@@ -124,8 +133,10 @@ class PageTables:
             if line.pages is not pages:
                 line.pages, line.num_written = pages, 0
             if line.num_written < len(pages):
-                self._write(line)
+                fresh.append(line)
             lines.append(line.index)
+        if fresh:
+            self._write(fresh)
         return lines
 
     def pages(self, lines: Numbers, places: Numbers) -> Numbers:
@@ -139,11 +150,61 @@ class PageTables:
             if (line := self._lines.pop(seq_id, None)) is not None:
                 self._free.append(line.index)
 
-    def _write(self, line: _Line) -> None:
-        first, stop = line.num_written, len(line.pages)
-        self._rows[line.index, first:stop] = line.pages[first:stop]
-        line.num_written = stop
-        self.table[line.index, first:stop].copy_(self._host[line.index, first:stop], non_blocking=True)
+    def _write(self, lines: Sequence[_Line]) -> None:
+        """Write the new pages of lines, most often one each; by one copy, since each takes the host some 20 us."""
+        numbers, num_written = self._host.numpy(), 0
+        for line in lines:
+            first, stop = line.num_written, len(line.pages)
+            own = self._rows[line.index, first:stop]
+            own[:] = line.pages[first:stop]
+            line.num_written = stop
+            if num_written + len(own) > MOST_WRITTEN:
+                self.table[line.index, first:stop].copy_(torch.from_numpy(own.copy()))
+                continue
+            start = line.index * self._rows.shape[1]
+            part = numbers[num_written : num_written + len(own)]
+            part[:, 0], part[:, 1] = np.arange(start + first, start + stop), own
+            num_written += len(own)
+        if num_written:
+            written = self._device[:num_written]
+            written.copy_(self._host[:num_written], non_blocking=True)
+            self.table.view(-1).index_put_((written[:, 0],), written[:, 1].to(torch.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutline:
+    """The rows of a step, as far as neither its tokens nor its pages are needed; on the host.
+
+    So it can be made while the step before is running.
+    """
+
+    num_rows: int
+    of: Numbers  # number of each row's sequence ``[rows]``
+    positions: Numbers  # position of each row in its sequence ``[rows]``
+    sampled: Numbers  # last row of each sequence that is sampled
+    parts: Numbers  # as of ``StepBlocks``, without lines
+    of_parts: Numbers  # number of each part's sequence
+    merges: Numbers  # as of ``StepBlocks``
+    chunks: Sequence[tuple[int, int, int, int]]  # longer chunks: first row, tokens, start, number of the sequence
+
+    @classmethod
+    def of_sequences(cls, sequences: Sequence[PlannedSequence], fill: int) -> StepOutline:
+        """Return the outline of a step, contexts cut into about ``fill`` parts where they are long."""
+        numbers = np.arange(len(sequences))
+        table = np.array([(one.start, one.num_tokens, one.is_sampled) for one in sequences], np.int64)
+        starts, counts, is_sampled = table.reshape(-1, 3).T
+        ends = counts.cumsum()
+        firsts, of = ends - counts, np.repeat(numbers, counts)
+        is_single = counts == 1
+        cut = _cut(firsts[is_single], starts[is_single], numbers[is_single], fill)
+        chunks = np.stack((firsts, counts, starts, numbers), axis=1)[~is_single].tolist()
+        positions = np.arange(len(of)) + (starts - firsts)[of]
+        return cls(len(of), of, positions, ends[is_sampled > 0] - 1, *cut, chunks)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the rows are more than one token of each of as many sequences, all sampled."""
+        return bool(self.chunks) or self.num_rows != len(self.sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +216,20 @@ class StepBlocks:
     parts: Numbers  # blocks of chunks of one token, long contexts in several ``[n, BLOCK_FIELDS]``
     merges: Numbers  # of rows with several parts: the row, its first part, their number ``[m, 3]``
     spans: Sequence[tuple[int, int, int, int]]  # longer chunks: first row, tokens, start, line of the page table
-    lasts: Numbers  # last row of each sequence ``[sequences]``
+    sampled: Numbers  # last row of each sequence that is sampled
 
     @classmethod
-    def of(cls, kv: KvPages, tables: PageTables, sequences: Sequence[PlannedSequence], fill: int) -> StepBlocks:
-        """Return the blocks of a step, contexts cut into about ``fill`` parts where they are long."""
+    def of(
+        cls, outline: StepOutline, kv: KvPages, tables: PageTables, sequences: Sequence[PlannedSequence]
+    ) -> StepBlocks:
+        """Return the blocks of a step, whose pages are written to ``tables``."""
         lines = np.array(tables.place(sequences), np.int64)
-        starts, counts = np.array([(one.start, one.num_tokens) for one in sequences], np.int64).reshape(-1, 2).T
-        firsts = counts.cumsum() - counts
-        of = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(of)) + (starts - firsts)[of]
-        slots = tables.pages(lines[of], positions // kv.block_size) * kv.block_size + positions % kv.block_size
-        is_single = counts == 1
-        spans = np.stack((firsts, counts, starts, lines), axis=1)[~is_single].tolist()
-        cut = _cut(firsts[is_single], starts[is_single], lines[is_single], fill)
-        return cls(positions, slots, *cut, spans, firsts + counts - 1)
+        places, offsets = np.divmod(outline.positions, kv.block_size)
+        slots = tables.pages(lines[outline.of], places) * kv.block_size + offsets
+        parts = outline.parts.copy()
+        parts[:, 3] = lines[outline.of_parts]
+        spans = [(row, count, start, int(lines[number])) for row, count, start, number in outline.chunks]
+        return cls(outline.positions, slots, parts, outline.merges, spans, outline.sampled)
 
     def prompts(self, num_tokens: int) -> Numbers:
         """Return the blocks of the longer chunks, of at most ``num_tokens`` each ``[n, BLOCK_FIELDS]``."""
@@ -182,12 +242,15 @@ class StepBlocks:
         return np.asarray(blocks, dtype=np.int64).reshape(-1, BLOCK_FIELDS)
 
 
-def _cut(rows: Numbers, positions: Numbers, lines: Numbers, fill: int) -> tuple[Numbers, Numbers]:
-    """Return the parts and merges of rows of one token: at most ``fill`` parts more than rows, and ``fill`` merges."""
+def _cut(rows: Numbers, positions: Numbers, numbers: Numbers, fill: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the parts of rows of one token, the sequence of each, and the merges.
+
+    There are at most ``fill`` parts more than rows, and ``fill`` merges. Lines of the page table are left out.
+    """
     if not len(rows):
-        return np.empty((0, BLOCK_FIELDS), np.int64), np.empty((0, 3), np.int64)
+        return np.empty((0, BLOCK_FIELDS), np.int64), np.empty(0, np.int64), np.empty((0, 3), np.int64)
     order = np.argsort(-positions, kind="stable")  # long contexts first
-    rows, positions, lines = rows[order], positions[order], lines[order]
+    rows, positions, numbers = rows[order], positions[order], numbers[order]
     lengths = positions + 1
     longest = max(LEAST_PART, -(-int(lengths.sum()) // fill), -(-int(lengths[0]) // MOST_PARTS))
     counts = -(-lengths // longest)
@@ -195,11 +258,11 @@ def _cut(rows: Numbers, positions: Numbers, lines: Numbers, fill: int) -> tuple[
     firsts = counts.cumsum() - counts
     of = np.repeat(np.arange(len(rows)), counts)
     starts = (np.arange(len(of)) - firsts[of]) * shares[of]
-    parts = np.empty((len(of), BLOCK_FIELDS), np.int64)
-    parts[:, 0], parts[:, 1], parts[:, 2], parts[:, 3] = rows[of], 1, positions[of], lines[of]
+    parts = np.zeros((len(of), BLOCK_FIELDS), np.int64)
+    parts[:, 0], parts[:, 1], parts[:, 2] = rows[of], 1, positions[of]
     parts[:, 4], parts[:, 5] = starts, np.minimum(starts + shares[of], lengths[of])
     is_cut = counts > 1
-    return parts, np.stack((rows, firsts, counts), axis=1)[is_cut]
+    return parts, numbers[of], np.stack((rows, firsts, counts), axis=1)[is_cut]
 
 
 class CutContexts(NamedTuple):
