@@ -42,18 +42,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from gpu_live import live_rows
 from gpu_rig import (
     ALL_LINEAR,
     DTYPES,
     LLAMA_3_8B,
     QUICK,
+    QV,
     SMOKE,
     Engine,
     Report,
@@ -64,11 +65,7 @@ from gpu_rig import (
     wall_seconds,
 )
 from gpu_where import Where
-from live import live_arrivals
 
-from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig
-from manylora.core.engine.core import EngineCore
-from manylora.core.engine.loop import EngineLoop
 from manylora.core.types import AdapterVersion
 from manylora.execution.attention.call import AttentionCall, Rotation
 from manylora.execution.attention.triton import TritonAttention, TritonAttentionKernel
@@ -77,18 +74,8 @@ from manylora.execution.fusion.layers import FusedNorm, activate
 from manylora.execution.kernels.linear import BaseLinear
 from manylora.execution.kernels.row_weight import RowWeight, write_rows
 from manylora.execution.lora.tables import BatchTables, StepTables
-from manylora.execution.step_graphs import NARROW_AFTER
 from manylora.execution.storage.tile_tables import GroupSpan
-from manylora.lab.catalog.models import base_shape
-from manylora.lab.costs.roofline import RooflineCost
-from manylora.lab.measure import Recorder, summarise
-from manylora.lab.sim.run.simulation import SimulationConfig, simulate
-from manylora.lab.workloads import AdapterSet, AdapterSpec, Workload, WorkloadSpec, make_workload
-from manylora.lab.workloads.arrivals import PoissonArrivals
-from manylora.lab.workloads.lengths import ParametricLengths, UniformTokens
-from manylora.lab.workloads.popularity import ZipfShares
-
-QV = ("q_proj", "v_proj")
+from manylora.lab.workloads import AdapterSpec
 
 CODES = (("int8", 128, False), ("int4", 32, False), ("int4", 128, True), ("float8_e4m3fn", 128, False))
 """Kinds of codes, inputs that share a scale, and whether they have shifts."""
@@ -501,84 +488,7 @@ class Bench:
         return assist_rows(self.engine, self.sizes, by_rank, self.device)
 
     def live(self) -> list[dict[str, Any]]:
-        engine, sizes = self.engine, self.sizes
-        adapter_set = AdapterSet(count=sizes.live_adapters, ranks=sizes.ranks, targets=QV)
-        engine.forget_groups(NARROW_AFTER)  # as a server does: a capture is a pause
-        versions = engine.versions(adapter_set.specs())
-        batch = max(sizes.batches)
-        num_in, num_out = (256, 64) if self.device.type == "cuda" else (8, 2)
-        # Near saturation: what prompts and decoding take of the device when nothing of adapters is in the way.
-        step_s = engine.step_s(engine.plan(batch, [], 0))
-        token_s = engine.step_s(engine.prompt_plan()) / sizes.context
-        rate = 0.85 / (num_out * step_s / batch + 0.75 * num_in * token_s)
-        spec = WorkloadSpec(
-            name="live",
-            num_requests=max(4, int(rate * sizes.live_s)),
-            arrivals=PoissonArrivals(rate=rate),
-            lengths=ParametricLengths(
-                prompt=UniformTokens(low=num_in // 2, high=num_in), output=UniformTokens(low=1, high=2 * num_out)
-            ),
-            adapters=adapter_set,
-            popularity=ZipfShares(s=1.0, q=0.0),
-        )
-        workload = make_workload(spec, seed=0)
-        pages_each = -(-(num_in + 2 * num_out) // engine.base.page.block_size)
-        # A quarter of the adapters fit beside the KV of a full batch.
-        num_pages = batch * pages_each + sum(version.num_pages for version in versions.values()) // 4 + 8
-        rows = []
-        for name, policy, adapters in (
-            ("Chameleon", "chameleon", AdapterConfig(eviction="chameleon", host_bytes=1 << 40)),
-            ("FIFO, no cache", "fifo", AdapterConfig(eviction="none", look_ahead=0, host_bytes=1 << 40)),
-        ):
-            scheduler = SchedulerConfig(policy=policy, max_num_seqs=batch)
-            measured = self._serve(workload, versions, scheduler, adapters, min(num_pages, engine.parts.num_pages))
-            rows.append({"engine": name, "how": "live", "rate": rate, **measured})
-            if self.device.type == "cuda":
-                run = simulate(
-                    workload,
-                    SimulationConfig(
-                        base=base_shape("llama-3-8b"),
-                        cost=RooflineCost("llama-3-8b", _card(), lora_kernel="ragged", targets=QV),
-                        num_pages=num_pages,
-                        scheduler=scheduler,
-                        adapters=adapters,
-                        exact_caps=True,
-                    ),
-                )
-                rows.append({"engine": name, "how": "simulated", "rate": rate, **_latencies(run.records)})
-        return rows
-
-    def _serve(
-        self,
-        workload: Workload,
-        versions: dict[str, AdapterVersion],
-        scheduler: SchedulerConfig,
-        adapters: AdapterConfig,
-        num_pages: int,
-    ) -> dict[str, float]:
-        engine = self.engine
-        recorder = Recorder(ranks={spec.name: spec.rank for spec in workload.adapters})
-        core = EngineCore(
-            replace(engine.parts, num_pages=num_pages),  # plans ahead and starts cold requests as a server does
-            EngineConfig(
-                model=ModelConfig(model="base"), scheduler=scheduler, memory=engine.config.memory, adapters=adapters
-            ),
-            served_name="base",
-            sinks=(recorder,),
-        )
-        now = engine.clock.now()
-        for name, version in versions.items():
-            core.adapters.register(name, version, now)
-        start = engine.clock.now() + 0.1
-        arrivals = live_arrivals(workload, engine.base.vocab_size, start)
-        EngineLoop(core, engine.clock, on_outputs=lambda outputs, now: None, arrivals=arrivals).run()
-        return _latencies(recorder.records)
-
-
-def _card() -> str:
-    """Return the cost model's name of this GPU."""
-    name = torch.cuda.get_device_name().lower()
-    return next((card for card in ("h200", "h100", "a100") if card in name), "h100")
+        return live_rows(self.engine, self.sizes, self.report.folder)
 
 
 def _test_row(file: str, output: str, status: int) -> dict[str, Any]:
@@ -600,18 +510,6 @@ def _test_row(file: str, output: str, status: int) -> dict[str, Any]:
 def _against_floor(batch: int, step_s: float, floor_s: float) -> dict[str, float]:
     times = {"step ms": step_s * 1e3, "tokens/s": batch / step_s}
     return times | {"floor ms": floor_s * 1e3, "floor over step": floor_s / step_s}
-
-
-def _latencies(records: list[Any]) -> dict[str, float]:
-    summary = summarise(records)
-    assert summary.ttft is not None
-    return {
-        "requests": summary.num_requests,
-        "TTFT p50 ms": summary.ttft.p50 * 1e3,
-        "TTFT p99 ms": summary.ttft.p99 * 1e3,
-        "tokens/s": summary.output_tokens_per_s,
-        "hit rate": summary.hit_rate if summary.hit_rate is not None else "",  # type: ignore[dict-item]
-    }
 
 
 def _random_codes(

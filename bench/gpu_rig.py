@@ -38,6 +38,9 @@ ALL_LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj",
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+QV = ("q_proj", "v_proj")
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How large everything is: Llama-3-8B on a GPU, or a toy that walks the same code on a CPU."""
@@ -53,7 +56,9 @@ class Sizes:
     num_pages: int | None  # ``None``: as many as fit
     copy_bytes: int
     live_adapters: int
-    live_s: float
+    live_s: float  # of arrivals, in each of ``live_rounds``
+    live_rounds: int = 5
+    sweep_s: float = 25.0  # of the calibration whose costs are simulated beside it
 
 
 LLAMA_3_8B = Sizes(
@@ -77,7 +82,7 @@ LLAMA_3_8B = Sizes(
     num_pages=None,  # 64 adapters of rank 128 on all linears are 43 GB, beside KV of the largest batch
     copy_bytes=1 << 30,
     live_adapters=500,
-    live_s=20.0,
+    live_s=8.0,
 )
 
 QUICK = replace(
@@ -87,6 +92,8 @@ QUICK = replace(
     num_pages=32768,
     live_adapters=40,
     live_s=2.0,
+    live_rounds=2,
+    sweep_s=1.0,
 )
 
 SMOKE = Sizes(
@@ -110,6 +117,8 @@ SMOKE = Sizes(
     copy_bytes=1 << 16,
     live_adapters=4,
     live_s=0.2,
+    live_rounds=2,
+    sweep_s=1.0,
 )
 
 
@@ -141,6 +150,8 @@ class Report:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, list):  # of rounds
+        return f"{statistics.median(value):.4g} ({min(value):.4g} to {max(value):.4g})"
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
 
 
