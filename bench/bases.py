@@ -25,7 +25,8 @@ A comparison that takes hours can be made in pieces: with ``--keep FILE`` every 
 as it ends, and the next call goes on with the turn after it; ``--turns N`` ends a call after so many.
 
 ``--adapters N`` adds our int8 base with N adapters of ranks 8 to 128 on all linears, in bfloat16, one for each stream
-in turn, and the floor: the bytes that a decode step must read, over the rate at which this machine reads memory.
+in turn, and the floor: the bytes that a decode step must read, over the rate at which this machine reads memory. The
+result then has a page of its own. ``--precisions int8 --opponents Q4_0`` leaves llama.cpp out of it.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def compare(options: argparse.Namespace) -> None:
         "rounds": found,
     }
     publish(
-        f"bases_{options.shape}",
+        f"bases_{options.shape}{'_adapters' if adapters else ''}",
         figures,
         "\n".join(report(figures, options)),
         is_kept=not options.quick,
@@ -209,18 +210,16 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
         memory, ready = median(name, lambda one: one["peak_bytes"]), median(name, lambda one: one["ready_s"])
         rows.append([name, *speeds, f"{memory / 2**30:.2f}", f"{ready:.1f}"])
     sweeps = ", ".join(f"{name} {size}" for name, size in (figures["step"] | figures["ubatch"]).items())
+    beside = f"with {options.adapters} adapters, beside the floor" if options.adapters else "beside llama.cpp"
+    built = f" llama.cpp built with {figures['llama.cpp']}." if figures["ubatch"] else ""
     lines = [
-        f"# A Llama of {figures['shape']} in 8 and 4 bits, beside llama.cpp",
+        f"# A Llama of {figures['shape']} in 8 and 4 bits, {beside}",
         "",
-        f"llama.cpp built with {figures['llama.cpp']}; medians of {len(next(iter(found.values())))} rounds. Answered "
-        "tokens a second from the first token in to the last out; of the last load, prompt tokens a second. Tokens of "
-        f"a step or micro-batch, the quickest of a sweep each: {sweeps}.",
+        f"Medians of {len(next(iter(found.values())))} rounds. Answered tokens a second from the first token in to the "
+        "last out; of the last load, prompt tokens a second. Tokens of a step or micro-batch, the quickest of a sweep "
+        f"each: {sweeps}.{built}",
         "",
         *table(["", *titles, "peak GiB", "ready s"], rows),
-        "",
-        "Times as fast as the quickest opponent of its kind: the median by round of its time over ours (lowest, "
-        "highest).",
-        "",
     ]
     ratios = []
     for precision in options.precisions:
@@ -236,7 +235,14 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
                 cells.append(f"{statistics.median(by_round):.2f} ({by_round[0]:.2f}, {by_round[-1]:.2f}) {rival}")
             if cells:
                 ratios.append([precision, *cells])
-    lines += table(["", *titles], ratios)
+    if ratios:
+        lines += [
+            "",
+            "Times as fast as the quickest opponent of its kind: the median by round of its time over ours (lowest, "
+            "highest).",
+            "",
+            *table(["", *titles], ratios),
+        ]
     if "int8, adapters" in found:
         lines += floor_lines(figures, seconds)
     return lines

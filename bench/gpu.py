@@ -168,6 +168,7 @@ class Bench:
         environment = {**os.environ, "TRITON_INTERPRET": str(int(not is_gpu)), "ON_DEVICE": self.device.type}
         settings = ("-p", "no:cacheprovider", "--noconftest", "-o", "addopts=", "-o", "filterwarnings=default")
         running = {}
+        self.report.folder.mkdir(parents=True, exist_ok=True)
         for file, num in files.items():
             is_parallel = num > 1 and find_spec("xdist") and is_gpu and not before
             parallel = ("-n", str(num)) if is_parallel else ()
