@@ -313,8 +313,11 @@ def _assist_chunks(question: ColdRequest, assist: AssistCosts, launch_s: float, 
     at_s, delay_s, num_left = begins_s, 0.0, question.num_tokens
     while num_left > 0:
         num_on_cpu = count_on_cpu(at_s, step_s / num_layers, layer_delay_s, copied_s, copy_layer_s, num_layers)
-        if not num_on_cpu and num_left < question.num_tokens:
-            break  # the first step is launched one kernel after another even if each layer arrives in time
+        # A step that begins without its adapter is launched one kernel after another, even if each layer comes in time.
+        # So is the first: a copy that was to end before it would have ended by now.
+        is_launched = launch_s > 0.0 and (at_s < copied_s or num_left == question.num_tokens)
+        if not num_on_cpu and not is_launched:
+            break
         delay_s += launch_s + num_on_cpu * layer_delay_s
         at_s += step_s + launch_s + num_on_cpu * layer_delay_s
         num_left -= chunk_tokens
