@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from live_executor import BLOCK, KERNELS, executor_of, folders, load_all, run, sequence
+from live_executor import BLOCK, KERNELS, executor_of, finish, folders, load_all, run, sequence
+from msgspec import structs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.arriving import WaitBudget
 from manylora.core.errors import ConfigError
-from manylora.core.plan import StepPlan
+from manylora.core.plan import IN_HOST, StepPlan, StepResult
 from manylora.core.ports import EngineParts
+from manylora.core.types import AdapterKey
 from manylora.execution.attention.call import choose_attention
 from manylora.execution.build import build_parts
 from manylora.execution.device import DeviceOps
@@ -171,12 +175,38 @@ def test_rows_of_padding_hold_numbers(folders: dict[str, Path]) -> None:
         parts.close()
 
 
+def test_an_order_made_ahead_is_dropped_with_a_sequence_that_is_left_out(folders: dict[str, Path]) -> None:
+    """Both steps are launched before the first begins, and the second lacks an adapter whose files are gone."""
+    parts = build(folders, "graphs")
+    try:
+        executor, may_begin = executor_of(parts), threading.Event()
+        (version,) = load_all(parts, {"one": folders["one"]}).values()
+        gone = replace(version, key=AdapterKey("gone"), source=str(folders["one"] / "gone"))
+        executor._copied[gone.key] = gone
+        prompts = [sequence([5, 6, 7], 0, 3, 0, version.key, 0), sequence([8, 9], 0, 2, 8, None, 1)]
+        one, two = (structs.replace(part, start=part.num_tokens, num_tokens=1) for part in prompts)
+        cold = structs.replace(sequence([3, 4], 0, 2, 16, gone.key, 2), placement=IN_HOST)
+        ahead = [structs.replace(two, awaits_token=True), cold, structs.replace(one, awaits_token=True)]
+        executor._steps.submit(may_begin.wait)
+        plans = [StepPlan(step_id=number, sequences=tuple(own)) for number, own in enumerate((prompts, ahead))]
+        steps = [executor.launch(plan, 0.0) for plan in plans]
+        may_begin.set()
+        first, second = (finish(step) for step in steps)
+        assert isinstance(first, StepResult) and isinstance(second, StepResult)
+        assert second.failed.keys() == {cold.seq_id} and second.launch_s == 0.0, "the others are replayed"
+        tokens = {part.seq_id: [*part.tokens, first.tokens[part.seq_id].token_id] for part in (one, two)}
+        filled = tuple([structs.replace(part, tokens=tokens[part.seq_id]) for part in (one, two)])
+        assert second.tokens == executor.runner.run(StepPlan(step_id=2, sequences=filled)).tokens
+    finally:
+        parts.close()
+
+
 def test_buckets() -> None:
     assert batch_buckets(1) == (1,)
     assert batch_buckets(30) == (1, 2, 4, 8, 16, 24, 30)
     sizes = batch_buckets(512)
     assert sizes == tuple(sorted(set(sizes))) and sizes[-1] == 512 and len(sizes) < 36
-    assert token_buckets(8) == (8,) and token_buckets(20) == (8, 16, 20) and token_buckets(512)[-2:] == (384, 512)
+    assert token_buckets(8) == (8,) and token_buckets(20) == (8, 16, 20) and token_buckets(640)[-3:] == (384, 512, 640)
 
 
 def test_kernels_by_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,12 @@
 ::
 
     step     one thread    plan -> model -> tokens; a step planned ahead begins as soon as the step before it ends
-    arrange  one thread    plan -> order of its rows, while the step before is on a GPU
+    arrange  one thread    plan -> order of its rows, on a GPU: mostly while the step before is running
     copy     one thread    host image -> device pages, as far as the image is filled; a step may wait for each layer
     read     some threads  files -> packed host image, by reader processes, layer by layer
 
-Each thread runs its work in order of submission, urgent reads first, then wakes the clock. The loop gets the result
-through ``Work.poll``.
+Each thread runs its work in order of submission, urgent reads first. The clock is woken when a step or a load has
+ended, and the loop gets the result through ``Work.poll``.
 """
 
 from __future__ import annotations
@@ -223,7 +223,8 @@ class TorchExecutor:
         if failed or late:
             kept = [part for part in plan.sequences if part.seq_id not in failed and part.seq_id not in late]
             plan = replace(plan, sequences=tuple(kept))
-        order = arranged.result() if arranged is not None else None
+        # An order that was not begun is made here: another thread would be no sooner.
+        order = None if arranged is None or arranged.cancel() else arranged.result()
         if order is not None and len(order.places) > len(plan.sequences):
             order = None  # some were left out
         result = self.runner.run(plan, adapters, self._tell, order)

@@ -61,8 +61,8 @@ ROOM_RANK, ROOM_TILES = 384, 24
 """Initial room: three modules of rank 128. A larger adapter makes more room, and graphs are captured again."""
 
 MOST_TOKENS = 1024
-"""Tokens of the largest step with prompts that is captured. On an H100 an 8B model takes 17 ms for 512 tokens, 128 of
-them decoding, and 22 us for each more; its launches one by one take 28 ms."""
+"""Tokens of the largest step with prompts that is captured. On an H100 an 8B model takes 18 ms for 512 tokens and
+28 for 1,024; their launches one by one take 28 to 47 ms, by the host."""
 
 NARROW_AFTER = 2048
 """Replays of the graph of all groups that pay for the capture of a narrower one several times over: all sequences wait
@@ -78,8 +78,8 @@ def batch_buckets(largest: int) -> tuple[int, ...]:
 def token_buckets(largest: int) -> tuple[int, ...]:
     """Return the numbers of tokens to capture of steps with prompts, up to ``largest``.
 
-    Products of cuBLAS are in steps: on an H100 an 8B model takes 22 ms for 448 tokens and 18 for 512, and as long for
-    896 as for 1,024.
+    Products take longer by jumps, not evenly: on an H100 an 8B model takes 18 ms for 512 tokens but 22 for 448, and as
+    long for 896 as for 1,024.
     """
     sizes = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1024)
     return (*(size for size in sizes if size < largest), largest)

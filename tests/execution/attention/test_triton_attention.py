@@ -267,16 +267,21 @@ def test_random_steps(seed: int) -> None:
     )
 
 
-def test_tables_are_rewritten_where_they_changed() -> None:
+@pytest.mark.parametrize("at_once", [2, 100])
+def test_tables_are_rewritten_where_they_changed(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one copy for all lines, and a copy for each line that finds no room in it."""
+    monkeypatch.setattr("manylora.execution.attention.triton.MOST_WRITTEN", at_once)
     ops = make_device_ops(DEVICE)
     tables = PageTables(ops, num_lines=2, width=4)
     one, two = tables.place([planned(1, 0, 1, [5]), planned(2, 0, 1, [7, 8])])
     assert tables.table[one, :1].tolist() == [5] and tables.table[two, :2].tolist() == [7, 8]
     pages = [7, 8]
-    for page in (9, 4):  # grows
-        pages.append(page)
-        assert tables.place([planned(2, 0, 1, pages)]) == [two]
-        assert tables.table[two, : len(pages)].tolist() == pages
+    assert tables.place([replace(planned(2, 0, 1, []), pages=pages)]) == [two]
+    for added in ([9], [4]):
+        pages += added  # the engine's own list, which grows: pages before are not written again
+        tables.table[two, 0] = 63
+        assert tables.place([replace(planned(2, 0, 1, []), pages=pages)]) == [two]
+        assert tables.table[two, : len(pages)].tolist() == [63, *pages[1:]]
     assert tables.place([planned(2, 0, 1, [3, 4])]) == [two]  # came back with other pages
     assert tables.table[two, :2].tolist() == [3, 4]
     tables.release([2, 99])

@@ -47,7 +47,7 @@ MOST_PARTS = 64  # of one context
 LEAST_FILL = 16
 
 MOST_WRITTEN = 8192
-"""Pages that a step writes to the tables by one copy; those of contexts beyond, which are long, are copied each."""
+"""Pages that a step writes to the tables by one copy. Lines beyond, of long prompts, have a copy each."""
 
 Numbers = NDArray[np.int64]
 
@@ -108,11 +108,12 @@ class PageTables:
     """Block tables of ``width`` pages for sequences that ran lately; a step has at most ``num_lines`` sequences."""
 
     def __init__(self, ops: DeviceOps, *, num_lines: int, width: int) -> None:
-        self._rows = np.zeros((num_lines, width), np.int32)
+        self._host = ops.host_buffer((num_lines, width), torch.int32)
+        self._rows = self._host.numpy()
         self.table = torch.zeros((num_lines, width), dtype=torch.int32, device=ops.device)
-        # Places in the table, counted through its lines, and the pages that are written there.
-        self._host = ops.host_buffer((MOST_WRITTEN, 2), torch.int64)
-        self._device = torch.zeros_like(self._host, device=ops.device)
+        # New pages of a step: their places in the table, counted through its lines, and the pages.
+        self._new = ops.host_buffer((MOST_WRITTEN, 2), torch.int64)
+        self._new_on_device = torch.zeros_like(self._new, device=ops.device)
         self._lines: dict[int, _Line] = {}
         self._free = list(range(num_lines))[::-1]
 
@@ -152,22 +153,21 @@ class PageTables:
 
     def _write(self, lines: Sequence[_Line]) -> None:
         """Write the new pages of lines, most often one each; by one copy, since each takes the host some 20 us."""
-        numbers, num_written = self._host.numpy(), 0
+        numbers, num_written, width = self._new.numpy(), 0, self._rows.shape[1]
         for line in lines:
             first, stop = line.num_written, len(line.pages)
             own = self._rows[line.index, first:stop]
             own[:] = line.pages[first:stop]
             line.num_written = stop
             if num_written + len(own) > MOST_WRITTEN:
-                self.table[line.index, first:stop].copy_(torch.from_numpy(own.copy()))
+                self.table[line.index, first:stop].copy_(self._host[line.index, first:stop], non_blocking=True)
                 continue
-            start = line.index * self._rows.shape[1]
             part = numbers[num_written : num_written + len(own)]
-            part[:, 0], part[:, 1] = np.arange(start + first, start + stop), own
+            part[:, 0], part[:, 1] = np.arange(first, stop) + line.index * width, own
             num_written += len(own)
         if num_written:
-            written = self._device[:num_written]
-            written.copy_(self._host[:num_written], non_blocking=True)
+            written = self._new_on_device[:num_written]
+            written.copy_(self._new[:num_written], non_blocking=True)
             self.table.view(-1).index_put_((written[:, 0],), written[:, 1].to(torch.int32))
 
 
