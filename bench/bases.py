@@ -26,7 +26,7 @@ as it ends, and the next call goes on with the turn after it; ``--turns N`` ends
 
 ``--adapters N`` adds our int8 base with N adapters of ranks 8 to 128 on all linears, in bfloat16, one for each stream
 in turn, and the floor: the bytes that a decode step must read, over the rate at which this machine reads memory. The
-result then has a page of its own. ``--precisions int8 --opponents Q4_0`` leaves llama.cpp out of it.
+result then has a page of its own. ``--precisions int8 --opponents`` leaves llama.cpp out of it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--precisions", nargs="+", choices=sorted(GROUPS), default=["int8", "int4"])
-    parser.add_argument("--opponents", nargs="+", choices=[name for names in GROUPS.values() for name in names])
+    parser.add_argument(
+        "--opponents",
+        nargs="*",
+        choices=[name for names in GROUPS.values() for name in names],
+        help="of llama.cpp; none without a name, all of the precisions' by default",
+    )
     parser.add_argument(
         "--sweep", type=int, metavar="STREAMS", help="of the load that chooses steps; default: the most"
     )
@@ -101,8 +106,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.ours:
         return answer(json.loads(options.ours))
-    if options.llama_cpp is None:
-        parser.error("give --llama-cpp (docs/benchmarking.md says how to build it)")
+    if options.llama_cpp is None and options.opponents != []:
+        parser.error("give --llama-cpp (docs/benchmarking.md says how to build it), or --opponents without a name")
     if options.quick:
         options.streams, options.rounds = [1], 1
     compare(options)
@@ -110,10 +115,11 @@ def main() -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Measure all candidates in turns, and publish."""
-    built_with = check_build(options.llama_cpp)
     model = apart(make_checkpoint, options.shape, options.folder / options.shape)
-    kinds = [kind for one in options.precisions for kind in GROUPS[one] if kind in (options.opponents or GROUPS[one])]
-    files = apart(make_ggufs, model, options.llama_cpp, kinds)
+    asked = options.opponents
+    kinds = [kind for one in options.precisions for kind in GROUPS[one] if asked is None or kind in asked]
+    built_with = check_build(options.llama_cpp) if kinds else ""
+    files = apart(make_ggufs, model, options.llama_cpp, kinds) if kinds else {}
     adapters = apart(make_adapters, model, options.adapters)
     loads = [(streams, PROMPT, ANSWER) for streams in options.streams] + [(1, options.prompt, 1)]
     kept = json.loads(options.keep.read_text()) if options.keep and options.keep.exists() else {}
@@ -210,10 +216,11 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
         memory, ready = median(name, lambda one: one["peak_bytes"]), median(name, lambda one: one["ready_s"])
         rows.append([name, *speeds, f"{memory / 2**30:.2f}", f"{ready:.1f}"])
     sweeps = ", ".join(f"{name} {size}" for name, size in (figures["step"] | figures["ubatch"]).items())
-    beside = f"with {options.adapters} adapters, beside the floor" if options.adapters else "beside llama.cpp"
+    kinds = " and ".join(options.precisions)
+    beside = f" with {options.adapters} adapters, beside the floor" if options.adapters else ", beside llama.cpp"
     built = f" llama.cpp built with {figures['llama.cpp']}." if figures["ubatch"] else ""
     lines = [
-        f"# A Llama of {figures['shape']} in 8 and 4 bits, {beside}",
+        f"# A Llama of {figures['shape']} in {kinds}{beside}",
         "",
         f"Medians of {len(next(iter(found.values())))} rounds. Answered tokens a second from the first token in to the "
         "last out; of the last load, prompt tokens a second. Tokens of a step or micro-batch, the quickest of a sweep "

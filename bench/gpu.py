@@ -20,7 +20,7 @@
     LOADS  machine
            loads         adapter copies, and what decoding feels of them
            assist        prompts whose adapter is computed by the CPU: handoff, and against synchronous calls
-           live          Chameleon against FIFO without a cache, and the simulator's prediction
+           live          Chameleon against FIFO without a cache, in rounds, and what simulators predict of them
 
 Each section writes its rows at once to `gpu_CALL.json` and `.md`; one that fails leaves its error in its place. The
 last line is the verdict, and the exit status is 1 unless it is good. `--cpu-smoke` walks the same code on a toy model

@@ -2,7 +2,8 @@
 
 Chameleon and FIFO without a cache serve the same requests in turn, each from a device without adapters, in rounds of
 other seeds. *Simulated* is by data sheets. *Fitted* is by step times that a calibration sweep measured in the same
-process (``manylora calibrate``): on bursts of requests of other sizes, no round is fitted.
+process (`manylora calibrate`), on requests of other sizes than the rounds'. Simulated requests wait for their adapter;
+live ones may begin before.
 """
 
 from __future__ import annotations
@@ -43,11 +44,15 @@ ENGINES = {
 
 
 def live_rows(engine: Engine, sizes: Sizes, folder: Path) -> list[dict[str, Any]]:
-    """Serve five rounds near saturation; return each figure of each engine as a list of rounds, live and simulated."""
+    """Serve rounds near saturation; return each figure of each engine as a list of rounds, live and simulated.
+
+    ``folder`` gets the profile that was fitted.
+    """
     is_gpu = engine.device.type == "cuda"
     engine.forget_groups(NARROW_AFTER)  # as a server does: a capture is a pause
-    profile = folder / "profile.json"
+    profile = folder / "gpu_profile.json"
     if is_gpu:
+        folder.mkdir(parents=True, exist_ok=True)
         fit_profile(_sweep(engine, sizes)).write(profile)
     adapter_set = AdapterSet(count=sizes.live_adapters, ranks=sizes.ranks, targets=QV)
     versions = engine.versions(adapter_set.specs())
@@ -91,12 +96,11 @@ def _sweep(engine: Engine, sizes: Sizes) -> list[LogLine]:
     ranks = sizes.ranks
     specs = [AdapterSpec(name=f"s{i}", rank=ranks[i % len(ranks)], targets=QV) for i in range(SWEPT_ADAPTERS)]
     parts = engine.parts
-    lines: list[LogLine] = [
-        LogHeader(base=parts.base, num_pages=parts.num_pages, machine=parts.machine, reads_host=parts.reads_host)
-    ]
+    lines: list[LogLine] = [LogHeader.of(parts, engine.config.model)]
     run_sweep(
         parts,
-        replace(engine.config, adapters=AdapterConfig(eviction="none", host_bytes=1 << 40)),
+        # Steps that assist are launched kernel by kernel, and are not simulated.
+        replace(engine.config, adapters=AdapterConfig(eviction="none", cold_start="wait", host_bytes=1 << 40)),
         list(engine.versions(specs).values()),
         clock=engine.clock,
         rng=random.Random("sweep"),

@@ -37,7 +37,6 @@ from manylora.lab.workloads import AdapterSpec
 ALL_LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-
 QV = ("q_proj", "v_proj")
 
 

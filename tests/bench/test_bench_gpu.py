@@ -57,3 +57,9 @@ def test_the_verdict_names_what_failed_and_what_is_missing(monkeypatch: pytest.M
     )
     assert verdict("SPEED", ("one",), {"one": [{"left out": "there is no compute-sanitizer"}]})[1]
     assert not verdict("SPEED", ("one",), {})[1]
+
+
+def test_a_figure_of_rounds_is_shown_with_its_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    cell = importlib.import_module("gpu_rig")._cell
+    assert cell([3.0, 1.0, 20.0]) == "3 (1 to 20)"
