@@ -141,8 +141,8 @@ def host(rounds: int) -> list[dict[str, Any]]:
                 times.append(perf_counter() - arranged)
                 ahead.append(arranged - began)
                 graphs._graphs = dict.fromkeys(graphs._graphs, lambda: None)
-            own, before = (1e6 * median(each[2:]) for each in (times, ahead))
-            rows.append({"step": kind, "context": context, "us": own, "ahead": before})
+            us, ahead_us = (1e6 * median(each[2:]) for each in (times, ahead))
+            rows.append({"step": kind, "context": context, "us": us, "ahead": ahead_us})
     engine.parts.close()
     return rows
 
