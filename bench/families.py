@@ -216,19 +216,21 @@ def save(own: Any, config: Any, folder: str) -> None:
 def serve(folder: str) -> torch.Tensor:
     """Return the logits of each step ``[steps, vocab]``."""
     model = ModelConfig(model=folder, device="cpu", activation_dtype="float32")
-    parts = build_parts(EngineConfig(model=model, memory=MemoryConfig(block_size=4, num_pages=64)), WallClock())
+    parts = build_parts(EngineConfig(model=model, memory=MemoryConfig(block_size=4, num_pages=256)), WallClock())
     assert isinstance(parts.executor, TorchExecutor)
     runner, rows = parts.executor.runner, []
     runner.logits_hook = lambda plan, logits: rows.append(logits.clone())
     try:
         for number, (start, stop) in enumerate(STEPS):
-            runner.run(StepPlan(step_id=number, sequences=(part(start, stop),), released=()))
+            # Layers with states keep them in pages in front of those of KV.
+            pages = (*range(256 - parts.base.num_state_pages, 256), *PAGES)
+            runner.run(StepPlan(step_id=number, sequences=(part(start, stop, pages),), released=()))
     finally:
         parts.close()
     return torch.cat(rows)
 
 
-def part(start: int, stop: int) -> PlannedSequence:
+def part(start: int, stop: int, pages: tuple[int, ...]) -> PlannedSequence:
     """Return tokens ``[start, stop)`` as a step's only sequence."""
     return PlannedSequence(
         seq_id=1,
@@ -236,7 +238,7 @@ def part(start: int, stop: int) -> PlannedSequence:
         num_prompt_tokens=len(TOKENS),
         start=start,
         num_tokens=stop - start,
-        pages=PAGES,
+        pages=pages,
         adapter=None,
         rank=0,
         sampling=SamplingParams(temperature=0.0),
