@@ -165,7 +165,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 TOKENS = [(7 * i + 3) % 97 + 3 for i in range(60)]
 STEPS = ((0, 25), (25, 40), *((i, i + 1) for i in range(40, 60)))
-PAGES = tuple(range(3, 18))
+NUM_PAGES, PAGES = 256, tuple(range(3, 18))
 
 
 def main() -> None:
@@ -216,14 +216,14 @@ def save(own: Any, config: Any, folder: str) -> None:
 def serve(folder: str) -> torch.Tensor:
     """Return the logits of each step ``[steps, vocab]``."""
     model = ModelConfig(model=folder, device="cpu", activation_dtype="float32")
-    parts = build_parts(EngineConfig(model=model, memory=MemoryConfig(block_size=4, num_pages=256)), WallClock())
+    parts = build_parts(EngineConfig(model=model, memory=MemoryConfig(block_size=4, num_pages=NUM_PAGES)), WallClock())
     assert isinstance(parts.executor, TorchExecutor)
     runner, rows = parts.executor.runner, []
     runner.logits_hook = lambda plan, logits: rows.append(logits.clone())
     try:
         for number, (start, stop) in enumerate(STEPS):
             # Layers with states keep them in pages in front of those of KV.
-            pages = (*range(256 - parts.base.num_state_pages, 256), *PAGES)
+            pages = (*range(NUM_PAGES - parts.base.num_state_pages, NUM_PAGES), *PAGES)
             runner.run(StepPlan(step_id=number, sequences=(part(start, stop, pages),), released=()))
     finally:
         parts.close()

@@ -117,7 +117,6 @@ SMOKE = Sizes(
     live_adapters=4,
     live_s=0.2,
     live_rounds=2,
-    sweep_s=1.0,
 )
 
 

@@ -182,9 +182,7 @@ class StepGraphs:
         ``None`` if no graph can run it.
         """
         is_mixed = outline.is_mixed
-        if self._is_broken or outline.num_rows > self._sizes[is_mixed][-1]:
-            return None
-        rows = self._table_rows(segments, is_sampled=False)
+        rows = None if self._is_broken else self._table_rows(segments, is_sampled=False)
         if rows is None:
             return None
         shape = Shape(next(size for size in self._sizes[is_mixed] if size >= outline.num_rows), is_mixed)

@@ -178,7 +178,6 @@ class StepOutline:
     So it can be made while the step before is running.
     """
 
-    num_rows: int
     of: Numbers  # number of each row's sequence ``[rows]``
     positions: Numbers  # position of each row in its sequence ``[rows]``
     sampled: Numbers  # last row of each sequence that is sampled
@@ -199,7 +198,12 @@ class StepOutline:
         cut = _cut(firsts[is_single], starts[is_single], numbers[is_single], fill)
         chunks = np.stack((firsts, counts, starts, numbers), axis=1)[~is_single].tolist()
         positions = np.arange(len(of)) + (starts - firsts)[of]
-        return cls(len(of), of, positions, ends[is_sampled > 0] - 1, *cut, chunks)
+        return cls(of, positions, ends[is_sampled > 0] - 1, *cut, chunks)
+
+    @property
+    def num_rows(self) -> int:
+        """The tokens of the step."""
+        return len(self.of)
 
     @property
     def is_mixed(self) -> bool:
