@@ -218,13 +218,16 @@ def report(figures: dict[str, Any], options: argparse.Namespace) -> list[str]:
     sweeps = ", ".join(f"{name} {size}" for name, size in (figures["step"] | figures["ubatch"]).items())
     kinds = " and ".join(options.precisions)
     beside = f" with {options.adapters} adapters, beside the floor" if options.adapters else ", beside llama.cpp"
+    asked = ["python bench/bases.py --shape", figures["shape"], "--precisions", *options.precisions]
+    asked += ["--opponents", *options.opponents] if options.opponents is not None else []
+    asked += ["--adapters", str(options.adapters)] if options.adapters else []
     built = f" llama.cpp built with {figures['llama.cpp']}." if figures["ubatch"] else ""
     lines = [
         f"# A Llama of {figures['shape']} in {kinds}{beside}",
         "",
-        f"Medians of {len(next(iter(found.values())))} rounds. Answered tokens a second from the first token in to the "
-        "last out; of the last load, prompt tokens a second. Tokens of a step or micro-batch, the quickest of a sweep "
-        f"each: {sweeps}.{built}",
+        f"`{' '.join(asked)}`: medians of {len(next(iter(found.values())))} rounds. Answered tokens a second from the "
+        "first token in to the last out; of the last load, prompt tokens a second. Tokens of a step or micro-batch, "
+        f"the quickest of a sweep each: {sweeps}.{built}",
         "",
         *table(["", *titles, "peak GiB", "ready s"], rows),
     ]

@@ -87,7 +87,8 @@ def main() -> None:
     lines = [
         "# Quality by precision",
         "",
-        f"A Llama of 80M trained here, {windows[:, 1:].size:,} held-out positions; twelve adapters of the demo.",
+        "`python bench/bases_accuracy.py`: "
+        f"a Llama of 80M trained here, {windows[:, 1:].size:,} held-out positions; twelve adapters of the demo.",
         "",
         *table(heads, [[*one, *[""] * (len(heads) - len(one))] for one in rows]),
     ]

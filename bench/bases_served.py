@@ -207,7 +207,7 @@ async def checked(asked: Any) -> Asked:
 
 def report(figures: dict[str, Any]) -> list[str]:
     """Return the tables of a result."""
-    lines = [f"# A base of {figures['shape']} on {os.cpu_count()} cores", ""]
+    lines = [f"# A base of {figures['shape']} on {os.cpu_count()} cores", "", "`python bench/bases_served.py`:", ""]
     if (found := figures.get("server")) is not None:
         first, second = found["starts_s"]
         lines += [
