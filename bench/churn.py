@@ -2,16 +2,18 @@
 
     python bench/churn.py [--quick] [--also wait,idle] [--threads 1]
 
-The engine's real core and loop on the wall clock, with the torch executor on the CPU; no HTTP. Three engines of the
+The engine's real core and loop on the wall clock, with the torch executor on the CPU; no HTTP. Four engines of the
 same model take turns on the same arrivals, round after round, in one process:
 
 * *resident*: the pool holds every adapter, and all are on the device before the first request;
 * *churn*: the pool holds a fifth of them, the rest waits in host memory, so every request brings a copy to the device
   and an eviction with it (a prefetch may have brought it before the request is looked at);
-* *from disk*: the same, and host memory holds a quarter of them, so that most copies begin with a file that is read,
-  checked and packed again.
+* *from disk*: the same, and host memory holds a quarter of them, so that most copies begin with an image that is read
+  from disk (``--image-cache``), where it was written when it left host memory;
+* *from files*: the same without images on disk, so that most copies begin with a file that is read, checked and packed
+  again.
 
-With `--also`, engines as *from disk* take turns with them, to find out what its figures come from: in *wait* requests
+With `--also`, engines as *from files* take turns with them, to find out what its figures come from: in *wait* requests
 wait for their whole adapter (`--cold-start wait`), so no step waits for a layer; in *idle* the processes that read
 files take the time that no other thread wants (Linux' `SCHED_IDLE`), but for reads that a step waits for. With
 `--threads 1` steps leave processors to the others.
@@ -57,9 +59,9 @@ MIB = 2**20
 
 GAP_P99 = "between tokens, P99, ms"
 ALSO_MEANT = (
-    " *Wait* and *idle* are as *from disk*. In *wait* requests wait for their whole adapter, so that no step waits for "
-    "a layer. In *idle* the processes that read files take the time that no other thread wants, but for reads that a "
-    "step waits for."
+    " *Wait* and *idle* are as *from files*. In *wait* requests wait for their whole adapter, so that no step waits "
+    "for a layer. In *idle* the processes that read files take the time that no other thread wants, but for reads "
+    "that a step waits for."
 )
 Round = dict[str, float]
 """The figures of one engine in one round, by the title that they are shown under."""
@@ -93,7 +95,7 @@ class System(LiveEngine):
             for pid in self._readers:
                 make_idle(pid)
         others = readers() - self._readers
-        before, interrupted = self.core.stats(), interruptions()
+        before, interrupted, read_s = self.core.stats(), interruptions(), self._reading_s()
         recorder = self.serve(requests)
         interrupted = interruptions() - interrupted
         self._readers |= readers() - others  # a second one starts when two files are read at once
@@ -112,6 +114,7 @@ class System(LiveEngine):
             "first token, P50, ms": percentile_ms(ttfts, 50),
             "first token, P99, ms": percentile_ms(ttfts, 99),
             "longest wait for a seat, ms": 1e3 * max(one.queueing_s or 0.0 for one in records),
+            "processor time of readers, ms a request": 1e3 * (self._reading_s() - read_s) / len(requests),
             "copy to the device, P50, ms": percentile_ms(loads.busy_s, 50) if loads.busy_s else 0.0,
             "copies to the device": after.num_loads - before.num_loads,
             "reads from disk": after.num_disk_loads - before.num_disk_loads,
@@ -120,6 +123,11 @@ class System(LiveEngine):
             "share of requests that found their adapter": (after.num_adapter_hits - before.num_adapter_hits)
             / len(requests),
         }
+
+    def _reading_s(self) -> float:
+        """Return the processor time of its processes that read files."""
+        times = [psutil.Process(pid).cpu_times() for pid in self._readers]
+        return float(sum(one.user + one.system for one in times))
 
     def seconds(self, requests: Sequence[Request]) -> float:
         """Return how long the requests take when all arrive at once."""
@@ -192,9 +200,10 @@ def build_systems(
     """Build the engines, and the adapters they serve."""
     config = EngineConfig(
         model=ModelConfig(model=str(demo_model_path()), device="cpu", max_model_len=256),
-        memory=MemoryConfig(num_pages=64, prefix_caching=False),
+        memory=MemoryConfig(num_pages=512, prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=NUM_SEATS),
         adapters=AdapterConfig(max_adapter_share=1.0),  # a probe has no room beside the largest adapter
+        cache_dir=str(path / "cache"),
     )
     probe = build_parts(config, WallClock())
     base = probe.base
@@ -205,16 +214,21 @@ def build_systems(
     host_bytes = sum(version.host_bytes for version in sizes) * num_adapters // len(RANKS)
     kv_pages = NUM_SEATS * -(-(NUM_IN + NUM_OUT) // base.page.block_size)
 
-    def system(num_pages: int, host_share: float, *, cold_start: str = "auto", is_idle: bool = False) -> System:
+    def system(
+        num_pages: int, host_share: float, *, images: int = 0, cold_start: str = "auto", is_idle: bool = False
+    ) -> System:
         memory = replace(config.memory, num_pages=num_pages)
-        adapters = AdapterConfig(host_bytes=int(host_bytes * host_share), cold_start=cold_start)
+        adapters = AdapterConfig(
+            host_bytes=int(host_bytes * host_share), image_cache_bytes=images, cold_start=cold_start
+        )
         return System(replace(config, memory=memory, adapters=adapters), folders, is_idle=is_idle)
 
     few = kv_pages + adapter_pages // 5
     systems = {
         "resident": system(kv_pages + adapter_pages, 1.0),
         "churn": system(few, 1.0),
-        "from disk": system(few, 0.25),
+        "from disk": system(few, 0.25, images=AdapterConfig().image_cache_bytes),
+        "from files": system(few, 0.25),
     }
     if "wait" in also:
         systems["wait"] = system(few, 0.25, cold_start="wait")
@@ -231,7 +245,7 @@ def measure(
     rss: list[int] = []
     rng = np.random.default_rng(2)
     with tempfile.TemporaryDirectory() as folder, Progress(transient=True) as progress:
-        task = progress.add_task("rounds", total=(3 + len(also)) * (num_rounds + 1) + 1)
+        task = progress.add_task("rounds", total=(4 + len(also)) * (num_rounds + 1) + 1)
         systems, folders, base = build_systems(Path(folder), num_adapters, also)
         systems["resident"].warm_all()
         saturating = [make_requests(num_requests // 2, folders, base.vocab_size, f"all-{turn}") for turn in range(2)]

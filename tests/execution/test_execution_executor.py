@@ -35,6 +35,7 @@ from manylora.core.types import AdapterKey, Tier
 from manylora.execution.build import build_parts
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.lora.kernels import LORA_KERNELS
+from manylora.execution.storage import kept_images
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.page_tensor import Link
@@ -109,6 +110,34 @@ def test_a_lost_host_copy_is_read_again(parts: EngineParts, folders: dict[str, P
     parts.executor.drop_adapter(version.key, Tier.HOST)
     assert load(parts, version, Tier.DEVICE, pages_for(version)) is None
     assert run(parts, sequence([1, 2], 0, 2, 0, version.key)).isfinite().all()
+
+
+def test_an_image_on_disk_gives_the_logits_of_the_files(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_images, "_is_in_memory", lambda descriptor: False)
+    config = EngineConfig(
+        model=ModelConfig(model=str(folders["base"]), device="cpu"),
+        memory=MemoryConfig(block_size=BLOCK, num_pages=64),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    engine = build_parts(config, WallClock())
+    executor = executor_of(engine)
+    version = engine.reader.read("one", str(shutil.copytree(folders["one"], tmp_path / "one")))
+    assert load(engine, version, Tier.DEVICE, pages_for(version)) is None
+    part = sequence([1, 2], 0, 2, 0, version.key)
+    from_files = run(engine, part)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        executor.drop_adapter(version.key, tier)
+    kept = executor._reader._kept
+    assert kept is not None
+    kept._writer.submit(lambda: None).result(60)
+    shutil.rmtree(tmp_path / "one")
+    assert load(engine, version, Tier.HOST) is None
+    assert load(engine, version, Tier.DEVICE, pages_for(version)) is None
+    torch.testing.assert_close(run(engine, part), from_files, atol=0, rtol=0)
+    engine.close()
+    assert kept._file.closed
 
 
 @pytest.mark.parametrize("kernel", ["grouped", "naive", "reference"])

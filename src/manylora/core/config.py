@@ -251,6 +251,14 @@ class AdapterConfig(CheckedOptions):
         help="Disk for files from registries, in the folder of --cache-dir; the least recently read make room. 0 keeps "
         "none.",
     )
+    image_cache_bytes: int = _adapters(
+        8 * GIB,
+        flag="--image-cache",
+        unit="bytes",
+        at_least=0,
+        help="Disk for packed adapters that left host memory, in the folder of --cache-dir for as long as the server "
+        "runs: they come back as a copy. A tenth of the disk is left to others. 0 keeps none.",
+    )
     is_offline: bool = _adapters(
         False,
         flag="--lora-offline",
@@ -337,8 +345,9 @@ class EngineConfig:
     cache_dir: str | None = _adapters(
         None,
         metavar="DIR|off",
-        help="Folder for content hashes of adapters, by which the next start recognises files that did not change, and "
-        "for bases in fewer than 32 bits as they are kept on a CPU, which the next start maps. By default "
+        help="Folder for content hashes of adapters, by which the next start recognises files that did not change, for "
+        "adapters that left host memory, and for bases in fewer than 32 bits as they are kept on a CPU, which the next "
+        "start maps. By default "
         "[bold]manylora serve[/bold] takes manylora in the user's cache folder; off is none.",
     )
     simulate: str | None = option(

@@ -60,6 +60,7 @@ from manylora.execution.sampling.sampler import make_sampler
 from manylora.execution.self_check import check_sequences_are_separate
 from manylora.execution.step_graphs import StepGraphs
 from manylora.execution.storage.host_tier import HostTier
+from manylora.execution.storage.kept_images import KeptImages
 from manylora.execution.storage.page_tensor import Link, PageTensor
 from manylora.execution.storage.reader import FileReader, HostReader, open_processes
 from manylora.execution.storage.reader_messages import ReaderSettings
@@ -329,7 +330,9 @@ def _parts(
     base, device, pages, space = model.base, model.ops.device, model.pages, model.step.space
     directory = None if space is None else space.directory
     host = HostTier(is_pinned=device.type == "cuda", directory=directory, settle=partial(Settling.of, model.own))
-    reader = HostReader(_reader_settings(config, model), host, readers)
+    most_kept = config.adapters.image_cache_bytes // config.num_engines
+    kept = KeptImages.open(config.cache_dir, most_kept, base.page)
+    reader = HostReader(_reader_settings(config, model), host, readers, kept)
     executor = TorchExecutor(
         runner=runner,
         link=Link(pages, config.adapters.link_bytes_per_s),
@@ -340,6 +343,8 @@ def _parts(
         prepare=assistant.prepare if assistant is not None else _preparation(model.kernel, device),
     )
     closing = ExitStack()  # in reverse
+    if kept is not None:
+        closing.callback(kept.close)
     if assistant is not None:
         closing.callback(assistant.close)
     closing.callback(executor.close)

@@ -162,7 +162,7 @@ class TorchExecutor:
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Forget an adapter's host image or device views."""
         if tier is Tier.HOST:
-            dropped = self._host.drop(key)
+            dropped = self._reader.drop(key)
             self._copied.pop(key, None)
             if dropped is not None and dropped.is_read_in_place:
                 self._steps.submit(self.runner.forget_batch)

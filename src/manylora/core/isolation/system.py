@@ -62,11 +62,14 @@ def prctl(option: int, *arguments: int) -> int:
     return _checked(_libc.prctl(option, *values))
 
 
-def yield_to_others() -> None:
-    """Let this thread, and the threads that it starts, run at the priority of steps on a CPU, if the kernel can."""
+def yield_to_others(niceness: int = STEP_NICENESS) -> None:
+    """Let this thread, and the threads that it starts, run at the priority of steps on a CPU, if the kernel can.
+
+    A higher ``niceness`` lets it run at a lower one.
+    """
     if MACHINE:  # elsewhere a priority is the whole process's
         with contextlib.suppress(OSError):  # without it, steps only share
-            os.nice(STEP_NICENESS)
+            os.nice(niceness)
 
 
 class _CapabilityHeader(ctypes.Structure):

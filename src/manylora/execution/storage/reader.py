@@ -23,9 +23,10 @@ from typing import Any, TypeAlias, TypeVar
 from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.sources import host_of
 from manylora.core.errors import AdapterError
-from manylora.core.types import AdapterVersion
+from manylora.core.types import AdapterKey, AdapterVersion
 from manylora.execution.storage.adapter_files import InlineReader
 from manylora.execution.storage.host_tier import HostAdapter, HostTier
+from manylora.execution.storage.kept_images import KeptImages
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
 from manylora.execution.storage.shared_images import SharedImages
@@ -92,11 +93,19 @@ class HostReader:
     """Reads, checks and packs adapters into the host tier; blocks, safe from any thread.
 
     Each reader reads one adapter at a time, the first by preference; they are processes by default. Registries have all
-    readers but one, if there are several.
+    readers but one, if there are several. With ``kept``, images that leave the host tier are kept on disk, and come
+    back from there.
     """
 
-    def __init__(self, settings: ReaderSettings, host: HostTier, readers: Sequence[FileReader] = ()) -> None:
+    def __init__(
+        self,
+        settings: ReaderSettings,
+        host: HostTier,
+        readers: Sequence[FileReader] = (),
+        kept: KeptImages | None = None,
+    ) -> None:
         self.host = host
+        self._kept = kept
         self._readers = list(readers) or [ReaderProcess() for _ in range(NUM_READERS)]
         # Last in, first out: the second reader starts only when two adapters are read at once.
         self._free = list(reversed(self._readers))
@@ -147,6 +156,10 @@ class HostReader:
         Raises:
             AdapterError: Its directory is gone or broken, or holds other weights now.
         """
+        if self._kept is not None and (packed := self._kept.find(version)) is not None:
+            kept = self.host.put(packed)
+            begun(kept)
+            return kept
         adapter: HostAdapter | None = None
 
         def begin(packed: PackedAdapter) -> None:
@@ -169,6 +182,13 @@ class HostReader:
         assert adapter is not None
         adapter.first_digests = digests
         return adapter
+
+    def drop(self, key: AdapterKey) -> HostAdapter | None:
+        """Drop an adapter from the host tier and return it."""
+        dropped = self.host.drop(key)
+        if dropped is not None and self._kept is not None:
+            self._kept.keep(key, dropped)
+        return dropped
 
     def close(self) -> None:
         """End the readers."""
