@@ -208,9 +208,9 @@ def _sequence(start: int, num_tokens: int) -> PlannedSequence:
     )
 
 
-def adapters() -> None:
+def adapters(name: str) -> None:
     """Launch all groups of a base, in steps that decode, in steps with prompts, and padded."""
-    base = base_shape("llama-3-8b")
+    base = base_shape(name)
     directory = GroupDirectory.of(replace(base, modules=tuple([m for m in base.modules if m.layer in (0, None)])))
     pool = torch.zeros(2, base.page.num_elements, dtype=DTYPE)
     LoraSpace(directory, pool, RAGGED).compile(64)
@@ -271,7 +271,8 @@ def _parameter(width: int) -> torch.nn.Parameter:
 
 SITES: dict[str, Callable[[], None]] = {
     **{f"attention, {name}": partial(attention, heads) for name, heads in FAMILIES.items()},
-    "adapters, Llama 3 8B": adapters,
+    "adapters, Llama 3 8B": partial(adapters, "llama-3-8b"),
+    "adapters, Mixtral 8x7B": partial(adapters, "mixtral-8x7b"),
     "norms and gates": layers,
     "sampler": sampler,
     **{

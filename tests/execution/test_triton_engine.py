@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from expert_cases import write_single_experts
 from live_executor import BLOCK, KERNELS, executor_of, finish, folders, load_all, run, sequence
 from msgspec import structs
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -37,7 +38,7 @@ __all__ = ["folders"]
 def build(folders: dict[str, Path], kernels: str) -> EngineParts:
     config = EngineConfig(
         model=ModelConfig(model=str(folders["base"]), device="cpu", **KERNELS[kernels]),
-        memory=MemoryConfig(block_size=BLOCK, num_pages=64, kv_cache_dtype="float32"),
+        memory=MemoryConfig(block_size=BLOCK, num_pages=256, kv_cache_dtype="float32"),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
     )
     return build_parts(config, WallClock(), is_checked=True)
@@ -86,6 +87,34 @@ def test_logits_equal_those_of_torch(
         parts.close()
     for rows, of_torch in zip(found, expected, strict=True):
         torch.testing.assert_close(rows, of_torch, atol=1e-5, rtol=1e-5)
+
+
+def test_experts_of_a_mixture_equal_those_of_torch(tmp_path: Path) -> None:
+    """Captured, so that no step may ask which experts were chosen; the kernels of the CPU are told."""
+    torch.manual_seed(4)
+    config = MixtralConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        num_local_experts=4,
+    )
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "base")
+    folders = {"base": tmp_path / "base"}
+    for rank, name in ((3, "one"), (9, "two")):  # 6 and 18 of gate and up: one tile, and two
+        folders[name] = write_single_experts("mixtral", folders["base"], tmp_path / name, r=rank, lora_alpha=6)
+    found = {}
+    for kernels in ("torch", "graphs"):
+        parts = build(folders, kernels)
+        try:
+            found[kernels] = serve(parts, folders)
+        finally:
+            parts.close()
+    for rows, expected in zip(found["graphs"], found["torch"], strict=True):
+        torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from manylora.core.adapters.shape import SCALE_BYTES, BaseShape
+from manylora.core.adapters.shape import SCALE_BYTES, BaseShape, ModuleKind
 from manylora.core.clock import Clock
 from manylora.core.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
 from manylora.core.errors import ConfigError
@@ -154,9 +154,10 @@ def build_parts(
 def open_assistant_workers(device: torch.device, base: BaseShape, *, num_engines: int = 1) -> Assistant | None:
     """Start workers for adapters that are not on the device, ``None`` where none can be used: requests then wait.
 
-    A CPU needs none: its kernels read images where they lie. ``num_engines`` engines share the cores.
+    A CPU needs none: its kernels read images where they lie. A mixture has none: workers would have to learn which rows
+    have chosen an expert. ``num_engines`` engines share the cores.
     """
-    if device.type != "cuda" or find_compiled() is None:
+    if device.type != "cuda" or find_compiled() is None or any(m.kind is ModuleKind.EXPERTS for m in base.modules):
         return None
     from manylora.execution.assist.cuda import open_stream
     from manylora.execution.assist.exchange import Assistant
@@ -247,7 +248,7 @@ def _adapt(config: EngineConfig, loaded: LoadedModel, weights: BaseWeights, work
         block_size=config.memory.block_size,
         max_model_len=_context(config.model, loaded),
         kv_dtype=_kv_dtype(config.memory.kv_cache_dtype, loaded, weights),
-        adapts_experts=device.type == "cpu" and kernel not in TABLE_KERNELS,
+        adapts_experts=device.type == "cpu" or kernel in TABLE_KERNELS,
     )
     if loaded.share is not None:
         base = share_shape(base, loaded.share)

@@ -57,8 +57,9 @@ __all__ = ["Shape", "StepGraphs", "batch_buckets", "token_buckets"]
 
 logger = logging.getLogger(__name__)
 
-ROOM_RANK, ROOM_TILES = 384, 24
-"""Initial room: three modules of rank 128. A larger adapter makes more room, and graphs are captured again."""
+ROOM_RANK, ROOM_TILES, ROOM_EXPERT_RANK = 384, 24, 64
+"""Initial room: three modules of rank 128, and experts of rank 64. A larger adapter makes more room, and graphs are
+captured again."""
 
 MOST_TOKENS = 1024
 """Tokens of the largest step with prompts that is captured. On an H100 an 8B model takes 18 ms for 512 tokens and
@@ -270,7 +271,14 @@ class StepGraphs:
         most_rows = self._most_rows if is_high else self._most_seqs
         most = self._most_seqs + (most_rows // height if is_high else 0)
         tiles = max([ROOM_TILES, *(table.template.max_tiles for _, _, table in rows)])
-        room = TableSizes(num_blocks=most, num_items=most * tiles, num_rows=most_rows, max_rank=ROOM_RANK, max_planes=1)
+        room = TableSizes(
+            num_blocks=most,
+            num_items=most * tiles,
+            num_rows=most_rows,
+            max_rank=ROOM_RANK,
+            max_planes=1,
+            expert_rank=ROOM_EXPERT_RANK if self._space.directory.has_experts else 0,
+        )
         if rows:
             room = room.union(measure(rows, height))
         if is_high in self._lora_tables:

@@ -12,9 +12,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-SITES = ("attention, Llama 3 8B", "adapters, Llama 3 8B", "norms and gates", "sampler", "base in int4, groups of 32")
+SITES = (
+    *("attention, Llama 3 8B", "adapters, Llama 3 8B", "adapters, Mixtral 8x7B"),
+    *("norms and gates", "sampler", "base in int4, groups of 32"),
+)
 
 READERS = {"store", "attend", "shrink", "expand", "rms_norm", "activate", "multiply", "dequantise", "choose"}
+READERS |= {"shrink_experts", "expand_experts"}
 """Kernels whose time is that of their reads."""
 
 COMPILE = """
@@ -26,7 +30,7 @@ for target, sites in json.loads(sys.argv[1]).items():
         print(json.dumps(asdict(kernel)))
 """
 
-MULTIPLIERS = {"attend", "shrink", "expand", "multiply"}
+MULTIPLIERS = {"attend", "shrink", "expand", "shrink_experts", "expand_experts", "multiply"}
 
 
 def test_kernels_compile_for_gpus(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.kernels.linear import BaseLinear
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import LORA_KERNELS
+from manylora.execution.model.describe import describe_model
 from manylora.execution.model.load import context_limit
 from manylora.execution.model.modules import FusedLinear, FusedPart, adapt_modules
 
@@ -57,9 +58,9 @@ def save(config: PreTrainedConfig, path: Path) -> str:
     return str(path)
 
 
-def build(model: str, *, lora_kernel: str = "auto", **options: object) -> BaseShape:
+def build(model: str, **options: object) -> BaseShape:
     memory = MemoryConfig(**{"block_size": 4, "num_pages": 64} | options)  # type: ignore[arg-type]
-    config = ModelConfig(model=model, device="cpu", lora_kernel=lora_kernel)
+    config = ModelConfig(model=model, device="cpu")
     parts = build_parts(EngineConfig(model=config, memory=memory), WallClock())
     parts.close()
     return parts.base
@@ -105,10 +106,17 @@ def test_experts_and_routers_are_described(tmp_path: Path) -> None:
     assert (router.kind, router.in_features, router.out_features) == (ModuleKind.ROUTER, 32, 2)
 
 
-def test_experts_are_refused_by_name_where_kernels_find_weights_by_table(tmp_path: Path) -> None:
-    path = save(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path)
-    base = build(path, lora_kernel="ragged")
-    assert "kernels of a GPU need them before" in dict(base.unsupported)["model.layers.0.mlp.experts"]
+def test_experts_are_refused_by_name_where_kernels_do_not_find_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU without Triton."""
+
+    def describe(*args: Any, **options: Any) -> BaseShape:
+        return describe_model(*args, **options | {"adapts_experts": False})
+
+    monkeypatch.setattr("manylora.execution.build.describe_model", describe)
+    base = build(save(MixtralConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path))
+    assert "only kernels in Triton find them" in dict(base.unsupported)["model.layers.0.mlp.experts"]
     kinds = {module.kind for module in base.modules}
     assert ModuleKind.ROUTER in kinds and ModuleKind.EXPERTS not in kinds
 

@@ -47,9 +47,11 @@ __all__ = [
     "Replacements",
     "Tile",
     "Vectors",
+    "cut_by_expert",
     "lay_out",
     "layout_of",
     "make_version",
+    "merge_tiles",
     "vector_elements",
     "vectors_of",
 ]
@@ -357,3 +359,37 @@ def make_version(
         layer_digests=layer_digests,
         invocation=invocation,
     )
+
+
+def merge_tiles(tiles: Sequence[Tile]) -> list[Tile]:
+    """Merge neighbouring tiles of the same columns whose rows and bytes are contiguous; keep the order."""
+    runs: list[Tile] = []
+    for tile in tiles:
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and (tile.page, tile.col, tile.num_cols) == (last.page, last.col, last.num_cols)
+            and tile.row == last.row + last.num_rows
+            and tile.offset == last.offset + last.num_rows * last.num_cols
+        ):
+            runs[-1] = Tile(last.page, last.offset, last.row, last.num_rows + tile.num_rows, last.col, last.num_cols)
+        else:
+            runs.append(tile)
+    return runs
+
+
+def cut_by_expert(tiles: Sequence[Tile], rank: int, *, most_rows: int | None = None) -> Iterator[tuple[int, Tile]]:
+    """Yield the pieces of a stack of experts, ``rank`` rows each: an expert's number and a piece of its rows.
+
+    Rows count from the expert's first one. A piece has at most ``most_rows``.
+    """
+    for run in merge_tiles(tiles):
+        row, end = run.row, run.row + run.num_rows
+        while row < end:
+            expert = row // rank
+            stop = min((expert + 1) * rank, end)
+            if most_rows is not None:
+                stop = min(stop, row + most_rows)
+            offset = run.offset + (row - run.row) * run.num_cols
+            yield expert, Tile(run.page, offset, row - expert * rank, stop - row, run.col, run.num_cols)
+            row = stop

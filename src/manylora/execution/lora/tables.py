@@ -28,6 +28,7 @@ __all__ = [
     "PADDED",
     "RAGGED",
     "BatchTables",
+    "Choices",
     "LoraSpace",
     "RowBlocks",
     "StepTables",
@@ -71,10 +72,11 @@ class Tiling(NamedTuple):
     in_flight: int  # partials read at a time
     expand_stages: int
     expand_warps: int
+    expert_columns: int  # columns of the output that a program of experts takes; not measured on a GPU yet
 
 
-DECODE_TILING = Tiling(512, 256, 3, 2, 1024, 2, 128, 4096, 2048, 3, 4)
-PROMPT_TILING = Tiling(2048, 128, 4, 4, 2048, 2, 128, 4096, 2048, 3, 8)
+DECODE_TILING = Tiling(512, 256, 3, 2, 1024, 2, 128, 4096, 2048, 3, 4, 256)
+PROMPT_TILING = Tiling(2048, 128, 4, 4, 2048, 2, 128, 4096, 2048, 3, 8, 128)
 """Chosen on an H200 and an H100 with Llama-3-8B's shapes (`bench/results/gpu.md`)."""
 
 MAX_SPLITS = 8
@@ -82,6 +84,13 @@ PROMPT_SPLIT_ROWS = 8192  # rows whose blocks fill a device without splits of K
 
 TableRows = tuple[int, int, AdapterTable]
 """Rows ``[start, stop)`` take this adapter."""
+
+
+class Choices(NamedTuple):
+    """The experts that a step's rows have chosen, sorted by expert and within one by row, on the device."""
+
+    experts: torch.Tensor  # ``[n]``, int64
+    rows: torch.Tensor  # the row of each ``[n]``, int64
 
 
 class LoraSpace:
@@ -102,16 +111,28 @@ class LoraSpace:
         for block_rows in dict.fromkeys(self.blocks):
             by_splits: dict[int, StepTables] = {}
             for power in range(power_of_two(num_tokens).bit_length()):
-                room = TableSizes(num_blocks=1 << power, num_items=1, num_rows=1 << power, max_rank=16, max_planes=1)
+                room = TableSizes(
+                    num_blocks=1 << power,
+                    num_items=1,
+                    num_rows=1 << power,
+                    max_rank=16,
+                    max_planes=1,
+                    expert_rank=16,
+                )
                 tables = StepTables(self, room, block_rows)
                 tables.plan()
                 by_splits[tables.max_splits] = tables
             for span in self.directory.groups.values():
                 num_out = max(first + width for first, width in span.modules)
                 x, out = (self.pool.new_zeros(block_rows, columns) for columns in (span.in_features, num_out))
+                none = torch.zeros(block_rows, dtype=torch.int64, device=x.device)
                 for tables in by_splits.values():
-                    tables.apply(x, out, span)
-                tables.apply_vectors(out, span)
+                    if span.num_experts:
+                        tables.apply_experts(x, out, span, Choices(none, none))
+                    else:
+                        tables.apply(x, out, span)
+                if not span.num_experts:
+                    tables.apply_vectors(out, span)
 
     def columns(self, span: GroupSpan, width: int) -> torch.Tensor:
         """Return the group's output in blocks of ``width`` columns, none across two modules: ``[blocks, 4]``, int64.
@@ -151,6 +172,7 @@ class TableSizes(NamedTuple):
     num_rows: int
     max_rank: int
     max_planes: int  # most column pieces of a stack of A
+    expert_rank: int = 0  # most rows of an expert's A; 0 if no adapter changes experts
 
     def holds(self, other: TableSizes) -> bool:
         """Return whether tables of size ``other`` fit."""
@@ -178,8 +200,10 @@ class StepTables:
         self.max_splits = min(MAX_SPLITS, power_of_two(most + 1) // 2)
         num_groups = len(directory.groups)
         is_pinned = device.type == "cuda"
-        self._host = torch.zeros(1 + BLOCK_FIELDS * room.num_blocks, dtype=torch.int64, pin_memory=is_pinned)
+        sizes = (1 + BLOCK_FIELDS * room.num_blocks, room.num_rows if directory.has_experts else 0)
+        self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=is_pinned)
         self._step = torch.zeros_like(self._host, device=device)
+        self._of_rows = self._step[sizes[0] :]  # the address of each row's adapter table, 0 of the base's
         self._items = torch.empty((num_groups, room.num_items, ITEM_FIELDS), dtype=torch.int64, device=device)
         self._sizes = torch.zeros((num_groups, 2), dtype=torch.int32, device=device)
         self._parts = torch.empty(
@@ -210,6 +234,10 @@ class StepTables:
         host = self._host.numpy()
         host[0] = len(lines)
         host[1 : 1 + BLOCK_FIELDS * len(lines)] = np.asarray(lines, dtype=np.int64).ravel()
+        of_rows = host[len(host) - len(self._of_rows) :]
+        of_rows[:] = 0
+        for start, stop, table in rows if len(of_rows) else ():
+            of_rows[start:stop] = table.address
         self._step.copy_(self._host, non_blocking=True)
         return True
 
@@ -290,6 +318,37 @@ class StepTables:
             **_chain(is_behind_shrink and is_chained(out.device)),
         )
 
+    def apply_experts(self, x: torch.Tensor, out: torch.Tensor, span: GroupSpan, choices: Choices) -> None:
+        """Add the LoRA of inputs ``x`` ``[choices, in]`` into ``out`` ``[choices, out]``, for one group of experts."""
+        from manylora.execution.kernels.triton import experts as triton_experts
+
+        assert x.is_contiguous() and out.is_contiguous() and x.dtype == self._space.pool.dtype == out.dtype
+        tiling, align, num = self._tiling, self._space.directory.alignment, len(x)
+        splits, block_rows = self.num_splits(span), max(16, self._block_rows)
+        size = (self.room.max_planes * splits, num, self.room.expert_rank)
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        sums = (partials, partials.stride(1), partials.stride(0))
+        places = (*choices, self._of_rows, len(self._of_rows), num, span.index * self._space.directory.line)
+        triton_experts.shrink_experts[(num, splits)](
+            *(x, x.stride(0), self._space.pool, *places, span.in_features, *sums),
+            SPLITS=splits,
+            BLOCK_M=block_rows,
+            BLOCK_K=tiling.block_k * 2 // x.dtype.itemsize,
+            ALIGN=align,
+            STAGES=tiling.shrink_stages,
+            num_warps=4,
+        )
+        block_n = tiling.expert_columns * 2 // x.dtype.itemsize
+        triton_experts.expand_experts[(num, -(-out.shape[1] // block_n))](
+            *(out, out.stride(0), self._space.pool, *places, out.shape[1], *sums),
+            SPLITS=splits,
+            BLOCK_M=block_rows,
+            BLOCK_N=block_n,
+            IN_FLIGHT=tiling.in_flight,
+            ALIGN=align,
+            num_warps=4,
+        )
+
     def apply_vectors(self, out: torch.Tensor, span: GroupSpan) -> None:
         """Multiply rows of ``out`` ``[rows, out]`` by their adapters' factors and add their shifts, in place."""
         from manylora.execution.kernels.triton import lora as triton_lora
@@ -349,4 +408,5 @@ def measure(rows: Sequence[TableRows], block_rows: int) -> TableSizes:
         num_rows=max(stop for _, stop, _ in rows),
         max_rank=max(table.template.max_rank for _, _, table in rows),
         max_planes=max(table.template.max_planes for _, _, table in rows),
+        expert_rank=max(table.template.expert_rank for _, _, table in rows),
     )

@@ -170,7 +170,7 @@ def _unsupported(
             continue
         if any(parameter.ndim == 3 for parameter in own.values()) and not isinstance(module, nn.Conv1d):
             if not adapts_experts and expert_sizes(module) is not None:
-                why = "the rows of an expert are known only once it is chosen, and kernels of a GPU need them before"
+                why = "its rows are known only once they have chosen it, and on a GPU only kernels in Triton find them"
             else:
                 why = "its experts are of another form than gate and up in one weight, and down, without biases"
             yield name, why

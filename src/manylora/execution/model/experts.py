@@ -9,7 +9,8 @@ the order of their adapters, by adapter within an expert::
     base                      one product                  another          another
     LoRA                          | A of 0 | B of 0 |      | A of 2 |     | B of 3 |         one call for all
 
-Each stretch of one expert and one adapter is a part of a LoRA kernel's input as any other.
+Each stretch of one expert and one adapter is a part of a LoRA kernel's input as any other. On a GPU nothing of this is
+known to the host: the base's product is one call, and the LoRA kernels find stretches and weights on the device.
 
 A router is one product by a weight of its own, and code that differs from model to model. That product is found while
 the router runs (``ProductWatch``), and LoRA is added to its result: so an adapter changes which experts are chosen.
@@ -30,7 +31,9 @@ from torch.overrides import TorchFunctionMode
 from manylora.core.adapters.shape import ModuleKind, TargetModule
 from manylora.execution.kernels.linear import linear
 from manylora.execution.lora.batch import StepContext
+from manylora.execution.lora.kernels import LoraKernel
 from manylora.execution.lora.parts import GroupParts, Part
+from manylora.execution.lora.tables import Choices
 from manylora.execution.storage.resident import ResidentExpert
 
 __all__ = [
@@ -154,45 +157,58 @@ class AdaptedExperts:
         """Return the weighted sum of each row's experts: ``chosen`` and ``weights`` are ``[rows, experts per row]``."""
         lora, assist = self._step.lora, self._step.assist
         if assist is not None and any(assist.send(group, hidden) is not None for group in self._groups):
-            raise AssertionError("workers take no rows of experts, whose adapters are served on a CPU alone")
+            raise AssertionError("workers take no rows of experts: a mixture has no assistant")
         parts = [lora.parts(group) if lora is not None else None for group in self._groups]
         if not any(parts):
             return cast(torch.Tensor, self._forward(hidden, chosen, weights))
         experts: Any = self._experts
         numbers, order = torch.sort(chosen.reshape(-1), stable=True)
         rows = order // chosen.shape[1]
-        places = _Places(numbers, rows, len(hidden))
+        places: _Places | _PlacesOnDevice
+        if self._step.space is None:
+            places = _Places(numbers, rows, len(hidden), self._step.kernel)
+        else:
+            places = _PlacesOnDevice(numbers, rows, len(experts.down_proj))
         inner = experts._apply_gate(self._product(hidden[rows], experts.gate_up_proj, places, parts[0]))
         out = self._product(inner, experts.down_proj, places, parts[1])
-        out = (out * weights.reshape(-1, 1)[order]).to(hidden.dtype)
-        return torch.zeros_like(hidden).index_add_(0, rows, out)
+        own = torch.empty_like(out)
+        own[order] = out  # by row again: a sum over what lies behind a row is the same every time
+        return (own.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
 
     def _product(
-        self, x: torch.Tensor, weight: torch.Tensor, places: _Places, parts: GroupParts | None
+        self, x: torch.Tensor, weight: torch.Tensor, places: _Places | _PlacesOnDevice, parts: GroupParts | None
     ) -> torch.Tensor:
         """Return the sorted choices' ``x`` ``[n, in]`` times the weights ``[experts, out, in]`` of their experts."""
-        products = [linear(x[first:last], weight[expert]) for expert, first, last in places.of_experts]
-        out = torch.cat(products)
+        out = places.product(x, weight)
         if parts is not None:
             if parts.wait is not None:
                 parts.wait()
-            own = places.parts(parts)
-            if own.parts:
-                self._step.kernel(x.contiguous(), out, own)
+            places.add_lora(x.contiguous(), out, parts)
         return out
 
 
 class _Places:
-    """The stretches of choices ``[n]`` that are sorted by expert, then by row."""
+    """The stretches of choices ``[n]`` that are sorted by expert, then by row, for kernels that are told them."""
 
-    def __init__(self, numbers: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
+    def __init__(self, numbers: torch.Tensor, rows: torch.Tensor, num_rows: int, kernel: LoraKernel) -> None:
         experts = numbers.numpy()
         self._keys = experts * num_rows + rows.numpy()
         self._num_rows = num_rows
+        self._kernel = kernel
         self._experts, firsts = np.unique(experts, return_index=True)
         ends = [*firsts.tolist()[1:], len(experts)]
-        self.of_experts = list(zip(self._experts.tolist(), firsts.tolist(), ends, strict=True))
-        """Each expert that was chosen, its first choice, and one past its last."""
+        # Each expert that was chosen, its first choice, and one past its last.
+        self._of_experts = list(zip(self._experts.tolist(), firsts.tolist(), ends, strict=True))
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the base's product."""
+        return torch.cat([linear(x[first:last], weight[expert]) for expert, first, last in self._of_experts])
+
+    def add_lora(self, x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
+        """Add LoRA of each expert and adapter."""
+        own = self.parts(parts)
+        if own.parts:
+            self._kernel(x, out, own)
 
     def parts(self, parts: GroupParts) -> GroupParts:
         """Return the parts by expert and adapter, in order, of those by adapter."""
@@ -205,3 +221,21 @@ class _Places:
                 own.append(Part(int(firsts[at]), int(lasts[at]), expert))
         own.sort(key=lambda one: one.start)
         return replace(parts, parts=tuple(own), step=None)
+
+
+class _PlacesOnDevice:
+    """Such choices for kernels that find weights by table: the host does not learn them, so steps can be captured."""
+
+    def __init__(self, numbers: torch.Tensor, rows: torch.Tensor, num_experts: int) -> None:
+        self._choices = Choices(numbers, rows)
+        experts = torch.arange(num_experts, device=numbers.device)
+        self._ends = torch.searchsorted(numbers, experts, right=True).to(torch.int32)
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the base's product, for all experts in one call."""
+        return functional.grouped_mm(x, weight.transpose(-2, -1), offs=self._ends)
+
+    def add_lora(self, x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
+        """Add LoRA of each expert and adapter."""
+        assert parts.tables is not None and parts.span is not None, "the step was made without tables"
+        parts.tables().apply_experts(x, out, parts.span, self._choices)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from manylora.core.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile, vector_elements
+from manylora.core.adapters.layout import AdapterLayout, GroupLayout, ModuleLayout, Tile, merge_tiles, vector_elements
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.tile_tables import AdapterTable, TileTemplate
 
@@ -26,7 +26,6 @@ __all__ = [
     "ResidentModule",
     "WeightPiece",
     "make_resident",
-    "merge_tiles",
     "read_in_place",
 ]
 
@@ -185,20 +184,3 @@ def _pieces(tiles: Sequence[Tile], memory: AdapterMemory) -> tuple[WeightPiece, 
         )
         for run in merge_tiles(tiles)
     )
-
-
-def merge_tiles(tiles: Sequence[Tile]) -> list[Tile]:
-    """Merge neighbouring tiles of the same columns whose rows and bytes are contiguous; keep the order."""
-    runs: list[Tile] = []
-    for tile in tiles:
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and (tile.page, tile.col, tile.num_cols) == (last.page, last.col, last.num_cols)
-            and tile.row == last.row + last.num_rows
-            and tile.offset == last.offset + last.num_rows * last.num_cols
-        ):
-            runs[-1] = Tile(last.page, last.offset, last.row, last.num_rows + tile.num_rows, last.col, last.num_cols)
-        else:
-            runs.append(tile)
-    return runs

@@ -20,7 +20,7 @@ All work of a group is laid end to end, and every thread takes an equal share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, cast
@@ -29,9 +29,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from manylora.core.adapters.layout import AdapterLayout, GroupLayout, Tile, vector_elements
+from manylora.core.adapters.layout import AdapterLayout, GroupLayout, Tile, cut_by_expert, merge_tiles, vector_elements
 from manylora.core.adapters.shape import ELEMENT_BYTES
-from manylora.execution.storage.resident import AdapterMemory, AdapterRows, merge_tiles
+from manylora.execution.storage.resident import AdapterMemory, AdapterRows
 
 __all__ = [
     "BEGIN",
@@ -227,7 +227,7 @@ def _expert_template(group: GroupLayout, dtype: str) -> TableTemplate:
     expand: list[list[tuple[int, ...]]] = [[] for _ in range(num)]
     a = sorted(group.a, key=lambda tile: (tile.col, tile.row))
     for tiles, lines, cost in ((a, shrink, 1), (part.b, expand, rank)):
-        for expert, run in _cut(merge_tiles(tiles), rank):
+        for expert, run in cut_by_expert(tiles, rank):
             lines[expert].append(_line(run, code, 0, 0, 0, cost))
     ranks, costs, sizes = (
         np.array([*[value] * num, 0])
@@ -235,18 +235,6 @@ def _expert_template(group: GroupLayout, dtype: str) -> TableTemplate:
     )
     a_lines, b_lines, none = TableLines.of(shrink), TableLines.of(expand), TableLines.of([()] * num)
     return TableTemplate({}, a_lines, b_lines, none, ranks, costs, sizes, ELEMENT_BYTES[dtype])
-
-
-def _cut(runs: Iterable[Tile], rank: int) -> Iterator[tuple[int, Tile]]:
-    """Yield the parts of pieces that are of one expert each, with its number; rows count from its first one."""
-    for run in runs:
-        row, end = run.row, run.row + run.num_rows
-        while row < end:
-            expert = row // rank
-            stop = min((expert + 1) * rank, end)
-            offset = run.offset + (row - run.row) * run.num_cols
-            yield expert, Tile(run.page, offset, row - expert * rank, stop - row, run.col, run.num_cols)
-            row = stop
 
 
 @dataclass(frozen=True, slots=True, eq=False)

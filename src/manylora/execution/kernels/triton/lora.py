@@ -45,7 +45,7 @@ from manylora.execution.storage.tile_tables import (
     TILE_FIELDS,
 )
 
-__all__ = ["TILE_ROWS", "expand", "plan", "shrink", "vectors"]
+__all__ = ["TILE_ROWS", "expand", "plan", "shrink", "sum_partials", "vectors"]
 
 TILE_ROWS = 16  # rows of a tile at most: ``adapters.layout.MAX_TILE_ROWS``
 
