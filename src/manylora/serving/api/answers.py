@@ -27,11 +27,15 @@ from manylora.serving.http.room import Places
 from manylora.serving.http.turns import ClientGone
 from manylora.serving.text import Detokenizer, TextDelta, TokenLogprob
 
-__all__ = ["BeginAnswers", "RequestAnswers", "TextPiece", "raise_failure"]
+__all__ = ["BeginAnswers", "ConsumeText", "RequestAnswers", "TextPiece", "raise_failure"]
 
 
 BeginAnswers: TypeAlias = Callable[[Sequence[Request]], Awaitable[OutputStream]]
 """Begins the answers to requests; returns the stream of their outputs."""
+
+
+ConsumeText: TypeAlias = Callable[[int, str], Flush | None]
+"""Consumes more text of an answer, of which it has the number; returns the work that must be awaited, if any."""
 
 
 def raise_failure(output: Output, form_field: str | None) -> None:
@@ -106,22 +110,35 @@ class RequestAnswers:
             self._give_back()
             raise
 
-    async def deliver(self, consume: Callable[[list[TextPiece]], Flush | None]) -> None:
+    async def deliver(
+        self, consume: Callable[[list[TextPiece]], Flush | None], consume_text: ConsumeText | None = None
+    ) -> None:
         """Deliver pieces to ``consume`` as they arrive, until every answer has finished.
 
         ``consume`` is called on the event loop but not in this task; it returns the work, if any, that must be awaited
-        before more pieces are delivered. Its errors are raised here.
+        before more pieces are delivered. Its errors are raised here. ``consume_text``, if given, is called in its place
+        for a piece that is one answer's text and nothing else, as nearly all are.
 
         Errors are ``ClientGone`` and those of the engine: if it aborts one of the requests, by ``RequestError`` if the
         form of an answer takes it too much time, the others are cancelled.
         """
         assert self._stream is not None, "start first"
-        stream = self._stream
+        stream, answers, has_details = self._stream, self._answers, self._details is not None
 
         def consume_outputs(outputs: Sequence[Output]) -> Flush | None:
-            if self._details is not None:
+            if has_details:
                 self._note_prompts(outputs)
-            pieces = self._pieces_of(outputs)
+            if len(outputs) == 1:
+                output = outputs[0]
+                answer = answers[output.request_id]
+                piece = self._advance(answer, output, output.tokens)
+                if isinstance(piece, str):
+                    if consume_text is not None:
+                        return consume_text(answer.index, piece)
+                    piece = TextPiece(index=answer.index, text=piece)
+                pieces = [] if piece is None else [piece]
+            else:
+                pieces = self._pieces_of(outputs)
             if not self._num_unfinished:
                 stream.close()
             return consume(pieces)
@@ -181,24 +198,29 @@ class RequestAnswers:
             self.context.fleet.adapters.give(self.version)
 
     def _pieces_of(self, outputs: Sequence[Output]) -> list[TextPiece]:
-        """Turn outputs, possibly of several steps, into one piece per answer."""
-        if len(outputs) == 1:  # the usual case
-            piece = self._advance(outputs[0], outputs[0].tokens)
-            return [] if piece is None else [piece]
+        """Turn several outputs, possibly of several steps, into one piece per answer."""
         arrived: dict[str, list[SampledToken]] = {}
         last: dict[str, Output] = {}
         for output in outputs:
             arrived.setdefault(output.request_id, []).extend(output.tokens)
             last[output.request_id] = output
-        pieces = [self._advance(output, arrived[request_id]) for request_id, output in last.items()]
-        return [piece for piece in pieces if piece is not None]
+        pieces: list[TextPiece] = []
+        for request_id, output in last.items():
+            answer = self._answers[request_id]
+            piece = self._advance(answer, output, arrived[request_id])
+            if piece is not None:
+                pieces.append(TextPiece(index=answer.index, text=piece) if isinstance(piece, str) else piece)
+        return pieces
 
-    def _advance(self, output: Output, tokens: Sequence[SampledToken]) -> TextPiece | None:
-        """Turn tokens into text; ``output`` is the last of their outputs. ``None`` if the answer is over already."""
-        answer = self._answers[output.request_id]
+    def _advance(self, answer: _Answer, output: Output, tokens: Sequence[SampledToken]) -> TextPiece | str | None:
+        """Turn tokens into text; ``output`` is the last of their outputs.
+
+        Return a piece, or its text if it has nothing else; ``None`` if the answer is over already.
+        """
         if answer.is_finished:
             return None
-        raise_failure(output, self.form_field)
+        if output.finish is not None:
+            raise_failure(output, self.form_field)
         self.adapter = output.adapter
         if output.num_cached_tokens > answer.num_cached_tokens:
             if answer.index % self.num_answers == 0:
@@ -208,7 +230,15 @@ class RequestAnswers:
         if detokenizer is None:
             prompt = self.requests[answer.index].prompt
             detokenizer = answer.detokenizer = Detokenizer(self.context.tokenizer, prompt, self.sampling)
-        delta = detokenizer.push(tokens, stop_token=output.stop_token)
+        if len(tokens) == 1 and output.finish is None and tokens[0].logprob is None and self._details is None:
+            added = detokenizer.add(tokens[0].token_id)
+            if isinstance(added, str):
+                answer.num_tokens += 1
+                self._num_generated_tokens += 1
+                return added
+            delta = added
+        else:
+            delta = detokenizer.push(tokens, stop_token=output.stop_token)
         answer.num_tokens += delta.num_tokens
         self._num_generated_tokens += delta.num_tokens
         if output.finish is None and not delta.finished:

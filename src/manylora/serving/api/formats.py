@@ -35,8 +35,8 @@ class AnswerFormat(ABC, Generic[Items]):
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
-    text_chunk: ClassVar[bytes]
-    """A choice that has a number and text alone, as nearly all chunks do: it needs no JSON encoder."""
+    text_chunk: ClassVar[tuple[bytes, bytes]]
+    """The JSON before and after the text of a choice that has a number and text alone, as nearly all chunks do."""
 
     repeats_prompt = False  # whether the first chunk of each answer has its prompt, which may be long
 
@@ -50,6 +50,13 @@ class AnswerFormat(ABC, Generic[Items]):
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         """Return the fields of a whole response, or of the first chunk, that tell of all answers."""
         return {}
+
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """Return the JSON before and after the text of a later piece that has nothing else; ``None`` if it varies."""
+        if index not in self._begun or not self._is_plain:
+            return None
+        before, after = self.text_chunk
+        return before % index, after
 
     @abstractmethod
     def chunk(self, piece: TextPiece) -> bytes | None:
@@ -91,7 +98,7 @@ class CompletionFormat(AnswerFormat[dict[str, bytes]]):
 
     object = "text_completion"
     chunk_object = "text_completion"
-    text_chunk = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
+    text_chunk = b'{"index":%d,"text":', b',"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
     def __init__(self, echoes: list[str], prompt: PromptPart, *, has_logprobs: bool) -> None:
         super().__init__(prompt, has_logprobs=has_logprobs)
@@ -103,8 +110,6 @@ class CompletionFormat(AnswerFormat[dict[str, bytes]]):
         if not (piece.text or piece.logprobs or piece.finish_reason or piece.token_ids):
             return None
         is_begun = piece.index in self._begun
-        if is_begun and self._is_plain and piece.finish_reason is None:
-            return self.text_chunk % (piece.index, encode(piece.text))
         logprobs = (
             self._lists(piece.index, [self._items(piece)], has_begin=not is_begun) if self._has_logprobs else None
         )
@@ -154,7 +159,7 @@ class ChatFormat(AnswerFormat[bytes]):
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    text_chunk = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null,"stop_reason":null}'
+    text_chunk = b'{"index":%d,"delta":{"content":', b'},"logprobs":null,"finish_reason":null,"stop_reason":null}'
 
     def __init__(
         self, prompt: PromptPart, use: ToolUse, make_reader: Callable[[], MessageReader] | None, *, has_logprobs: bool
@@ -169,17 +174,18 @@ class ChatFormat(AnswerFormat[bytes]):
         """Return the fields about the prompt."""
         return self.prompt.token_ids(0) if is_chunk else self.prompt.fields(0)
 
+    def around_text(self, index: int) -> tuple[bytes, bytes] | None:
+        """Return the JSON around the text of a later piece; ``None`` also where text is read for calls or reasoning."""
+        return super().around_text(index) if self._make_reader is None else None
+
     def chunk(self, piece: TextPiece) -> bytes | None:
         """Return a piece as JSON; the first piece of an answer has the role, that of a call its id and name."""
         delta: dict[str, Any] = {}
         if piece.index not in self._begun:
             self._begun.add(piece.index)
             delta["role"] = "assistant"
-        elif self._make_reader is None:
-            if not (piece.text or piece.logprobs or piece.finish_reason or piece.token_ids):
-                return None
-            if self._is_plain and piece.finish_reason is None:
-                return self.text_chunk % (piece.index, encode(piece.text))
+        elif self._make_reader is None and not (piece.text or piece.logprobs or piece.finish_reason or piece.token_ids):
+            return None
         if self._make_reader is None:
             delta["content"] = piece.text
         else:

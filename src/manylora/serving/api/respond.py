@@ -1,7 +1,7 @@
 """The responses of completions and chat completions, from checked bodies.
 
-Answers are sent whole, or as server-sent events. The fields that every chunk of a stream repeats are encoded once; a
-chunk is a few concatenations around one encoded string.
+Answers are sent whole, or as server-sent events. What the chunks of a stream repeat is encoded once: nearly every chunk
+is one encoded string between constant bytes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ class EventStream(Response, ABC):
 
     def __init__(self, answers: RequestAnswers) -> None:
         self._answers = answers
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """The bytes before and after the JSON of more text, by answer, where they are the same for all its chunks."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until every answer has finished, the engine fails, or the client disconnects."""
@@ -84,13 +86,19 @@ class EventStream(Response, ABC):
             body = self._render(pieces)
             return None if not body or write_chunk(body) else functools.partial(_send_body, send, body)
 
+        def write_text(index: int, text: str) -> Flush | None:
+            if (around := self._around.get(index)) is None:
+                return write([TextPiece(index=index, text=text)])
+            body = _text_event(around, text)
+            return None if not body or write_chunk(body) else functools.partial(_send_body, send, body)
+
         async with self._answers.while_connected(receive):
             headers = [*HEADERS, *version_headers(self._answers)]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             if first := self._first():
                 await _send_body(send, first)
             try:
-                await self._answers.deliver(write)
+                await self._answers.deliver(write, write_text)
             except ClientGone:
                 return
             except ManyloraError as error:  # the status was sent: the error is an event
@@ -180,11 +188,17 @@ class _AnswerStream(EventStream):
         if self._usage_everywhere:
             self._suffix = self._usage_end()
         body = b""
-        for piece in pieces:  # usually one; several are short, or are rendered one by one
+        for piece in pieces:  # several are short, or are rendered one by one
+            around = self._around.get(piece.index)
+            if around is not None and piece.finish_reason is None:
+                body += _text_event(around, piece.text)
+                continue
             chunk = self._form.chunk(piece)
             if chunk is not None:
                 body += (first or self._prefix) + chunk + self._suffix
                 first = b""
+                if not self._usage_everywhere and (json := self._form.around_text(piece.index)) is not None:
+                    self._around[piece.index] = self._prefix + json[0], json[1] + self._suffix
         return body
 
     def _last(self) -> bytes:
@@ -201,6 +215,11 @@ class _AnswerStream(EventStream):
 
     def _usage_end(self) -> bytes:
         return b'],"usage":' + encode(self._answers.usage()) + b"}\n\n"
+
+
+def _text_event(around: tuple[bytes, bytes], text: str) -> bytes:
+    """Return the event of more text; nothing for none."""
+    return around[0] + encode(text) + around[1] if text else b""
 
 
 class _WholeAnswers(Response):

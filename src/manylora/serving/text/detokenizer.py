@@ -145,18 +145,24 @@ class Detokenizer:
         self._num_chars = 0  # decoded, both released and held
         self._finished = False
 
+    def add(self, token_id: int) -> str | TextDelta:
+        """Add a token without a log-probability that did not end the sequence, as nearly all are.
+
+        Return its new text alone, or the delta with which a stop string ends the answer.
+        """
+        self._num_tokens += 1
+        text = self._release(self._pieces.add(token_id))
+        return self._stop_at(text, [], 1, []) if isinstance(text, StopMatch) else text
+
     def push(self, tokens: Sequence[SampledToken], *, stop_token: int | None = None) -> TextDelta:
         """Add sampled tokens, in order.
 
         ``stop_token`` is the last of them if it ended the sequence (``Output.stop_token``) and so the answer.
         """
         assert not self._finished, "the answer is over"
-        if len(tokens) == 1 and stop_token is None and tokens[0].logprob is None:  # the usual case
-            self._num_tokens += 1
-            text = self._release(self._pieces.add(tokens[0].token_id))
-            if isinstance(text, StopMatch):
-                return self._stop_at(text, [], 1, [])
-            return TextDelta(text=text, num_tokens=1, finished=False)
+        if len(tokens) == 1 and stop_token is None and tokens[0].logprob is None:
+            added = self.add(tokens[0].token_id)
+            return TextDelta(text=added, num_tokens=1, finished=False) if isinstance(added, str) else added
         parts: list[str] = []
         logprobs: list[TokenLogprob] = []
         for taken, token in enumerate(tokens, 1):

@@ -96,8 +96,10 @@ class OutputStream:
     def _take(self) -> list[Output]:
         """Return the outputs to consume at once: all, or some if they have log-probabilities, which become JSON."""
         outputs, self._waiting = self._waiting, []
+        if len(outputs) == 1:
+            return outputs
         tokens = outputs[0].tokens
-        if len(outputs) > 1 and tokens and tokens[0].logprob is not None:
+        if tokens and tokens[0].logprob is not None:
             most = max(1, MANY_LOGPROBS // (1 + len(tokens[0].top)))
             outputs, self._waiting = outputs[:most], outputs[most:]
         return outputs
