@@ -23,6 +23,7 @@ from publishing import RESULTS
 HERE = Path(__file__).parent
 ALWAYS = {"device.py": ("--compare",)}
 TRACES = (
+    "forecast_traces.py",
     "simulator.py",
     "throughput.py",
     "traces.py",
