@@ -39,7 +39,7 @@ def _find(experts, rows, tables, num_rows, position, num_positions, line, BLOCK_
 
     That is the adapter's table, and its line of the expert: 0 if there is nothing to do.
     """
-    places = position // BLOCK_M * BLOCK_M + tl.arange(0, BLOCK_M)
+    places = (position // BLOCK_M * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # a prompt's output has many elements
     inside = places < num_positions
     numbers = tl.load(experts + places, mask=inside, other=-1)
     row = tl.load(rows + places, mask=inside, other=0)
