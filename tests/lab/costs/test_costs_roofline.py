@@ -96,6 +96,22 @@ def test_a_mixture_reads_the_experts_it_touches() -> None:
     assert many == pytest.approx(2 * all_of_them / cost.rates.bytes_per_s, rel=0.01)
 
 
+def test_of_an_adapter_the_experts_that_its_tokens_touch_are_read() -> None:
+    cost = RooflineCost("mixtral-8x7b", "h200", lora_kernel="ragged", targets=("gate_up_proj", "down_proj"))
+
+    def read_s(num_tokens: int) -> float:
+        """Return what 64 more ranks take: neither launches nor activations."""
+        first, second = (
+            parts(cost, *[sequence(0, 1, rank, "one") for _ in range(num_tokens)]).adapters_s for rank in (64, 128)
+        )
+        return second - first
+
+    read_bytes = 2 * 64 * cost.dims.adapter_elements(cost.targets, num_experts=2)
+    assert read_s(1) == pytest.approx(read_bytes / cost.rates.bytes_per_s)
+    assert read_s(2) == pytest.approx(1.75 * read_s(1))  # 3.5 experts of 8
+    assert read_s(64) == pytest.approx(4 * read_s(1))
+
+
 @pytest.mark.parametrize("kernel", FAMILIES)
 def test_no_adapter_no_cost(kernel: str) -> None:
     assert parts(COSTS[kernel], sequence(0, 10), sequence(5, 1)).adapters_s == 0

@@ -73,11 +73,11 @@ class DeviceRates:
 class AdapterTargets:
     """The modules that adapters change, summed over layers; of experts, those that one token is routed to.
 
-    A step of many tokens reads the pairs of more experts, which is not priced.
-
     Args:
         weights: Weights per unit of rank.
         weight_bytes: Bytes per unit of rank.
+        expert_bytes: Those of experts among them.
+        experts_share: Part of all experts that a token is routed to.
         row_bytes: Bytes of activations read and written per adapted token, independent of the rank.
         num_groups: Groups of modules with one input.
     """
@@ -87,6 +87,18 @@ class AdapterTargets:
     row_bytes: int
     num_modules: int
     num_groups: int
+    expert_bytes: int = 0
+    experts_share: float = 1.0
+
+    def read_bytes(self, step: StepFeatures) -> float:
+        """Return the bytes per unit of rank that are read of an adapter, with the mean number of tokens of the step's.
+
+        ``T`` tokens touch ``E (1 - (1 - k / E)^T)`` experts, as of the base.
+        """
+        if not self.expert_bytes:
+            return self.weight_bytes
+        untouched: float = (1 - self.experts_share) ** (step.num_adapted_tokens / step.num_adapters)
+        return self.weight_bytes + self.expert_bytes * ((1 - untouched) / self.experts_share - 1)
 
 
 def adapter_targets(dims: ModelDims, targets: tuple[str, ...]) -> AdapterTargets:
@@ -110,6 +122,8 @@ def adapter_targets(dims: ModelDims, targets: tuple[str, ...]) -> AdapterTargets
         row_bytes=dims.num_layers * (inputs + 2 * outputs) * dims.element_bytes,  # outputs are added into
         num_modules=dims.num_layers * len(targets),
         num_groups=dims.num_layers * len(groups),
+        expert_bytes=(weights - dims.adapter_elements(targets, num_experts=0)) * dims.element_bytes,
+        experts_share=chosen / dims.num_experts if dims.num_experts else 1.0,
     )
 
 
@@ -123,7 +137,7 @@ def _none(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> fl
 
 def _naive(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
     computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
-    moving = step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    moving = step.sum_rank * targets.read_bytes(step) + step.num_adapted_tokens * targets.row_bytes
     launches = 2 * step.num_adapters * targets.num_modules
     # Calls this small end before the next is launched, so launches and work do not overlap.
     return max(computing, moving / rates.bytes_per_s) + launches * rates.launch_s
@@ -131,7 +145,7 @@ def _naive(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> f
 
 def _grouped(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
     computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
-    moving = 3 * step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    moving = 3 * step.sum_rank * targets.read_bytes(step) + step.num_adapted_tokens * targets.row_bytes
     launches = 2 * step.num_ranks * targets.num_modules
     return max(computing, moving / rates.bytes_per_s) + launches * rates.launch_s
 
@@ -145,7 +159,7 @@ def _padded(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> 
 
 def _ragged(step: StepFeatures, targets: AdapterTargets, rates: DeviceRates) -> float:
     computing = 2 * step.row_rank * targets.weights / rates.flops_per_s
-    moving = step.sum_rank * targets.weight_bytes + step.num_adapted_tokens * targets.row_bytes
+    moving = step.sum_rank * targets.read_bytes(step) + step.num_adapted_tokens * targets.row_bytes
     return max(computing, moving / rates.bytes_per_s) + 2 * targets.num_groups * rates.launch_s
 
 
