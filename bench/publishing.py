@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -41,8 +43,12 @@ def publish(
 ) -> None:
     """Print a result, and write it to the folder of results; a smoke test writes nothing.
 
+    The page names the command, below its title if the text does not say it.
     ``refused`` is the reason why a comparison by time is not worth keeping (`reason_to_refuse`).
     """
+    if "bench/" not in text:
+        title, _, rest = text.partition("\n")
+        text = f"{title}\n\n`{shlex.join(['python', f'bench/{Path(sys.argv[0]).name}', *sys.argv[1:]])}`.\n{rest}"
     if is_shown:
         print(text)
     if is_kept and refused is not None:

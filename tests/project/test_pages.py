@@ -118,6 +118,11 @@ def test_pages_are_short(page: Path) -> None:
     assert name in GENERATED or len(page.read_text().splitlines()) <= MOST_LINES
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("bench/results/*.md")), ids=lambda page: page.stem)
+def test_results_name_their_command(page: Path) -> None:
+    assert re.search(r"bench/\w+\.(py|sh)|`make [a-z]+|`manylora [a-z]+|`pytest ", page.read_text())
+
+
 @cache
 def tree() -> frozenset[str]:
     """Return every file and folder below the places that pages name files from, as they may be written there."""
