@@ -1,6 +1,6 @@
 """Does the simulator predict what runs, on traces that nothing was fitted on? Two systems, two traces of Azure.
 
-    python bench/forecast_traces.py --traces DIR [--system cpu] [--system devices] [--minutes 8] [--quick]
+    python bench/forecast_traces.py --traces DIR [--system cpu] [--system devices] [--minutes 7] [--quick]
 
 *cpu* is the engine of `forecast.py` on this processor, priced by a sweep of synthetic steps. *devices* is `manylora
 serve` over HTTP, two engines that wait as long as an A40 under Llama-7B would take: what the data sheet leaves out, the
@@ -10,7 +10,7 @@ Round by round other stretches of a trace are served, lengths scaled as `example
 adapters drawn by a Zipf law. Gaps are scaled by one factor: a load of 85 % lasts as long as the simulator predicts for
 the same requests all at once, over 0.85. Beside each live run the same requests are simulated, on drawn speeds several
 times, of which the median figure counts: it is that of one run, too. *Once* knows the sweep before the first run; *just
-before* knows the speed of a few seconds of synthetic steps before each run as well. No prediction knows anything of a
+before* knows the speed of a few seconds of drawn requests before each run as well. No prediction knows anything of a
 run of a trace.
 
 The statistic is the ratio of predicted to live of a run, its median over rounds, with a 95 % interval of the median.
@@ -32,20 +32,18 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from forecast import Metered, Predicted, calibrate, seconds_of, speeds_of
+from forecast import Predicted, calibrate, seconds_of, speeds_of
 from live import VOCABULARY, http_arrivals, write_adapters
-from planner_live import MEMORY, NUM_ADAPTERS, RANKS, SCHEDULER, WORKLOAD, Live
+from planner_live import MEMORY, NUM_ADAPTERS, SCHEDULER, WORKLOAD, Live
 from publishing import Others, Steps, arguments, publish, reason_to_refuse, table
 from route import started
 
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig
 from manylora.core.costs.step_log import LogLine
 from manylora.demo import demo_model_path
-from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
 from manylora.lab.bench.load import run_load
 from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
-from manylora.lab.bench.sweep import sweep_live
 from manylora.lab.bench.target import Target
 from manylora.lab.measure import RequestRecord
 from manylora.lab.measure.summary import gaps_of
@@ -68,6 +66,9 @@ SYNTHETIC = make_workload(replace(at_rate(WORKLOAD, 1.0), num_requests=200), 99)
 DRAWS = 7
 """Simulated runs beside a live one, where the machine's speed is drawn."""
 
+LOOK_LOAD = 0.7
+"""Load of the drawn requests that tell the speed of the moment."""
+
 NUM_DEVICES, HARDWARE, MODEL = 2, "a40", "llama-7b"
 
 Records = list[RequestRecord]
@@ -85,7 +86,7 @@ class System(Protocol):
         ...
 
     def learn(self) -> None:
-        """Measure synthetic steps, before each live run."""
+        """Measure drawn requests, before each live run."""
         ...
 
     def live(self, workload: Workload) -> Records:
@@ -107,21 +108,22 @@ class Cpu:
             scheduler=SCHEDULER,
             adapters=AdapterConfig(),
         )
-        self._look_s, self._num_looks = look_s, 0
+        self._look_s = look_s
         self._machine = calibrate(self._config, sweep_s)
         self._simulator = Predicted(self._machine, folder)
         self._before: Sequence[float] = self._machine.speeds
         self._log: list[LogLine] = []
         self._times_price: dict[str, list[float]] = {"synthetic": [], "live": []}
         self._engine = Live(self._config, SYNTHETIC, folder, self._log.append)
-        self._engine.serve(at_load(SYNTHETIC, self.busy_s(SYNTHETIC), 0.5))  # warm up
+        self._synthetic_s = self.busy_s(SYNTHETIC)
+        self._engine.serve(at_load(SYNTHETIC, self._synthetic_s, 0.5))  # warm up
 
     def about(self) -> str:
         """Return the system, and the time of steps over their price, run by run."""
         ratios = ratio_by_round(self._times_price["live"], self._times_price["synthetic"])
         times = {name: statistics.median(one) for name, one in self._times_price.items()}
         return (
-            f"The demo model on this processor, one thread. Synthetic steps just before a run took "
+            f"The demo model on this processor, one thread. Steps of drawn requests just before a run took "
             f"{times['synthetic']:.2f} times the sweep's price, those of the run {times['live']:.2f}: "
             f"a ratio of {ratios}"
         )
@@ -133,29 +135,22 @@ class Cpu:
         return statistics.mean(max(one.finished_at for one in run) for run in runs)
 
     def learn(self) -> None:
-        """Measure the speed of this moment, by a short sweep of other steps each time."""
-        log = Metered()
-        self._num_looks += 1
-        targets = WORKLOAD.adapters.targets
-        sweep_live(
-            build_parts,
-            self._config,
-            num_adapters=NUM_ADAPTERS,
-            ranks=RANKS,
-            targets=targets,
-            seconds=self._look_s,
-            seed=self._num_looks,
-            write=log,
-        )
-        self._before = speeds_of(self._machine.profile, log.lines)
-        self._times_price["synthetic"].append(statistics.mean(self._before))
+        """Measure the speed of this moment on the engine itself, by other drawn requests each time."""
+        rate = LOOK_LOAD * len(SYNTHETIC.requests) / self._synthetic_s
+        spec = replace(at_rate(WORKLOAD, rate), num_requests=max(20, int(rate * self._look_s)))
+        self._before, _ = self._serve(make_workload(spec, 100 + len(self._times_price["synthetic"])), "synthetic")
+
+    def _serve(self, workload: Workload, kind: str) -> tuple[tuple[float, ...], Records]:
+        """Serve requests; return the speed of their steps, window by window, and their records."""
+        self._log.clear()
+        records = self._engine.serve(workload)
+        speeds = speeds_of(self._machine.profile, self._log)
+        self._times_price[kind].append(statistics.mean(speeds))
+        return speeds, records
 
     def live(self, workload: Workload) -> Records:
         """Serve requests on the wall clock."""
-        self._log.clear()
-        records = self._engine.serve(workload)
-        self._times_price["live"].append(statistics.mean(speeds_of(self._machine.profile, self._log)))
-        return records
+        return self._serve(workload, "live")[1]
 
     def predicted(self, workload: Workload, name: str) -> dict[str, list[Records]]:
         """Return runs on a machine of drawn speeds."""
@@ -352,7 +347,7 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True, help="folder of the public traces")
     parser.add_argument("--system", action="append", choices=("cpu", "devices"), help="one of them; repeatable")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=8.0, help="of live runs of each system")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of live runs of each system")
     parser.add_argument("--sweep", type=float, default=90.0, help="seconds of calibration")
     options = parser.parse_args()
     look_s = 6.0
