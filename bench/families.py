@@ -190,9 +190,7 @@ def compare(make: Callable[[], Any], folder: str) -> tuple[str, str]:
         found = serve(folder)
     except ManyloraError as error:
         return "", str(error).split("'", 2)[-1].partition("not supported: ")[2] or str(error)
-    with torch.inference_mode(), quiet():
-        model = own.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-        expected = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0][[stop - 1 for _, stop in STEPS]]
+    expected = refer(own, folder)
     return f"{float((found - expected).abs().max()):.1e}", f"{float(expected.std()):.2f}"
 
 
@@ -213,9 +211,9 @@ def save(own: Any, config: Any, folder: str) -> None:
         model.save_pretrained(folder)
 
 
-def serve(folder: str) -> torch.Tensor:
+def serve(folder: str, base_dtype: str = "auto") -> torch.Tensor:
     """Return the logits of each step ``[steps, vocab]``."""
-    model = ModelConfig(model=folder, device="cpu", activation_dtype="float32")
+    model = ModelConfig(model=folder, device="cpu", base_dtype=base_dtype, activation_dtype="float32")
     parts = build_parts(EngineConfig(model=model, memory=MemoryConfig(block_size=4, num_pages=NUM_PAGES)), WallClock())
     assert isinstance(parts.executor, TorchExecutor)
     runner, rows = parts.executor.runner, []
@@ -228,6 +226,14 @@ def serve(folder: str) -> torch.Tensor:
     finally:
         parts.close()
     return torch.cat(rows)
+
+
+def refer(own: Any, folder: str) -> torch.Tensor:
+    """Return the same logits of transformers."""
+    with torch.inference_mode(), quiet():
+        model = own.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        logits: torch.Tensor = model(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0]
+    return logits[[stop - 1 for _, stop in STEPS]]
 
 
 def part(start: int, stop: int, pages: tuple[int, ...]) -> PlannedSequence:

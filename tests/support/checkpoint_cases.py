@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -77,7 +78,6 @@ def check_weights(
 ) -> dict[str, Codes]:
     """Compare a checkpoint's weights with those expected; return the codes of those that have some."""
     checkpoint = open_checkpoint(str(folder))
-    assert checkpoint.is_plain
     assert set(checkpoint.names) == set(expected)
     codes = {}
     for name, weight in expected.items():
@@ -98,6 +98,20 @@ def check_weights(
         )
     checkpoint.close()
     return codes
+
+
+def pack(codes: np.ndarray[Any, Any], bits: int, order: list[int] | None = None) -> Tensor:
+    """Pack along the last axis into words of 32 bits, code by code."""
+    each = 32 // bits
+    rows, columns = codes.shape
+    words = np.zeros((rows, -(-columns // each)), np.uint32)
+    for row in range(rows):
+        for word in range(words.shape[1]):
+            for place in range(each):
+                column = word * each + (order[place] if order else place)
+                if column < columns:
+                    words[row, word] |= np.uint32(int(codes[row, column]) << (bits * place))
+    return torch.from_numpy(words.view(np.int32))
 
 
 def file_of(tensor: Tensor) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import build, change_tensors, check_weights, linears, tiny, write
+from checkpoint_cases import build, change_tensors, check_weights, linears, pack, tiny, write
 from torch import Tensor
 
 from manylora.core.errors import ConfigError
@@ -16,20 +16,6 @@ from manylora.execution.checkpoint.open import open_checkpoint
 
 GROUP = 8
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-
-
-def pack(codes: np.ndarray[Any, Any], bits: int, order: list[int] | None = None) -> Tensor:
-    """Pack along the last axis, code by code."""
-    each = 32 // bits
-    rows, columns = codes.shape
-    words = np.zeros((rows, -(-columns // each)), np.uint32)
-    for row in range(rows):
-        for word in range(words.shape[1]):
-            for place in range(each):
-                column = word * each + (order[place] if order else place)
-                if column < columns:
-                    words[row, word] |= np.uint32(int(codes[row, column]) << (bits * place))
-    return torch.from_numpy(words.view(np.int32))
 
 
 class Stored:

@@ -1,4 +1,4 @@
-"""Checkpoints without codes: views of mapped files by transformers' names, and what is left to transformers."""
+"""Checkpoints without codes: views of mapped files by transformers' names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import FILE, SIZES, build, check_weights, file_of, tiny
-from transformers import AutoModel, MixtralConfig
+from checkpoint_cases import FILE, build, check_weights, file_of, tiny
+from transformers import AutoModel
 
 from manylora.core.errors import ConfigError
 from manylora.demo import demo_model_path
@@ -54,18 +54,6 @@ def test_names_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:
     AutoModel.from_config(tiny(tie_word_embeddings=True)).save_pretrained(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     assert set(checkpoint.names) == model.state_dict().keys() - {"lm_head.weight"}
-    assert checkpoint.is_plain
-
-
-def test_experts_are_left_to_transformers(tmp_path: Path) -> None:
-    """It merges them while it loads; the other weights can be read."""
-    model = build(MixtralConfig(**SIZES, num_local_experts=2))
-    model.save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(str(tmp_path))
-    assert not checkpoint.is_plain
-    assert not any("experts" in name for name in checkpoint.names)
-    name = "model.layers.1.self_attn.q_proj.weight"
-    assert checkpoint.tensor(name).equal(model.get_parameter(name))
 
 
 def test_more_layers_than_the_files_can_hold(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def test_attached_weights_give_the_same_logits(model: ModelConfig) -> None:
 
 def test_weights_that_were_gathered_on_a_device_are_fused_without_a_copy(model: ModelConfig) -> None:
     loaded = load_model(model)
-    buffer, memory = gather(loaded, NUMBERS, torch.device("cpu"))
+    buffer, memory = gather(loaded, torch.device("cpu"))
     weights = freeze(loaded, NUMBERS, buffer, memory)
     assert memory is None
     names = [name for entry in weights.manifest.entries for name in entry.names]
@@ -144,7 +144,7 @@ def test_a_bias_that_siblings_lack_is_zeros(is_gathered: bool, tmp_path: Path) -
     attention = loaded.model.get_submodule("model.layers.0.self_attn")
     expected = torch.cat([attention.q_proj.bias, torch.zeros(16), attention.v_proj.bias])
     attention.k_proj.bias = None
-    gathered = gather(loaded, NUMBERS, loaded.device) if is_gathered else ()
+    gathered = gather(loaded, loaded.device) if is_gathered else ()
     weights = freeze(loaded, NUMBERS, *gathered)
     assert torch.equal(weights.tensors["model.layers.0.self_attn.qkv.bias"], expected)
 

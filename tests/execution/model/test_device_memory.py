@@ -300,7 +300,7 @@ def shared_model(folder: Path) -> tuple[ModelConfig, BaseWeights, SharedBase]:
     """Return a model whose weights are in the memory of the driver."""
     model = save(FAMILIES["llama"], folder)
     loaded = load_model(model)
-    weights = freeze(loaded, NUMBERS, *gather(loaded, NUMBERS, GPU))
+    weights = freeze(loaded, NUMBERS, *gather(loaded, GPU))
     shared = share_weights(weights)
     assert shared is not None and shared.gpu == IDENTITY
     return model, weights, shared

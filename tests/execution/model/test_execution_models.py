@@ -36,6 +36,7 @@ from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.execution.build import build_parts
+from manylora.execution.checkpoint.open import Checkpoint
 from manylora.execution.kernels.linear import BaseLinear
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import LORA_KERNELS
@@ -149,12 +150,11 @@ def test_of_a_multimodal_checkpoint_the_text_is_served(tmp_path: Path, caplog: p
 def test_a_mixture_that_cannot_be_served_is_refused_before_its_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers merges its experts while it loads them, so that no weight can be read by itself."""
     experts = {"n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
     heads = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16, "q_lora_rank": 16}
     groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
     path = save(DeepseekV32Config(**SMALL | experts | heads | groups), tmp_path)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(Checkpoint, "linear", None)
     with pytest.raises(ConfigError, match="'deepseek_v32', which is not supported"):
         build(path)
 

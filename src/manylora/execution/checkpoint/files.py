@@ -12,7 +12,6 @@ transformers, which renames and merges tensors of some architectures while it lo
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from manylora.core.errors import AdapterError, ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["HUB_TIMEOUT_S", "CheckpointFiles", "check_checkpoint", "find_gguf", "hide_load_report", "is_gguf"]
+__all__ = ["HUB_TIMEOUT_S", "CheckpointFiles", "check_checkpoint", "find_gguf", "is_gguf"]
 
 HUB_TIMEOUT_S = 2.0  # timeout of the connection to the hub, and of its answer
 
@@ -192,8 +191,6 @@ class CheckpointFiles:
                 f"{got}: {self.place(unexpected[0])} has tensor {_first(unexpected)}, which no part of "
                 f"{type(model).__name__} takes by config.json"
             )
-        if getattr(model.config, "quantization_config", None) is not None:
-            return  # codes in place of numbers, which transformers decodes
         own = model.state_dict()
         ignored = (*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *_OBSOLETE)
         for name, dtype in self.dtypes.items():
@@ -203,15 +200,6 @@ class CheckpointFiles:
                     f"{got}: {self.place(name)} has tensor {name!r} of type {dtype}, "
                     f"expected one of {', '.join(NUMBERS)}"
                 )
-
-
-def hide_load_report() -> None:
-    """Keep transformers from logging its table of differences, which ``check_loaded`` tells in one line."""
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_report)
-
-
-def _is_no_report(record: logging.LogRecord) -> bool:
-    return "LOAD REPORT" not in str(record.msg)
 
 
 def _find(model: str, revision: str | None, file: str) -> Path | None:

@@ -5,6 +5,7 @@ Both are checked where they are read; every error names the file and tensor, or 
 
 from __future__ import annotations
 
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +22,12 @@ from manylora.core.errors import ConfigError
 from manylora.execution.checkpoint.codes import Codes
 from manylora.execution.checkpoint.files import CheckpointFiles
 
-__all__ = ["FLOATS", "Method", "QuantisationConfig", "StoredTensors", "check_names"]
+__all__ = ["FLOATS", "Method", "QuantisationConfig", "StoredTensors", "check_names", "one_line"]
 
 FLOATS = ("F32", "F16", "BF16")
 """Types of scales, by safetensors' names; kernels take them as they are."""
+
+MAX_REASON_CHARS = 200  # most characters of a library's own error in a message
 
 MATCH_SECONDS = 10.0  # most processor time for the expressions of a ``quantization_config``, over all modules
 
@@ -242,3 +245,8 @@ class Method(ABC):
 def _any_of(values: Collection[Any]) -> str:
     shown = [value if isinstance(value, str) else repr(value) for value in values]
     return shown[0] if len(shown) == 1 else f"one of {', '.join(shown)}"
+
+
+def one_line(error: Exception) -> str:
+    """Return a library's message in one line, with its kind."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", MAX_REASON_CHARS)

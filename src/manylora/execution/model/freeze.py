@@ -28,6 +28,7 @@ from torch import nn
 from manylora.core.adapters.shape import ModuleKind, TargetModule
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
+from manylora.execution.checkpoint.codes import Codes
 from manylora.execution.device import find_device
 from manylora.execution.kernels.linear import WeightEntry, side_by_side, write_narrow_weight, write_weight
 from manylora.execution.model.base_weights import BaseWeights, WeightsManifest
@@ -66,7 +67,7 @@ def load_weights(
     is_coded = precision.is_by_row and (is_quantised or precision.base != "stored")
     try:
         if loaded.device.type != "cpu" and not is_coded:
-            return loaded, freeze(loaded, precision, *gather(loaded, precision, loaded.device))
+            return loaded, freeze(loaded, precision, *gather(loaded, loaded.device))
         weights = freeze(loaded, precision)
         if packed is not None:
             packed.store_later(weights)
@@ -76,7 +77,7 @@ def load_weights(
             loaded.checkpoint.close()
 
 
-def gather(loaded: LoadedModel, precision: Precision, device: torch.device) -> tuple[torch.Tensor, DeviceMemory | None]:
+def gather(loaded: LoadedModel, device: torch.device) -> tuple[torch.Tensor, DeviceMemory | None]:
     """Read the weights of a model, unless it has them, and move them to ``device``, with siblings side by side.
 
     Returns:
@@ -84,7 +85,13 @@ def gather(loaded: LoadedModel, precision: Precision, device: torch.device) -> t
     """
     model = loaded.model
     if (checkpoint := loaded.checkpoint) is not None:
-        own = {name: precision.keep_numbers(loaded.read(name)) for name in checkpoint.names}
+        loaded.probe()  # what cannot be served is refused before its weights are read
+        types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        own = {
+            name: _numbers(loaded.read(name), types[name])
+            for name in checkpoint.names
+            if name in types  # files hold other parts of multimodal models too
+        }
         model.load_state_dict(own, strict=False, assign=True)
         model.tie_weights()  # type: ignore[operator]
         model.requires_grad_(False)
@@ -256,8 +263,7 @@ class _Source:
         least, most = torch.aminmax(weight.detach())  # both NaN if one number is
         if not (torch.isfinite(least) and torch.isfinite(most)):
             checkpoint = self._loaded.checkpoint
-            place = self._loaded.place if checkpoint is None else checkpoint.place
-            where = "" if place is None else f"{place(name)} has "
+            where = "" if checkpoint is None else f"{checkpoint.place(name)} has "
             found = "NaN" if torch.isnan(least) else "infinity"
             raise ConfigError(f"Got model = {self._loaded.name!r}: {where}tensor {name!r} with {found} in it")
 
@@ -267,8 +273,8 @@ def _keep(precision: Precision, source: _Source, piece: _Piece) -> list[Kept]:
     read = (source.read(names) for names in piece.parts)
     stored = [part.cpu() if isinstance(part, torch.Tensor) else part for part in read]
     if piece.role is _Role.OTHER:
-        dtypes = map(source.dtype, piece.parts)  # the model's own: beside 16 bits, frequencies of rotations have 32
-        numbers = [precision.keep_numbers(part).to(dtype) for part, dtype in zip(stored, dtypes, strict=True)]
+        dtypes = map(source.dtype, piece.parts)  # the model's own: beside 16 bits, routers of some families have 32
+        numbers = [_numbers(part, dtype) for part, dtype in zip(stored, dtypes, strict=True)]
         kept: list[Kept] = [torch.cat(numbers) if len(numbers) > 1 else numbers[0]]
     elif piece.role is _Role.TABLE:
         kept = [precision.keep_table(stored[0])]
@@ -277,6 +283,10 @@ def _keep(precision: Precision, source: _Source, piece: _Piece) -> list[Kept]:
     for names in piece.parts:
         source.release(names)
     return kept
+
+
+def _numbers(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
+    return (stored.dequantise() if isinstance(stored, Codes) else stored).to(dtype)
 
 
 def _write_all(

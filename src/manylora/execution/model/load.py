@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.execution.attention.call import ATTENTION_NAME, register_attention
 from manylora.execution.checkpoint.codes import Codes
-from manylora.execution.checkpoint.files import CheckpointFiles, find_gguf, hide_load_report, is_gguf
+from manylora.execution.checkpoint.files import find_gguf, is_gguf
 from manylora.execution.checkpoint.open import Checkpoint, open_checkpoint, read_config
 from manylora.execution.collectives import Collectives
 from manylora.execution.device import find_device
@@ -49,13 +50,12 @@ class LoadedModel:
     """A module tree of transformers with our attention."""
 
     name: str  # folder or hub name of its checkpoint
-    # The causal language model, in evaluation mode; its weights may still be in main memory, or missing.
+    # The causal language model, in evaluation mode; its weights may be missing.
     model: nn.Module
     text_config: Any  # the part of its configuration that describes the decoder
     dtype: torch.dtype
     device: torch.device
     checkpoint: Checkpoint | None = None  # the files that its weights, which are missing, are to be read from
-    place: Callable[[str], str] | None = None  # returns the file of a weight that was read, by its name
     share: ModelShare | None = None  # of several workers, how ``model`` is this one's part of the whole
 
     def read(self, name: str) -> Codes | torch.Tensor:
@@ -78,8 +78,6 @@ class LoadedModel:
 def load_model(config: ModelConfig, workers: Collectives | None = None) -> LoadedModel:
     """Open the base model, whose weights are read one at a time later; of several workers, this one's share of it.
 
-    Weights that transformers merges while it loads them (experts) are read into main memory here.
-
     Raises:
         ConfigError: The model does not exist or cannot be served.
     """
@@ -91,36 +89,7 @@ def load_model(config: ModelConfig, workers: Collectives | None = None) -> Loade
     if workers is not None:
         part = builder.build(share_config(checkpoint.config, workers.size))
         share = ModelShare.of(checkpoint.skeleton, part, workers.rank, workers.size)
-    if checkpoint.is_plain:
-        return builder.loaded(part, checkpoint=checkpoint, share=share)
-    checkpoint.close()
-    if checkpoint.is_quantised:
-        raise ConfigError(
-            f"Got model = {config.model!r} in {checkpoint.format}, whose weights transformers merges while it loads "
-            "them (as experts), which is not supported of codes"
-        )
-    builder.loaded(checkpoint.skeleton).probe()  # what cannot be served is refused before its weights are read
-    named = getattr(checkpoint.config, "transformers_weights", None)
-    files = CheckpointFiles.read(config.model, config.revision, named)
-    hide_load_report()
-
-    def read(_: Any, options: dict[str, Any]) -> Any:
-        model, differences = auto_class(checkpoint.config).from_pretrained(
-            config.model,
-            revision=config.revision,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported in place of raised
-            **options,
-        )
-        files.check_loaded(model, differences)
-        return model
-
-    model = builder.build(checkpoint.config, read)
-    if share is not None:
-        share.fill(part, model)
-        model = part
-    return builder.loaded(model, place=files.place, share=share)
+    return builder.loaded(part, checkpoint=checkpoint, share=share)
 
 
 def load_skeleton(config: ModelConfig) -> LoadedModel:
@@ -154,9 +123,14 @@ def _without_weights(checkpoint: Any, options: dict[str, Any]) -> Any:
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
     try:
-        return auto_class(checkpoint).from_config(checkpoint, **options)
+        model = auto_class(checkpoint).from_config(checkpoint, **options)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+    plan = model._get_dtype_plan(options["dtype"])  # routers in float32 beside 16 bits, of some families
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if (kept := next((plan[pattern] for pattern in plan if re.search(pattern, name)), None)) is not None:
+            tensor.data = tensor.data.to(kept)
+    return model
 
 
 class _Builder:
@@ -191,11 +165,6 @@ class _Builder:
         except ManyloraError:
             raise
         except Exception as error:  # wrong numbers in configurations raise many kinds
-            if "automatic conversion of the weights" in str(error):  # its report, which is hidden, has pages
-                raise ConfigError(
-                    f"{got}: tensors of its files do not merge into the model's (as experts do): "
-                    "one is missing, or has another shape"
-                ) from error
             if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
                 raise ConfigError(f"{got}, {_FIXED_ATTENTION}") from error
             raise ConfigError(f"{got}, which cannot be loaded: {_reason(error)}") from error
@@ -215,7 +184,6 @@ class _Builder:
         model: Any,
         *,
         checkpoint: Checkpoint | None = None,
-        place: Callable[[str], str] | None = None,
         share: ModelShare | None = None,
     ) -> LoadedModel:
         """Return a model that was built, without the parts that text does not use."""
@@ -230,7 +198,6 @@ class _Builder:
             dtype=self._dtype,
             device=self._device,
             checkpoint=checkpoint,
-            place=place,
             share=share,
         )
 

@@ -123,12 +123,6 @@ class ModelShare:
         cut = self.cuts.get(name)
         return weight if cut is None else cut.of(name, weight)
 
-    def fill(self, model: nn.Module, whole: nn.Module) -> None:
-        """Give a share, whose parameters are empty, copies of its parts of a model that has weights."""
-        own = {name: cast(torch.Tensor, self.cut(name, tensor)).clone() for name, tensor in whole.named_parameters()}
-        model.load_state_dict(own, strict=False, assign=True)
-        cast(Any, model).tie_weights()
-
 
 def share_config(config: Any, size: int) -> Any:
     """Return the configuration of a share: heads, inner width and vocabulary of one of ``size`` workers.

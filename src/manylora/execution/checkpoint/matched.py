@@ -1,0 +1,219 @@
+"""Weights in safetensors files, matched with the parameters of transformers' model.
+
+Names are those that transformers gives tensors while it loads them. A parameter is a tensor, or the codes of a module
+in the files, or is made of several of either by a conversion of transformers (``Merge``): codes are then widened first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+
+from manylora.core.errors import ConfigError, ManyloraError
+from manylora.execution.checkpoint.codes import Codes, find_problem
+from manylora.execution.checkpoint.merged import Merge
+from manylora.execution.checkpoint.stored import FLOATS, Method, StoredTensors, check_names, one_line
+
+__all__ = ["StoredWeights"]
+
+_EXPERT = nn.Linear(1, 1, device="meta")
+"""What the linear of an expert is to a configuration; the merged model has no module for it."""
+
+
+class StoredWeights:
+    """Weights in safetensors files, which were matched with the model.
+
+    Attributes:
+        names: The model's parameters and buffers that the files hold, in its order.
+        plain: The tensor that is a parameter or buffer, by the model's name.
+        coded: The module in the files whose tensors are the codes of a parameter, by the model's name.
+        merged: The conversion that makes a parameter, by the model's name.
+        transposed: The parameters that the files hold as ``[in, out]`` (GPT-2), which the model has as linears.
+    """
+
+    def __init__(
+        self, stored: StoredTensors, method: Method | None, skeleton: Any, converters: Sequence[WeightConverter] = ()
+    ) -> None:
+        self.plain: dict[str, str] = {}
+        self.coded: dict[str, str] = {}
+        self.merged: dict[str, Merge] = {}
+        self.paths = stored.paths
+        self._stored = stored
+        self._method = method
+        self._skeleton = skeleton
+        self._own: dict[str, torch.Tensor] = skeleton.state_dict()
+        marks = () if method is None else method.marks
+        self._modules = {_owner(tensor, leaf) for tensor in stored.files.files for leaf in marks} - {None}
+        self.transposed = {f"{name}.weight" for name, one in skeleton.named_modules() if isinstance(one, Conv1D)}
+        merges, unexpected = self._match(converters)
+        for merge in merges:
+            self._check_merge(merge)
+        self.names = {
+            name: None for name in self._own if name in self.plain or name in self.coded or name in self.merged
+        }.keys()
+        numbers = {*self.plain.values(), *unexpected}
+        numbers.update(place for merge in merges if merge.converter not in converters for place in merge.places())
+        dtypes = {tensor: dtype for tensor, dtype in stored.files.dtypes.items() if tensor in numbers}
+        shapes = {name: stored.shape(tensor) for name, tensor in self.plain.items()}
+        shapes |= {name: tuple(self._own[name].shape) for name in chain(self.coded, self.merged)}
+        check_names(skeleton, replace(stored.files, dtypes=dtypes), shapes, unexpected)
+        if method is not None:
+            self._check_announced(method, merges)
+
+    def read(self, name: str) -> Codes | torch.Tensor:
+        """Return a parameter or buffer, by the model's name of it."""
+        if (merge := self.merged.get(name)) is not None:
+            return self._convert(merge)[name]
+        if (coded := self.coded.get(name)) is None:
+            weight = self._read_tensor(self.plain[name])
+            return weight.t() if name in self.transposed else weight
+        module = self._skeleton.get_submodule(name.removesuffix(".weight"))
+        return self._read_codes(coded, module, tuple(self._own[name].shape))
+
+    def place(self, name: str) -> str:
+        """Return the name of the file that holds it; of several tensors, the index or the only file."""
+        return self._stored.files.place(self.plain.get(name, name))
+
+    def close(self) -> None:
+        """Drop the files."""
+        self._stored.close()
+
+    def _read_tensor(self, tensor: str) -> torch.Tensor:
+        return self._stored.read(tensor, (self._stored.files.dtypes[tensor],))
+
+    def _read_codes(self, coded: str, module: nn.Module, shape: tuple[int, ...]) -> Codes:
+        num_out, num_in = shape
+        assert self._method is not None
+        codes = self._method.read(self._stored, coded, module, (num_out, num_in))
+        if (problem := find_problem(codes)) is not None:
+            raise self._stored.refuse(self._mark(self._method, coded), f"of a weight with {problem}")
+        return codes
+
+    def _convert(self, merge: Merge, *, is_empty: bool = False) -> dict[str, torch.Tensor]:
+        """Return what a conversion makes; of tensors without numbers if ``is_empty``.
+
+        Raises:
+            ConfigError: A tensor is missing, or of a type or shape that the others do not have.
+        """
+        dtype = self._own[merge.first].dtype
+
+        def read(shapes: Mapping[str, tuple[int, ...]], pattern: str, place: str) -> torch.Tensor:
+            if place in self._modules:
+                if is_empty:
+                    return torch.empty(shapes[pattern], dtype=dtype, device="meta")
+                return self._read_codes(place, _EXPERT, shapes[pattern]).dequantise().to(dtype)
+            if is_empty:
+                kept = torch.uint8 if self._stored.files.dtypes[place] == "U8" else dtype
+                return torch.empty(self._stored.shape(place), dtype=kept, device="meta")
+            tensor = self._read_tensor(place)
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        try:
+            has_codes = not self._modules.isdisjoint(merge.places())
+            shapes = merge.shapes(self._skeleton) if has_codes else {}
+            return merge.convert(self._skeleton, partial(read, shapes))
+        except ManyloraError:
+            raise
+        except Exception as error:  # of operations of transformers, on tensors that do not suit them
+            raise self._refuse(merge, one_line(error)) from error
+
+    def _refuse(self, merge: Merge, reason: str) -> ConfigError:
+        held = f"{self._stored.files.source} has {merge.describe()} for {merge.first!r}"
+        return ConfigError(f"{self._stored.got}: {held}, which do not merge: {reason}")
+
+    def _match(self, further: Sequence[WeightConverter]) -> tuple[list[Merge], list[str]]:
+        """Match tensors, under the names that transformers gives them while it loads.
+
+        Returns:
+            The conversions, of ``further`` ones too, and the tensors without a match.
+        """
+        transforms = [*further, *get_model_conversion_mapping(self._skeleton)]
+        renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+        of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        own, prefix = self._own, self._skeleton.base_model_prefix
+
+        def rename(tensor: str) -> tuple[str, str | None]:
+            name, pattern = rename_source_key(tensor, renamings, converters, prefix, own)
+            if name not in own and tensor in own:
+                name, pattern = rename_source_key(tensor, [], [], prefix, own)
+            return name, pattern
+
+        method, modules = self._method, self._modules
+        marks, parts, unused = ((), (), ()) if method is None else (method.marks, method.parts, method.unused)
+        others = tuple(f".{leaf}" for leaf in unused)
+        merges: dict[str, Merge] = {}
+        unexpected: list[str] = []
+        for tensor in sorted(self._stored.files.files, key=dot_natural_key):
+            module = next((owner for leaf in (*marks, *parts) if (owner := _owner(tensor, leaf)) in modules), None)
+            if module is None and tensor.endswith(others):
+                continue
+            name, pattern = rename(tensor if module is None else f"{module}.weight")
+            found, place = (self.plain, tensor) if module is None else (self.coded, module)
+            if name not in own:
+                if _owner(tensor, "bias") not in modules or self._stored.read(tensor, FLOATS).any():
+                    unexpected.append(tensor)  # AutoGPTQ stored biases of zeros where a model has none
+            elif pattern is not None:
+                merge = merges.setdefault(name, Merge(name, of_pattern[pattern]))
+                merge.sources.setdefault(pattern, {})[place] = None
+            elif found.setdefault(name, place) != place or (name in self.plain and name in self.coded):
+                raise self._stored.refuse(tensor, f"for {name!r}, which another tensor is as well")
+        return list(merges.values()), unexpected
+
+    def _check_merge(self, merge: Merge) -> None:
+        """Take over what a conversion makes, if the model has parameters of these names and shapes.
+
+        Raises:
+            ConfigError: It has not, or other tensors make one of them as well.
+        """
+        for name, made in self._convert(merge, is_empty=True).items():
+            expected = self._own.get(name)
+            if expected is None or expected.shape != made.shape:
+                shape = None if expected is None else list(expected.shape)
+                raise self._refuse(merge, f"{name!r} of shape {list(made.shape)}, expected {shape} by config.json")
+            if name in self.plain or name in self.coded or name in self.merged:
+                raise self._refuse(merge, f"{name!r}, which another tensor is as well")
+            self.merged[name] = merge
+
+    def _check_announced(self, method: Method, merges: Sequence[Merge]) -> None:
+        """Refuse codes that the configuration does not announce, and numbers where it announces codes.
+
+        The output layer, and others that quantisers leave out by default, may be either unless the configuration
+        lists them.
+        """
+        loose = HfQuantizer.get_modules_to_not_convert(self._skeleton, None, self._skeleton._keep_in_fp32_modules)
+        places: list[tuple[nn.Module, str]] = []
+        for path, module in self._skeleton.named_modules():
+            plain = None if path in loose else self.plain.get(f"{path}.weight")
+            if (place := self.coded.get(f"{path}.weight", plain)) is not None:
+                places.append((module, place))
+        for place in chain.from_iterable(merge.places() for merge in merges):
+            if place in self._modules or (place.endswith(".weight") and len(self._stored.shape(place)) == 2):
+                places.append((_EXPERT, place))
+        for module, place in places:
+            if place in self._modules:
+                if method.announces(place, module) is False or module.weight.ndim != 2:
+                    reason = "of codes, where quantization_config announces numbers"
+                    raise self._stored.refuse(self._mark(method, place), reason)
+            elif method.announces(place.removesuffix(".weight"), module):
+                marks = " or ".join(method.marks)
+                raise self._stored.refuse(place, f"without {marks}, which quantization_config announces")
+
+    def _mark(self, method: Method, module: str) -> str:
+        """Return a tensor that shows that a module's weight is in codes."""
+        return next(tensor for leaf in method.marks if (tensor := f"{module}.{leaf}") in self._stored)
+
+
+def _owner(tensor: str, leaf: str) -> str | None:
+    """Return the module that a tensor of such a name is of, ``None`` if it has another name."""
+    return tensor.removesuffix(f".{leaf}") if tensor.endswith(f".{leaf}") else None
