@@ -70,6 +70,8 @@ LOOK_LOAD = 0.7
 """Load of the drawn requests that tell the speed of the moment."""
 
 NUM_DEVICES, HARDWARE, MODEL = 2, "a40", "llama-7b"
+ROUTER = "least-loaded"
+"""Of the server and its simulation: where an adapter was before decides nothing."""
 
 Records = list[RequestRecord]
 
@@ -175,15 +177,17 @@ class Devices:
             model=MODEL,
             hardware=HARDWARE,
             num_replicas=NUM_DEVICES,
+            router=ROUTER,
             scheduler=SCHEDULER,
             exact_caps=True,
             all_resident=True,
         )
         self._config = make_config(setup, targets=WORKLOAD.adapters.targets)
         self._turn_s = self._http_s = 0.0
-        everyone = tuple(
-            replace(SYNTHETIC.requests[0], adapter=one.name, arrival_s=0.2 * index)
-            for index, one in enumerate(SYNTHETIC.adapters * NUM_DEVICES)
+        everyone = tuple(  # at the same time as many as there are engines: each gets one, and loads the adapter
+            replace(SYNTHETIC.requests[0], adapter=one.name, arrival_s=0.3 * index)
+            for index, one in enumerate(SYNTHETIC.adapters)
+            for _ in range(NUM_DEVICES)
         )
         self.live(replace(SYNTHETIC, requests=everyone))  # warm up
         self._fit(at_load(SYNTHETIC, self.busy_s(SYNTHETIC), 0.5))
@@ -199,7 +203,7 @@ class Devices:
     def about(self) -> str:
         """Return the system, and its two constants."""
         return (
-            f"`manylora serve` over HTTP, {NUM_DEVICES} engines that wait as {HARDWARE}:{MODEL}. Constants of the run "
+            f"`manylora serve --router {ROUTER}` over HTTP, {NUM_DEVICES} engines that wait as {HARDWARE}:{MODEL}. Constants of the run "
             f"with drawn lengths: a turn {1e3 * self._turn_s:.2f} ms, HTTP {1e3 * self._http_s:.2f} ms"
         )
 
@@ -379,6 +383,7 @@ def run(name: str, options: argparse.Namespace, look_s: float) -> dict[str, Any]
             write_adapters(folder, SYNTHETIC)
             command = ["serve", str(demo_model_path()), "--served-model-name", "demo", "--lora-dir", str(folder)]
             command += ["--simulate", f"{HARDWARE}:{MODEL}", "--replicas", str(NUM_DEVICES), "--no-prefix-caching"]
+            command += ["--router", ROUTER]
             command += ["--max-num-seqs", str(SCHEDULER.max_num_seqs)]
             command += ["--max-num-batched-tokens", str(SCHEDULER.max_num_batched_tokens)]
             (url,) = stack.enter_context(started(command))
