@@ -203,8 +203,9 @@ class Devices:
     def about(self) -> str:
         """Return the system, and its two constants."""
         return (
-            f"`manylora serve --router {ROUTER}` over HTTP, {NUM_DEVICES} engines that wait as {HARDWARE}:{MODEL}. Constants of the run "
-            f"with drawn lengths: a turn {1e3 * self._turn_s:.2f} ms, HTTP {1e3 * self._http_s:.2f} ms"
+            f"`manylora serve --router {ROUTER}` over HTTP, {NUM_DEVICES} engines that wait as {HARDWARE}:{MODEL}. "
+            f"Constants of the run with drawn lengths: a turn {1e3 * self._turn_s:.2f} ms, "
+            f"HTTP {1e3 * self._http_s:.2f} ms"
         )
 
     def _simulate(self, workload: Workload) -> Records:
