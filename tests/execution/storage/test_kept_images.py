@@ -189,12 +189,13 @@ def test_threads_read_and_replace_images_at_once(engine: Engine) -> None:
 
     def work(number: int) -> None:
         rng = np.random.default_rng(number)
-        for _ in range(200):
+        for _ in range(100):
             engine.now += IDLE_S  # every image may be replaced at any time
             one = int(rng.integers(len(versions)))
             adapter = held[one]
             assert adapter is not None
             engine.kept.keep(versions[one].key, adapter)
+            engine.kept._writer.submit(lambda: None).result(60)
             one = int(rng.integers(len(versions)))
             packed = engine.kept.find(versions[one])
             if packed is not None:
