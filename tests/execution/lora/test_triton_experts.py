@@ -10,7 +10,7 @@ import torch
 from triton_cases import DEVICE, HALVES, TOLERANCE, Group, Pool, make_base, poison, relative_error
 
 from manylora.core.adapters.shape import ModuleKind
-from manylora.execution.lora.tables import Choices, StepTables
+from manylora.execution.lora.tables import StepTables
 
 pytest.importorskip("triton")
 
@@ -72,8 +72,14 @@ def run(pool: Pool, group: str, segments: list[tuple[int, int, int]], adapters: 
                 expected[at] += x[at].double() @ adapters[i][1][group][int(experts[at])]
     tables = StepTables.for_rows(pool.space, [(start, stop, adapters[i][0].table) for start, stop, i in segments])
     found = out.to(DEVICE)
-    tables.apply_experts(x.to(DEVICE), found, span, Choices(experts.to(DEVICE), rows.to(DEVICE)))
+    add(tables, x.to(DEVICE), found, group, pool, experts.to(DEVICE), rows.to(DEVICE))
     return found, expected
+
+
+def add(tables: StepTables, x: torch.Tensor, out: torch.Tensor, group: str, pool: Pool, *choices: torch.Tensor) -> None:
+    """Add a group's LoRA as a mixture does, whose other weight has the same choices."""
+    groups = pool.space.directory.groups
+    tables.apply_experts(x, out, groups[group], tables.find_experts(*choices, groups["gate_up"], groups["down"]))
 
 
 def choose(num_rows: int, per_row: int = 2) -> torch.Tensor:
@@ -105,16 +111,35 @@ def test_prompts_take_high_blocks() -> None:
 def test_the_same_sums_whatever_shares_the_batch() -> None:
     torch.manual_seed(2)
     pool = make_pool(1 << 14, "float32", 60)
-    table, span = load(pool, gate_up=20)[0].table, pool.space.directory.groups["gate_up"]
+    table = load(pool, gate_up=20)[0].table
     experts, rows = torch.tensor([1, 1, 3], device=DEVICE), torch.tensor([0, 2, 1], device=DEVICE)
     x, base = torch.randn(3, 40, device=DEVICE), torch.randn(3, 300, device=DEVICE)
     together = base.clone()
-    StepTables.for_rows(pool.space, [(0, 3, table)]).apply_experts(x, together, span, Choices(experts, rows))
+    add(StepTables.for_rows(pool.space, [(0, 3, table)]), x, together, "gate_up", pool, experts, rows)
     for at in range(3):
-        alone = base[at : at + 1].clone()
-        one = Choices(experts[at : at + 1], torch.zeros(1, dtype=torch.int64, device=DEVICE))
-        StepTables.for_rows(pool.space, [(0, 1, table)]).apply_experts(x[at : at + 1], alone, span, one)
+        alone, row = base[at : at + 1].clone(), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        tables = StepTables.for_rows(pool.space, [(0, 1, table)])
+        add(tables, x[at : at + 1], alone, "gate_up", pool, experts[at : at + 1], row)
         assert torch.equal(together[at], alone[0])
+
+
+def test_the_work_is_that_of_adapters_that_change_experts() -> None:
+    pool = make_pool(1 << 14, "float32", 60)
+    plain, down = (load(pool, **ranks)[0].table for ranks in ({"q": 4}, {"down": 2}))
+    groups = pool.space.directory.groups
+    tables = StepTables.for_rows(pool.space, [(0, 2, plain), (2, 30, down)])
+    experts, rows = torch.zeros(40, dtype=torch.int64, device=DEVICE), torch.arange(40, device=DEVICE)
+    choices = tables.find_experts(experts, rows, groups["gate_up"], groups["down"])
+    assert choices.firsts[: int(choices.num_firsts)].tolist() == [2]  # of a block of 64 rows
+
+
+def test_addresses_of_rows_are_aligned_alike() -> None:
+    """Kernels are compiled anew for a pointer that is aligned in another way."""
+    pool = make_pool(1 << 14, "float32", 60)
+    table = load(pool, down=2)[0].table
+    for num_adapters in (1, 2, 3):
+        tables = StepTables.for_rows(pool.space, [(at, at + 1, table) for at in range(num_adapters)])
+        assert tables._of_rows.data_ptr() % 16 == 0
 
 
 def test_nan_of_one_expert_stays_with_its_rows() -> None:

@@ -12,7 +12,7 @@ For comparisons, with another order of additions::
     reference   every row and every tile by itself: the definition
     naive       two products for each module of each adapter: forty adapters and seven modules per layer make hundreds
                 of small products, and a GPU spends its time launching them
-    padded      in Triton, every row by itself, at the batch's largest rank
+    padded      in Triton, every row by itself, at the batch's largest rank; of experts, as ``ragged``
 """
 
 from __future__ import annotations

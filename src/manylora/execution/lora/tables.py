@@ -1,6 +1,6 @@
 """A step's tables for the Triton LoRA kernels: row blocks, scratch for partial sums, and the launches.
 
-The kernels are in ``kernels/triton/lora.py``, the layouts of the tables in ``storage/tile_tables.py``.
+The kernels are in ``kernels/triton/lora.py`` and ``experts.py``, the tables' layouts in ``storage/tile_tables.py``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tiling(NamedTuple):
     in_flight: int  # partials read at a time
     expand_stages: int
     expand_warps: int
-    expert_columns: int  # columns of the output that a program of experts takes; not measured on a GPU yet
+    expert_columns: int  # columns of experts' output that a program takes at a time; not measured on a GPU yet
 
 
 DECODE_TILING = Tiling(512, 256, 3, 2, 1024, 2, 128, 4096, 2048, 3, 4, 256)
@@ -91,6 +91,8 @@ class Choices(NamedTuple):
 
     experts: torch.Tensor  # ``[n]``, int64
     rows: torch.Tensor  # the row of each ``[n]``, int64
+    firsts: torch.Tensor  # places of the work ``[n]``, int32, of which the first ``num_firsts`` ``[1]`` are written
+    num_firsts: torch.Tensor
 
 
 class LoraSpace:
@@ -128,7 +130,7 @@ class LoraSpace:
                 none = torch.zeros(block_rows, dtype=torch.int64, device=x.device)
                 for tables in by_splits.values():
                     if span.num_experts:
-                        tables.apply_experts(x, out, span, Choices(none, none))
+                        tables.apply_experts(x, out, span, tables.find_experts(none, none, span, span))
                     else:
                         tables.apply(x, out, span)
                 if not span.num_experts:
@@ -200,7 +202,9 @@ class StepTables:
         self.max_splits = min(MAX_SPLITS, power_of_two(most + 1) // 2)
         num_groups = len(directory.groups)
         is_pinned = device.type == "cuda"
-        sizes = (1 + BLOCK_FIELDS * room.num_blocks, room.num_rows if directory.has_experts else 0)
+        front = 1 + BLOCK_FIELDS * room.num_blocks
+        # Even: kernels are compiled anew for a pointer that is aligned in another way.
+        sizes = (front + front % 2, room.num_rows if directory.has_experts else 0)
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=is_pinned)
         self._step = torch.zeros_like(self._host, device=device)
         self._of_rows = self._step[sizes[0] :]  # the address of each row's adapter table, 0 of the base's
@@ -318,18 +322,37 @@ class StepTables:
             **_chain(is_behind_shrink and is_chained(out.device)),
         )
 
+    def find_experts(self, experts: torch.Tensor, rows: torch.Tensor, span: GroupSpan, other: GroupSpan) -> Choices:
+        """List the work of sorted choices in the groups of a mixture's two weights; see ``Choices``."""
+        from manylora.execution.kernels.triton import experts as triton_experts
+
+        firsts = torch.empty(len(experts), dtype=torch.int32, device=experts.device)
+        count = torch.zeros(1, dtype=torch.int32, device=experts.device)
+        block_rows = max(16, self._block_rows)
+        triton_experts.find_experts[(-(-len(experts) // block_rows),)](
+            *(experts, rows, self._of_rows, len(self._of_rows), len(experts)),
+            *(each.index * self._space.directory.line for each in (span, other)),
+            *(firsts, count),
+            BLOCK_M=block_rows,
+            num_warps=4,
+        )
+        return Choices(experts, rows, firsts, count)
+
     def apply_experts(self, x: torch.Tensor, out: torch.Tensor, span: GroupSpan, choices: Choices) -> None:
         """Add the LoRA of inputs ``x`` ``[choices, in]`` into ``out`` ``[choices, out]``, for one group of experts."""
         from manylora.execution.kernels.triton import experts as triton_experts
 
         assert x.is_contiguous() and out.is_contiguous() and x.dtype == self._space.pool.dtype == out.dtype
-        tiling, align, num = self._tiling, self._space.directory.alignment, len(x)
+        tiling, align = self._tiling, self._space.directory.alignment
         splits, block_rows = self.num_splits(span), max(16, self._block_rows)
-        size = (self.room.max_planes * splits, num, self.room.expert_rank)
+        size = (self.room.max_planes * splits, len(x), self.room.expert_rank)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
         sums = (partials, partials.stride(1), partials.stride(0))
-        places = (*choices, self._of_rows, len(self._of_rows), num, span.index * self._space.directory.line)
-        triton_experts.shrink_experts[(num, splits)](
+        places = (
+            *(choices.experts, choices.rows, self._of_rows, len(self._of_rows), len(x)),
+            *(choices.firsts, choices.num_firsts, span.index * self._space.directory.line),
+        )
+        triton_experts.shrink_experts[(-(-num_programs(x.device) // splits), splits)](
             *(x, x.stride(0), self._space.pool, *places, span.in_features, *sums),
             SPLITS=splits,
             BLOCK_M=block_rows,
@@ -338,12 +361,11 @@ class StepTables:
             STAGES=tiling.shrink_stages,
             num_warps=4,
         )
-        block_n = tiling.expert_columns * 2 // x.dtype.itemsize
-        triton_experts.expand_experts[(num, -(-out.shape[1] // block_n))](
+        triton_experts.expand_experts[(num_programs(x.device),)](
             *(out, out.stride(0), self._space.pool, *places, out.shape[1], *sums),
             SPLITS=splits,
             BLOCK_M=block_rows,
-            BLOCK_N=block_n,
+            BLOCK_N=tiling.expert_columns * 2 // x.dtype.itemsize,
             IN_FLIGHT=tiling.in_flight,
             ALIGN=align,
             num_warps=4,

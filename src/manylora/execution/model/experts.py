@@ -168,7 +168,7 @@ class AdaptedExperts:
         if self._step.space is None:
             places = _Places(numbers, rows, len(hidden), self._step.kernel)
         else:
-            places = _PlacesOnDevice(numbers, rows, len(experts.down_proj))
+            places = _PlacesOnDevice(numbers, rows, len(experts.down_proj), parts)
         inner = experts._apply_gate(self._product(hidden[rows], experts.gate_up_proj, places, parts[0]))
         out = self._product(inner, experts.down_proj, places, parts[1])
         own = torch.empty_like(out)
@@ -226,8 +226,12 @@ class _Places:
 class _PlacesOnDevice:
     """Such choices for kernels that find weights by table: the host does not learn them, so steps can be captured."""
 
-    def __init__(self, numbers: torch.Tensor, rows: torch.Tensor, num_experts: int) -> None:
-        self._choices = Choices(numbers, rows)
+    def __init__(
+        self, numbers: torch.Tensor, rows: torch.Tensor, num_experts: int, parts: Iterable[GroupParts | None]
+    ) -> None:
+        self._numbers, self._rows = numbers, rows
+        self._spans = [part.span for part in parts if part is not None and part.span is not None]
+        self._choices: Choices | None = None
         experts = torch.arange(num_experts, device=numbers.device)
         self._ends = torch.searchsorted(numbers, experts, right=True).to(torch.int32)
 
@@ -238,4 +242,7 @@ class _PlacesOnDevice:
     def add_lora(self, x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
         """Add LoRA of each expert and adapter."""
         assert parts.tables is not None and parts.span is not None, "the step was made without tables"
-        parts.tables().apply_experts(x, out, parts.span, self._choices)
+        tables = parts.tables()
+        if self._choices is None:  # only now that the adapters' tables have arrived
+            self._choices = tables.find_experts(self._numbers, self._rows, self._spans[0], self._spans[-1])
+        tables.apply_experts(x, out, parts.span, self._choices)

@@ -166,7 +166,15 @@ class TileTemplate:
 
 
 def make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTemplate:
-    """Return an adapter's tiles in the order in which kernels walk them."""
+    """Return an adapter's tiles in the order in which kernels walk them; made once for all adapters of a layout."""
+    kept = layout.prepared.get("tiles")
+    if not isinstance(kept, tuple) or kept[0] is not directory:  # a mixture's experts take a tenth of a second
+        kept = layout.prepared["tiles"] = (directory, _make_template(layout, directory))
+    template: TileTemplate = kept[1]
+    return template
+
+
+def _make_template(layout: AdapterLayout, directory: GroupDirectory) -> TileTemplate:
     header = np.zeros((len(directory.groups), directory.line), dtype=np.int64)
     lines: list[tuple[int, ...]] = []
     pages: list[int] = []
