@@ -52,7 +52,10 @@ class Turns:
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *FURTHER_ARCHITECTURES, *OTHER_ARCHITECTURES])
 def test_logits_and_greedy_tokens_equal_peft(architecture: str, tmp_path: Path) -> None:
-    result = run_oracle(architecture, tmp_path)
+    # On some processors float32 costs PEFT itself as much as the bound leaves.
+    result = run_oracle(
+        architecture, tmp_path, reference_dtype=torch.float64 if architecture == "granite" else torch.float32
+    )
     assert result.num_rows == 16 * 64
     assert result.max_error <= 2e-5 * max(1.0, result.logit_std)
     assert result.num_wrong_tokens == 0
