@@ -116,6 +116,7 @@ class FakeExecutor:
         """Forget an adapter."""
         if tier is Tier.HOST:
             self.host.discard(key)
+        if tier is not Tier.DEVICE:
             return
         parts = [part for plan, _ in self._steps for part in plan.sequences if part.placement.tier is tier]
         assert all(part.adapter != key for part in parts), f"{key} is dropped while it runs"

@@ -46,6 +46,7 @@ class Executor(Protocol):
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
         """Drop the state of an adapter in ``tier`` (host buffers, device views); its pages are already free.
 
+        The state on disk is what the executor may have kept there of host buffers; it goes with the version.
         Never called while a step in flight uses it there, with one exception: an image in the host tier may be dropped
         while a step in flight reads it. The executor keeps the image until that step has ended.
         """

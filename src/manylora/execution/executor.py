@@ -160,8 +160,10 @@ class TorchExecutor:
         return self._watch(self._behind_steps(arriving.result))
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Forget an adapter's host image or device views."""
-        if tier is Tier.HOST:
+        """Forget an adapter's host image, what is kept of it on disk, or its device views."""
+        if tier is Tier.DISK:
+            self._reader.forget(key)
+        elif tier is Tier.HOST:
             dropped = self._reader.drop(key)
             self._copied.pop(key, None)
             if dropped is not None and dropped.is_read_in_place:

@@ -101,8 +101,9 @@ class Outbox(Executor):
         return made
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Order that a copy is dropped."""
-        self._order("drop", tier, AdapterRef.of(key))
+        """Order that a copy is dropped; workers keep none on a disk."""
+        if tier is not Tier.DISK:
+            self._order("drop", tier, AdapterRef.of(key))
 
     def _order(self, work: Literal["load", "drop"], tier: Tier, adapter: AdapterRef, slot: int = -1) -> int:
         self._num_orders += 1

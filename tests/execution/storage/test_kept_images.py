@@ -127,6 +127,30 @@ def test_a_damaged_image_is_not_served(fault: str, engine: Engine, caplog: pytes
     np.testing.assert_array_equal(engine.read_again(version), image)
 
 
+def test_a_version_that_is_gone_leaves_nothing(engine: Engine) -> None:
+    kept, waiting = engine.register(0), engine.register(1)
+    engine.drop(kept)
+    engine.reader.forget(kept.key)
+    may_write = threading.Event()
+    engine.kept._writer.submit(may_write.wait)
+    engine.reader.drop(waiting.key)
+    assert waiting.key in engine.kept._waiting
+    engine.reader.forget(waiting.key)
+    may_write.set()
+    engine.kept._writer.submit(lambda: None).result(60)
+    assert not engine.kept._kept and not engine.kept._waiting
+    assert len(engine.kept._free) == engine.kept._num_blocks, "their room is free again"
+
+
+def test_an_image_beyond_the_file_displaces_none(engine: Engine) -> None:
+    first, second = engine.register(0), engine.register(1)
+    engine.drop(first)
+    engine.now = 2 * IDLE_S
+    engine.kept._most_blocks = 0
+    engine.drop(second)
+    assert list(engine.kept._kept) == [first.key]
+
+
 def test_a_full_file_keeps_what_is_used(tmp_path: Path, engine: Engine) -> None:
     engine.kept._most_blocks = 2
     versions = [engine.register(seed) for seed in range(4)]

@@ -120,6 +120,9 @@ class StoredWeights:
 
         try:
             has_codes = not self._modules.isdisjoint(merge.places())
+            num_tensors, (num_experts, *sizes) = len(self._stored.files.files), self._own[merge.first].shape
+            if has_codes and len(sizes) == 2 and num_experts > num_tensors:  # before each of them gets a shape
+                raise ValueError(f"{num_experts} experts by config.json, of {num_tensors} tensors")
             shapes = merge.shapes(self._skeleton) if has_codes else {}
             return merge.convert(self._skeleton, partial(read, shapes))
         except ManyloraError:

@@ -56,7 +56,12 @@ class _Widen(ConversionOps):  # type: ignore[misc]
                 f"blocks of shape {list(blocks.shape)} and scales of shape {list(scales.shape)}, expected "
                 f"[experts, outputs, groups, {_GROUP_BYTES}] and [experts, outputs, groups]"
             )
-        return {full_layer_name: _widen(blocks, scales, model.get_parameter(full_layer_name).dtype)}
+        num_experts, num_out, num_groups = scales.shape
+        expected = model.get_parameter(full_layer_name)
+        made = [num_experts, num_groups * 2 * _GROUP_BYTES, num_out]
+        if list(expected.shape) != made:  # before work that a header alone could make endless
+            raise ValueError(f"{full_layer_name!r} of shape {made}, expected {list(expected.shape)} by config.json")
+        return {full_layer_name: _widen(blocks, scales, expected.dtype)}
 
 
 def _widen(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -35,7 +35,7 @@ __all__ = ["PackedCache"]
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # number of the order of bytes and of the probe's findings: another one for other packing
+FORMAT = 4  # number of the order of bytes and of the probe's findings: another one for other packing
 SETTLED_S = 2.0  # age of files from which on their times are sure to change with their content
 MOST_OF_FREE = 0.25  # share of the free disk that a base may take
 

@@ -114,6 +114,13 @@ class KeptImages:
         with suppress(RuntimeError):  # closed
             self._writer.submit(self._write, key, adapter)
 
+    def forget(self, key: AdapterKey) -> None:
+        """Drop an image, one that is to be written too: its version will not be asked for again."""
+        with self._lock:
+            self._waiting.pop(key, None)
+            if key in self._kept:
+                self._forget(key)
+
     def find(self, version: AdapterVersion) -> PackedAdapter | None:
         """Return a version from its image, ``None`` without one; blocks on the disk."""
         with self._lock:
@@ -142,18 +149,20 @@ class KeptImages:
 
     def _write(self, key: AdapterKey, adapter: HostAdapter) -> None:
         image = adapter.image.view(torch.uint8).flatten().numpy()
-        kept = None
-        with self._lock:
-            blocks = self._take(-(-len(image) // BLOCK_BYTES))
-        if blocks:
-            try:
+        kept, blocks = None, []
+        try:
+            spare = self._spare_blocks()
+            with self._lock:
+                if key in self._waiting:
+                    blocks = self._take(-(-len(image) // BLOCK_BYTES), spare)
+            if blocks:
                 self._move(os.pwrite, blocks, image.data)
                 kept = _Image(adapter.layout, blocks, _sum(image), self._clock())
-            except OSError as error:
-                logger.warning("image_not_kept adapter=%s error=%s", key, error)
+        except OSError as error:
+            logger.warning("image_not_kept adapter=%s error=%s", key, error)
         with self._lock:
-            del self._waiting[key]
-            if kept is not None:
+            is_wanted = self._waiting.pop(key, None) is not None
+            if kept is not None and is_wanted:
                 self._kept[key] = kept
             else:
                 self._free += blocks
@@ -176,11 +185,16 @@ class KeptImages:
             self._kept.move_to_end(key)
         return kept
 
-    def _take(self, num_blocks: int) -> list[int]:
-        """Return so many blocks, which are not free from now on; none if there is no room. The lock is held."""
+    def _spare_blocks(self) -> int:
+        """Return by how many blocks the file may grow for what is left of the disk; a disk may take long to answer."""
         disk = os.fstatvfs(self._file.fileno())
-        spare = int(disk.f_bavail - FREE_SHARE * disk.f_blocks) * disk.f_frsize // BLOCK_BYTES
-        most = min(self._most_blocks, self._num_blocks + max(0, spare))
+        return max(0, int(disk.f_bavail - FREE_SHARE * disk.f_blocks) * disk.f_frsize // BLOCK_BYTES)
+
+    def _take(self, num_blocks: int, spare: int) -> list[int]:
+        """Return so many blocks, which are not free from now on; none if there is no room. The lock is held."""
+        most = min(self._most_blocks, self._num_blocks + spare)
+        if num_blocks > most:
+            return []
         while len(self._free) + most - self._num_blocks < num_blocks:
             key, oldest = next(iter(self._kept.items()), (None, None))
             if key is None or oldest is None or self._clock() - oldest.used_at < IDLE_S:

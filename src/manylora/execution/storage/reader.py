@@ -190,6 +190,11 @@ class HostReader:
             self._kept.keep(key, dropped)
         return dropped
 
+    def forget(self, key: AdapterKey) -> None:
+        """Drop an image that was kept on disk: nothing refers to its version any more."""
+        if self._kept is not None:
+            self._kept.forget(key)
+
     def close(self) -> None:
         """End the readers."""
         for reader in self._readers:

@@ -94,7 +94,8 @@ class AdapterCache:
         """Drop the host copy of a version that was read and then not registered."""
         residency = self.residencies.get(version.key)
         if residency is None or residency.host is TierState.ABSENT:
-            self._executor.drop_adapter(version.key, Tier.HOST)
+            for tier in (Tier.HOST, Tier.DISK):
+                self._executor.drop_adapter(version.key, tier)
 
     def retire(self, key: AdapterKey, now: float) -> None:
         """Free a version once nothing refers to it: its last name is gone."""
@@ -113,6 +114,7 @@ class AdapterCache:
             self.residencies.drop(residency, Tier.DEVICE, now)
         if residency.host is TierState.RESIDENT:
             self.host.drop(residency, now)
+        self._executor.drop_adapter(key, Tier.DISK)
         self._page_cache.forget_adapter(key, now)
         self._failed.pop(key, None)
         del self.residencies[key]

@@ -207,8 +207,9 @@ class SimulatedExecutor:
             late_s, step.ready_at = late_s + ready_at - step.ready_at, ready_at
 
     def drop_adapter(self, key: AdapterKey, tier: Tier) -> None:
-        """Forget the times at which its layers arrived in ``tier``."""
-        self._timelines[tier].pop(key, None)
+        """Forget the times at which its layers arrived in ``tier``; nothing is kept on a disk."""
+        if tier is not Tier.DISK:
+            self._timelines[tier].pop(key, None)
 
 
 def _cold_sequences(plan: StepPlan) -> list[PlannedSequence]:
