@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manylora.execution.kernels.triton.lora import TILE_ROWS, sum_partials
+from manylora.execution.kernels.triton.lora import TILE_ROWS, multiply_columns, sum_partials
 from manylora.execution.storage.tile_tables import EXPERT_FIELDS, TILE_FIELDS
 
 __all__ = ["expand_experts", "find_experts", "shrink_experts"]
@@ -141,13 +141,9 @@ def shrink_experts(
             w_rows = pool + tl.load(tile) // ALIGN * ALIGN + ranks[None, :] * num_cols
             share = tl.cdiv(tl.cdiv(num_cols, SPLITS), BLOCK_K) * BLOCK_K
             stop = tl.minimum(num_cols, (split + 1) * share)
-            total = tl.zeros((BLOCK_M, _TILE_ROWS), tl.float32)
-            for k in tl.range(split * share, stop, BLOCK_K, num_stages=STAGES):
-                columns = k + tl.arange(0, BLOCK_K)
-                inside = columns < stop
-                activations = tl.load(x_rows + columns[None, :], mask=is_own[:, None] & inside[None, :], other=0.0)
-                weights = tl.load(w_rows + columns[:, None], mask=is_rank & inside[:, None], other=0.0)
-                total = tl.dot(activations, weights, total, input_precision="ieee")
+            total = multiply_columns(
+                x_rows, is_own[:, None], w_rows, is_rank, split * share, stop, BLOCK_M, BLOCK_K, STAGES
+            )
             target = partials + (plane * SPLITS + split) * split_stride + places[:, None] * rank_stride
             tl.store(target + (first_rank + ranks)[None, :], total, mask=is_own[:, None] & is_rank)
             tile += _TILE_FIELDS

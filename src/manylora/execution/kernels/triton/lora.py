@@ -45,7 +45,7 @@ from manylora.execution.storage.tile_tables import (
     TILE_FIELDS,
 )
 
-__all__ = ["TILE_ROWS", "expand", "plan", "shrink", "sum_partials", "vectors"]
+__all__ = ["TILE_ROWS", "expand", "multiply_columns", "plan", "shrink", "sum_partials", "vectors"]
 
 TILE_ROWS = 16  # rows of a tile at most: ``adapters.layout.MAX_TILE_ROWS``
 
@@ -176,15 +176,24 @@ def shrink(
         is_rank = (ranks < num_ranks)[None, :]
         share = tl.cdiv(tl.cdiv(num_cols, SPLITS), BLOCK_K) * BLOCK_K
         stop = tl.minimum(num_cols, (split + 1) * share)
-        total = tl.zeros((BLOCK_M, _TILE_ROWS), tl.float32)
-        for k in tl.range(split * share, stop, BLOCK_K, num_stages=STAGES):
-            columns = k + tl.arange(0, BLOCK_K)
-            inside = columns < stop
-            activations = tl.load(x_rows + columns[None, :], mask=is_row & inside[None, :], other=0.0)
-            weights = tl.load(w_rows + columns[:, None], mask=is_rank & inside[:, None], other=0.0)
-            total = tl.dot(activations, weights, total, input_precision="ieee")
+        total = multiply_columns(x_rows, is_row, w_rows, is_rank, split * share, stop, BLOCK_M, BLOCK_K, STAGES)
         target = partials + (plane * SPLITS + split) * split_stride + (first_row + rows)[:, None] * rank_stride
         tl.store(target + (first_rank + ranks)[None, :], total, mask=is_row & is_rank)
+
+
+@triton.jit
+def multiply_columns(
+    x_rows, is_row, w_rows, is_rank, first, stop, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr
+):
+    """Return the product of rows of ``x`` and of a tile of A over columns ``[first, stop)``: ``[BLOCK_M, 16]``."""
+    total = tl.zeros((BLOCK_M, _TILE_ROWS), tl.float32)
+    for k in tl.range(first, stop, BLOCK_K, num_stages=STAGES):
+        columns = k + tl.arange(0, BLOCK_K)
+        inside = columns < stop
+        activations = tl.load(x_rows + columns[None, :], mask=is_row & inside[None, :], other=0.0)
+        weights = tl.load(w_rows + columns[:, None], mask=is_rank & inside[:, None], other=0.0)
+        total = tl.dot(activations, weights, total, input_precision="ieee")
+    return total
 
 
 @triton.jit
