@@ -276,8 +276,8 @@ def test_a_relative_load_is_a_share_of_where_the_other_crosses():
 def test_a_limit_is_kept_up_to_the_limit_and_one_run_makes_no_verdict():
     claim = Claim(text="", figure="y", form="at-most", setup="a", point="1", published=0.08, tolerance=0.0, unit="%")
     assert format_published(claim) == "at most 8.0%"
-    verdicts = [compare(claim, values).verdict for values in ([0.02, 0.03], [0.07, 0.09], [0.08, 0.1], [0.02])]
-    assert verdicts == [Verdict.AGREES, Verdict.AGREES, Verdict.DIFFERS, Verdict.ONE_RUN]
+    verdicts = [compare(claim, values).verdict for values in ([0.020, 0.021], [0.07, 0.09], [0.1, 0.1], [0.02])]
+    assert verdicts == [Verdict.AGREES, Verdict.OPEN, Verdict.DIFFERS, Verdict.ONE_RUN]
     assert compare(claim, [0.02], is_drawn=False).verdict is Verdict.AGREES, "a calculation has no chance in it"
     (alone,) = made_findings(claim, {"a": [0.02]}).compare()
     assert overall([alone]) is Verdict.ONE_RUN
@@ -286,14 +286,25 @@ def test_a_limit_is_kept_up_to_the_limit_and_one_run_makes_no_verdict():
 def test_other_limits():
     least = Claim(text="", figure="y", form="at-least", setup="a", point="1", published=5.0, tolerance=0.0, unit="s")
     assert format_published(least) == "at least 5 s"
-    assert [compare(least, values).verdict for values in ([4.0, 5.5], [5.0, 6.0])] == [Verdict.DIFFERS, Verdict.AGREES]
+    verdicts = [compare(least, values).verdict for values in ([4.0, 4.1], [5.0, 6.0], [5.9, 6.0])]
+    assert verdicts == [Verdict.DIFFERS, Verdict.OPEN, Verdict.AGREES]
     change = replace(least, form="change-at-most", versus="b", published=-0.2, unit="%")
     assert format_published(change) == "at most -20.0%"
     assert ours(change, a=[3.0], b=[4.0]) == pytest.approx(-0.25)
-    assert [compare(change, values).verdict for values in ([-0.3, -0.12], [-0.3, 0.1])] == [
-        Verdict.AGREES,
-        Verdict.DIFFERS,
+    verdicts = [compare(change, values).verdict for values in ([-0.3, -0.29], [-0.3, 0.1], [0.1, 0.11])]
+    assert verdicts == [Verdict.AGREES, Verdict.OPEN, Verdict.DIFFERS]
+
+
+def test_a_claim_agrees_where_its_whole_interval_does():
+    claim = Claim(text="", figure="y", form="ratio", setup="a", versus="b", published=2.0, tolerance=0.1, unit="x")
+    verdicts = [
+        compare(claim, values).verdict
+        for values in ([2.0, 2.001], [1.95, 2.05], [1.5, 1.501], [0.5, 0.501], [0.5, 1.8])  # the last reaches beyond 2
     ]
+    assert verdicts == [Verdict.AGREES, Verdict.OPEN, Verdict.DIRECTION, Verdict.DIFFERS, Verdict.OPEN]
+    comparisons = [compare(claim, values) for values in ([2.0, 2.001], [1.95, 2.05], [1.5, 1.501])]
+    assert overall(comparisons[:2]) is Verdict.OPEN
+    assert overall(comparisons) is Verdict.DIRECTION
 
 
 @pytest.mark.parametrize(

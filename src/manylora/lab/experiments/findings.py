@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations, pairwise
-from math import exp, expm1, isfinite, log
+from math import exp, expm1, inf, isfinite, log
 from statistics import fmean
 
 from manylora.lab.experiments.cases import Result
@@ -28,6 +28,9 @@ class Verdict(Enum):
     """How a published number and ours stand to each other."""
 
     AGREES = "agrees"
+    """The whole interval is where the claim's tolerance puts it."""
+    OPEN = "open"
+    """A part of the interval is there."""
     DIRECTION = "agrees in direction"
     """Better where it was published to be better, worse where worse; by another amount.
 
@@ -188,16 +191,17 @@ def _share(low: float, high: float, at: float) -> float:
 
 
 def _judge(claim: Claim, ours: Estimate) -> Verdict:
-    if claim.form.endswith("at-most"):
-        return Verdict.AGREES if ours.middle <= claim.published + claim.tolerance else Verdict.DIFFERS
-    if claim.form == "at-least":
-        return Verdict.AGREES if ours.middle >= claim.published - claim.tolerance else Verdict.DIFFERS
-    if abs(ours.middle - claim.published) <= claim.tolerance:
+    least = -inf if claim.form.endswith("at-most") else claim.published - claim.tolerance
+    most = inf if claim.form == "at-least" else claim.published + claim.tolerance
+    low, high = (ours.low, ours.high) if isfinite(ours.high - ours.low) else (ours.middle, ours.middle)
+    if least <= low and high <= most:
         return Verdict.AGREES
+    if low <= most and least <= high:
+        return Verdict.OPEN
     if claim.form not in ("change", "overhead", "ratio", "crossing-ratio"):
         return Verdict.DIFFERS
     nothing = 0.0 if claim.form in ("change", "overhead") else 1.0
-    is_clear = abs(ours.middle - nothing) >= LEAST and not (isfinite(ours.low) and ours.low <= nothing <= ours.high)
+    is_clear = abs(ours.middle - nothing) >= LEAST and (low == high or not low <= nothing <= high)
     if is_clear and (ours.middle - nothing) * (claim.published - nothing) > 0:
         return Verdict.DIRECTION
     return Verdict.DIFFERS
@@ -206,7 +210,7 @@ def _judge(claim: Claim, ours: Estimate) -> Verdict:
 def overall(comparisons: Seq[Comparison]) -> Verdict | None:
     """Return the verdict of an experiment's worst claim, ``None`` without claims."""
     verdicts = [one.verdict for one in comparisons]
-    for verdict in (Verdict.ONE_RUN, Verdict.DIFFERS, Verdict.NOT_REACHED, Verdict.DIRECTION):
+    for verdict in (Verdict.ONE_RUN, Verdict.DIFFERS, Verdict.NOT_REACHED, Verdict.DIRECTION, Verdict.OPEN):
         if verdict in verdicts:
             return verdict
     return Verdict.AGREES if verdicts else None

@@ -27,6 +27,7 @@ __all__ = [
 
 WORDS = {
     Verdict.AGREES: "agrees",
+    Verdict.OPEN: "open",
     Verdict.DIRECTION: "agrees in direction, not in amount",
     Verdict.DIFFERS: "differs",
     Verdict.NOT_REACHED: "not reached",
