@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ from manylora.execution.kernels.linear import (
 )
 from manylora.execution.model.base_weights import BaseWeights, WeightsManifest
 from manylora.execution.model.freeze import freeze, gather, load_weights
-from manylora.execution.model.load import load_model
+from manylora.execution.model.load import LoadedModel, load_model
 from manylora.execution.model.precision import Precision
 from manylora.execution.model.sealed_memory import MemoryWriter, SealedMemory
 
@@ -120,6 +122,23 @@ def test_weights_that_were_gathered_on_a_device_are_fused_without_a_copy(model: 
     lowest, highest = buffer.data_ptr(), buffer.data_ptr() + buffer.numel()
     assert all(lowest <= tensor.data_ptr() < highest for tensor in weights.tensors.values())
     torch.testing.assert_close(logits(model, weights), logits(model))
+
+
+def test_weights_are_gathered_one_at_a_time(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load_model(model)
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    read = type(loaded).read
+
+    def copied(self: LoadedModel, name: str) -> torch.Tensor:
+        gc.collect()
+        assert len(alive) <= 1, f"{name} is read beside others"
+        weight = read(self, name)
+        assert isinstance(weight, torch.Tensor)
+        alive.add(copy := weight.clone())
+        return copy
+
+    monkeypatch.setattr(type(loaded), "read", copied)
+    gather(loaded, torch.device("cpu"))
 
 
 def test_every_tensor_is_in_the_table_once_and_tied_ones_stay_tied(model: ModelConfig) -> None:

@@ -78,23 +78,18 @@ def load_weights(
 
 
 def gather(loaded: LoadedModel, device: torch.device) -> tuple[torch.Tensor, DeviceMemory | None]:
-    """Read the weights of a model, unless it has them, and move them to ``device``, with siblings side by side.
+    """Move the weights of a model to ``device``, with siblings side by side; those of files are read one at a time.
 
     Returns:
         Their buffer, ``[num_bytes]``, uint8, and its memory where other processes can map it.
     """
-    model = loaded.model
-    if (checkpoint := loaded.checkpoint) is not None:
+    model, checkpoint = loaded.model, loaded.checkpoint
+    stored: dict[int, str] = {}
+    if checkpoint is not None:
         loaded.probe()  # what cannot be served is refused before its weights are read
-        types = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        own = {
-            name: _numbers(loaded.read(name), types[name])
-            for name in checkpoint.names
-            if name in types  # files hold other parts of multimodal models too
-        }
-        model.load_state_dict(own, strict=False, assign=True)
-        model.tie_weights()  # type: ignore[operator]
-        model.requires_grad_(False)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in checkpoint.names:  # files hold other parts of multimodal models too, and tied weights twice
+                stored.setdefault(id(tensor), name)
     _complete_biases(model)
     tensors = {id(tensor): tensor for _, tensor in _tensors(model)}
     stretches = [
@@ -103,16 +98,29 @@ def gather(loaded: LoadedModel, device: torch.device) -> tuple[torch.Tensor, Dev
         for leaf in ("weight", "bias")
         if getattr(linears[0], leaf) is not None
     ]
-    placed = {id(tensor) for stretch in stretches for tensor in stretch}
-    stretches += [[tensor] for key, tensor in tensors.items() if key not in placed]
+    beside = {id(tensor) for stretch in stretches for tensor in stretch}
+    stretches += [[tensor] for key, tensor in tensors.items() if key not in beside]
     sizes = [sum(tensor.nbytes for tensor in stretch) for stretch in stretches]
     offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     buffer, memory = _allocate(device, offsets[-1])
+    read, num_read = {}, 0
     for stretch, offset in zip(stretches, offsets[:-1], strict=True):
         for tensor in stretch:
             place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            tensor.data = place.copy_(tensor)
             offset += tensor.nbytes
+            if checkpoint is None or id(tensor) not in stored:
+                tensor.data = place.copy_(tensor)
+                continue
+            name = stored[id(tensor)]
+            read[name] = place.copy_(_numbers(loaded.read(name), tensor.dtype))
+            num_read += tensor.nbytes
+            if num_read >= DROP_BYTES:
+                checkpoint.drop()
+                num_read = 0
+    if checkpoint is not None:
+        model.load_state_dict(read, strict=False, assign=True)
+        model.tie_weights()  # type: ignore[operator]
+        model.requires_grad_(False)
     return buffer, memory
 
 
