@@ -123,6 +123,11 @@ def test_a_config_file_says_how_wide_weights_are(quantisation: object, bits: int
     assert dims_from_config(QWEN_2_5_7B | {"quantization_config": quantisation}).weight_bits == bits
 
 
+def test_experts_of_a_quantised_mixture_take_16_bits() -> None:
+    config = QWEN_2_5_7B | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    assert dims_from_config(config | {"quantization_config": {"quant_method": "mxfp4"}}) == dims_from_config(config)
+
+
 def test_a_base_in_single_precision_is_twice_as_large() -> None:
     half = find_dims("llama-3-8b")
     single = replace(half, dtype="float32")

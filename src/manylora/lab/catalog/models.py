@@ -68,7 +68,10 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
         tie_embeddings=fields.get("tie_word_embeddings") is True,
         has_attention_bias=fields.get("attention_bias") is True or kind in ("qwen2", "qwen2_moe"),
         dtype=dtype,
-        weight_bits=_weight_bits(fields.get("quantization_config") or config.get("quantization_config")),
+        # Experts are widened as they are read (``checkpoint.merged``), and nearly all weights of a mixture are theirs.
+        weight_bits=None
+        if experts
+        else _weight_bits(fields.get("quantization_config") or config.get("quantization_config")),
     )
 
 
