@@ -19,7 +19,7 @@ from manylora.execution.kernels.linear import MIN_PACKED, MIN_WORK, has_onednn, 
 from manylora.execution.lora.kernels import apply_grouped
 from manylora.execution.lora.parts import GroupParts, Part
 from manylora.execution.storage.page_tensor import PageTensor
-from manylora.execution.storage.resident import ResidentGroup, read_in_place
+from manylora.execution.storage.resident import AdapterRows, ResidentGroup, read_in_place
 from manylora.lab.catalog.dims import ModelDims
 from manylora.lab.catalog.models import base_shape
 
@@ -271,10 +271,42 @@ def test_a_steps_prompts_are_one_call(kernels: CompiledKernels, monkeypatch: pyt
     assert calls == [product_kernel(), lora_kernel()]
 
 
-def test_tables_of_all_groups_at_once_are_those_of_each_group_by_itself(kernels: CompiledKernels) -> None:
-    from manylora.execution.kernels.cpu.lora import make_tables
-    from manylora.execution.kernels.cpu.tables import DTYPE, OFFSET
+def test_a_steps_lines_are_those_of_its_adapters_one_by_one(kernels: CompiledKernels) -> None:
+    """Gathered by the compiled loop, and here line by line from the adapters' own tables."""
+    from manylora.execution.kernels.cpu import tables
+    from manylora.execution.kernels.cpu.tables import COST, FIRST_ROW, NUM_ROWS, OFFSET, START, StepPieces
 
+    groups, rows = adapters_of_some_groups()
+    groups = [groups[-1], *groups[1:-1]]  # not all of them, in another order
+    step = StepPieces(rows, groups)
+    begin = min(weights.flat.data_ptr() for _, _, weights in rows)
+    for kind, pieces, of_each in (("shrink", step.shrink(), "rank"), ("expand", step.expand(), "expand_cost")):
+        found = iter(pieces.table.tolist())
+        for number, group in enumerate(groups):
+            work = 0
+            for start, stop, weights in rows:
+                own = tables.adapter_tables(weights)
+                if group not in own.template.numbers:
+                    continue
+                place = own.template.numbers[group]
+                first, count = getattr(own.template, kind).places[place]
+                size = weights.flat.element_size()
+                cost = size + stop - start
+                for line in getattr(own, kind)[first : first + count].tolist():
+                    line[FIRST_ROW], line[NUM_ROWS] = start, stop - start
+                    line[OFFSET] += (weights.flat.data_ptr() - begin) // size
+                    line[START] = line[START] * cost + work
+                    line[COST] *= cost
+                    assert next(found) == line
+                modules = weights.layout.groups[group].modules
+                by_columns = sum(-(-part.module.num_rows // tables.UNIT) * part.rank for part in modules)
+                work += cost * (weights.layout.groups[group].rank if of_each == "rank" else by_columns)
+            assert pieces.costs[number] == work
+        assert next(found, None) is None
+
+
+def adapters_of_some_groups() -> tuple[list[str], list[AdapterRows]]:
+    """Return the groups of linears of a base, and rows of adapters of several types that change some of them each."""
     dims = {"hidden_size": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "vocab_size": 50}
     base = base_shape(ModelDims(name="m", intermediate_size=96, max_model_len=64, dtype="float32", **dims))
     names, rows = list(base.all_linear), []
@@ -283,7 +315,14 @@ def test_tables_of_all_groups_at_once_are_those_of_each_group_by_itself(kernels:
         layout = lay_out({name: 1 + (place + number) % 7 for place, name in enumerate(chosen)}, base, dtype)
         image = torch.zeros(layout.num_pages, base.page.elements_of(dtype), dtype=getattr(torch, dtype))
         rows.append((20 * number, 20 * number + 3 * number + 1, read_in_place(layout, image).memory))
-    groups = list(dict.fromkeys(module.group for module in base.modules if module.name in names))
+    return list(dict.fromkeys(module.group for module in base.modules if module.name in names)), rows
+
+
+def test_tables_of_all_groups_at_once_are_those_of_each_group_by_itself(kernels: CompiledKernels) -> None:
+    from manylora.execution.kernels.cpu.lora import make_tables
+    from manylora.execution.kernels.cpu.tables import DTYPE, OFFSET
+
+    groups, rows = adapters_of_some_groups()
     for make in (make_tables, make_product_tables):
         together = make(rows, groups)
         assert list(together) == groups

@@ -19,7 +19,7 @@ from manylora.execution.lora.kernels import LoraKernel
 from manylora.execution.lora.parts import Assist, GroupParts, Part, StepRows
 from manylora.execution.lora.tables import BatchTables, LoraSpace, TableRows
 from manylora.execution.storage.arrival import ArrivingAdapter
-from manylora.execution.storage.resident import ResidentAdapter
+from manylora.execution.storage.resident import ResidentAdapter, ResidentGroup
 
 __all__ = ["ArrivingBatch", "LoraBatch", "LoraSegment", "StepContext", "StepLora"]
 
@@ -50,6 +50,8 @@ class LoraBatch:
     _space: LoraSpace | None = None  # makes tables, for table-driven kernels; every adapter then has a table
     _tables: dict[bool, BatchTables] = field(default_factory=dict)
     _parts: dict[tuple[str, bool], GroupParts | None] = field(default_factory=dict)
+    # First row, one past the last, and the groups of each segment that has any row; by ``is_sampled``, as are tables.
+    _rows: dict[bool, list[tuple[int, int, dict[str, ResidentGroup]]]] = field(default_factory=dict)
     _step: StepRows | None = None
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
@@ -63,13 +65,10 @@ class LoraBatch:
 
     def _find(self, group: str, is_sampled: bool) -> GroupParts | None:
         span = self._space.directory.groups.get(group) if self._space is not None else None
-        parts = []
+        if span is None and group not in self._step_rows().groups:
+            return None  # as most: norms and embeddings are groups too
         # With tables the parts are not needed, except for a batch of one adapter, which may be one product.
-        for segment in self.segments if span is None or len(self.segments) == 1 else ():
-            weights = segment.adapter.groups.get(group)
-            start, stop = segment.rows(is_sampled)
-            if weights is not None and stop > start:
-                parts.append(Part(start, stop, weights))
+        parts = self._parts_of(group, is_sampled) if span is None or len(self.segments) == 1 else []
         if span is None or self._space is None:
             if not parts:
                 return None
@@ -82,10 +81,18 @@ class LoraBatch:
             return None
         return GroupParts(tuple(parts), tables=lambda: tables.step, span=span, has_vectors=tables.has_vectors(span))
 
+    def _parts_of(self, group: str, is_sampled: bool) -> list[Part]:
+        if is_sampled not in self._rows:
+            rows = [(*segment.rows(is_sampled), segment.adapter.groups) for segment in self.segments]
+            self._rows[is_sampled] = [one for one in rows if one[1] > one[0]]
+        rows = self._rows[is_sampled]
+        return [Part(start, stop, groups[group]) for start, stop, groups in rows if group in groups]
+
     def _step_rows(self) -> StepRows:
         if self._step is None:
             rows = tuple([(segment.start, segment.stop, segment.adapter.memory) for segment in self.segments])
-            groups = dict.fromkeys(chain.from_iterable([segment.adapter.groups for segment in self.segments]))
+            layouts = {id(one[2].layout): one[2].layout.groups for one in rows}  # adapters of one layout share it
+            groups = dict.fromkeys(chain.from_iterable(layouts.values()))
             self._step = StepRows(rows, tuple(groups))
         return self._step
 

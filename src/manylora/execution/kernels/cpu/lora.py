@@ -51,14 +51,13 @@ from manylora.execution.kernels.cpu.tables import (
     OFFSET,
     PIECE_COLS,
     PIECE_ROWS,
+    RANK,
     RANK_ROW,
     START,
     UNIT,
     MemorySpan,
     StepPieces,
-    StepVectors,
     Table,
-    before,
     share,
 )
 from manylora.execution.kernels.cpu.vectors import LANES, as_float32, by_type, typed_views
@@ -100,23 +99,14 @@ def make_tables(
 ) -> dict[str, LoraTables]:
     """Return the tables of each group that any adapter of ``rows`` changes; arguments as for ``StepPieces``."""
     step = StepPieces(rows, groups, experts)
-    # The cost of a weight: its bytes to read; a row's arithmetic costs about as much as one byte.
-    cost = step.element_bytes + step.num_rows
-    costs = cost[:, None] * np.stack([step.ranks, step.expand_costs])
-    for pieces, of_each in zip((step.shrink, step.expand), costs, strict=True):
-        table, adapters = pieces.table, pieces.adapters
-        table[:, FIRST_ROW] = step.first_row[adapters]
-        table[:, NUM_ROWS] = step.num_rows[adapters]
-        table[:, START:NUM_FIELDS] *= cost[adapters, None]
-        table[:, START] += pieces.spread(before(of_each))
-    shrink_costs, expand_costs = costs.sum(axis=1).tolist()
-    max_ranks = step.ranks.max(axis=0).tolist()
+    shrink, expand = step.shrink(), step.expand()
+    max_ranks = step.directory[:, :, RANK].max(axis=0).tolist()
     return {
         group: LoraTables(
-            step.shrink.of_group(number),
-            step.expand.of_group(number),
-            shrink_costs[number],
-            expand_costs[number],
+            shrink.of_group(number),
+            expand.of_group(number),
+            shrink.costs[number],
+            expand.costs[number],
             max_ranks[number],
             step.memory,
         )
@@ -147,8 +137,9 @@ class VectorTables:
 
 def make_vectors(rows: Sequence[AdapterRows], groups: Sequence[str]) -> dict[str, VectorTables]:
     """Return the vectors of each group in which any adapter of ``rows`` has one."""
-    step = StepVectors(rows, groups)
-    tables = {group: step.pieces.of_group(number) for number, group in enumerate(groups)}
+    step = StepPieces(rows, groups)
+    pieces = step.vectors()
+    tables = {group: pieces.of_group(number) for number, group in enumerate(groups)}
     return {group: VectorTables(table, step.memory) for group, table in tables.items() if len(table)}
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "num_threads",
     "open_team",
     "point_to",
+    "run_here",
     "thread_num",
 ]
 
@@ -42,6 +43,8 @@ barrier = types.ExternalFunction("GOMP_barrier", types.void())
 
 Arguments = tuple[np.ndarray | torch.Tensor | int, ...]
 """Arguments of a kernel: contiguous arrays, and addresses as numbers."""
+
+_HERE = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
 
 _compiled: list[Any] = []  # kept alive with the process, since their addresses are in use
 
@@ -68,6 +71,11 @@ def point_to(arguments: Arguments) -> ctypes.Array[ctypes.c_void_p]:
         a.data_ptr() if isinstance(a, torch.Tensor) else a if isinstance(a, int) else a.ctypes.data for a in arguments
     ]
     return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+def run_here(kernel: int, *arrays: np.ndarray | int) -> None:
+    """Call ``kernel`` as ``Team.run`` does, but on this thread alone, which keeps the interpreter lock: it is short."""
+    _HERE(kernel)(point_to(arrays))
 
 
 def open_team(library: Path) -> Team | None:

@@ -52,7 +52,9 @@ from manylora.execution.kernels.cpu.tables import (
     OFFSET,
     PIECE_COLS,
     PIECE_ROWS,
+    RANK,
     RANK_ROW,
+    SIZE,
     MemorySpan,
     StepPieces,
     Table,
@@ -105,20 +107,23 @@ def make_product_tables(
 ) -> dict[str, ProductTables]:
     """Return the tables of each group that any adapter of ``rows`` changes; arguments as for ``StepPieces``."""
     step = StepPieces(rows, groups, experts)
-    work = step.sizes * -(-step.num_rows // AXPY_ROWS)[:, None]
-    lines = np.empty((*step.sizes.shape, NUM_PART_FIELDS), dtype=np.int64)
-    lines[..., FIRST], lines[..., ROWS] = step.first_row[:, None], step.num_rows[:, None]
-    lines[..., FIRST_A], lines[..., FIRST_B] = before(step.shrink.counts), before(step.expand.counts)
-    lines[..., LAST_A] = lines[..., FIRST_A] + step.shrink.counts
-    lines[..., LAST_B] = lines[..., FIRST_B] + step.expand.counts
-    lines[..., BEGIN], lines[..., COST] = before(work), step.sizes
-    has_weights = step.ranks > 0
-    totals, max_ranks = work.sum(axis=0).tolist(), step.ranks.max(axis=0).tolist()
+    shrink, expand = step.shrink(), step.expand()
+    sizes, num_rows = step.directory[:, :, SIZE], step.rows[:, 1]
+    work = sizes * -(-num_rows // AXPY_ROWS)[:, None]
+    lines = np.empty((*sizes.shape, NUM_PART_FIELDS), dtype=np.int64)
+    lines[..., FIRST], lines[..., ROWS] = step.rows[:, 0, None], num_rows[:, None]
+    lines[..., FIRST_A], lines[..., FIRST_B] = before(shrink.counts), before(expand.counts)
+    lines[..., LAST_A] = lines[..., FIRST_A] + shrink.counts
+    lines[..., LAST_B] = lines[..., FIRST_B] + expand.counts
+    lines[..., BEGIN], lines[..., COST] = before(work), sizes
+    ranks = step.directory[:, :, RANK]
+    has_weights = ranks > 0
+    totals, max_ranks = work.sum(axis=0).tolist(), ranks.max(axis=0).tolist()
     return {
         group: ProductTables(
             lines[has_weights[:, number], number],
-            step.shrink.of_group(number),
-            step.expand.of_group(number),
+            shrink.of_group(number),
+            expand.of_group(number),
             totals[number],
             max_ranks[number],
             step.memory,

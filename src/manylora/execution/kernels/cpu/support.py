@@ -44,6 +44,7 @@ class CompiledKernels:
         self._vectors = lora.vector_kernel, lora.vector_arguments
         # Compile (or read numba's cache) now, not in the first step.
         attention.attention_kernel()
+        tables.lines_kernel()
         lora.lora_kernel()
         lora.vector_kernel()
         products.product_kernel()

@@ -10,7 +10,7 @@ The second and third take a few operations on all groups at once. A step waits f
 adapters makes the second, and holds the interpreter lock meanwhile.
 
 A step's rows change whenever a sequence joins or leaves, and then the tables of every group do. So the lines of all
-adapters are gathered once for all groups, and a group's table is a stretch of the result::
+adapters are gathered once for all groups, by a compiled loop, and a group's table is a stretch of the result::
 
     adapters   | 0: group 0, 1, 2 ... | 1: group 0, 1, 2 ... | ...
     gathered   | group 0: of adapter 0, 1 ... | group 1: of adapter 0, 1 ... | ...
@@ -22,15 +22,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, cast
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 from numpy.typing import NDArray
 
 from manylora.core.adapters.layout import AdapterLayout, GroupLayout, Tile, cut_by_expert, merge_tiles, vector_elements
 from manylora.core.adapters.shape import ELEMENT_BYTES
+from manylora.execution.kernels.cpu.openmp import compile_kernel, run_here
 from manylora.execution.storage.resident import AdapterMemory, AdapterRows
 
 __all__ = [
@@ -44,15 +45,18 @@ __all__ = [
     "OFFSET",
     "PIECE_COLS",
     "PIECE_ROWS",
+    "RANK",
     "RANK_ROW",
+    "SIZE",
     "START",
     "UNIT",
     "MemorySpan",
+    "Pieces",
     "StepPieces",
-    "StepVectors",
     "Table",
     "adapter_tables",
     "before",
+    "lines_kernel",
     "prepare_tables",
     "share",
 ]
@@ -60,6 +64,10 @@ __all__ = [
 # Columns of a table: rows of the batch; the piece's offset, size and type; its place in the matrix; the matrix's start
 # among all work, and the work of a rank row (or of 16 output columns).
 FIRST_ROW, NUM_ROWS, OFFSET, PIECE_ROWS, PIECE_COLS, DTYPE, RANK_ROW, COLUMN, BEGIN, START, COST, NUM_FIELDS = range(12)
+
+# Columns of a directory: a group's rank, the work of its modules and its number of weights; then the first line and the
+# number of lines of its shrink, its expand and its vectors.
+RANK, EXPAND_COST, SIZE, OF_SHRINK, _, OF_EXPAND, _, OF_VECTORS, _, NUM_COLUMNS = range(10)
 
 # Output columns are divided among threads by cache lines.
 UNIT = 16
@@ -82,17 +90,15 @@ class TableLines:
 
     table: Table  # ``[n, NUM_FIELDS]``, for one row at a cost of one; OFFSET counts from the front of the piece's page
     pages: Table  # the piece's page, as a number among the adapter's own ``[n]``
-    first: Table  # first line of each group, and 0 for one more that has none ``[groups + 1]``
-    count: Table  # number of lines of each group, and 0 for one more ``[groups + 1]``
+    places: Table  # first line and number of lines of each group ``[groups, 2]``
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[tuple[int, ...]]]) -> TableLines:
         """Return the lines of groups; a line begins with its page."""
         lines = np.array([line for group in groups for line in group], dtype=np.int64).reshape(-1, 1 + NUM_FIELDS)
-        count = np.array([*map(len, groups), 0])
-        first = np.cumsum(count) - count
-        first[-1] = 0
-        return cls(np.ascontiguousarray(lines[:, 1:]), lines[:, 0].copy(), first, count)
+        count = np.array([*map(len, groups)], dtype=np.int64)
+        places = np.column_stack([np.cumsum(count) - count, count])
+        return cls(np.ascontiguousarray(lines[:, 1:]), lines[:, 0].copy(), places)
 
     def placed(self, pages: Table, page_elements: int) -> Table:
         """Return the table with OFFSET counted from the memory of ``pages``."""
@@ -112,10 +118,21 @@ class TableTemplate:
     shrink: TableLines  # pieces of the A stacks
     expand: TableLines  # pieces of B^T; a module's columns begin at BEGIN
     vectors: TableLines  # pieces of factors (RANK_ROW is 0), then of shifts (1), in float32 numbers but for OFFSET
-    ranks: Table  # rank of each group, and 0 for one more that has no weights ``[groups + 1]``
-    expand_costs: Table  # work of each group's modules, and 0 for one more
-    sizes: Table  # number of weights of each group, and 0 for one more
+    directory: Table  # of each group, and 0 for one more that has no weights ``[groups + 1, NUM_COLUMNS]``
     element_bytes: int  # bytes of a weight
+
+    @classmethod
+    def of(
+        cls,
+        numbers: dict[str, int],
+        lines: tuple[TableLines, TableLines, TableLines],
+        sums: Sequence[tuple[int, int, int]],
+        dtype: str,
+    ) -> TableTemplate:
+        """Return a template with these ``lines`` of shrink, expand and vectors, and RANK, EXPAND_COST and SIZE."""
+        own = [np.array(sums, dtype=np.int64).reshape(-1, 3), *[one.places for one in lines]]
+        directory = np.vstack([np.hstack(own), np.zeros((1, NUM_COLUMNS), dtype=np.int64)])
+        return cls(numbers, *lines, directory, ELEMENT_BYTES[dtype])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,21 +144,23 @@ class AdapterTables:
     expand: Table
     vectors: Table
     memory: MemorySpan
+    addresses: tuple[int, int, int]  # of the three tables: to ask an array for its own takes a microsecond
+
+    @classmethod
+    def of(cls, template: TableTemplate, weights: AdapterMemory) -> AdapterTables:
+        """Return the tables of an adapter of that shape."""
+        pages, flat = np.asarray(weights.pages, dtype=np.int64), weights.flat
+        lines = (template.shrink, template.expand, template.vectors)
+        shrink, expand, vectors = (one.placed(pages, flat.shape[1]) for one in lines)
+        addresses = shrink.ctypes.data, expand.ctypes.data, vectors.ctypes.data
+        return cls(template, shrink, expand, vectors, MemorySpan(flat.data_ptr(), flat.nbytes), addresses)
 
 
 def adapter_tables(weights: AdapterMemory, of_experts: str = "") -> AdapterTables:
     """Return the tables of an adapter, or those of a group ``of_experts``; made on first use."""
     key = f"compiled {of_experts}"
     if key not in weights.prepared:
-        template, flat = _template(weights.layout, of_experts), weights.flat
-        pages = np.asarray(weights.pages, dtype=np.int64)
-        weights.prepared[key] = AdapterTables(
-            template,
-            template.shrink.placed(pages, flat.shape[1]),
-            template.expand.placed(pages, flat.shape[1]),
-            template.vectors.placed(pages, flat.shape[1]),
-            MemorySpan(flat.data_ptr(), flat.nbytes),
-        )
+        weights.prepared[key] = AdapterTables.of(_template(weights.layout, of_experts), weights)
     return cast(AdapterTables, weights.prepared[key])
 
 
@@ -206,15 +225,12 @@ def _make_template(layout: AdapterLayout) -> TableTemplate:
         group.rank * group.in_features + sum(part.rank * part.module.num_rows for part in group.modules)
         for group in groups.values()
     ]
-    return TableTemplate(
+    ranks = [group.rank for group in groups.values()]
+    return TableTemplate.of(
         {name: number for number, name in enumerate(groups)},
-        TableLines.of(shrink),
-        TableLines.of(expand),
-        TableLines.of(vectors),
-        np.array([*(group.rank for group in groups.values()), 0]),
-        np.array([*expand_costs, 0]),
-        np.array([*sizes, 0]),
-        ELEMENT_BYTES[layout.dtype],
+        (TableLines.of(shrink), TableLines.of(expand), TableLines.of(vectors)),
+        [*zip(ranks, expand_costs, sizes, strict=True)],
+        layout.dtype,
     )
 
 
@@ -229,96 +245,106 @@ def _expert_template(group: GroupLayout, dtype: str) -> TableTemplate:
     for tiles, lines, cost in ((a, shrink, 1), (part.b, expand, rank)):
         for expert, run in cut_by_expert(tiles, rank):
             lines[expert].append(_line(run, code, 0, 0, 0, cost))
-    ranks, costs, sizes = (
-        np.array([*[value] * num, 0])
-        for value in (rank, -(-num_out // UNIT) * rank, rank * (group.in_features + num_out))
-    )
-    a_lines, b_lines, none = TableLines.of(shrink), TableLines.of(expand), TableLines.of([()] * num)
-    return TableTemplate({}, a_lines, b_lines, none, ranks, costs, sizes, ELEMENT_BYTES[dtype])
+    sums = (rank, -(-num_out // UNIT) * rank, rank * (group.in_features + num_out))
+    found = TableLines.of(shrink), TableLines.of(expand), TableLines.of([()] * num)
+    return TableTemplate.of({}, found, [sums] * num, dtype)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
+class Pieces(NamedTuple):
     """Lines of several adapters, group by group, and in a group adapter by adapter."""
 
-    table: Table  # ``[n, NUM_FIELDS]``, a copy; OFFSET counts from the memory of all adapters
-    adapters: Table  # adapter of each line ``[n]``
+    table: Table  # ``[n, NUM_FIELDS]``; OFFSET counts from the memory of all adapters
     counts: Table  # lines of each adapter in each group ``[adapters, groups]``
     bounds: list[int]  # first line of each group, and the number of all lines
-
-    @classmethod
-    def of(cls, tables: Sequence[Table], lines: Sequence[TableLines], numbers: Table, shifts: Table) -> Pieces:
-        """Gather the lines of groups ``numbers`` ``[adapters, groups]``; ``shifts`` are added to the offsets."""
-        num_adapters, num_groups = numbers.shape
-        own = {id(table): table for table in tables}  # experts of one adapter share its table
-        ends_of_own = dict(zip(own, np.cumsum([len(table) for table in own.values()]).tolist(), strict=True))
-        begins = np.array([ends_of_own[id(table)] - len(table) for table in tables])
-        counts = np.stack([one.count[row] for one, row in zip(lines, numbers, strict=True)])
-        first = np.stack([one.first[row] for one, row in zip(lines, numbers, strict=True)]) + begins[:, None]
-        flat = counts.T.ravel()
-        ends = np.cumsum(flat)
-        chosen = np.repeat(first.T.ravel() - ends + flat, flat)
-        chosen += np.arange(len(chosen))
-        adapters = np.repeat(np.tile(np.arange(num_adapters), num_groups), flat)
-        table = np.concatenate([*own.values()])[chosen]
-        table[:, OFFSET] += shifts[adapters]
-        return cls(table, adapters, counts, [0, *ends[num_adapters - 1 :: num_adapters].tolist()])
+    costs: list[int]  # all work of each group
 
     def of_group(self, number: int) -> Table:
         """Return the lines of a group."""
         return self.table[self.bounds[number] : self.bounds[number + 1]]
 
-    def spread(self, values: Table) -> Table:
-        """Return for each line the value of its adapter and group, of ``[adapters, groups]``."""
-        return np.repeat(values.T.ravel(), self.counts.T.ravel())
 
-
-class _StepTables:
-    """The tables of the adapters of a step, for some groups.
+class StepPieces:
+    """The pieces of the adapters of a step, for some groups.
 
     ``experts`` has the expert of each of the rows, if there is one group, of experts' linears.
     """
 
     def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str], experts: Sequence[int] = ()) -> None:
         of_experts = groups[0] if experts else ""
-        self.tables = [adapter_tables(weights, of_experts) for _, _, weights in rows]
-        self.templates = [table.template for table in self.tables]
+        self._tables = tables = [adapter_tables(weights, of_experts) for _, _, weights in rows]
+        templates = [one.template for one in tables]
         if experts:
-            self.numbers = np.array(experts)[:, None]
+            found = [one.directory[[expert]] for one, expert in zip(templates, experts, strict=True)]
         else:  # adapters of one layout share a template
-            templates = {id(one): one for one in self.templates}
-            found = {key: [one.numbers.get(group, -1) for group in groups] for key, one in templates.items()}
-            self.numbers = np.array([found[id(one)] for one in self.templates])
-        self.first_row = np.array([start for start, _, _ in rows])
-        self.num_rows = np.array([stop - start for start, stop, _ in rows])
-        self.memory, self.shifts = _common_memory(self.tables)
-
-
-class StepVectors(_StepTables):
-    """The factors and shifts of the adapters of a step, for some groups."""
-
-    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str]) -> None:
-        super().__init__(rows, groups)
-        lines = [one.vectors for one in self.templates]
-        self.pieces = Pieces.of([one.vectors for one in self.tables], lines, self.numbers, self.shifts)
-        self.pieces.table[:, FIRST_ROW] = self.first_row[self.pieces.adapters]
-        self.pieces.table[:, NUM_ROWS] = self.num_rows[self.pieces.adapters]
-
-
-class StepPieces(_StepTables):
-    """The pieces of the adapters of a step, for some groups."""
-
-    def __init__(self, rows: Sequence[AdapterRows], groups: Sequence[str], experts: Sequence[int] = ()) -> None:
-        super().__init__(rows, groups, experts)
-        tables, templates, numbers, shifts = self.tables, self.templates, self.numbers, self.shifts
-        self.element_bytes = np.array([one.element_bytes for one in templates])
-        self.shrink = Pieces.of([one.shrink for one in tables], [one.shrink for one in templates], numbers, shifts)
-        self.expand = Pieces.of([one.expand for one in tables], [one.expand for one in templates], numbers, shifts)
-        self.ranks, self.expand_costs, self.sizes = (
-            np.stack([values[row] for values, row in zip(of_each, numbers, strict=True)])
-            for of_each in zip(*((one.ranks, one.expand_costs, one.sizes) for one in templates), strict=True)
+            own = {id(one): one for one in templates}
+            of = {key: one.directory[[one.numbers.get(group, -1) for group in groups]] for key, one in own.items()}
+            found = [of[id(one)] for one in templates]
+        self.directory = np.array(found)
+        """Of each adapter in each group, 0 if it has no weights there ``[adapters, groups, NUM_COLUMNS]``."""
+        self.memory, shifts = _common_memory(tables)
+        # First row, number of rows, shift of offsets, and the cost of a weight: its bytes to read; a row's arithmetic
+        # costs about as much as one byte.
+        self.rows = np.array(
+            [
+                (start, stop - start, shift, one.element_bytes + stop - start)
+                for (start, stop, _), shift, one in zip(rows, shifts, templates, strict=True)
+            ],
+            dtype=np.int64,
         )
-        """Of each adapter in each group, 0 if it has no weights there ``[adapters, groups]``."""
+
+    def shrink(self) -> Pieces:
+        """Return the pieces of A stacks."""
+        return self._gather(0, OF_SHRINK, RANK)
+
+    def expand(self) -> Pieces:
+        """Return the pieces of B^T."""
+        return self._gather(1, OF_EXPAND, EXPAND_COST)
+
+    def vectors(self) -> Pieces:
+        """Return the pieces of factors and shifts; the work is another's."""
+        return self._gather(2, OF_VECTORS, RANK)
+
+    def _gather(self, kind: int, place: int, work: int) -> Pieces:
+        """Return the lines of one of the adapters' tables; ``place`` and ``work`` are columns of the directory."""
+        counts = self.directory[:, :, place + 1]
+        bounds = [0, *np.cumsum(counts.sum(axis=0)).tolist()]
+        costs = (self.rows[:, 3] @ self.directory[:, :, work]).tolist()
+        table = np.empty((bounds[-1], NUM_FIELDS), dtype=np.int64)
+        sizes = np.array([*counts.shape, len(table), place, work])
+        addresses = [one.addresses[kind] for one in self._tables]
+        run_here(lines_kernel(), sizes, self.directory, self.rows, table, *addresses)
+        return Pieces(table, counts, bounds, costs)
+
+
+def _gather_lines(pointers: Any) -> None:
+    """Copy each group's lines, with each adapter's rows, its shift of offsets, its costs and the work before it."""
+    sizes = carray(pointers[0], 5, np.int64)
+    num_adapters, num_groups, num_lines, place, work = sizes
+    directory = carray(pointers[1], (num_adapters, num_groups, NUM_COLUMNS), np.int64)
+    rows = carray(pointers[2], (num_adapters, 4), np.int64)
+    table = carray(pointers[3], (num_lines, NUM_FIELDS), np.int64)
+    at = 0
+    for group in range(num_groups):
+        begin = 0
+        for adapter in range(num_adapters):
+            first, count = directory[adapter, group, place], directory[adapter, group, place + 1]
+            lines = carray(pointers[4 + adapter], (first + count, NUM_FIELDS), np.int64)
+            first_row, num_rows, shift, cost = rows[adapter]
+            for number in range(first, first + count):
+                for field in range(NUM_FIELDS):
+                    table[at, field] = lines[number, field]
+                table[at, FIRST_ROW], table[at, NUM_ROWS] = first_row, num_rows
+                table[at, OFFSET] += shift
+                table[at, START] = table[at, START] * cost + begin
+                table[at, COST] *= cost
+                at += 1
+            begin += directory[adapter, group, work] * cost
+
+
+@cache
+def lines_kernel() -> int:
+    """Return the kernel's address; the first call compiles it."""
+    return compile_kernel(_gather_lines)
 
 
 def before(values: Table) -> Table:
@@ -326,7 +352,7 @@ def before(values: Table) -> Table:
     return np.cumsum(values, axis=0) - values
 
 
-def _common_memory(tables: Sequence[AdapterTables]) -> tuple[MemorySpan, Table]:
+def _common_memory(tables: Sequence[AdapterTables]) -> tuple[MemorySpan, list[int]]:
     """Return memory that all adapters lie in, and by how much each one's offsets grow there, in its own numbers.
 
     Adapters on the device lie in one pool; each one that is read from the host lies in an image of its own. The memory
@@ -334,11 +360,11 @@ def _common_memory(tables: Sequence[AdapterTables]) -> tuple[MemorySpan, Table]:
     """
     memory = tables[0].memory
     if all(table.memory == memory for table in tables):
-        return memory, np.zeros(len(tables), dtype=np.int64)
+        return memory, [0] * len(tables)
     begin = min(table.memory.address for table in tables)
     end = max(table.memory.address + table.memory.num_bytes for table in tables)
     shifts = [(table.memory.address - begin) // table.template.element_bytes for table in tables]
-    return MemorySpan(begin, end - begin), np.array(shifts)
+    return MemorySpan(begin, end - begin), shifts
 
 
 def _share(thread: int, num_threads: int, total: int, start: int, cost: int) -> tuple[int, int]:
