@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
+from multiprocessing import get_context
 
 import pytest
 
@@ -15,6 +17,7 @@ from manylora.lab.measure import Slo
 from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget, at_rate
 from manylora.lab.planning.plan import Capacity, Plan, TrafficDemand, expected_load_tests, find_capacity, make_plan
 from manylora.lab.planning.report import choose_plan, comparison_table, plan_tables
+from manylora.lab.planning.usage import usage_of
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
@@ -86,6 +89,19 @@ def test_capacity_of_one_server_is_that_of_queueing_theory(limit_s: float, perce
         low, high = (middle, high) if served_within(limit_s, middle) >= percentile / 100 else (low, middle)
     assert found.rate == pytest.approx(low, rel=0.05)
     assert found.missed is not None and found.rate < found.missed.rate <= found.rate * 1.02
+
+
+def test_runs_in_other_processes_find_the_same() -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        alone, together = (
+            LoadTests(scenario(), Objective(slo=Slo(ttft_s=0.2)), SearchBudget(num_requests=100), pool=one)
+            for one in (None, pool)
+        )
+        for rate in (1.0, 200.0):
+            expected, found = alone.at(rate), together.at(rate)
+            assert found.measured == expected.measured and found.is_met == expected.is_met == (rate == 1.0)
+            assert [one.run.records for one in found.runs] == [one.run.records for one in expected.runs]
+            assert usage_of(found) == usage_of(expected) if found.is_met else not found.runs
 
 
 # -- the search --------------------------------------------------------------------------------------------------------

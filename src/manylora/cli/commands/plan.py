@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -216,7 +220,12 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
     """Make all plans, and show the progress."""
     plans = []
     tests_each = expected_load_tests(settings.tolerance) + (settings.rate is not None)
-    with notes.status("planning") as status:
+    num_processes = min(settings.seeds, os.cpu_count() or 1)
+    with notes.status("planning") as status, ExitStack() as stack:
+        # Started afresh rather than forked: a forked process may inherit a lock that no thread of it will release.
+        pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) if num_processes > 1 else None
+        if pool is not None:
+            stack.callback(pool.shutdown, cancel_futures=True)
         progress = PlanProgress(
             len(wanted) * tests_each * settings.seeds,
             status.update if notes.is_terminal else note,
@@ -232,7 +241,7 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
             scenario = read_scenario(variant.table, folders=folders)
             objective = Objective(slo=scenario.slo, percentile=settings.percentile)
             demand = settings.demand(scenario.setup.hardware)
-            plans.append((variant, make_plan(scenario, objective, demand, on_run=on_run)))
+            plans.append((variant, make_plan(scenario, objective, demand, on_run=on_run, pool=pool)))
     return plans
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -103,6 +104,7 @@ class LoadTestRun:
 
     run: Run
     counted: list[RequestRecord]  # requests after the warm-up
+    num_late: int  # of them, beyond a limit on the first token or the end
     meter: PriceMeter  # the device's time by part
     config: SimulationConfig
 
@@ -144,7 +146,8 @@ class _StoppedEarly(Exception):
 class LoadTests:
     """Runs load tests of one scenario, whose rate and number of requests are replaced.
 
-    ``on_run`` is called with a description of each run before it begins.
+    ``on_run`` is called with a description of each run before it begins. The runs of a load test are made at the same
+    time by the processes of ``pool``, if there is one; the results are the same.
     """
 
     def __init__(
@@ -154,11 +157,13 @@ class LoadTests:
         search_budget: SearchBudget,
         *,
         on_run: Callable[[str], None] | None = None,
+        pool: Executor | None = None,
     ) -> None:
         self.scenario = scenario
         self.objective = objective
         self.search_budget = search_budget
         self._on_run = on_run or (lambda text: None)
+        self._pool = pool
 
     def config(self, num_replicas: int = 1, seed: int = 0) -> SimulationConfig:
         """Return the simulated system."""
@@ -177,21 +182,16 @@ class LoadTests:
     def at(self, rate: float, num_replicas: int = 1) -> LoadTest:
         """Run a load test at a rate in requests per second, all replicas together."""
         workloads = [self.workload(rate, num_replicas, seed) for seed in range(self.search_budget.seeds)]
-        watch = _EarlyStop(self.objective, [len(one.requests) for one in workloads])
-        runs = []
-        for seed, workload in enumerate(workloads):
-            self._on_run(f"{rate:.3g} req/s, {_replicas(num_replicas)}, seed {self.scenario.seed + seed}")
-            config = self.config(num_replicas, seed)
-            meter = PriceMeter(config.cost)
-            config = replace(config, cost=meter)
-            try:
-                run = simulate(workload, config, sinks=(watch,))
-            except _StoppedEarly:
+        num_counted = sum(len(one.requests) - _first_counted(one) for one in workloads)
+        # One more than may be late: percentiles are values that occur, and rounding must not end a load test wrongly.
+        most_late = num_counted * (1 - self.objective.percentile / 100) + 1
+        runs: list[LoadTestRun] = []
+        for run in self._make(workloads, rate, num_replicas, most_late):
+            if run is not None:
+                runs.append(run)
+            if run is None or sum(one.num_late for one in runs) > most_late:
                 measured = {name: math.inf for name, _ in self.objective.limits()}
                 return LoadTest(rate=rate, num_replicas=num_replicas, is_met=False, measured=measured)
-            counted = [one for one in run.records if int(one.request_id) >= watch.first_counted]
-            runs.append(LoadTestRun(run=run, counted=counted, meter=meter, config=config))
-            watch.next_run()
         measured = self.objective.measure([record for one in runs for record in one.counted])
         return LoadTest(
             rate=rate,
@@ -201,26 +201,47 @@ class LoadTests:
             runs=tuple(runs),
         )
 
+    def _make(
+        self, workloads: Sequence[Workload], rate: float, num_replicas: int, most_late: float
+    ) -> Iterator[LoadTestRun | None]:
+        """Yield a run of each workload: each made when the one before was taken, or all at the same time in a pool."""
+        under_way = []
+        for seed, workload in enumerate(workloads):
+            self._on_run(f"{rate:.3g} req/s, {_replicas(num_replicas)}, seed {self.scenario.seed + seed}")
+            wanted = (workload, self.config(num_replicas, seed), self.objective, most_late)
+            if self._pool is None:
+                yield _run(*wanted)
+            else:
+                under_way.append(self._pool.submit(_run, *wanted))
+        yield from (one.result() for one in under_way)
 
-class _EarlyStop:
-    """An event sink that stops a load test once it cannot meet the SLO."""
 
-    def __init__(self, objective: Objective, sizes: list[int]) -> None:
+def _run(workload: Workload, config: SimulationConfig, objective: Objective, most_late: float) -> LoadTestRun | None:
+    """Simulate a workload; return ``None`` as soon as more requests are late than ``most_late``."""
+    meter = PriceMeter(config.cost)
+    config = replace(config, cost=meter)
+    late = _LateRequests(objective, _first_counted(workload), most_late)
+    try:
+        run = simulate(workload, config, sinks=(late,))
+    except _StoppedEarly:
+        return None
+    counted = [one for one in run.records if int(one.request_id) >= late.first_counted]
+    return LoadTestRun(run=run, counted=counted, num_late=late.num_late, meter=meter, config=config)
+
+
+def _first_counted(workload: Workload) -> int:
+    """Return the number of the first request that counts."""
+    return int(len(workload.requests) * WARM_UP)
+
+
+class _LateRequests:
+    """An event sink that counts late requests, and stops a run with too many."""
+
+    def __init__(self, objective: Objective, first_counted: int, most: float) -> None:
         self._slo = objective.slo
-        self._firsts = [int(size * WARM_UP) for size in sizes]
-        num_counted = sum(sizes) - sum(self._firsts)
-        self._may_be_late = num_counted * (1 - objective.percentile / 100)
-        self._num_late = 0
-        self._run = 0
-
-    @property
-    def first_counted(self) -> int:
-        """Number of the first request of this run that counts."""
-        return self._firsts[self._run]
-
-    def next_run(self) -> None:
-        """Go on to the next run of the load test."""
-        self._run += 1
+        self._most = most
+        self.first_counted = first_counted
+        self.num_late = 0
 
     def __call__(self, event: Event) -> None:
         """Count a request that is late."""
@@ -231,9 +252,8 @@ class _EarlyStop:
         late = (slo.ttft_s is not None and first_at - event.arrived_at > slo.ttft_s) or (
             slo.e2e_s is not None and event.at - event.arrived_at > slo.e2e_s
         )
-        self._num_late += late
-        # One more than may be late: percentiles are values that occur, and rounding must not end a load test wrongly.
-        if self._num_late > self._may_be_late + 1:
+        self.num_late += late
+        if self.num_late > self._most:
             raise _StoppedEarly
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from manylora.core.errors import ConfigError
@@ -113,15 +114,16 @@ def make_plan(
     demand: TrafficDemand,
     *,
     on_run: Callable[[str], None] | None = None,
+    pool: Executor | None = None,
 ) -> Plan:
     """Plan a service: of the scenario, the rate, the length and the replicas are replaced.
 
-    ``on_run`` is called with a description of each simulated run before it begins.
+    ``on_run`` and ``pool`` are those of ``LoadTests``.
 
     Raises:
         ConfigError: The scenario does not fit together, or no rate can keep its objective.
     """
-    load_tests = LoadTests(scenario, objective, demand.search_budget, on_run=on_run)
+    load_tests = LoadTests(scenario, objective, demand.search_budget, on_run=on_run, pool=pool)
     workload, config = load_tests.workload(1.0), load_tests.config()
     _check_prompts_fit(workload, config, objective)
     most_per_s = _most_requests_per_s(workload.requests, config)
