@@ -54,6 +54,17 @@ def test_features_tell_what_a_step_is():
     assert features.prompt_row_rank == 3 * 16 + 5 * 8
 
 
+def test_features_tell_whether_the_rows_are_those_of_the_step_before():
+    def is_changed(*parts: PlannedSequence, released: tuple[int, ...] = ()) -> int:
+        return step_features(StepPlan(step_id=1, sequences=parts, released=released)).is_changed
+
+    old = part(0, start=10, num_tokens=1)
+    assert is_changed(old, part(1, start=9, num_tokens=1)) == 0
+    assert is_changed(old, part(1, start=8, num_tokens=1)) == 1  # its prompt has just ended
+    assert is_changed(old, part(1, start=0, num_tokens=5)) == 1
+    assert is_changed(old, released=(1,)) == 1
+
+
 def test_features_tell_what_is_read_from_the_host():
     parts = [
         part(0, start=10, num_tokens=1, adapter="a", rank=8),

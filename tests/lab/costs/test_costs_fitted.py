@@ -59,6 +59,13 @@ def test_which_law_a_kernel_follows_is_found():
     assert ragged.terms["padded_row_rank"] < 1e-8
 
 
+def test_what_a_change_of_the_batch_costs_is_found():
+    base = {"step": 3e-3, "context_token": 2e-7, "prompt_pair": 5e-9, "rank": 2e-5}
+    fitted = fit_profile(sweep(make_profile(terms={**base, "changed": 8e-4}), seconds=2.0))
+    assert fitted.terms["changed"] == pytest.approx(8e-4, rel=0.05)
+    assert fit_profile(sweep(make_profile(terms=base), seconds=2.0)).terms["changed"] < 2e-5
+
+
 def test_how_much_loads_slow_down_steps_is_found_too():
     truth = make_profile(interference={"host": 0.5, "device": 0.25})
     fitted = fit_profile(sweep(truth, seconds=2.0))

@@ -36,6 +36,9 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 0  # distinct ranks
     num_host_adapted: int = 0  # sequences whose adapter is read from host memory, whole or for layers not yet copied
     host_row_rank: int = 0  # sum of ranks over their tokens
+    # 1 if its rows are other sequences' than those of the step before: a prompt runs, a sequence decodes for the first
+    # time, or one has ended.
+    is_changed: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -73,7 +76,7 @@ def step_features(plan: StepPlan) -> StepFeatures:
     num_decodes = num_prompt_tokens = num_sampled = context_tokens = prompt_pairs = 0
     num_adapted_decodes = decode_row_rank = prompt_row_rank = 0
     prompt_context_tokens = num_adapted_prompts = num_adapted_prompt_tokens = prompt_rank = 0
-    num_host_adapted = host_row_rank = 0
+    num_host_adapted = host_row_rank = num_joined = 0
     ranks: dict[AdapterKey, int] = {}
     for part in plan.sequences:
         num_tokens, rank = part.num_tokens, part.rank
@@ -85,6 +88,7 @@ def step_features(plan: StepPlan) -> StepFeatures:
                 host_row_rank += rank * num_tokens
         if num_tokens == 1:
             num_decodes += 1
+            num_joined += part.start <= part.num_prompt_tokens
             context_tokens += part.start + 1
             decode_row_rank += rank
             num_adapted_decodes += part.adapter is not None
@@ -119,4 +123,5 @@ def step_features(plan: StepPlan) -> StepFeatures:
         num_ranks=len(set(ranks.values())),
         num_host_adapted=num_host_adapted,
         host_row_rank=host_row_rank,
+        is_changed=int(num_joined > 0 or num_decodes < len(plan.sequences) or bool(plan.released)),
     )

@@ -49,6 +49,7 @@ TERMS: Mapping[str, str] = {
     "decode_row_rank": "decoding row and rank",
     "prompt_row_rank": "prompt token and rank",
     "padded_row_rank": "adapted row and largest rank",
+    "changed": "step with an adapter whose rows are not those of the step before",
 }
 """Terms of a step beside its rows: name and unit."""
 
@@ -68,6 +69,7 @@ def term_units(features: StepFeatures) -> tuple[int, ...]:
         features.decode_row_rank,
         features.prompt_row_rank,
         features.num_adapted_decodes * features.max_rank,
+        features.is_changed > 0 and features.num_adapters > 0,
     )
 
 
