@@ -17,27 +17,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
+from vllm_child import Child, Round, make_base
+from vllm_log import Load, Served, log_lines
 from vllm_twin import (
     NUM_ADAPTERS,
     NUM_HOST,
     NUM_SEATS,
     NUM_SLOTS,
     RANK,
-    Load,
-    Served,
     draw_requests,
     make_adapters,
     plugin_rules,
@@ -45,28 +40,21 @@ from vllm_twin import (
     vllm_rules,
 )
 
-from manylora.core.costs.features import StepFeatures, step_features
-from manylora.core.costs.step_log import LoadRecord, LogHeader, StepRecord
-from manylora.core.types import AdapterKey, Tier
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.calibrate import fit_profile
 from manylora.lab.costs.fitted import FittedCost
-from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.setup import read_dims
 from manylora.lab.workloads import RequestSpec
 
 RESULTS = Path(__file__).parent / "results"
-HIDDEN, INNER, LAYERS, VOCABULARY = 256, 704, 8, 1024
+HIDDEN, INNER, LAYERS = 256, 704, 8
 PACE = 200e6
-PAGE = 4096
 LATE_S = 2.0
 """Time at which requests begin in the arm without loads, whose adapters are loaded before."""
 APART_S = 60.0
 """Between the rounds in virtual time."""
 WARM_UP_S = 2.0
-SAME_TURN_S = 0.01
-"""Longest time from the end of a step to the next one that follows it at once."""
 ONE = {"policy": "strict-fifo", "eviction": "lru", "look_ahead": 0, "blocking_loads": True}
 ARMS: dict[str, dict[str, Any] | None] = {
     "vllm": None,
@@ -113,69 +101,12 @@ SHOWN = (
 )
 
 
-class PacedWorker:
-    """Added to a vLLM worker: slows reads down, and records when which adapter was read and copied."""
-
-    def pace(self, bytes_per_s: float) -> None:
-        """Read at most so fast from now on; 0 for as fast as it goes."""
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.model_manager import LoRAModelManager
-
-        if not hasattr(type(self), "loads"):
-            type(self).loads = loads = []  # type: ignore[attr-defined]
-            read, names = LoRAModel.from_local_checkpoint.__func__, {}
-
-            def slow_read(cls: Any, lora_dir: str, *args: Any, **kwargs: Any) -> Any:
-                began, num_bytes = time.monotonic(), os.path.getsize(f"{lora_dir}/adapter_model.safetensors")
-                lora, pace = read(cls, lora_dir, *args, **kwargs), type(self).bytes_per_s  # type: ignore[attr-defined]
-                for weights in lora.loras.values():  # touch each page of the file: a disk is slow here, not in the copy
-                    weights.lora_a.view(-1)[:: PAGE // 4].sum(), weights.lora_b.view(-1)[:: PAGE // 4].sum()
-                time.sleep(max(0.0, num_bytes / pace - (time.monotonic() - began)) if pace else 0.0)
-                names[lora.id] = Path(lora_dir).name
-                loads.append(("read", names[lora.id], num_bytes, began, time.monotonic()))
-                return lora
-
-            def timed(method: Callable[..., Any], number_of: Callable[[Any], int]) -> Callable[..., Any]:
-                def run(manager: Any, what: Any, *args: Any) -> Any:
-                    began = time.monotonic()
-                    result = method(manager, what, *args)
-                    if result is not False and number_of(what) in names:
-                        loads.append(("copy", names[number_of(what)], 0, began, time.monotonic()))
-                    return result
-
-                return run
-
-            LoRAModel.from_local_checkpoint = classmethod(slow_read)
-            LoRAModelManager.activate_adapter = timed(LoRAModelManager.activate_adapter, lambda number: int(number))
-            from manylora.vllm.worker import SlotManager
-
-            SlotManager._copy = timed(SlotManager._copy, lambda order: int(order.adapter.number))  # type: ignore[method-assign]
-        type(self).bytes_per_s = bytes_per_s  # type: ignore[attr-defined]
-
-    def take_loads(self) -> list[tuple[str, str, int, float, float]]:
-        """Return the loads since the last call: kind, adapter, bytes, begin and end."""
-        taken: list[tuple[str, str, int, float, float]] = list(type(self).loads)  # type: ignore[attr-defined]
-        type(self).loads.clear()  # type: ignore[attr-defined]
-        return taken
-
-
 def make_files(folder: Path) -> None:
     """Write the base, without a tokenizer, and the adapters."""
     import torch
     from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=512,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder / "base")
+    make_base(folder, hidden=HIDDEN, inner=INNER, num_layers=LAYERS, max_tokens=512)
     ends = {"q": (HIDDEN, HIDDEN), "k": (HIDDEN, HIDDEN), "v": (HIDDEN, HIDDEN), "o": (HIDDEN, HIDDEN)}
     shapes = {f"self_attn.{name}_proj": shape for name, shape in ends.items()}
     shapes |= {"mlp.gate_proj": (HIDDEN, INNER), "mlp.up_proj": (HIDDEN, INNER), "mlp.down_proj": (INNER, HIDDEN)}
@@ -194,100 +125,25 @@ def make_files(folder: Path) -> None:
         (adapter / "adapter_config.json").write_text(json.dumps(told))
 
 
-class Arm:
-    """One engine, in the process of this script that was started for it."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        from vllm import LLM
-
-        self._name, self._folder = name, folder
-        chosen: dict[str, Any] = {}
-        if (options := ARMS[name]) is not None:
-            config = {"kv_connector": "Manylora", "kv_role": "kv_both", "kv_connector_extra_config": options}
-            chosen["kv_transfer_config"] = config
-        llm = LLM(
-            str(folder / "base"),
-            skip_tokenizer_init=True,
-            enable_lora=True,
-            max_loras=NUM_SLOTS,
-            max_cpu_loras=NUM_HOST,
-            max_lora_rank=RANK,
-            max_num_seqs=NUM_SEATS,
-            num_gpu_blocks_override=128,  # room for all requests, and for seven engines in memory
-            max_model_len=512,
-            dtype="float32",
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            worker_extension_cls="vllm_plugin.PacedWorker",
+def start_arm(name: str, folder: Path) -> Child:
+    """Start an engine that lives for all rounds of an arm."""
+    chosen: dict[str, Any] = {}
+    if (options := ARMS[name]) is not None:
+        config = {"kv_connector": "Manylora", "kv_role": "kv_both", "kv_connector_extra_config": options}
+        chosen["kv_transfer_config"] = config
+    return Child(
+        name,
+        folder,
+        {
+            "max_loras": NUM_SLOTS,
+            "max_cpu_loras": NUM_HOST,
+            "max_lora_rank": RANK,
+            "max_num_seqs": NUM_SEATS,
+            "num_gpu_blocks_override": 128,  # room for all requests, and for seven engines in memory
+            "max_model_len": 512,
             **chosen,
-        )
-        self._engine = llm.llm_engine
-        self._num_requests = 0
-        self._steps: list[tuple[float, float, float, StepFeatures]] = []
-        self._log_steps(self._engine.engine_core.engine_core.scheduler)
-
-    def _log_steps(self, scheduler: Any) -> None:
-        """Note begin and end of each step, and its content, from now on."""
-        schedule, update, begun, ended = scheduler.schedule, scheduler.update_from_output, {}, [0.0]
-
-        def begin(*args: Any, **kwargs: Any) -> Any:
-            at, output = time.monotonic(), schedule(*args, **kwargs)
-            parts = []
-            for key, num_tokens in output.num_scheduled_tokens.items():
-                request = scheduler.requests[key]
-                name = AdapterKey(request.lora_request.lora_name)
-                parts.append(SyntheticSequence(request.num_computed_tokens - num_tokens, num_tokens, name, RANK))
-            if parts:
-                begun[id(output)] = at, step_features(synthetic_plan(parts))
-            return output
-
-        def end(output: Any, *args: Any, **kwargs: Any) -> Any:
-            if (noted := begun.pop(id(output), None)) is not None:
-                at, now = time.monotonic(), noted[0]
-                turn = ended[0] if now - ended[0] < SAME_TURN_S else now
-                self._steps.append((turn, at, at - max(now, ended[0]), noted[1]))
-                ended[0] = at
-            return update(output, *args, **kwargs)
-
-        scheduler.schedule, scheduler.update_from_output = begin, end
-
-    def run(self, *, seconds: float, rate: float, pace: float, seed: int) -> dict[str, Any]:
-        """Serve a round of requests; return its figures, and what a model of costs is fitted to."""
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
-
-        self._engine.collective_rpc("pace", args=(pace,))
-        rng = random.Random(seed)
-        arrivals = [
-            (one.arrival_s, str(one.adapter), one.num_prompt_tokens, one.num_output_tokens)
-            for one in requests_of(self._name, seconds=seconds, rate=rate, seed=seed)
-        ]
-        began = time.monotonic()
-        times: dict[str, list[float]] = {}
-        asked: dict[str, tuple[str, float]] = {}
-        waiting = list(reversed(arrivals))
-        while waiting or self._engine.has_unfinished_requests():
-            while waiting and began + waiting[-1][0] <= time.monotonic():
-                at, name, num_prompt, num_answer = waiting.pop()
-                self._num_requests += 1
-                key = str(self._num_requests)
-                asked[key], times[key] = (name, began + at), []
-                self._engine.add_request(
-                    key,
-                    {"prompt_token_ids": [rng.randrange(10, VOCABULARY) for _ in range(num_prompt)]},
-                    SamplingParams(max_tokens=num_answer, temperature=0, ignore_eos=True, detokenize=False),
-                    lora_request=LoRARequest(name, int(name[1:]) + 1, str(self._folder / name)),
-                )
-            if not self._engine.has_unfinished_requests():
-                time.sleep(0.001)
-                continue
-            for output in self._engine.step():
-                now, seen = time.monotonic(), times[output.request_id]
-                seen += [now] * (len(output.outputs[0].token_ids) - len(seen))
-        loads = self._engine.collective_rpc("take_loads")[0]
-        steps, self._steps[:] = list(self._steps), []
-        served = figures(Served(asked, times, loads, time.monotonic() - began))
-        return {"figures": served, "steps": msgspec.to_builtins(steps), "loads": loads}
+        },
+    )
 
 
 def requests_of(arm: str, *, seconds: float, rate: float, seed: int) -> list[RequestSpec]:
@@ -336,38 +192,6 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(share * len(values)), len(values) - 1)] if values else 0.0
 
 
-def serve_arm(name: str, folder: Path) -> None:
-    """Answer rounds asked for on standard input."""
-    arm, answers = Arm(name, folder), os.fdopen(int(os.environ["ANSWERS"]), "w")
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(arm.run(**json.loads(line))), file=answers, flush=True)
-
-
-def start_arm(name: str, folder: Path) -> tuple[subprocess.Popen[str], Any]:
-    """Start an arm; return its process and the file of its answers."""
-    read, write = os.pipe()
-    environment = {
-        **os.environ,
-        "ANSWERS": str(write),
-        "PYTHONPATH": str(Path(__file__).parent),
-        "VLLM_TARGET_DEVICE": "cpu",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    command = [sys.executable, __file__, "--arm", name, "--folder", str(folder)]
-    log = (folder / f"{name}.log").open("w")
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True, pass_fds=[write]
-    )
-    os.close(write)
-    answers = os.fdopen(read)
-    if answers.readline() != "ready\n":
-        sys.exit((folder / f"{name}.log").read_text()[-4000:])
-    return process, answers
-
-
 class Twin:
     """Predicts arms from the steps and loads of others.
 
@@ -376,10 +200,10 @@ class Twin:
         logs: Steps and loads of each round, by disk and arm.
     """
 
-    def __init__(self, folder: Path, logs: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    def __init__(self, folder: Path, logs: dict[str, dict[str, list[Round]]]) -> None:
         self._base = base_shape(read_dims(str(folder / "base")), block_size=16)
         self._logs = logs
-        self._sizes = next(iter(adapter_versions(make_adapters(), self._base).values()))
+        self._versions = adapter_versions(make_adapters(), self._base)
 
     def predict(self, arm: str, disk: str, rounds: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, float]]:
         """Return the figures of an arm's rounds on a disk.
@@ -391,7 +215,7 @@ class Twin:
         """
         options = ARMS[arm]
         waits = options is None or bool(options.get("blocking_loads"))
-        cost = self._cost(disk, ["no loads"], "vllm") if waits else self._cost(disk, BESIDE, BESIDE[-1])
+        cost = self._cost(disk, ["no loads"], "vllm", waits=True) if waits else self._cost(disk, BESIDE, BESIDE[-1])
         requests, begins = [], []
         for number, (_, order) in enumerate(rounds):  # an engine goes on with the adapters that it has
             begins.append(number * APART_S)
@@ -405,21 +229,13 @@ class Twin:
             if one == disk
         ]
 
-    def _cost(self, disk: str, stepping: Sequence[str], loading: str) -> FittedCost:
-        lines: list[LogHeader | StepRecord | LoadRecord] = [LogHeader(base=self._base, num_pages=2)]
-        for arm in stepping:
-            for one in self._logs[disk][arm]:
-                for number, (began, ended, device_s, features) in enumerate(one["steps"]):
-                    content = msgspec.convert(features, StepFeatures)
-                    step = {"step_id": number, "launched_at": began, "ended_at": ended, "device_s": device_s}
-                    lines.append(StepRecord(**step, features=content))
-        for one in self._logs[disk][loading]:
-            for kind, name, _, began, ended in one["loads"]:
-                tier = Tier.HOST if kind == "read" else Tier.DEVICE
-                size = self._sizes.disk_bytes if kind == "read" else self._sizes.host_bytes
-                load = {"launched_at": began, "ended_at": ended, "device_s": ended - began, "num_bytes": size}
-                lines.append(LoadRecord(adapter=AdapterKey(name), tier=tier, **load))
-        return FittedCost(fit_profile(lines), random.Random(0))
+    def _cost(self, disk: str, stepping: Sequence[str], loading: str, *, waits: bool = False) -> FittedCost:
+        of = self._logs[disk]
+        steps = [step for arm in stepping for one in of[arm] for step in one.steps]
+        loads = [load for one in of[loading] for load in one.served.loads]
+        return FittedCost(
+            fit_profile(log_lines(self._base, self._versions, steps, loads, waits=waits)), random.Random(0)
+        )
 
 
 def within(served: Served, begin: float, end: float) -> Served:
@@ -495,28 +311,18 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--output", type=Path, default=RESULTS / "vllm_plugin")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.arm is not None:
-        serve_arm(given.arm, given.folder)
-        return
     disks = {"disk of 200 MB/s": PACE, "files in memory": 0.0}
     names = given.arms.split(",")
-    logs: dict[str, dict[str, list[dict[str, Any]]]] = {disk: {arm: [] for arm in names} for disk in disks}
+    logs: dict[str, dict[str, list[Round]]] = {disk: {arm: [] for arm in names} for disk in disks}
     orders: list[tuple[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as folder:
         make_files(Path(folder))
         arms = {name: start_arm(name, Path(folder)) for name in names}
 
-        def ask(name: str, order: dict[str, Any]) -> dict[str, Any]:
-            process, answers = arms[name]
-            assert process.stdin is not None
-            print(json.dumps(order), file=process.stdin, flush=True)
-            if not (line := answers.readline()):
-                sys.exit((Path(folder) / f"{name}.log").read_text()[-4000:])
-            answer: dict[str, Any] = json.loads(line)
-            return answer
+        def ask(name: str, order: dict[str, Any]) -> Round:
+            shape = {key: order[key] for key in ("seconds", "rate", "seed")}
+            return arms[name].serve(requests_of(name, **shape), bytes_per_s=order["pace"], seed=order["seed"])
 
         orders.append(("warm-up", {"seconds": WARM_UP_S, "rate": given.rate, "pace": 0.0, "seed": 1_000_000}))
         for name in names:
@@ -527,13 +333,11 @@ def main() -> None:
                 orders.append((disk, order))
                 for name in names:
                     logs[disk][name].append(ask(name, order))
-                    print(number, disk, name, logs[disk][name][-1]["figures"], flush=True)
-        for process, _ in arms.values():
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
+                    print(number, disk, name, figures(logs[disk][name][-1].served), flush=True)
+        for child in arms.values():
+            child.close()
         results = {
-            disk: {arm: [one["figures"] for one in of] for arm, of in made.items()} for disk, made in logs.items()
+            disk: {arm: [figures(one.served) for one in of] for arm, of in made.items()} for disk, made in logs.items()
         }
         shown = goals(results) if {"vllm", "no loads", "plug-in"} <= set(names) else ""
         text = f"# vLLM with and without the plug-in\n\n{READING}{shown}{table(results)}"

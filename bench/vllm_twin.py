@@ -3,7 +3,7 @@
     python bench/vllm_twin.py       # a minute; writes results/vllm_loads.md
 
 The simulator's engine with ``num_slots`` has vLLM's slots. Under vLLM's rules (first come, first served; steps wait for
-loads; the least recently used adapter goes) it is vLLM; under the options of an arm it is vLLM with the plug-in.
+loads; the adapter goes that has not run for longest) it is vLLM; under those of an arm it is vLLM with the plug-in.
 
 Run as a script, it counts loads, which need no clock: those of vLLM's own rules, ours, and the fewest possible. The
 fewest for an order of requests are known: an interval between two uses of an adapter saves a load if the adapter stays,
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from publishing import arguments, publish, table
+from vllm_log import Served
 
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.config import AdapterConfig, SchedulerConfig
@@ -38,24 +39,11 @@ RANK, ZIPF = 64, 0.92
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROMPT_TOKENS, ANSWER_TOKENS = (8, 32), (8, 32)
 
-Load = tuple[str, str, int, float, float]
-"""Kind (``read`` or ``copy``), adapter, bytes, begin and end in seconds."""
+Rules = tuple[SchedulerConfig, AdapterConfig]
+"""Options of a simulated engine."""
 
-
-class Served(NamedTuple):
-    """What was served, live or simulated, on one clock.
-
-    Args:
-        asked: Adapter and time of arrival, by request.
-        times: The time of each token, by request.
-        loads: The loads.
-        took_s: Duration of all of it.
-    """
-
-    asked: dict[str, tuple[str, float]]
-    times: dict[str, list[float]]
-    loads: list[Load]
-    took_s: float
+UNBOUNDED = 1 << 50
+"""Bytes of host memory where the number of adapters is the limit."""
 
 
 def draw_requests(*, seconds: float, rate: float, seed: int, num_asked: int = NUM_ADAPTERS) -> list[RequestSpec]:
@@ -80,21 +68,58 @@ def draw_requests(*, seconds: float, rate: float, seed: int, num_asked: int = NU
     return requests
 
 
-def vllm_rules() -> tuple[SchedulerConfig, AdapterConfig]:
-    """Return the options under which the simulated engine does what vLLM does."""
-    scheduler = SchedulerConfig(policy="fifo", step_composition="s-lora-chunked", max_num_seqs=NUM_SEATS)
-    return scheduler, AdapterConfig(eviction="lru", look_ahead=0, max_cpu_loras=NUM_HOST, background_reads=False)
+def vllm_rules(
+    *, num_slots: int = NUM_SLOTS, num_host: int = NUM_HOST, num_seats: int = NUM_SEATS, num_tokens: int | None = None
+) -> Rules:
+    """Return the options under which the simulated engine does what vLLM does.
+
+    A step has the requests whose adapters fit into the slots, and then waits for those that it has to load. From both
+    tiers the adapter leaves that has not run for longest, whatever requests wait.
+    """
+    most: dict[str, Any] = {} if num_tokens is None else {"max_num_batched_tokens": num_tokens}
+    scheduler = SchedulerConfig(policy="fifo", max_num_seqs=num_seats, max_loras=num_slots, **most)
+    return scheduler, AdapterConfig(
+        eviction="lru",
+        look_ahead=0,
+        max_cpu_loras=num_host,
+        host_bytes=UNBOUNDED,
+        background_reads=False,
+        cold_start="layers",
+        by_last_run=True,
+    )
 
 
-def plugin_rules(options: dict[str, Any]) -> tuple[SchedulerConfig, AdapterConfig]:
+def plugin_rules(options: dict[str, Any]) -> Rules:
     """Return the options of an engine with the plug-in, whose own options are ``options``."""
     scheduler, adapters = vllm_rules()
     composition = "s-lora-chunked" if options.get("blocking_loads") else "mixed"
     policy, eviction = options.get("policy", "adapter-aware"), options.get("eviction", "price")
-    order = "price" if eviction == "price" else "lru"
+    order, look_ahead = "price" if eviction == "price" else "lru", options.get("look_ahead", 10)
     return (
-        replace(scheduler, policy=policy, step_composition=composition),
-        replace(adapters, eviction=eviction, host_eviction=order, look_ahead=options.get("look_ahead", 10)),
+        replace(scheduler, policy=policy, step_composition=composition, max_loras=None),
+        replace(
+            adapters,
+            eviction=eviction,
+            host_eviction=order,
+            look_ahead=look_ahead,
+            cold_start="auto",
+            by_last_run=False,
+        ),
+    )
+
+
+def config_of(rules: Rules, base: BaseShape, cost: CostModel, **options: Any) -> SimulationConfig:
+    """Return an engine of these rules, which has as many slots as they allow adapters in a step."""
+    return SimulationConfig(
+        base=base,
+        cost=cost,
+        num_pages=2,
+        num_slots=rules[0].max_loras or NUM_SLOTS,
+        scheduler=rules[0],
+        adapters=rules[1],
+        waits_by_layer=rules[1].cold_start == "layers",
+        exact_caps=True,
+        **options,
     )
 
 
@@ -143,7 +168,7 @@ class Listener:
 
 def serve_simulated(
     requests: Sequence[RequestSpec],
-    rules: tuple[SchedulerConfig, AdapterConfig],
+    rules: Rules,
     base: BaseShape,
     cost: CostModel,
     *,
@@ -163,16 +188,7 @@ def serve_simulated(
     adapters = make_adapters(ranks)
     workload = Workload(name="vllm", requests=tuple(requests), adapters=adapters)
     listener = Listener(adapter_versions(adapters, base))
-    config = SimulationConfig(
-        base=base,
-        cost=cost,
-        num_pages=2,
-        num_slots=NUM_SLOTS,
-        scheduler=rules[0],
-        adapters=rules[1],
-        interference=interference or {},
-        exact_caps=True,
-    )
+    config = config_of(rules, base, cost, interference=interference or {})
     run = simulate(workload, config, sinks=(listener.heard,))
     return listener.served._replace(took_s=run.duration_s)
 
@@ -273,9 +289,7 @@ def at_least(
     return Loads(num_reads, num_copies, sum(rule(asked, mb, room) for room in rooms))
 
 
-def simulated(
-    requests: Sequence[RequestSpec], rules: tuple[SchedulerConfig, AdapterConfig], ranks: Sequence[int]
-) -> Loads:
+def simulated(requests: Sequence[RequestSpec], rules: Rules, ranks: Sequence[int]) -> Loads:
     """Return the loads of requests in virtual time."""
     served = serve_simulated(requests, rules, BASE, COST, ranks=ranks)
     mb = sizes(ranks)

@@ -283,6 +283,11 @@ class AdapterConfig(CheckedOptions):
         help="Which copy leaves host memory for another: the least recently used, or the one that saves least time, as "
         "--eviction price tells. A copy of an adapter that is likely to stay on the device then saves none.",
     )
+    by_last_run: bool = option(
+        False,
+        help="Keep adapters as vLLM does, by when a step last ran them: requests that wait spare none, and a copy in "
+        "host memory is used when its adapter runs, on the device too.",
+    )
     link_bytes_per_s: int | None = _adapters(
         None,
         flag="--link-bandwidth",

@@ -29,8 +29,14 @@ from manylora.core.scheduling.policies.chameleon import queue_plan
 from manylora.core.types import Continuation, FinishReason, Request
 from manylora.lab.sim.run.contents import synthetic_token
 
-PREFETCHES = [(0, False, True), (3, False, False), (10, True, True), (10, False, False)]
-"""Look-ahead, whether gaps are forecast, and whether adapters stay in host memory."""
+PREFETCHES = [
+    (0, False, True, False),
+    (3, False, False, False),
+    (10, True, True, False),
+    (10, False, False, False),
+    (0, False, True, True),
+]
+"""Look-ahead, whether gaps are forecast, whether adapters stay in host memory, and whether by their last run alone."""
 DISCIPLINES: list[dict[str, object]] = [
     {},
     {},
@@ -120,6 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
                 look_ahead=prefetch[0],
                 forecast=prefetch[1],
                 keep_host_copies=prefetch[2],
+                by_last_run=prefetch[3],
                 cold_start=cold.get("mode", "auto"),
             ),
             sinks=[self.check_wait] if cold.get("mode") == "assist" else [],

@@ -14,6 +14,7 @@ Source: Chameleon, section 4.2; S-LoRA, section 5.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -149,6 +150,7 @@ class AdapterCache:
             self.cold[key] = placement
             if placement is IN_HOST:
                 self.host.use(key)
+        self.host.ran(key)
         self.num_active += residency.num_running == 0
         residency.num_running += 1
         residency.last_used_at = now
@@ -159,6 +161,7 @@ class AdapterCache:
         residency = self.residencies[key]
         assert residency.num_running > 0
         residency.num_running -= 1
+        self.host.ran(key)
         if not residency.num_running:
             self.num_active -= 1
             self.cold.pop(key, None)
@@ -188,7 +191,7 @@ class AdapterCache:
             return
         if residency.num_running or self._is_pinned(key):
             depth = None
-        elif residency.num_waiting:
+        elif residency.num_waiting and not self.host.is_by_last_run:
             depth = Depth.WANTED
         else:
             depth = Depth.IDLE
@@ -219,10 +222,13 @@ class AdapterCache:
         if self.host.is_second(residency):
             self._drop_host(residency, now)
 
-    def trim_host(self, now: float) -> None:
-        """Drop host copies beyond the limits: the least recently used, or those that save the least time."""
+    def trim_host(self, now: float, loading: Seq[AdapterVersion] = ()) -> None:
+        """Drop host copies beyond the limits: the least recently used, or those that save the least time.
+
+        Those that are ``loading`` count, too.
+        """
         order = partial(self._by_worth, now=now) if self.host.is_priced else list[AdapterKey]
-        for residency in self.host.beyond_limits(order):
+        for residency in self.host.beyond_limits(order, loading):
             self._drop_host(residency, now)
 
     def _by_worth(self, keys: Iterable[AdapterKey], now: float) -> list[AdapterKey]:

@@ -168,6 +168,8 @@ class AdapterLoader:
             if depth is Depth.IDLE and not self._cache.host.has_room(version, self.loads.to(Tier.HOST)):
                 return residency
             self._start(residency, AdapterLoad(version=version, tier=Tier.HOST, is_urgent=at_once), now)
+            if self._cache.host.is_by_last_run:  # now, before the next request of this step is looked at
+                self._cache.trim_host(now, self.loads.to(Tier.HOST))
         if residency.host is TierState.RESIDENT or at_once:
             pages = self._page_cache.claim_adapter(key, version.num_pages, now, depth, tenant=residency.tenant)
             if pages is not None:

@@ -14,7 +14,7 @@ sequences ask the cache to spare it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -165,8 +165,9 @@ class Residencies(dict[AdapterKey, Residency]):
 class HostCopies:
     """The copies in host memory, least recently used first; those beyond the limits are dropped and remain on disk.
 
-    The configuration bounds their number, and says whether one stays there that is on the device too, and whether the
-    least recently used is dropped first (``is_priced`` if not: the caller gives the order).
+    The configuration bounds their number, and says whether one stays there that is on the device too, whether the
+    least recently used is dropped first (``is_priced`` if not: the caller gives the order), and whether waiting
+    requests spare their copies (``is_by_last_run`` if not: a copy is also used when its adapter runs).
     """
 
     def __init__(self, residencies: Residencies, config: AdapterConfig, most_bytes: int) -> None:
@@ -175,6 +176,7 @@ class HostCopies:
         self._most_bytes = most_bytes
         self._keeps_second_copies = config.keep_host_copies
         self.is_priced = config.host_eviction == "price"
+        self.is_by_last_run = config.by_last_run
         self._copies: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
         self.num_bytes = 0
 
@@ -195,6 +197,11 @@ class HostCopies:
     def use(self, key: AdapterKey) -> None:
         """Learn that a copy is used."""
         self._copies.move_to_end(key)
+
+    def ran(self, key: AdapterKey) -> None:
+        """Learn that steps begin or cease to run a version, from any tier."""
+        if self.is_by_last_run and key in self._copies:
+            self.use(key)
 
     def drop(self, residency: Residency, now: float) -> None:
         """Drop a version's copy in host memory; the adapter's files stay on disk."""
@@ -224,18 +231,22 @@ class HostCopies:
                     return True
         return False
 
-    def beyond_limits(self, order: Callable[[Iterable[AdapterKey]], list[AdapterKey]]) -> Iterator[Residency]:
-        """Yield the copies to be dropped until the limits are met; each is dropped before the next is asked for.
+    def beyond_limits(
+        self, order: Callable[[Iterable[AdapterKey]], list[AdapterKey]], loading: Sequence[AdapterVersion] = ()
+    ) -> Iterator[Residency]:
+        """Yield the copies to be dropped until the limits are met, each dropped before the next is asked for.
 
         ``order`` is asked for the order of all copies, given the least recently used first, only beyond the limits.
+        Those that are ``loading`` count, too.
         """
-        if not self._is_over(self.num_bytes, len(self._copies)):
+        num_bytes = sum([version.host_bytes for version in loading])
+        if not self._is_over(self.num_bytes + num_bytes, len(self._copies) + len(loading)):
             return
         for key in order(self._copies):
             residency = self._residencies[key]
             if self._may_drop(residency) and not residency.is_warming:
                 yield residency
-                if not self._is_over(self.num_bytes, len(self._copies)):
+                if not self._is_over(self.num_bytes + num_bytes, len(self._copies) + len(loading)):
                     return
 
     def size(self, version: AdapterVersion) -> int:
@@ -246,8 +257,8 @@ class HostCopies:
         most = self._most_adapters
         return num_bytes > self._most_bytes or (most is not None and num_adapters > most)
 
-    @staticmethod
-    def _may_drop(residency: Residency) -> bool:
+    def _may_drop(self, residency: Residency) -> bool:
         """Whether no load or step reads a copy, and it could be read again from disk."""
-        is_needed = residency.is_referenced and residency.device is not TierState.RESIDENT
+        is_referenced = residency.num_running if self.is_by_last_run else residency.is_referenced
+        is_needed = is_referenced and residency.device is not TierState.RESIDENT
         return not (is_needed or residency.is_retired or residency.device is TierState.LOADING)
