@@ -135,16 +135,21 @@ def calibrate(config: EngineConfig, seconds: float) -> Machine:
         seconds=seconds,
         write=log,
     )
-    steps = [line for line in log.lines if isinstance(line, StepRecord)]
-    loads = [line for line in log.lines if isinstance(line, LoadRecord)]
-    took, spent = np.array([one.took_s for one in steps]), np.array(log.spent_s)
+    return machine_of(log.lines, log.spent_s)
+
+
+def machine_of(lines: Sequence[LogLine], spent_s: Sequence[float]) -> Machine:
+    """Return the calibration by the log of a sweep, and the processor time of each of its steps."""
+    steps = [line for line in lines if isinstance(line, StepRecord)]
+    loads = [line for line in lines if isinstance(line, LoadRecord)]
+    took, spent = np.array([one.took_s for one in steps]), np.array(spent_s)
     # In units of the mean speed, so that a factor of 1 is the machine as it was.
     worked = iter((spent * took.sum() / spent.sum()).tolist())
     as_work = [
         msgspec.structs.replace(line, ended_at=line.launched_at + next(worked), device_s=None)
         if isinstance(line, StepRecord)
         else line
-        for line in log.lines
+        for line in lines
     ]
     fitted = fit_profile(as_work, command="bench/forecast.py")
     # The noise of steps is that of wall time within a window, found below; a price is without it.
@@ -157,7 +162,7 @@ def calibrate(config: EngineConfig, seconds: float) -> Machine:
     is_prompt = np.array([one.features.num_prompts > 0 for one in steps])
     kinds = (("decode", ~is_prompt), ("prompt", is_prompt))
     noise = {kind: noise_of(within[of], priced[of]) for kind, of in kinds if of.any()}
-    by_wall = predict_times(fit_profile(log.lines), steps, loads)
+    by_wall = predict_times(fit_profile(lines), steps, loads)
     unsteadiness = {"wall": variation(took / by_wall), "processor": variation(spent / priced)}
     return Machine(msgspec.structs.replace(profile, noise={**of_loads, **noise}), tuple(speeds.tolist()), unsteadiness)
 
@@ -191,20 +196,25 @@ def variation(values: Array) -> float:
     return float(values.std() / values.mean())
 
 
-class Predicted:
-    """Simulated runs of a calibrated machine."""
+def engine_of(machine: Machine, folder: Path) -> SimulationConfig:
+    """Return the simulated engine of the demo model on a calibrated machine, whose profile is written to a folder."""
+    machine.profile.write(folder / "profile.json")
+    setup = Setup(profile=str(folder / "profile.json"), scheduler=SCHEDULER, exact_caps=True)
+    return make_config(setup, targets=WORKLOAD.adapters.targets)
 
-    def __init__(self, machine: Machine, folder: Path) -> None:
-        self._machine = machine
-        machine.profile.write(folder / "profile.json")
-        self._setup = Setup(profile=str(folder / "profile.json"), scheduler=SCHEDULER, exact_caps=True)
+
+class Predicted:
+    """Simulated runs of an engine on a calibrated machine."""
+
+    def __init__(self, machine: Machine, engine: SimulationConfig) -> None:
+        self._engine = engine
+        self._profile = structs.replace(machine.profile, speed_drift=None)
+        self._speeds = machine.speeds
 
     def config(self, name: str, speeds: Sequence[float]) -> SimulationConfig:
         """Return the engine of one run on a machine of such speeds; its name seeds what is drawn."""
-        made = make_config(self._setup, targets=WORKLOAD.adapters.targets)
-        steady = structs.replace(self._machine.profile, speed_drift=None)
-        cost = FittedCost(steady, Random(f"steps/{name}"))
-        return replace(made, cost=cost, speed=lambda _: DrawnSpeed(speeds, Random(f"speed/{name}")))
+        cost = FittedCost(self._profile, Random(f"steps/{name}"))
+        return replace(self._engine, cost=cost, speed=lambda _: DrawnSpeed(speeds, Random(f"speed/{name}")))
 
     def serve(self, workload: Workload, name: str, speeds: Sequence[float]) -> list[RequestRecord]:
         """Return the requests of a run in order of arrival."""
@@ -215,7 +225,7 @@ class Predicted:
         spec = replace(WORKLOAD, arrivals=PoissonArrivals(rate=1e6), num_requests=num_requests)
         rates = []
         for number in range(DRAWS):
-            records = self.serve(make_workload(spec, number), f"capacity/{number}", self._machine.speeds)
+            records = self.serve(make_workload(spec, number), f"capacity/{number}", self._speeds)
             rates.append(num_requests / max(one.finished_at for one in records))
         return float(np.mean(rates))
 
@@ -339,7 +349,7 @@ def main() -> None:
     )
     machine = calibrate(config, options.sweep)
     with tempfile.TemporaryDirectory(prefix="forecast-") as name:
-        simulator = Predicted(machine, Path(name))
+        simulator = Predicted(machine, engine_of(machine, Path(name)))
         capacity = simulator.capacity(200)
         num_requests = int(options.minutes * 60 * capacity / options.rounds / sum(1 / load for load in LOADS))
         print(f"{capacity:.2f} requests a second; {num_requests} in a run", flush=True)

@@ -60,7 +60,8 @@ BY_HAND = (
 """Not run here: `bases.py` needs llama.cpp built for the processor, `bases_accuracy.py` trains a model, `clients.py`
 installs packages (`make clients`), `gpu.py` needs a GPU, `peers.py` is for a model of one's own, `scaling.py` and
 `scaling_live.py` read one trace by its name, `versions.py` needs another checkout, `vllm_churn.py` and `vllm_plugin.py`
-need the environment of `make vllm`."""
+need the environment of `make vllm`. `forecast_traces.py` runs vLLM where that environment is, and keeps what was found
+of it last where it is not."""
 
 
 @dataclass(frozen=True, slots=True)

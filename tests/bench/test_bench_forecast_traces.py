@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from forecast_traces import BOUNDS, SCALE, at_load, figures_of, middle, stretch, verdict
+from forecast_systems import at_load, figures_of, middle
+from forecast_traces import BOUNDS, SCALE, page, stretch, verdict
 
 from manylora.lab.bench.rounds import Ratio
 from manylora.lab.measure import RequestRecord
@@ -74,3 +75,11 @@ def test_figures_are_those_of_one_run() -> None:
     assert one["first token, P50"] == one["first token, P99"] == pytest.approx(0.5)
     found = middle([run(0.5), run(1.0), run(30.0)])
     assert found["first token, P99"] == pytest.approx(1.0), "a slow draw is one run of several"
+
+
+def test_a_run_of_one_system_keeps_what_was_found_of_others() -> None:
+    first = page({"devices": "## devices\n\nnew devices", "cpu": "## cpu\n\n| a | table |"}, "")
+    second = page({"vllm": "## vllm\n\nnew"}, first)
+    third = page({"cpu": "## cpu\n\nlater"}, second + "\n")
+    assert third == first.replace("| a | table |", "later") + "\n\n## vllm\n\nnew"
+    assert third.index("## cpu") < third.index("## devices") < third.index("## vllm")
