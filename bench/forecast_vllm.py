@@ -168,7 +168,7 @@ def bursts(adapters: Sequence[str], rng: Random) -> Iterator[list[RequestSpec]]:
             rng,
             max_num_seqs=SCHEDULER.max_num_seqs,
             max_context=CONTEXT,
-            max_tokens=2 * SCHEDULER.max_num_batched_tokens,
+            max_tokens=2 * CONTEXT,  # enough full chunks: long prompts are most of a trace's time
             num_adapters=len(adapters),
             step_s=STEP_S,
         )
