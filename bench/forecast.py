@@ -167,22 +167,50 @@ def machine_of(lines: Sequence[LogLine], spent_s: Sequence[float]) -> Machine:
     return Machine(msgspec.structs.replace(profile, noise={**of_loads, **noise}), tuple(speeds.tolist()), unsteadiness)
 
 
-def speeds_of(profile: CostProfile, lines: Sequence[LogLine]) -> tuple[float, ...]:
-    """Return the speed of a live run, window by window: measured over priced time.
+def speeds_of(profile: CostProfile, lines: Sequence[LogLine], began_at: float | None = None) -> tuple[float, ...]:
+    """Return the speed of a live run, window by window from its first step or ``began_at``: measured over priced time.
 
     Prices are those of a mean step with the profile's noise, which a simulation multiplies by. One that is wrong about
     the workload counts as speed: nothing tells the two apart.
     """
     steps = [line for line in lines if isinstance(line, StepRecord)]
     loads = [line for line in lines if isinstance(line, LoadRecord)]
-    windows = windows_of(np.array([one.launched_at for one in steps]))
+    windows = windows_of(np.array([one.launched_at for one in steps]), began_at)
     took = np.array([one.took_s for one in steps])
     return tuple(over_windows(windows, took, predict_times(profile, steps, loads)).tolist())
 
 
-def windows_of(at: Array) -> NDArray[np.int64]:
+@dataclass(frozen=True, slots=True)
+class OwnSpeed:
+    """The speed of a live run, window by window; of an idle window, that of the last one.
+
+    Args:
+        numbers: Windows with steps, counted from the begin of the run.
+        speeds: Measured over priced time in each of them.
+        began_s: Begin of the run in virtual time.
+    """
+
+    numbers: NDArray[np.int64]
+    speeds: Array
+    began_s: float = 0.0
+
+    @classmethod
+    def of(cls, profile: CostProfile, lines: Sequence[LogLine], began_at: float) -> OwnSpeed:
+        """Return the speed of a run by its log, whose clock stood at ``began_at`` when it began."""
+        steps = [line for line in lines if isinstance(line, StepRecord)]
+        at = np.array([one.launched_at - began_at for one in steps])
+        return cls(np.unique((at // WINDOW_S).astype(np.int64)), np.array(speeds_of(profile, lines, began_at)))
+
+    def factor(self, now: float) -> float:
+        """Return the factor on a step that begins now."""
+        place = int(np.searchsorted(self.numbers, (now - self.began_s) // WINDOW_S, side="right"))
+        return float(self.speeds[max(0, place - 1)])
+
+
+def windows_of(at: Array, began_at: float | None = None) -> NDArray[np.int64]:
     """Return the window of each step, numbered without gaps: an idle window has no speed."""
-    numbers: NDArray[np.int64] = np.unique((at - at[0]) // WINDOW_S, return_inverse=True)[1]
+    began_at = at[0] if began_at is None else began_at
+    numbers: NDArray[np.int64] = np.unique((at - began_at) // WINDOW_S, return_inverse=True)[1]
     return numbers
 
 
@@ -211,12 +239,17 @@ class Predicted:
         self._profile = structs.replace(machine.profile, speed_drift=None)
         self._speeds = machine.speeds
 
-    def config(self, name: str, speeds: Sequence[float]) -> SimulationConfig:
-        """Return the engine of one run on a machine of such speeds; its name seeds what is drawn."""
+    def config(self, name: str, speeds: Sequence[float] | OwnSpeed) -> SimulationConfig:
+        """Return the engine of one run on a machine of such speeds; its name seeds what is drawn.
+
+        On a machine of a run's own speed a step takes its mean time, and nothing is drawn.
+        """
+        if isinstance(speeds, OwnSpeed):
+            return replace(self._engine, cost=FittedCost(self._profile), speed=lambda _: speeds)
         cost = FittedCost(self._profile, Random(f"steps/{name}"))
         return replace(self._engine, cost=cost, speed=lambda _: DrawnSpeed(speeds, Random(f"speed/{name}")))
 
-    def serve(self, workload: Workload, name: str, speeds: Sequence[float]) -> list[RequestRecord]:
+    def serve(self, workload: Workload, name: str, speeds: Sequence[float] | OwnSpeed) -> list[RequestRecord]:
         """Return the requests of a run in order of arrival."""
         return sorted(simulate(workload, self.config(name, speeds)).records, key=lambda one: int(one.request_id))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-from forecast import Machine, Predicted, seconds_of, speeds_of
+from forecast import Machine, OwnSpeed, Predicted, seconds_of, speeds_of
 from live import VOCABULARY, http_arrivals
 from planner_live import SCHEDULER, WORKLOAD
 
@@ -29,6 +29,7 @@ __all__ = [
     "HARDWARE",
     "MODEL",
     "NUM_DEVICES",
+    "OWN",
     "ROUTER",
     "SYNTHETIC",
     "Devices",
@@ -42,7 +43,7 @@ __all__ = [
 GOALS = {"throughput": 0.03, "first token, P50": 0.10, "first token, P99": 0.20}
 """Figures, and the largest error of a prediction that is good enough."""
 
-ONCE, BEFORE = "once", "just before"
+ONCE, BEFORE, OWN = "once", "just before", "its own speed"
 SYNTHETIC = make_workload(replace(at_rate(WORKLOAD, 1.0), num_requests=200), 99)
 DRAWS = 7
 """Simulated runs beside a live one, where the machine's speed is drawn."""
@@ -139,6 +140,7 @@ class Priced:
         self._name, self._engine, self._log = name, engine, log
         self._machine, self._simulator, self._look_s = machine, simulator, look_s
         self._before: Sequence[float] = machine.speeds
+        self._own: OwnSpeed | None = None
         self._times_price: dict[str, list[float]] = {"synthetic": [], "live": []}
         self._synthetic_s = self.busy_s(SYNTHETIC)
         self._engine.serve(at_load(SYNTHETIC, self._synthetic_s, 0.5))  # warm up
@@ -175,15 +177,20 @@ class Priced:
 
     def live(self, workload: Workload) -> Records:
         """Serve requests on the wall clock."""
-        return self._serve(workload, "live")[1]
+        _, records = self._serve(workload, "live")
+        began_at = records[0].arrived_at - workload.requests[0].arrival_s
+        self._own = OwnSpeed.of(self._machine.profile, self._log, began_at)
+        return records
 
     def predicted(self, workload: Workload, name: str) -> dict[str, list[Records]]:
-        """Return runs on a machine of drawn speeds."""
+        """Return runs on a machine of drawn speeds, and one at the live run's own."""
         speeds = {ONCE: self._machine.speeds, BEFORE: self._before}
-        return {
+        runs = {
             known: [self._simulator.serve(workload, f"{name}/{draw}", one) for draw in range(DRAWS)]
             for known, one in speeds.items()
         }
+        assert self._own is not None, "the live run comes first"
+        return runs | {OWN: [self._simulator.serve(workload, name, self._own)]}
 
 
 class Devices:

@@ -20,7 +20,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from forecast import Machine, Predicted, machine_of
+from forecast import Machine, OwnSpeed, Predicted, machine_of
 from planner_live import SCHEDULER
 from vllm_child import Child, Round, make_base
 from vllm_log import log_lines
@@ -144,9 +144,11 @@ class VllmPredicted(Predicted):
         super().__init__(machine, config_of(rules, live.base, FixedCost()))
         self._live = live
 
-    def serve(self, workload: Workload, name: str, speeds: Sequence[float]) -> list[RequestRecord]:
+    def serve(self, workload: Workload, name: str, speeds: Sequence[float] | OwnSpeed) -> list[RequestRecord]:
         """Return the requests of a run in order of arrival."""
         found = self._live.found
+        if isinstance(speeds, OwnSpeed):
+            speeds = replace(speeds, began_s=len(found) * APART_S)
         return super().serve(after(workload, found), name, speeds)[len(found) :]
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from forecast import OwnSpeed
 from forecast_systems import at_load, figures_of, middle
 from forecast_traces import BOUNDS, SCALE, page, stretch, verdict
+from sim_profiles import make_profile
 
+from manylora.core.costs.features import step_features
+from manylora.core.costs.step_log import StepRecord
+from manylora.core.plan import StepPlan
 from manylora.lab.bench.rounds import Ratio
+from manylora.lab.costs.profile import RowTimes
 from manylora.lab.measure import RequestRecord
 
 NUM_ROWS = 12
@@ -83,3 +90,18 @@ def test_a_run_of_one_system_keeps_what_was_found_of_others() -> None:
     third = page({"cpu": "## cpu\n\nlater"}, second + "\n")
     assert third == first.replace("| a | table |", "later") + "\n\n## vllm\n\nnew"
     assert third.index("## cpu") < third.index("## devices") < third.index("## vllm")
+
+
+def test_a_runs_own_speed_is_that_of_each_window_and_of_the_last_one_when_idle() -> None:
+    rows = RowTimes(knots=(0,), row_s=(0.0,))
+    profile = make_profile(terms={"step": 0.1}, rows=rows, turn_s=0.0, turn_sequence_s=0.0, noise={})
+    features = step_features(StepPlan(step_id=0, sequences=()))
+    steps = [
+        StepRecord(step_id=number, launched_at=100.0 + at, ended_at=100.0 + at + took, device_s=None, features=features)
+        for number, (at, took) in enumerate([(0.5, 0.1), (1.0, 0.3), (2.1, 0.05), (8.0, 0.4)])
+    ]
+    speed = OwnSpeed.of(profile, steps, 100.0)
+    expected = [2.0, 2.0, 0.5, 0.5, 4.0, 4.0]
+    assert [speed.factor(now) for now in (0.0, 1.9, 2.0, 7.9, 8.0, 50.0)] == pytest.approx(expected)
+    later = replace(speed, began_s=7.0)
+    assert [later.factor(7.0 + now) for now in (0.0, 1.9, 2.0, 7.9, 8.0, 50.0)] == pytest.approx(expected)
