@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
@@ -139,6 +140,18 @@ def test_weights_are_gathered_one_at_a_time(model: ModelConfig, monkeypatch: pyt
 
     monkeypatch.setattr(type(loaded), "read", copied)
     gather(loaded, torch.device("cpu"))
+
+
+def test_a_tied_weight_may_be_stored_by_either_name(tmp_path: Path) -> None:
+    config = save(FAMILIES["tied"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    expected = logits(config)
+    save_file(tensors, file, metadata={"format": "pt"})
+    loaded = load_model(config)
+    weights = freeze(loaded, NUMBERS, *gather(loaded, torch.device("cpu")))
+    torch.testing.assert_close(logits(config, weights), expected)
 
 
 def test_every_tensor_is_in_the_table_once_and_tied_ones_stay_tied(model: ModelConfig) -> None:

@@ -84,12 +84,11 @@ def gather(loaded: LoadedModel, device: torch.device) -> tuple[torch.Tensor, Dev
         Their buffer, ``[num_bytes]``, uint8, and its memory where other processes can map it.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
-    stored: dict[int, str] = {}
+    names: dict[int, list[str]] = {}  # of each tensor, several of a tied one; files may have any of them
     if checkpoint is not None:
         loaded.probe()  # what cannot be served is refused before its weights are read
         for name, tensor in model.state_dict(keep_vars=True).items():
-            if name in checkpoint.names:  # files hold other parts of multimodal models too, and tied weights twice
-                stored.setdefault(id(tensor), name)
+            names.setdefault(id(tensor), []).append(name)
     _complete_biases(model)
     tensors = {id(tensor): tensor for _, tensor in _tensors(model)}
     stretches = [
@@ -103,16 +102,21 @@ def gather(loaded: LoadedModel, device: torch.device) -> tuple[torch.Tensor, Dev
     sizes = [sum(tensor.nbytes for tensor in stretch) for stretch in stretches]
     offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     buffer, memory = _allocate(device, offsets[-1])
-    read, num_read = {}, 0
+    read: dict[str, torch.Tensor] = {}
+    num_read = 0
     for stretch, offset in zip(stretches, offsets[:-1], strict=True):
         for tensor in stretch:
             place = buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             offset += tensor.nbytes
-            if checkpoint is None or id(tensor) not in stored:
+            own = names.get(id(tensor), ())
+            found = next((one for one in own if checkpoint is not None and one in checkpoint.names), None)
+            if checkpoint is None or found is None:
                 tensor.data = place.copy_(tensor)
                 continue
-            name = stored[id(tensor)]
-            read[name] = place.copy_(_numbers(loaded.read(name), tensor.dtype))
+            weight = _numbers(loaded.read(found), tensor.dtype)
+            assert weight.shape == tensor.shape, f"{found} is {tuple(weight.shape)}, expected {tuple(tensor.shape)}"
+            read |= dict.fromkeys(own, place.copy_(weight))
+            del weight
             num_read += tensor.nbytes
             if num_read >= DROP_BYTES:
                 checkpoint.drop()
