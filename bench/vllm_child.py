@@ -205,6 +205,7 @@ class Engine:
         self._folder, self._engine = folder, llm.llm_engine
         self._num_requests = 0
         self._steps: list[Step] = []
+        self._ran: set[str] = set()  # the requests of the step before
         self._adapters: dict[str, tuple[int, int]] = {}  # number and rank by name
         self._log_steps(self._engine.engine_core.engine_core.scheduler)
 
@@ -217,13 +218,17 @@ class Engine:
     def _features(self, requests: dict[str, Any], num_scheduled: dict[str, int]) -> StepFeatures:
         """Return the content of a step as the simulator counts it."""
         parts, num_sampled = [], 0
+        is_changed = not num_scheduled.keys() >= self._ran
+        self._ran = set(num_scheduled)
         for key, num_tokens in num_scheduled.items():
             request = requests[key]
             name = request.lora_request.lora_name
             start = request.num_computed_tokens - num_tokens
             parts.append(SyntheticSequence(start, num_tokens, AdapterKey(name), self._adapter(name)[1]))
             num_sampled += request.num_computed_tokens >= request.num_tokens
-        return msgspec.structs.replace(step_features(synthetic_plan(parts)), num_sampled=num_sampled)
+            is_changed |= num_tokens > 1 or start <= request.num_prompt_tokens
+        features = step_features(synthetic_plan(parts))
+        return msgspec.structs.replace(features, num_sampled=num_sampled, is_changed=int(is_changed))
 
     def _log_steps(self, scheduler: Any) -> None:
         """Note begin and end of each step, and its content, from now on."""

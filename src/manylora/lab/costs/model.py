@@ -58,7 +58,10 @@ class SyntheticSequence(NamedTuple):
 
 
 def synthetic_plan(parts: Iterable[SyntheticSequence]) -> StepPlan:
-    """Return a step of these sequences, each of which yields a token. It has no pages, so it cannot be executed."""
+    """Return a step of these sequences, each of which yields a token: one token behind others is not its first.
+
+    It has no pages, so it cannot be executed.
+    """
     sampling = SamplingParams()
     return StepPlan(
         step_id=0,
@@ -66,7 +69,7 @@ def synthetic_plan(parts: Iterable[SyntheticSequence]) -> StepPlan:
             PlannedSequence(
                 seq_id=index,
                 tokens=range(part.start + part.num_tokens),
-                num_prompt_tokens=part.start + part.num_tokens,
+                num_prompt_tokens=max(0, part.start - 1) if part.num_tokens == 1 else part.start + part.num_tokens,
                 start=part.start,
                 num_tokens=part.num_tokens,
                 pages=(),
