@@ -53,6 +53,7 @@ class LoraBatch:
     # First row, one past the last, and the groups of each segment that has any row; by ``is_sampled``, as are tables.
     _rows: dict[bool, list[tuple[int, int, dict[str, ResidentGroup]]]] = field(default_factory=dict)
     _step: StepRows | None = None
+    _groups: frozenset[str] = frozenset()  # of ``_step``
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it.
@@ -65,8 +66,10 @@ class LoraBatch:
 
     def _find(self, group: str, is_sampled: bool) -> GroupParts | None:
         span = self._space.directory.groups.get(group) if self._space is not None else None
-        if span is None and group not in self._step_rows().groups:
-            return None  # as most: norms and embeddings are groups too
+        if span is None:
+            self._step_rows()
+            if group not in self._groups:
+                return None  # as most: norms and embeddings are groups too
         # With tables the parts are not needed, except for a batch of one adapter, which may be one product.
         parts = self._parts_of(group, is_sampled) if span is None or len(self.segments) == 1 else []
         if span is None or self._space is None:
@@ -93,7 +96,7 @@ class LoraBatch:
             rows = tuple([(segment.start, segment.stop, segment.adapter.memory) for segment in self.segments])
             layouts = {id(one[2].layout): one[2].layout.groups for one in rows}  # adapters of one layout share it
             groups = dict.fromkeys(chain.from_iterable(layouts.values()))
-            self._step = StepRows(rows, tuple(groups))
+            self._step, self._groups = StepRows(rows, tuple(groups)), frozenset(groups)
         return self._step
 
     def _table_rows(self, is_sampled: bool) -> list[TableRows]:
