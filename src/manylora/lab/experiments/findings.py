@@ -193,7 +193,8 @@ def _share(low: float, high: float, at: float) -> float:
 def _judge(claim: Claim, ours: Estimate) -> Verdict:
     least = -inf if claim.form.endswith("at-most") else claim.published - claim.tolerance
     most = inf if claim.form == "at-least" else claim.published + claim.tolerance
-    low, high = (ours.low, ours.high) if isfinite(ours.high - ours.low) else (ours.middle, ours.middle)
+    is_drawn = claim.form != "order" and isfinite(ours.high - ours.low)  # an order is kept in every seed, or is not
+    low, high = (ours.low, ours.high) if is_drawn else (ours.middle, ours.middle)
     if least <= low and high <= most:
         return Verdict.AGREES
     if low <= most and least <= high:
