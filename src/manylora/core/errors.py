@@ -123,6 +123,10 @@ class AdapterError(ManyloraError):
         self.adapter = adapter
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        """Return what another process makes it from."""
+        return type(self), (self.adapter, self.reason)
+
 
 class AdapterNotFound(AdapterError):
     """No adapter of that name is loaded, or the path does not exist."""

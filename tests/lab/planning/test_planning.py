@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
@@ -11,7 +12,7 @@ import pytest
 
 from manylora.cli.commands.plan import PlanProgress
 from manylora.core.config import AdapterConfig, SchedulerConfig
-from manylora.core.errors import ConfigError
+from manylora.core.errors import AdapterNotFound, CapacityError, ConfigError, ContextExceeded
 from manylora.lab.costs.model import CostModel, FixedCost
 from manylora.lab.measure import Slo
 from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget, at_rate
@@ -102,6 +103,19 @@ def test_runs_in_other_processes_find_the_same() -> None:
             assert found.measured == expected.measured and found.is_met == expected.is_met == (rate == 1.0)
             assert [one.run.records for one in found.runs] == [one.run.records for one in expected.runs]
             assert usage_of(found) == usage_of(expected) if found.is_met else not found.runs
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        AdapterNotFound("math", "there is none"),
+        ContextExceeded.of_answer(5, 9, 10),
+        CapacityError("full", retry_after_s=2.0, status=503),
+    ],
+)
+def test_an_error_of_a_run_in_another_process_keeps_its_words(error: Exception) -> None:
+    made = pickle.loads(pickle.dumps(error))
+    assert type(made) is type(error) and str(made) == str(error) and vars(made) == vars(error)
 
 
 # -- the search --------------------------------------------------------------------------------------------------------
@@ -295,6 +309,15 @@ def test_progress_says_how_long_it_takes_and_is_quiet_without_a_terminal() -> No
         "about 10 runs of the simulator; the first ones tell how long they take",
         "run 3 of about 10, about 48 s left: 1 req/s",
         "run 5 of about 10, about 60 s left: 1 req/s",
+    ]
+    times, pairs = iter((0.0, 0.0, 0.1, 12.0, 12.1)), list[str]()
+    progress = PlanProgress(4, pairs.append, is_live=True, now=lambda: next(times), at_once=2)
+    for _ in range(4):
+        progress.begin_run("")
+    assert [line.partition(":")[0] for line in pairs[2:]] == [
+        "run 2 of about 4",
+        "run 3 of about 4, about 12 s left",
+        "run 4 of about 4, about 12 s left",
     ]
     live: list[str] = []
     progress = PlanProgress(1, live.append, is_live=True, now=lambda: 0.0)

@@ -231,6 +231,7 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
             status.update if notes.is_terminal else note,
             is_live=notes.is_terminal,
             now=perf_counter,
+            at_once=1 if pool is None else settings.seeds,
         )
         for number, variant in enumerate(wanted, 1):
             prefix = f"{number}/{len(wanted)} {_words(variant)}, " if len(wanted) > 1 else ""
@@ -247,7 +248,7 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
 
 @dataclass(eq=False)
 class PlanProgress:
-    """Describes the runs of plans, one after another: a status line on a terminal, a line now and then elsewhere.
+    """Describes the runs of plans, some at once: a status line on a terminal, a line now and then elsewhere.
 
     The number of runs is an estimate: a search that begins far from the capacity takes more of them. Late runs are near
     the capacity and therefore longer than the first, so the time left is estimated from the mean of the runs so far.
@@ -258,6 +259,7 @@ class PlanProgress:
     _: KW_ONLY
     is_live: bool  # whether lines replace each other
     now: Callable[[], float]  # returns a time in seconds that never steps back
+    at_once: int = 1  # runs that begin together
     _num_begun: int = 0
 
     def __post_init__(self) -> None:
@@ -267,7 +269,8 @@ class PlanProgress:
     def begin_run(self, text: str) -> None:
         """Begin a run, with its description."""
         now = self.now()
-        num_done, self._num_begun = self._num_begun, self._num_begun + 1
+        num_done = self._num_begun - self._num_begun % self.at_once
+        self._num_begun += 1
         if not self.is_live and now - self._written_at < SILENCE_S:
             return
         self._written_at = now

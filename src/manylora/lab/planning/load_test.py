@@ -209,11 +209,17 @@ class LoadTests:
         for seed, workload in enumerate(workloads):
             self._on_run(f"{rate:.3g} req/s, {_replicas(num_replicas)}, seed {self.scenario.seed + seed}")
             wanted = (workload, self.config(num_replicas, seed), self.objective, most_late)
-            if self._pool is None:
-                yield _run(*wanted)
-            else:
+            if self._pool is not None:
                 under_way.append(self._pool.submit(_run, *wanted))
-        yield from (one.result() for one in under_way)
+                continue
+            run = _run(*wanted)
+            yield run
+            most_late -= run.num_late if run is not None else 0
+        try:
+            yield from (one.result() for one in under_way)
+        finally:
+            for one in under_way:  # where one has stopped early, those that have not begun
+                one.cancel()
 
 
 def _run(workload: Workload, config: SimulationConfig, objective: Objective, most_late: float) -> LoadTestRun | None:
