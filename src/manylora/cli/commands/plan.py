@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -221,11 +221,9 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
     plans = []
     tests_each = expected_load_tests(settings.tolerance) + (settings.rate is not None)
     num_processes = min(settings.seeds, os.cpu_count() or 1)
-    with notes.status("planning") as status, ExitStack() as stack:
-        # Started afresh rather than forked: a forked process may inherit a lock that no thread of it will release.
-        pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) if num_processes > 1 else None
-        if pool is not None:
-            stack.callback(pool.shutdown, cancel_futures=True)
+    # Started afresh rather than forked: a forked process may inherit a lock that no thread of it will release.
+    pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) if num_processes > 1 else None
+    with notes.status("planning") as status, pool or nullcontext():
         progress = PlanProgress(
             len(wanted) * tests_each * settings.seeds,
             status.update if notes.is_terminal else note,
