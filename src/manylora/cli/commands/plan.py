@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -37,6 +35,7 @@ from manylora.lab.planning.settings import (
     read_plan_settings,
     variants,
 )
+from manylora.lab.pool import start_processes
 from manylora.lab.sim.scenario import read_scenario
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads.traces import read_requests
@@ -221,8 +220,7 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
     plans = []
     tests_each = expected_load_tests(settings.tolerance) + (settings.rate is not None)
     num_processes = min(settings.seeds, os.cpu_count() or 1)
-    # Started afresh rather than forked: a forked process may inherit a lock that no thread of it will release.
-    pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) if num_processes > 1 else None
+    pool = start_processes(num_processes) if num_processes > 1 else None
     with notes.status("planning") as status, pool or nullcontext():
         progress = PlanProgress(
             len(wanted) * tests_each * settings.seeds,

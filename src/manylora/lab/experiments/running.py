@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from pathlib import Path
 
 from manylora.lab.experiments.calculations import CALCULATIONS, is_clairvoyant, run_clairvoyant
 from manylora.lab.experiments.cases import Case, Result
 from manylora.lab.experiments.isolated import is_isolated, run_isolated
 from manylora.lab.experiments.simulated import run_case
+from manylora.lab.pool import start_processes
 
 __all__ = ["Runner", "compute"]
 
@@ -56,8 +56,7 @@ class Runner:
                 self._keep(key, compute(case))
                 report(place, len(wanted))
         else:
-            # Started afresh rather than forked: a forked process may inherit a lock that no thread of it will release.
-            with ProcessPoolExecutor(self._num_processes, mp_context=get_context("spawn")) as pool:
+            with start_processes(self._num_processes) as pool:
                 futures = {pool.submit(compute, case): key for key, case in missing.items()}
                 try:
                     for place, future in enumerate(as_completed(futures), num_found + 1):
