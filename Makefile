@@ -24,6 +24,9 @@ FOR_RUN := $(VENV)/.installed-for-run
 FOR_TEST := $(VENV)/.installed-for-test
 FOR_DOCS := $(VENV)/.installed-for-docs
 
+# Every process imports hundreds of modules: their bytecode is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -30,12 +31,14 @@ from hypothesis import HealthCheck, settings
 from reciter import HOLD, engine_config, write_reciter
 from rich.console import Console, ConsoleDimensions
 from serving import Gate, write_tokenizer
+from triton_interpreter import speed_up
 
 from manylora.core.config import ServerConfig, WebConfig
 from manylora.serving.server import BackgroundServer, LoraModule
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() and find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    speed_up()
 
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True, warn_only=True)

@@ -80,6 +80,8 @@ from manylora.execution.build import OpenAssistant, build_parts, open_assistant_
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.peers import SharedExecutor
 
+PeftModel.create_or_update_model_card = lambda *_: None  # a page for people, which takes longer than the weights
+
 VOCAB = 320
 NUM_TOKENS = 64
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
