@@ -48,6 +48,7 @@ TIMEOUT_S = 300.0
 def start_once(checkout: Path) -> dict[str, float]:
     """Start a server and end it; return the seconds of its stages, of all, and of processors."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONDONTWRITEBYTECODE"] = ""  # kept, as after an installation
     used = _children_s()
     began_at = time.perf_counter()
     process = subprocess.Popen(
@@ -93,7 +94,10 @@ def page(found: Mapping[str, Sequence[Mapping[str, float]]], processor: str) -> 
     sides = list(found)
     stages = [*MARKS, "whole", "processor"]
     rows = [[stage, *(median(side, stage) for side in sides)] for stage in stages]
-    lines = ["# Start of a tiny model", "", f"Seconds, medians of {len(found[sides[-1]])} starts on {processor}.", ""]
+    num_rounds = len(found[sides[-1]])
+    beside = " --before CHECKOUT" if len(sides) == 2 else ""
+    lines = ["# Start of a tiny model", "", f"`python bench/startup.py --rounds {num_rounds}{beside}`.", ""]
+    lines += [f"Seconds, medians of {num_rounds} starts on {processor}.", ""]
     lines += table(["stage", *sides], rows)
     for stage in ("whole", "processor"):
         if len(sides) == 2:
