@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from publishing import middle_of_rounds
 from vllm_child import Child, Round, make_base
 from vllm_log import Load, Served, log_lines
 from vllm_twin import (
@@ -40,6 +41,7 @@ from vllm_twin import (
     vllm_rules,
 )
 
+from manylora.lab.bench.rounds import machine, ratio_by_round
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.calibrate import fit_profile
 from manylora.lab.costs.fitted import FittedCost
@@ -69,15 +71,16 @@ ARMS: dict[str, dict[str, Any] | None] = {
 
 BESIDE = ["no loads", "no stall alone"]
 """Arms whose steps and loads tell what loads beside steps cost."""
-READING = """`python bench/vllm_plugin.py`: medians over rounds, in seconds; bytes of all rounds together.
-`no loads` asks for adapters in slots alone.
+READING = """`python bench/vllm_plugin.py` on {cpu}, {cores} cores: medians over rounds, in seconds; ratios are taken in
+each round, with a 95 % interval of their median; bytes are those of all rounds, of which each has few. `no loads` asks
+for adapters in slots alone.
 
 What no rule does better, on two cores that the steps fill:
 
 * A first token waits for the rest of the step in flight, its load, the rest of the step in which that ends (not in
-  vLLM, whose steps wait for loads), and the step of its own prompt, some 25 ms. So load + 10 % is out of reach.
-* A load takes a core for a third of a step (to read, own, pack and copy 10 MB), and steps beside it are longer by half
-  of that or more together.
+  vLLM, whose steps wait for loads), and the step of its own prompt. So load + 10 % is out of reach.
+* A load takes a core (to read, own, pack and copy 10 MB; on an AMD EPYC for a third of a step), and steps beside it are
+  longer by half of that or more together.
 * These requests in their order need at least 0.60 of the bytes of vLLM's rules if all requests to come are known, and
   0.78 if popularities are ([counted](vllm_loads.md)).
 """
@@ -270,18 +273,18 @@ def changes(measured: dict[str, dict[str, list[dict[str, float]]]], predicted: d
 def goals(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
     """Return what is to be reached, and what was by vLLM and by the plug-in with all of its parts, as Markdown."""
 
-    def of(disk: str, arm: str, name: str) -> float:
-        values = [one[name] for one in results[disk][arm]]
-        return sum(values) if name == "moved_mb" else statistics.median(values)  # few loads in a round
+    def rounds(disk: str, arm: str, name: str) -> list[float]:
+        return [one[name] for one in results[disk][arm]]
 
     def reached(disk: str, arm: str) -> list[str]:
-        target, load_s = of(disk, "no loads", "gap_p99_s"), of(disk, arm, "cold_load_p50_s")
+        target, load_s = rounds(disk, "no loads", "gap_p99_s"), rounds(disk, arm, "cold_load_p50_s")
+        after_s = [whole - load for whole, load in zip(rounds(disk, arm, "cold_ttft_p50_s"), load_s, strict=True)]
         return [
-            f"{of(disk, arm, 'gap_p99_s') / target:.2f}",
-            f"{of(disk, arm, 'gap_while_loading_p99_s') / target:.2f}",
-            f"load of {1e3 * load_s:.0f} ms + {1e3 * (of(disk, arm, 'cold_ttft_p50_s') - load_s):.0f} ms",
-            f"{of(disk, arm, 'moved_mb') / of(disk, 'vllm', 'moved_mb'):.2f}",
-            f"{of(disk, arm, 'tokens_per_s') / of(disk, 'vllm', 'tokens_per_s'):.2f}",
+            str(ratio_by_round(rounds(disk, arm, "gap_p99_s"), target)),
+            str(ratio_by_round(rounds(disk, arm, "gap_while_loading_p99_s"), target)),
+            f"load of {1e3 * statistics.median(load_s):.0f} ms + {middle_of_rounds([1e3 * one for one in after_s])} ms",
+            f"{sum(rounds(disk, arm, 'moved_mb')) / sum(rounds(disk, 'vllm', 'moved_mb')):.2f}",
+            str(ratio_by_round(rounds(disk, arm, "tokens_per_s"), rounds(disk, "vllm", "tokens_per_s"))),
         ]
 
     cells = {f"{disk}, {arm}": reached(disk, arm) for disk in results for arm in ("vllm", "plug-in")}
@@ -340,7 +343,7 @@ def main() -> None:
             disk: {arm: [figures(one.served) for one in of] for arm, of in made.items()} for disk, made in logs.items()
         }
         shown = goals(results) if {"vllm", "no loads", "plug-in"} <= set(names) else ""
-        text = f"# vLLM with and without the plug-in\n\n{READING}{shown}{table(results)}"
+        text = f"# vLLM with and without the plug-in\n\n{READING.format(**machine())}{shown}{table(results)}"
         given.output.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
         given.output.with_suffix(".md").write_text(text)
         print(text)
