@@ -3,8 +3,9 @@
     python bench/plan_time.py --before CHECKOUT [--rounds 5]
 
 The command runs in a process of its own, from start to end, the two checkouts taking turns; both use the environment of
-this script, and must print the same plan. Processor time is that of all processes of a command. Figures are medians of
-the rounds with 95 % intervals, ratios those of `manylora.lab.bench.rounds`. Writes `results/plan_time.json` and `.md`.
+this script, bytecode is kept, and they must print the same plan. A round to warm up does not count. Processor time is
+that of all processes of a command. Figures are medians of the rounds with 95 % intervals, ratios those of
+`manylora.lab.bench.rounds`. Writes `results/plan_time.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ GOAL_S = 60.0
 
 def run_once(checkout: Path) -> tuple[float, float, str]:
     """Make the plan with a checkout; return seconds, seconds of processors, and what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "PYTHONDONTWRITEBYTECODE": ""}
     used, began_at = _children_s(), time.perf_counter()
     command = [sys.executable, "-m", "manylora", *COMMAND]
     done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, check=False)
@@ -52,11 +53,12 @@ def main() -> None:
     whole: dict[str, list[float]] = {side: [] for side in checkouts}
     processor: dict[str, list[float]] = {side: [] for side in checkouts}
     plans = set()
-    steps, others = Steps(len(checkouts) * options.rounds), Others()
-    for _, side in in_turns(list(checkouts), options.rounds):
+    steps, others = Steps(len(checkouts) * (1 + options.rounds)), Others()
+    for number, side in in_turns(list(checkouts), options.rounds):
         whole_s, processor_s, plan = run_once(checkouts[side])
-        whole[side].append(whole_s)
-        processor[side].append(processor_s)
+        if number >= 0:
+            whole[side].append(whole_s)
+            processor[side].append(processor_s)
         plans.add(plan)
         steps.done(f"{side}: {whole_s:.1f} s")
     if len(plans) > 1:

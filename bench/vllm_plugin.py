@@ -25,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from publishing import middle_of_rounds
 from vllm_child import Child, Round, make_base
 from vllm_log import Load, Served, log_lines
 from vllm_twin import (
@@ -41,7 +40,7 @@ from vllm_twin import (
     vllm_rules,
 )
 
-from manylora.lab.bench.rounds import machine, ratio_by_round
+from manylora.lab.bench.rounds import machine, median_interval, ratio_by_round
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.calibrate import fit_profile
 from manylora.lab.costs.fitted import FittedCost
@@ -279,10 +278,11 @@ def goals(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
     def reached(disk: str, arm: str) -> list[str]:
         target, load_s = rounds(disk, "no loads", "gap_p99_s"), rounds(disk, arm, "cold_load_p50_s")
         after_s = [whole - load for whole, load in zip(rounds(disk, arm, "cold_ttft_p50_s"), load_s, strict=True)]
+        wait, low, high = (1e3 * one for one in median_interval(after_s))
         return [
             str(ratio_by_round(rounds(disk, arm, "gap_p99_s"), target)),
             str(ratio_by_round(rounds(disk, arm, "gap_while_loading_p99_s"), target)),
-            f"load of {1e3 * statistics.median(load_s):.0f} ms + {middle_of_rounds([1e3 * one for one in after_s])} ms",
+            f"load of {1e3 * statistics.median(load_s):.0f} ms + {wait:.0f} ({low:.0f} to {high:.0f}) ms",
             f"{sum(rounds(disk, arm, 'moved_mb')) / sum(rounds(disk, 'vllm', 'moved_mb')):.2f}",
             str(ratio_by_round(rounds(disk, arm, "tokens_per_s"), rounds(disk, "vllm", "tokens_per_s"))),
         ]

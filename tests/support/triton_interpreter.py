@@ -14,21 +14,21 @@ class _Nothing:
 
 
 def speed_up() -> None:
-    """Spare the interpreter what costs it two thirds of its time, in this process.
+    """Spare the interpreter what costs it two thirds of its time, in this process, whose launches are on one thread.
 
     It replaces the functions of Triton's language for a launch, and goes through all of them again at each call of a
-    function within; once a launch is enough. It looks at the result of every sum and product of 32 bits, whether it
-    fits: sizes of tests are far from there. A release of Triton that has other names inside stays as slow as it is.
+    function within; once a launch is enough. It computes whether integers of fewer than 64 bits overflow, and says so
+    only where it debugs. A release of Triton that has other names inside stays as slow as it is.
     """
     from triton.runtime import interpreter
 
     try:
         patch, execute = interpreter._patch_lang, interpreter.GridExecutor.__call__
+        languages = (interpreter.tl, interpreter.tl.core)
         builder = interpreter.interpreter_builder
         builder.options = replace(builder.options, sanitize_overflow=False)
-    except AttributeError:
+    except (AttributeError, TypeError):
         return
-    languages = (interpreter.tl, interpreter.tl.core)
     seen_by: dict[Any, tuple[bool, ...]] = {}  # the languages that a function sees
     patched: set[tuple[bool, ...]] = set()  # in this launch
 
