@@ -11,13 +11,12 @@ that of all processes of a command. Figures are medians of the rounds with 95 % 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from publishing import Others, Steps, arguments, middle_of_rounds, publish, reason_to_refuse, table
+from publishing import Others, Steps, arguments, children_s, middle_of_rounds, publish, reason_to_refuse, table
 
 from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
 
@@ -29,18 +28,13 @@ GOAL_S = 60.0
 def run_once(checkout: Path) -> tuple[float, float, str]:
     """Make the plan with a checkout; return seconds, seconds of processors, and what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "PYTHONDONTWRITEBYTECODE": ""}
-    used, began_at = _children_s(), time.perf_counter()
+    used, began_at = children_s(), time.perf_counter()
     command = [sys.executable, "-m", "manylora", *COMMAND]
     done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, check=False)
     took_s = time.perf_counter() - began_at
     if done.returncode:
         raise SystemExit(f"the plan of {checkout} failed: {done.stderr[-500:]}")
-    return took_s, _children_s() - used, done.stdout
-
-
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return took_s, children_s() - used, done.stdout
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shlex
 import sys
 import time
@@ -92,6 +93,12 @@ def clock_of(options: argparse.Namespace, processor: Callable[[], float] = time.
 
     torch.set_num_threads(1)
     return processor
+
+
+def children_s() -> float:
+    """Return the processor time of this process's children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 class Others:

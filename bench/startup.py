@@ -20,7 +20,6 @@ processes of a start, and the figure to compare on a busy machine. Figures are m
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from publishing import Others, arguments, publish, reason_to_refuse, table
+from publishing import Others, arguments, children_s, publish, reason_to_refuse, table
 
 from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
 
@@ -49,7 +48,7 @@ def start_once(checkout: Path) -> dict[str, float]:
     """Start a server and end it; return the seconds of its stages, of all, and of processors."""
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "PYTHONUNBUFFERED": "1"}
     environment["PYTHONDONTWRITEBYTECODE"] = ""  # kept, as after an installation
-    used = _children_s()
+    used = children_s()
     began_at = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "manylora", "serve", "demo", "--port", "0"],
@@ -75,13 +74,7 @@ def start_once(checkout: Path) -> dict[str, float]:
     rest = process.communicate()[0]
     if "ready" not in stages:
         raise SystemExit(f"the server of {checkout} did not start: {rest[-500:]}")
-    return stages | {"whole": last_at - began_at, "processor": _children_s() - used}
-
-
-def _children_s() -> float:
-    """Return the processor time of children that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return stages | {"whole": last_at - began_at, "processor": children_s() - used}
 
 
 def page(found: Mapping[str, Sequence[Mapping[str, float]]], processor: str) -> str:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ended import is_gone
 
 PARENT = """
 import os, signal, time
@@ -41,17 +42,9 @@ def test_processes_end_with_their_parent(number: signal.Signals, tmp_path: Path)
         _, said = parent.communicate(timeout=60)
         assert said.count("Traceback") == (number == signal.SIGINT)  # that of the parent
         deadline = time.monotonic() + 60
-        while is_there(worker):
+        while not is_gone(worker):
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
         parent.kill()
         parent.wait()
-
-
-def is_there(pid: int) -> bool:
-    """Whether a process has not ended; one without a parent may be left as a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

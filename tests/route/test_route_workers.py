@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ended import is_gone
 from proxying import Call, Client, FakeServer, names, run, servers, until
 from serving import wait_for
 from test_route_tenants import bearer, tenants_file
@@ -260,14 +261,6 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for its parent."""
-    try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except FileNotFoundError:
-        return False
-
-
 def begin(address: str) -> http.client.HTTPResponse:
     """Begin a stream; return it after its first bytes."""
     connection = http.client.HTTPConnection(address.partition("://")[2], timeout=30)
@@ -360,7 +353,7 @@ def test_workers_without_a_file_start_stay_and_end_with_their_parent() -> None:
         router.kill()
         _, log = router.communicate(timeout=20)  # their ends of the pipes close when they end
         assert len(workers) == 3 and "worker_ended" not in log
-        assert not any(map(is_running, workers))
+        assert all(map(is_gone, workers))
     finally:
         router.kill()
 

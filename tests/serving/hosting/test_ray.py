@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from disturbed import answers, leave_alone, replicas_of
+from ended import is_gone
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.core.errors import ConfigError, NoPlace
@@ -111,7 +112,7 @@ def test_streams_outlive_their_node(cluster: Any) -> None:
             assert [row["pinned"] for row in replicas_of(server)] == [[added], [added]]
             assert http.post("/v1/unload_lora_adapter", json={"lora_name": added}).status_code == 200
         os.kill(again["pid"], signal.SIGSTOP)
-    assert is_gone(again["pid"])
+    assert ends(again["pid"])
 
 
 def is_on(node: Any, row: dict[str, Any]) -> bool:
@@ -119,11 +120,10 @@ def is_on(node: Any, row: dict[str, Any]) -> bool:
     return bool(node.node_id.startswith(row["node"].rpartition("/")[2]))
 
 
-def is_gone(pid: int) -> bool:
-    """Wait until a process has ended; one without a parent may be left as a zombie."""
-    stat = Path(f"/proc/{pid}/stat")
+def ends(pid: int) -> bool:
+    """Wait until a process has ended; return whether it has in time."""
     deadline = time.monotonic() + PATIENCE_S
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+    while not is_gone(pid):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
@@ -156,7 +156,7 @@ def test_engines_end_with_a_server_that_is_killed(cluster: Any) -> None:
         process.kill()
         process.communicate()
     assert len({row["node"] for row in rows}) == 2
-    assert all(is_gone(row["pid"]) for row in rows)
+    assert all(ends(row["pid"]) for row in rows)
 
 
 def test_a_fleet_without_a_place_says_what_it_needs(cluster: Any) -> None:

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from disturbed import answers
+from ended import is_gone
 from reciter import engine_config, write_reciter
 from serving import PATIENCE_S, Gate, wait_for
 
@@ -43,10 +44,6 @@ def two_processes(
     )
     with server:
         yield server
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def kill_engine(server: BackgroundServer, by: signal.Signals = signal.SIGKILL) -> None:
