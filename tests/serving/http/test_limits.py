@@ -366,14 +366,22 @@ def post_chunked_with_httpx(url: str, body: bytes) -> int:
 
 
 def post_with_aiohttp(url: str, body: bytes) -> int:
+    sockets: list[socket.socket] = []
+
+    def connect(address: Any) -> socket.socket:
+        sockets.append(socket.socket(*address[:3]))
+        return sockets[-1]
+
     async def post() -> int:
         headers = {"content-type": "application/json"}
         async with (
-            aiohttp.ClientSession() as client,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=connect)) as client,
             client.post(url, data=io.BytesIO(body), headers=headers) as answer,
         ):
             assert "larger than" in await answer.text()
-            return answer.status
+        while any(one.fileno() != -1 for one in sockets):  # the session ends while the rest of the body is sent
+            await asyncio.sleep(0.001)
+        return answer.status
 
     return asyncio.run(post())
 
