@@ -353,7 +353,7 @@ def test_workers_without_a_file_start_stay_and_end_with_their_parent() -> None:
         router.kill()
         _, log = router.communicate(timeout=20)  # their ends of the pipes close when they end
         assert len(workers) == 3 and "worker_ended" not in log
-        assert all(map(is_gone, workers))
+        wait_for(lambda: all(map(is_gone, workers)))
     finally:
         router.kill()
 
