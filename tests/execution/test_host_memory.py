@@ -8,9 +8,9 @@ import pytest
 
 from manylora.core.config import EngineConfig, ModelConfig
 from manylora.core.errors import ConfigError
+from manylora.core.machine import available_bytes, count_cores
 from manylora.execution.assist.workers import count_workers
 from manylora.execution.build import _host_bytes
-from manylora.execution.machine import available_bytes, count_cores
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:

@@ -30,6 +30,7 @@ from manylora.core.adapters.shape import SCALE_BYTES, BaseShape, ModuleKind
 from manylora.core.clock import Clock
 from manylora.core.config import DEFAULT_HOST_BYTES, EngineConfig, ModelConfig
 from manylora.core.errors import ConfigError
+from manylora.core.machine import available_bytes, count_cores
 from manylora.core.ports import EngineParts, SharedBase
 from manylora.execution.attention.call import AttentionKernel, choose_attention
 from manylora.execution.attention.paged import TorchAttentionKernel
@@ -43,7 +44,6 @@ from manylora.execution.kernels.linear import bound_caches
 from manylora.execution.lora.batch import StepContext
 from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS, SharedKernel, choose_kernel
 from manylora.execution.lora.tables import LoraSpace
-from manylora.execution.machine import available_bytes, count_cores
 from manylora.execution.model.base_weights import BaseWeights, check_complete, map_weights, share_weights
 from manylora.execution.model.describe import describe_model
 from manylora.execution.model.device_memory import DeviceMemory

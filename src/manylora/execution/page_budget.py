@@ -10,8 +10,8 @@ import torch
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.config import GIB, EngineConfig
 from manylora.core.errors import ConfigError
+from manylora.core.machine import available_bytes, most_bytes
 from manylora.core.scheduling import make_step_composition
-from manylora.execution.machine import available_bytes, most_bytes
 from manylora.execution.model.device_memory import DeviceMemory
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import measure_activations

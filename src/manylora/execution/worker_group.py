@@ -19,10 +19,10 @@ from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.errors import ConfigError, EngineDead
 from manylora.core.isolation import start_on_pipe
+from manylora.core.machine import count_cores
 from manylora.core.ports import EngineParts
 from manylora.execution.collectives import PATIENCE_S, Collectives, Store, file_store
 from manylora.execution.executor import TorchExecutor
-from manylora.execution.machine import count_cores
 from manylora.execution.peers import Answer, Failed, Here, Loaded, Message, SharedExecutor
 
 __all__ = ["WorkerGroup", "WorkerSetup"]

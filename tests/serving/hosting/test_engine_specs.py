@@ -37,7 +37,7 @@ def test_one_engine_is_as_configured() -> None:
 
 
 def test_engines_take_devices_in_turn_and_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(16))
+    monkeypatch.setattr("manylora.serving.hosting.fleet.specs.count_cores", lambda: 16)
     found = specs(replicas=3, devices="cuda:0,cuda:1")
     assert [spec.config.model.device for spec in found] == ["cuda:0", "cuda:1", "cuda:0"]
     assert [spec.config.memory.gpu_memory_utilization for spec in found] == [0.4, 0.8, 0.4]

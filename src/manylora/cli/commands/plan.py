@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
@@ -18,6 +17,7 @@ from manylora.cli.options.scenarios import PLACES, Sets, Traces, WorkloadOptions
 from manylora.cli.views.terminal import note, notes, out
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import ConfigError, ModelTooLarge
+from manylora.core.machine import count_cores
 from manylora.core.memory import EVICTION_POLICIES
 from manylora.core.options import option
 from manylora.core.plugins import options_for
@@ -219,7 +219,7 @@ def _make(wanted: list[Variant], settings: PlanSettings, folders: tuple[Path, ..
     """Make all plans, and show the progress."""
     plans = []
     tests_each = expected_load_tests(settings.tolerance) + (settings.rate is not None)
-    num_processes = min(settings.seeds, os.cpu_count() or 1)
+    num_processes = min(settings.seeds, count_cores())
     pool = start_processes(num_processes) if num_processes > 1 else None
     with notes.status("planning") as status, pool or nullcontext():
         progress = PlanProgress(

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from manylora.core.costs.shares import MAX_WORKERS
+from manylora.core.machine import count_cores
 from manylora.execution.assist import protocol
 from manylora.execution.assist.protocol import FAR, MODULUS, RELEASED, STEP
 from manylora.execution.assist.words import (
@@ -37,7 +38,6 @@ from manylora.execution.assist.words import (
     write_word,
 )
 from manylora.execution.kernels.cpu.openmp import Arguments, point_to
-from manylora.execution.machine import count_cores
 
 __all__ = [
     "EXCHANGE_LIMIT_S",

@@ -25,7 +25,7 @@ import msgspec
 
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, EngineDead, RequestError
 from manylora.core.logs import configure_logging
-from manylora.execution.machine import available_bytes
+from manylora.core.machine import available_bytes
 from manylora.functions.agent.app import agent_server
 from manylora.functions.controller.client import ControllerClient
 from manylora.functions.controller.server import exit_code_of

@@ -23,7 +23,6 @@ several shares is followed by as many passes for others, which need a few for a 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from manylora.core.errors import CapacityError, ManyloraError
+from manylora.core.machine import count_cores
 
 __all__ = ["CallerQueues", "ClientGone", "FairWork", "LoopTurns", "next_turn", "until_gone"]
 
@@ -103,7 +103,7 @@ class FairWork:
     _queues: CallerQueues[asyncio.Future[None]] = field(default_factory=CallerQueues)
 
     def __post_init__(self) -> None:
-        self._num_free = self.num_at_once or min(4, max(1, (os.cpu_count() or 2) // 2))
+        self._num_free = self.num_at_once or min(4, max(1, count_cores() // 2))
         self._threads = ThreadPoolExecutor(self._num_free, thread_name_prefix="fair-work")
 
     async def run(self, request: Request, work: Callable[[], T]) -> T:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 from manylora.core.config import EngineConfig
 from manylora.core.errors import ConfigError
+from manylora.core.machine import count_cores
 from manylora.core.server_config import FleetConfig
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.hosting.ray.cluster import engine_resources
@@ -33,8 +33,7 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
     named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
     devices = [named[index % len(named)] for index in range(num)]
     on_device = Counter(devices)
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_threads = None if num == 1 else max(1, num_cores // num)
+    num_threads = None if num == 1 else max(1, count_cores() // num)
     if fleet.ray is not None:  # which gives each engine a node, a device and cores
         resources = engine_resources(fleet.ray_resources, engine.model.device)
         part *= min(1.0, resources.get("GPU", 1.0))

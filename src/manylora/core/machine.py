@@ -1,7 +1,7 @@
 """The memory and the cores that this process may take: the machine's, or the limits of the tightest control group.
 
-A container's limits are those of its control groups, of version 1 or 2. Every function takes ``root``, the root of the
-file system.
+A container's limits are those of its control groups, of version 1 or 2; other systems than Linux have none. Every
+function takes ``root``, the root of the file system.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def most_bytes(root: Path = Path("/")) -> int | None:
 
 def count_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use: by its affinity, and by the quota of each control group."""
-    num_cores: float = len(os.sched_getaffinity(0))
+    num_cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _groups_around(root, "cpu"):
         limit = _numbers(group / "cpu.max")  # quota and period of version 2; version 1 has a file for each
         limit = limit or [*_numbers(group / "cpu.cfs_quota_us"), *_numbers(group / "cpu.cfs_period_us")]
