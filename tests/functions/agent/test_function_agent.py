@@ -12,7 +12,7 @@ from msgspec import structs
 from manylora.core.config import ServerConfig
 from manylora.core.errors import EngineDead, RequestError
 from manylora.demo import demo_model_path
-from manylora.execution import machine
+from manylora.core import machine
 from manylora.functions.agent import agent as agent_module
 from manylora.functions.agent.agent import Agent
 from manylora.functions.deployment import BackboneSpec, NodeSpec
