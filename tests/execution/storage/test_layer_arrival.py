@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -23,14 +25,17 @@ sys.path.append(str(Path(__file__).parents[2] / "support"))
 
 from live_executor import BLOCK, executor_of, finish, folders, sequence
 
+from manylora.core.adapters.layout import GroupLayout
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
+from manylora.core.costs.arriving import WaitBudget
 from manylora.core.plan import ARRIVING, AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Tier
 from manylora.execution.build import build_parts
-from manylora.execution.storage.arrival import Arrival
+from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
 from manylora.execution.storage.page_tensor import Link, PageTensor
+from manylora.execution.storage.resident import ResidentAdapter
 
 __all__ = ["folders"]
 
@@ -190,6 +195,24 @@ def test_an_arrival_lets_every_thread_go_on(data: st.DataObject) -> None:
     for wanted in range(last + 1):
         first = next((n for n in steps if n >= wanted), None)
         assert arrival.wait(wanted) == (None if first is None else f"event {first}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_waits_for_the_table_of_an_adapter_that_is_late_or_gone(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels find weights by the table: before that was copied, it holds addresses of anything."""
+    awaited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=awaited.append))
+    arrival = Arrival(2)
+    arrival.advance(0, "table")
+    if fails:
+        arrival.fail("gone")
+    weights, groups = cast(ResidentAdapter, None), {"q": cast(GroupLayout, SimpleNamespace(num_pages_needed=1))}
+    adapter = ArrivingAdapter(weights, groups, arrival, WaitBudget(0.0))
+    adapter.wait("q")
+    assert awaited == ["table"]
+    assert adapter.is_late == (not fails)
 
 
 class _Event:
