@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -110,6 +112,27 @@ def test_rows_are_the_weights(name: str, num_out: int, num_in: int) -> None:
     found = weight.rows(chosen.to(DEVICE)).cpu()
     torch.testing.assert_close(found, codes.dequantise()[chosen], rtol=1e-6, atol=1e-6)
     assert weight.rows(chosen[:0].to(DEVICE)).shape == (0, num_in)
+
+
+def test_rows_are_written_out_on_the_weight_s_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the thread's: threads that settle adapters have entered none, which is the first GPU."""
+    weight = open_weight(make_codes_of(KINDS["int4 32"], 200, 72), torch.float32)
+    entered: list[Tensor] = []
+    written_out = RowWeight._written_out
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        yield
+        entered.pop()
+
+    def check(self: RowWeight, *args: int, **kwargs: Tensor) -> Tensor:
+        assert [tensor.data_ptr() for tensor in entered] == [weight.data.data_ptr()]
+        return written_out(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(RowWeight, "_written_out", check)
+    assert rows_of(weight, 3, 9).shape == (6, 72)
 
 
 @pytest.mark.usefixtures("poison")

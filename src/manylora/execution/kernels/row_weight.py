@@ -152,7 +152,9 @@ class RowWeight:
 
     def rows(self, outputs: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the weights of some outputs ``[n]``, int64, as ``[n, in]``; by default in the type of activations."""
-        weights = self._written_out(len(outputs), dtype or self.dtype, chosen=outputs)
+        # Triton launches on the thread's own device, and the threads that settle adapters have entered none.
+        with torch.cuda.device_of(self.data):
+            weights = self._written_out(len(outputs), dtype or self.dtype, chosen=outputs)
         return weights if self._order is None else torch.empty_like(weights).index_copy_(1, self._order.long(), weights)
 
     def _few(self, rows: torch.Tensor) -> torch.Tensor:
