@@ -204,6 +204,15 @@ def test_the_kernel_cuts_in_candidates_and_in_whole_rows(few: int, monkeypatch: 
         assert [token is None for token in tokens] == [False] * 3 + [True] * 3
 
 
+def test_rows_may_lie_apart() -> None:
+    """As those of a vocabulary that workers divide, which is no multiple of their number."""
+    wide = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+    wide[:, 11] = 100.0
+    params = (SamplingParams(temperature=0.0), SamplingParams(top_k=3), SamplingParams(logit_bias=((5, 2.0),)))
+    tokens = both_ways(wide[:, :11], [sequence(one, seed=i) for i, one in enumerate(params)])
+    assert all(token is not None and token.token_id < 11 for token in tokens)
+
+
 def test_sampling_on_a_device_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and log-probabilities of any parameters come by one read; nothing else looks at a value of the device."""
     pytest.importorskip("triton")

@@ -100,7 +100,7 @@ class Sampler:
         """
         if not sequences:
             return []
-        raw = logits.float()
+        raw = logits.float().contiguous()  # behind a vocabulary that workers divide there may be columns to fill it up
         numbers = row_numbers(sequences, self._vocab_size)
         dead = self._eos[0] if self._eos else 0
         if self._is_fused:
