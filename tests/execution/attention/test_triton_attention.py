@@ -238,6 +238,18 @@ def test_sinks_take_a_share_of_the_weights() -> None:
     check(DECODE, part=8, has_sinks=True)
 
 
+def test_keys_and_values_of_a_prompt_have_more_elements_than_32_bits_count() -> None:
+    memory = torch.empty(2**31 + 16, dtype=torch.float16, device=DEVICE)  # hardly any of it is written
+    new = memory.as_strided((1, 3, 16), (16, 2**30, 1))
+    new.copy_(torch.arange(48).view(1, 3, 16))
+    pool = make_pool(4, 1, 16, None, torch.float16)
+    kernel = TritonAttentionKernel(make_device_ops(DEVICE), pool, max_num_seqs=1, max_model_len=4)
+    call = AttentionCall(SimpleNamespace(layer_idx=LAYER), new.clone(), new, new, 0.3, None, None, None, {})  # type: ignore[arg-type]
+    kernel.prepare([planned(0, 0, 3, [7])]).attend(call)
+    for part in (pool.keys, pool.values):
+        assert torch.equal(part[7, LAYER, :3], new[0, :, None])
+
+
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("half", HALVES)
 def test_half_precision(half: str) -> None:

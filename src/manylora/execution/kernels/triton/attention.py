@@ -83,7 +83,7 @@ def store(
     ``slots[token]`` is ``page * BLOCK_SIZE`` and the place there, below 0 for none. K is rotated by ``cos`` and ``sin``
     ``[tokens, ROTARY]``; with ``ROTARY`` 0 it is written unchanged.
     """
-    token = tl.program_id(0)
+    token = tl.program_id(0).to(tl.int64)  # a long prompt's keys and values have many elements
     slot = tl.load(slots + token)
     if slot >= 0:
         heads, dims = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
