@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
+from manylora.core import machine
 from manylora.core.config import ServerConfig
 from manylora.core.errors import EngineDead, RequestError
 from manylora.demo import demo_model_path
-from manylora.core import machine
 from manylora.functions.agent import agent as agent_module
 from manylora.functions.agent.agent import Agent
 from manylora.functions.deployment import BackboneSpec, NodeSpec
