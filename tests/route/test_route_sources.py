@@ -17,7 +17,8 @@ from manylora.core.errors import ConfigError
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.names import Arm, arms_in_order, conversation_key, parse_names
 from manylora.route.fleet.sources import Pods, parse_source
-from manylora.route.serve import reload_on_change
+from manylora.route.serve import _reloaded, reload_on_change
+from manylora.serving.http.rereading import stamp_of
 
 ADMIN = {"authorization": "Bearer admin"}
 
@@ -117,13 +118,13 @@ def test_another_configuration_replaces_backends_and_names_and_a_wrong_one_is_re
             def read() -> ProxyConfig:
                 return ProxyConfig(**{"backends": (one,), **wanted[int(file.read_text())]})
 
-            watching = asyncio.ensure_future(reload_on_change(proxy, read, file))
-            await asyncio.sleep(0.05)
-            file.write_text("1")
+            seen = stamp_of(file)
+            file.write_text("1 ")  # before anybody looks: between a start's reading and its serving
+            watching = asyncio.ensure_future(reload_on_change(proxy, read, file, seen))
             await until(lambda: [backend.url for backend in proxy.backends] == [two] and proxy.backends.num_up == 1)
             await until(lambda: "x" in proxy.backends.catalog.names)
             assert (await client.complete("x")).json["model"] == "v2"
-            file.write_text("2 ")
+            file.write_text("2")
             await until(lambda: "reload_refused" in caplog.text)
             assert (await client.complete("x")).status == 200
             watching.cancel()
@@ -132,6 +133,26 @@ def test_another_configuration_replaces_backends_and_names_and_a_wrong_one_is_re
         run(test)
     assert "reload_needs_restart options=retries" in caplog.text
     assert "ftp://x" in caplog.text
+
+
+def test_a_start_takes_the_file_of_now_and_sees_a_change_while_it_reads(tmp_path: Path) -> None:
+    file = tmp_path / "route.toml"
+    file.write_text("http://one")
+    started = ProxyConfig(backends=("http://before",), retries=5)
+
+    def read() -> ProxyConfig:
+        text = file.read_text()
+        file.write_text("http://changed")
+        return ProxyConfig(backends=(text,))
+
+    config, seen = _reloaded(started, read, str(file))
+    assert (config.backends, config.retries) == (("http://one",), 5)
+    assert seen != stamp_of(file)
+
+    def refuse() -> ProxyConfig:
+        raise ConfigError("no")
+
+    assert _reloaded(started, refuse, str(file)) == (started, stamp_of(file))
 
 
 def test_a_conversation_stays_with_its_version_and_weights_are_kept() -> None:

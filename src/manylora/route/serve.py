@@ -198,10 +198,13 @@ def max_connections() -> int:
     return within_open_files(MAX_CONNECTIONS, files_beside=FILES_BESIDE_CONNECTIONS, files_each=2)
 
 
-async def reload_on_change(proxy: Proxy, read: Callable[[], ProxyConfig], file: Path) -> None:
+async def reload_on_change(
+    proxy: Proxy, read: Callable[[], ProxyConfig], file: Path, seen: tuple[int, int, int] | None
+) -> None:
     """Read the configuration again at SIGHUP and when its file changes; a wrong one is refused, and the old one stays.
 
-    A signal has one handler: this one reads the tenants again as well.
+    ``seen`` is the file's stamp when the configuration that the router started with was read. A signal has one handler:
+    this one reads the tenants again as well.
     """
     asked = asyncio.Event()
 
@@ -211,7 +214,6 @@ async def reload_on_change(proxy: Proxy, read: Callable[[], ProxyConfig], file: 
             proxy.tenants.reread(always=True)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, ask)
-    seen = stamp_of(file)
     while True:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REREAD_S):
@@ -246,15 +248,16 @@ def run(
         if isinstance(started, int):
             return started
         worker = started
-        if worker.is_again and file is not None and read is not None:
-            config = _reloaded(config, read)
+    seen = None
+    if file is not None and read is not None:
+        config, seen = _reloaded(config, read, file)
 
     def make() -> Proxy:
         proxy = Proxy(config, environment=environment, worker=worker)
         if worker is not None:
             _drain_with_parent(proxy, worker)
         if file is not None and read is not None:
-            tasks.append(asyncio.create_task(reload_on_change(proxy, read, Path(file))))
+            tasks.append(asyncio.create_task(reload_on_change(proxy, read, Path(file), seen)))
         return proxy
 
     def say_ready(proxy: Proxy) -> None:
@@ -270,14 +273,20 @@ def run(
     return run_until_stopped(make, say_ready, drain_timeout_s=config.drain_timeout_s)
 
 
-def _reloaded(config: ProxyConfig, read: Callable[[], ProxyConfig]) -> ProxyConfig:
-    """Return a configuration with the backends and names of its file now, for a worker among others that read it."""
+def _reloaded(
+    config: ProxyConfig, read: Callable[[], ProxyConfig], file: str
+) -> tuple[ProxyConfig, tuple[int, int, int] | None]:
+    """Return the configuration with its file's backends and names of now, and the stamp of the file before it was read.
+
+    The file may have changed since the start, as for a worker that is started again; a change from now on shows.
+    """
+    seen = stamp_of(file)
     try:
         now = read()
     except ConfigError as error:
-        logger.error("reload_refused reason=%r", str(error))
-        return config
-    return replace(config, **{name: getattr(now, name) for name in RELOADED})
+        logger.error("reload_refused file=%s reason=%r", file, str(error))
+        return config, seen
+    return replace(config, **{name: getattr(now, name) for name in RELOADED}), seen
 
 
 def _drain_with_parent(proxy: Proxy, worker: RouteWorker) -> None:
