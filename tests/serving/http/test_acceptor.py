@@ -27,6 +27,8 @@ class World:
     bounds: ConnectionBounds
     listening: socket.socket
     opened: list[str] = field(default_factory=list)
+    num_lost: int = 0
+    on_open: Callable[[], None] = lambda: None
     transports: list[asyncio.Transport] = field(default_factory=list)
 
     def accept(self, tls: ssl.SSLContext | None = None) -> Acceptor:
@@ -49,6 +51,10 @@ class _Opened(asyncio.Protocol):
         self._world.opened.append(client)
         self._world.bounds.num_of[client] += 1
         self._world.transports.append(cast(asyncio.Transport, transport))
+        self._world.on_open()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._world.num_lost += 1
 
 
 def scenario(run: Callable[[World], Awaitable[None]], *, most: int = 10_000, of_client: int = 10_000) -> None:
@@ -170,6 +176,20 @@ def test_an_end_closes_the_connections_in_line() -> None:
             acceptor.close()
             await acceptor.wait_closed()
             await until(lambda: sum(map(is_closed, flood)) > 0)
+
+    scenario(run)
+
+
+def test_a_connection_that_is_opened_at_the_end_is_told_of_its_own() -> None:
+    """A server waits for the connections that it knows: one that is never lost would hold it for its whole drain."""
+
+    async def run(world: World) -> None:
+        with connected(world, OTHER, 3) as made:
+            acceptor = world.accept()
+            world.on_open = acceptor.close
+            await until(lambda: all(map(is_closed, made)))
+            await acceptor.wait_closed()
+            await until(lambda: world.num_lost == len(world.opened) > 0)
 
     scenario(run)
 

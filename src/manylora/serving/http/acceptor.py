@@ -90,8 +90,9 @@ class Acceptor:
         for one in self._queues:
             one.close()
         self._queues.clear()
-        for task in self._opening:
-            task.cancel()
+        if self.tls is not None:  # a handshake may take long
+            for task in self._opening:
+                task.cancel()
 
     async def wait_closed(self) -> None:
         """Return once no connection is being opened."""
@@ -155,9 +156,17 @@ class Acceptor:
             self._loop.call_soon(self._open_next)
 
     async def _open(self, one: socket.socket) -> None:
-        """Give a connection its protocol, after the handshake of TLS."""
+        """Give a connection its protocol, after the handshake of TLS.
+
+        Without TLS that takes a pass, and is not cancelled: uvloop would close a connection that its protocol knows
+        already, and never tell it of the end.
+        """
         timeout_s = None if self.tls is None else self.bounds.header_timeout_s
-        await self._loop.connect_accepted_socket(self.make_protocol, one, ssl=self.tls, ssl_handshake_timeout=timeout_s)
+        transport, _ = await self._loop.connect_accepted_socket(
+            self.make_protocol, one, ssl=self.tls, ssl_handshake_timeout=timeout_s
+        )
+        if self._is_closed:
+            transport.close()
 
     def _note(self, client: str, one: socket.socket, task: asyncio.Task[None]) -> None:
         """Note that a connection is open, or will not be."""
