@@ -234,3 +234,18 @@ def test_ten_thousand_files_stay_within_the_limit(memory: Path) -> None:
     (memory / ".used").write_bytes(b"nonsense")
     with folder.locked(f"{HOST}/next", RemoteHead(size, '"1"', "")) as file:
         assert file is not None and used() <= limit
+
+
+def test_files_that_others_take_the_place_of_stay_within_the_limit(memory: Path) -> None:
+    size, folder = 100_000, DiskFolder(memory, 10 * 100_000)
+
+    def keep(url: str, num: int, etag: str) -> bool:
+        with folder.locked(url, RemoteHead(num * size - HEADER_BYTES, etag, "")) as file:
+            return file is not None
+
+    for url, num, etag in (("a", 4, "1"), ("b", 4, "1"), ("c", 1, "1"), ("a", 6, "2"), ("d", 3, "1"), ("e", 9, "1")):
+        assert keep(url, num, etag)
+        num_bytes = sum(file.stat().st_size for file in memory.iterdir() if file.name != ".used")
+        assert int((memory / ".used").read_text()) == num_bytes <= 10 * size
+    assert not keep("e", 11, "2")
+    assert int((memory / ".used").read_text()) == 9 * size

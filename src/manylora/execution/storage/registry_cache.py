@@ -182,9 +182,9 @@ class DiskFolder:
 
     def _begin(self, descriptor: int, head: RemoteHead) -> _Kept | None:
         before, size = os.fstat(descriptor).st_size, HEADER_BYTES + head.size
-        os.ftruncate(descriptor, 0)
-        if not self._take(size - before):
+        if not self._take(size - before):  # which may count all files, this one as it was
             return None
+        os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, size)
         kept = _Kept(head)
         DiskFile(descriptor, kept).save()
