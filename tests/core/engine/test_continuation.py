@@ -167,6 +167,20 @@ def test_a_request_has_the_version_that_it_names_whatever_its_name_stands_for_he
         rig.add(replace(asked, model="@a@1"))
 
 
+def test_reports_name_adapters_and_not_the_labels_of_their_versions():
+    rig = make_rig(max_num_seqs=1)
+    rig.register("a", key="v1")
+    rig.core.adapters.point("@a@1", "a", rig.now)
+    rig.register("@a@2", key="v2")
+    rig.core.adapters.point("a", "@a@2", rig.now)
+    rig.add(request("runs", max_tokens=8, model="a"), request("waits", model="a"))
+    rig.turn()
+    rig.step()
+    stats = rig.core.stats()
+    assert stats.running_adapters == stats.waiting_adapters == stats.resident_adapters == ("a",)
+    check_reports(rig.core, rig.now)
+
+
 @pytest.mark.parametrize("is_in_use", [False, True])
 def test_a_version_that_follows_one_with_requests_is_copied_before_the_next_request(is_in_use):
     rig = make_rig()

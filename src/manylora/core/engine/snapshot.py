@@ -50,7 +50,7 @@ def take_snapshot(
     num_host, num_known = len(cache.host), len(cache.residencies)
 
     def names(keys: Iterable[AdapterKey]) -> tuple[str, ...]:
-        return tuple(sorted(name for key in dict.fromkeys(keys) for name in registry.names_of(key)))
+        return tuple(sorted(name for key in dict.fromkeys(keys) for name in registry.shown_names_of(key)))
 
     waiting = (one.adapter for one in sequences if one.status is SequenceStatus.WAITING and one.adapter is not None)
     return EngineStats(
