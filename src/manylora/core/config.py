@@ -285,8 +285,8 @@ class AdapterConfig(CheckedOptions):
     )
     by_last_run: bool = option(
         False,
-        help="Keep adapters as vLLM does, by when a step last ran them: requests that wait spare none, and a copy in "
-        "host memory is used when its adapter runs, on the device too.",
+        help="Keep adapters as vLLM does, by when a step last ran them: requests that wait spare none but those that "
+        "have not run since they came, and a copy in host memory is used when its adapter runs, on the device too.",
     )
     link_bytes_per_s: int | None = _adapters(
         None,

@@ -191,7 +191,7 @@ class AdapterCache:
             return
         if residency.num_running or self._is_pinned(key):
             depth = None
-        elif residency.num_waiting and not self.host.is_by_last_run:
+        elif residency.num_waiting and (residency.is_unpaid or not self.host.is_by_last_run):
             depth = Depth.WANTED
         else:
             depth = Depth.IDLE

@@ -167,7 +167,8 @@ class HostCopies:
 
     The configuration bounds their number, and says whether one stays there that is on the device too, whether the
     least recently used is dropped first (``is_priced`` if not: the caller gives the order), and whether waiting
-    requests spare their copies (``is_by_last_run`` if not: a copy is also used when its adapter runs).
+    requests spare their copies (``is_by_last_run`` if not: a copy is also used when its adapter runs). They spare one
+    that was not used yet in any case, or two requests that wait would have each other's read again for ever.
     """
 
     def __init__(self, residencies: Residencies, config: AdapterConfig, most_bytes: int) -> None:
@@ -178,6 +179,7 @@ class HostCopies:
         self.is_priced = config.host_eviction == "price"
         self.is_by_last_run = config.by_last_run
         self._copies: OrderedDict[AdapterKey, int] = OrderedDict()  # bytes, least recently used first
+        self._unused: set[AdapterKey] = set()  # since they arrived
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -190,6 +192,7 @@ class HostCopies:
     def add(self, version: AdapterVersion, *, is_first_to_go: bool = False) -> None:
         """Count a copy that has arrived, as used now or, with ``is_first_to_go``, before all others."""
         self._copies[version.key] = version.host_bytes
+        self._unused.add(version.key)
         self.num_bytes += version.host_bytes
         if is_first_to_go:
             self._copies.move_to_end(version.key, last=False)
@@ -197,6 +200,7 @@ class HostCopies:
     def use(self, key: AdapterKey) -> None:
         """Learn that a copy is used."""
         self._copies.move_to_end(key)
+        self._unused.discard(key)
 
     def ran(self, key: AdapterKey) -> None:
         """Learn that steps begin or cease to run a version, from any tier."""
@@ -207,6 +211,7 @@ class HostCopies:
         """Drop a version's copy in host memory; the adapter's files stay on disk."""
         self._residencies.drop(residency, Tier.HOST, now)
         self.num_bytes -= self._copies.pop(residency.version.key)
+        self._unused.discard(residency.version.key)
 
     def is_second(self, residency: Residency) -> bool:
         """Whether a version is on the device as well, where no second copy is kept."""
@@ -259,6 +264,7 @@ class HostCopies:
 
     def _may_drop(self, residency: Residency) -> bool:
         """Whether no load or step reads a copy, and it could be read again from disk."""
-        is_referenced = residency.num_running if self.is_by_last_run else residency.is_referenced
+        is_spared = not self.is_by_last_run or residency.version.key in self._unused
+        is_referenced = residency.is_referenced if is_spared else residency.num_running
         is_needed = is_referenced and residency.device is not TierState.RESIDENT
         return not (is_needed or residency.is_retired or residency.device is TierState.LOADING)
