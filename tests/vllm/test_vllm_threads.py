@@ -68,7 +68,9 @@ def test_a_step_without_requests_ends_with_the_next_load(monkeypatch: pytest.Mon
     loads.shutdown()
 
 
-def test_a_load_that_fails_ends_with_its_reason() -> None:
+def test_a_load_that_fails_ends_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "EMPTY_STEP_S", 60.0)
+
     def fail(order: Order) -> None:
         raise OSError("no such disk")
 
