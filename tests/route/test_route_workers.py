@@ -257,6 +257,26 @@ def fake_in_thread(gate: threading.Event) -> Iterator[str]:
         thread.join()
 
 
+@contextlib.contextmanager
+def routing(url: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A router of two workers, from its start on."""
+    command = [sys.executable, "-m", "manylora", "route", "--backend", url, "--port", "0", "--workers", "2", *options]
+    router = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield router
+    finally:
+        router.kill()
+        router.communicate()
+
+
+def read_until(router: subprocess.Popen[str], *texts: str) -> None:
+    """Read a router's log up to a line with each text, one after the other."""
+    assert router.stderr is not None
+    for text in texts:
+        while text not in (line := router.stderr.readline()):
+            assert line, f"its log ended without {text!r}"
+
+
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -337,6 +357,70 @@ def can_connect(host: str) -> bool:
     name, _, port = host.partition(":")
     with socket.socket() as probe:
         return probe.connect_ex((name, int(port))) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+@pytest.mark.parametrize("is_parent_first", [False, True])
+def test_a_signal_to_every_process_is_one(is_parent_first: bool) -> None:
+    """As a service manager sends it: the parent's word and the signal are not two signals, in either order."""
+    gate = threading.Event()
+    with fake_in_thread(gate) as url, routing(url) as router:
+        assert router.stdout is not None
+        stream = begin(router.stdout.readline().split()[-1])
+        pids = [serving_worker(router.pid, stream), router.pid]
+        for pid in reversed(pids) if is_parent_first else pids:
+            os.kill(pid, signal.SIGTERM)
+            read_until(router, "draining")
+        gate.set()
+        assert b"[DONE]" in stream.read()
+        assert router.wait(60) == 0
+
+
+def test_a_second_signal_ends_the_workers_at_once() -> None:
+    gate = threading.Event()
+    with fake_in_thread(gate) as url, routing(url) as router:
+        assert router.stdout is not None
+        stream = begin(router.stdout.readline().split()[-1])
+        router.send_signal(signal.SIGTERM)
+        read_until(router, "draining")
+        router.send_signal(signal.SIGTERM)
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            stream.read()
+        assert router.wait(60) == 130
+        gate.set()
+
+
+def test_a_router_that_is_stopped_while_it_starts_starts_no_more_workers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as backend:
+        url = f"http://127.0.0.1:{backend.getsockname()[1]}"
+        with routing(url, "--poll-timeout", "60") as router:
+            poll, _ = backend.accept()  # the first worker starts, and knows signals
+            router.send_signal(signal.SIGTERM)
+            read_until(router, "draining")
+            poll.close()
+            output, log = router.communicate(timeout=60)
+            assert (router.returncode, output, log.count("Traceback")) == (0, "", 0)
+
+
+def test_a_worker_that_has_no_handlers_yet_is_not_ended_by_the_first_signal() -> None:
+    script = """
+import os, select, socket, sys
+from manylora.route.workers import start_workers
+worker = start_workers(1, lambda: [socket.socket()])
+if isinstance(worker, int):
+    sys.exit(worker)
+print("begun", flush=True)
+select.select([worker.parent], [], [])
+print("told", flush=True)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == "begun\n"
+        parent.send_signal(signal.SIGTERM)
+        assert parent.communicate(timeout=60)[0] == "told\n"
+        assert parent.returncode == 0
+    finally:
+        parent.kill()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")

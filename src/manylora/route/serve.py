@@ -119,7 +119,9 @@ class Proxy:
     def drain(self) -> None:
         """Begin to stop: the router no longer listens, and requests under way may finish."""
         self.is_stopping = self._routes.is_stopping = True
-        if self._http is not None:
+        if self._http is None:
+            self._socket.close()  # it starts, and will not listen
+        else:
             self._http.should_exit = True
 
     async def configure(self, config: ProxyConfig) -> None:
@@ -159,9 +161,9 @@ class Proxy:
             max_connections=most, max_per_address=most, keep_alive_s=KEEP_ALIVE_S, backlog=BACKLOG
         )
         self._http = HttpServer(self._app, bounds, on_ready, drain_s=self._config.drain_timeout_s, tls=self._tls)
-        self._http.should_exit = self.is_stopping
         try:
-            await self._http.serve(sockets=[self._socket])
+            if not self.is_stopping:
+                await self._http.serve(sockets=[self._socket])
         finally:
             for task in watching:
                 task.cancel()
@@ -255,7 +257,7 @@ def run(
     def make() -> Proxy:
         proxy = Proxy(config, environment=environment, worker=worker)
         if worker is not None:
-            _drain_with_parent(proxy, worker)
+            _drain_with_parent(proxy, worker, config.drain_timeout_s)
         if file is not None and read is not None:
             tasks.append(asyncio.create_task(reload_on_change(proxy, read, Path(file), seen)))
         return proxy
@@ -289,12 +291,13 @@ def _reloaded(
     return replace(config, **{name: getattr(now, name) for name in RELOADED}), seen
 
 
-def _drain_with_parent(proxy: Proxy, worker: RouteWorker) -> None:
-    """Drain once the parent has ended without a word: there would be no more signals."""
+def _drain_with_parent(proxy: Proxy, worker: RouteWorker, timeout_s: float) -> None:
+    """Drain once the parent stops, or has ended without a word."""
     loop = asyncio.get_running_loop()
 
     def ended() -> None:
         loop.remove_reader(worker.parent)
+        logger.warning("draining timeout_s=%.1f (again to exit at once)", timeout_s)
         proxy.drain()
 
     loop.add_reader(worker.parent, ended)

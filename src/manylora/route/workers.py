@@ -3,7 +3,7 @@
 ::
 
     parent   binds the port, forks, waits for signals      +-- worker 0   an event loop, a whole router
-             passes SIGTERM, SIGINT and SIGHUP on       ---+-- worker 1   ...
+             passes SIGHUP on, and the end as a pipe's  ---+-- worker 1   ...
              starts a worker again that has ended          +-- ...
 
 Each worker has a socket of its own on the port (SO_REUSEPORT), so that the kernel deals connections out evenly; the
@@ -11,6 +11,10 @@ parent holds all of them, so that connections outlive a worker that did not acce
 there in milliseconds, and hashes text as the others do, which their account of prefixes needs. The parent has no thread
 and no event loop. Worker 0 starts alone, so that a mistake in the options is told once; the others follow when it is
 ready.
+
+A pipe from the parent ends at the first SIGTERM or SIGINT, and with the parent: workers drain then. A signal would end
+a worker that has yet to learn what it means, and come twice where a service manager sends its own to every process; the
+second one means at once.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from manylora.serving.http.listening import EXIT_FORCED
 
 __all__ = ["RouteWorker", "start_workers"]
 
@@ -46,7 +52,7 @@ class RouteWorker:
     folder: Path  # has a Unix socket of each, by its number
     bound: socket.socket  # its socket on the port
     is_again: bool  # whether others run already
-    parent: int  # a file that ends with the parent
+    parent: int  # a pipe that ends when the worker is to drain, and with the parent
 
     @property
     def others(self) -> list[int]:
@@ -85,6 +91,7 @@ class _Parent:
     num_workers: int
     sockets: list[socket.socket]
     folder: Path
+    _held: int = -1  # the parent's end of the pipe
     _running: dict[int, tuple[int, float]] = field(default_factory=dict)  # number and start by process
     _is_ready: bool = False  # the first worker was ready once
     _is_stopping: bool = False
@@ -93,12 +100,12 @@ class _Parent:
     def run(self) -> RouteWorker | int:
         """Return in each worker, and here when all have ended."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        life, held = os.pipe()  # which end with this process
+        life, self._held = os.pipe()
         missing = [0]
         while True:
             for number in missing:
                 if (pid := os.fork()) == 0:
-                    os.close(held)
+                    os.close(self._held)
                     return self._worker(number, life)
                 self._running[pid] = number, time.monotonic()
             missing = []
@@ -107,11 +114,16 @@ class _Parent:
             received = signal.sigwait(SIGNALS)
             if received == signal.SIGCHLD:
                 missing = self._ended()
-            elif received == READY and not self._is_ready:
+            elif received == READY:
+                missing = [] if self._is_ready or self._is_stopping else list(range(1, self.num_workers))
                 self._is_ready = True
-                missing = list(range(1, self.num_workers))
-            elif received != READY:
-                self._pass_on(received)
+            elif received == signal.SIGHUP:
+                self._send(received)
+            elif self._is_stopping:
+                self._code = EXIT_FORCED
+                self._send(signal.SIGKILL)
+            else:
+                self._stop()
         shutil.rmtree(self.folder, ignore_errors=True)
         return self._code
 
@@ -124,13 +136,15 @@ class _Parent:
                 one.close()
         return RouteWorker(number, self.num_workers, self.folder, self.sockets[number], self._is_ready, life)
 
-    def _pass_on(self, received: int) -> None:
-        if received != signal.SIGHUP:
-            self._is_stopping = True
-            for one in self.sockets:  # held here, connections would wait for workers that accept no more
-                one.close()
+    def _stop(self) -> None:
+        self._is_stopping = True
+        for one in self.sockets:  # held here, connections would wait for workers that accept no more
+            one.close()
+        os.close(self._held)
+
+    def _send(self, number: int) -> None:
         for pid in self._running:
-            os.kill(pid, received)
+            os.kill(pid, number)
 
     def _ended(self) -> list[int]:
         """Take note of workers that ended; return those to start again."""

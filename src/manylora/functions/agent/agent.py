@@ -84,11 +84,6 @@ class Agent:
         if setup.parent_pipe is not None:
             asyncio.get_running_loop().add_reader(setup.parent_pipe, os._exit, 1)  # its other end has gone
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the agent was asked to stop."""
-        return self._stop.is_set()
-
     def drain(self) -> None:
         """Begin to stop: new requests are refused, requests in flight may finish."""
         for fleet in self._fleets:

@@ -26,7 +26,17 @@ from manylora.serving.http.http_protocol import ChunkWritingProtocol
 from manylora.serving.http.rereading import keep_reading
 from manylora.serving.http.tls import ServerTls
 
-__all__ = ["BACKLOG", "HttpServer", "Stoppable", "bind", "bind_unix", "new_event_loop", "run_until_stopped", "url_of"]
+__all__ = [
+    "BACKLOG",
+    "EXIT_FORCED",
+    "HttpServer",
+    "Stoppable",
+    "bind",
+    "bind_unix",
+    "new_event_loop",
+    "run_until_stopped",
+    "url_of",
+]
 
 EXIT_FORCED = 130
 BACKLOG = 512  # connections that wait for a process which starts again
@@ -125,10 +135,6 @@ class HttpServer(uvicorn.Server):
 class Stoppable(Protocol):
     """A server, as ``run_until_stopped`` drives it."""
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the server was asked to stop."""
-
     def drain(self) -> None:
         """Begin to stop: requests under way may finish."""
 
@@ -148,10 +154,13 @@ def run_until_stopped(
 
     async def serve() -> None:
         server = make()
+        was_asked = False  # by a signal: it may drain for another cause before
 
         def stop() -> None:
-            if server.is_stopping:
+            nonlocal was_asked
+            if was_asked:
                 os._exit(EXIT_FORCED)
+            was_asked = True
             logger.warning("draining timeout_s=%.1f (again to exit at once)", drain_timeout_s)
             server.drain()
 

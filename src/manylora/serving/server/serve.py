@@ -117,11 +117,6 @@ class Server:
         self._stop = asyncio.Event()
         self._drain_timeout_s = server.drain_timeout_s
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the server was asked to stop."""
-        return self._stop.is_set()
-
     def drain(self) -> None:
         """Begin to stop: new requests are refused, requests in flight may finish."""
         self.fleet.drain()
