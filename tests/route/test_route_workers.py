@@ -190,6 +190,24 @@ def test_backends_that_one_worker_is_told_of_join_and_leave_all(tmp_path: Path) 
     run(test)
 
 
+def test_backends_that_two_workers_are_told_of_at_once_join_all(tmp_path: Path) -> None:
+    async def test() -> None:
+        fakes = [FakeServer() for _ in range(4)]
+        async with servers(*fakes) as urls, working(tmp_path, urls[0]) as workers:
+            for (proxy, _), url in zip(workers, urls[1:3], strict=True):  # before either hears of the other
+                proxy._sources.add(url)
+            for proxy, _ in workers:
+                await until(lambda proxy=proxy: {one.url for one in proxy.backends} == set(urls[:3]))
+            workers[0][0]._sources.add(urls[3])
+            assert workers[1][0]._sources.remove(urls[1])
+            for proxy, _ in workers:
+                await until(lambda proxy=proxy: {one.url for one in proxy.backends} == {urls[0], *urls[2:]})
+            async with working(tmp_path, urls[0], numbers=(2,)) as ((three, _),):
+                await until(lambda: {one.url for one in three.backends} == {urls[0], *urls[2:]})
+
+    run(test)
+
+
 def test_one_scrape_has_the_counters_of_all_workers_and_each_gauge_once(tmp_path: Path) -> None:
     async def test() -> None:
         fake = FakeServer(dict.fromkeys(names(2), "/"))

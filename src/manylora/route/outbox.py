@@ -25,6 +25,7 @@ __all__ = [
     "Message",
     "MetricsTold",
     "PlaceTaken",
+    "Said",
     "Started",
     "WorkerOutbox",
 ]
@@ -73,10 +74,17 @@ class Ended(_Told):
     num_tokens: int = 0
 
 
-class Listed(_Told):
-    """The backends that were added (their keys by URL) and removed by the admin routes; the highest version counts."""
+class Said(_Told):
+    """A backend was added by the admin routes, with its key (empty for the common one), or removed (``None``)."""
 
-    version: int
+    url: str
+    key: str | None
+
+
+class Listed(_Told):
+    """The backends that were added (their keys by URL) and removed so far, after so many changes."""
+
+    num_changes: int
     added: Mapping[str, str]
     removed: list[str]
 
@@ -103,7 +111,7 @@ class MetricsTold(_Told):
     text: bytes
 
 
-Message = Begun | Started | PlaceTaken | Ended | Listed | Hello | Asked | MetricsTold
+Message = Begun | Started | PlaceTaken | Ended | Said | Hello | Asked | MetricsTold
 
 
 class WorkerOutbox:

@@ -30,10 +30,10 @@ from manylora.route.outbox import (
     Begun,
     Ended,
     Hello,
-    Listed,
     Message,
     MetricsTold,
     PlaceTaken,
+    Said,
     Started,
     WorkerOutbox,
 )
@@ -163,8 +163,8 @@ class Peers:
                 if message.since < self._since:  # it knows the backends' places, this one has just begun
                     self._choice.arrange(message.places)
                 self._sources.adopt(message.listed)
-            case Listed():
-                self._sources.adopt(message)
+            case Said():
+                self._sources.heed(message)
             case Asked():
                 self._outbox.send(speaker, MetricsTold(message.serial, self._metrics.render(self._backends)))
             case MetricsTold():

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from manylora.core.errors import ConfigError
 from manylora.route.config import is_key
-from manylora.route.outbox import Listed, WorkerOutbox
+from manylora.route.outbox import Listed, Said, WorkerOutbox
 from manylora.route.upstream.address import Address, parse_backend
 
 __all__ = ["Pods", "Resolve", "Sources", "parse_source", "resolve"]
@@ -67,7 +67,7 @@ class Sources:
     on_change: Callable[[Mapping[str, Address]], None]  # called with the addresses of all sources, by URL
     environment: Mapping[str, str]  # environment variables, for keys
     outbox: WorkerOutbox | None = None  # tells the other workers of the router what was added and removed
-    _version: int = 0  # of what was added and removed
+    _num_changes: int = 0  # of what was added and removed
     _configured: dict[str, dict[str, Address]] = field(default_factory=dict)  # addresses by URL, of each text
     _added: dict[str, Address] = field(default_factory=dict)
     _removed: set[str] = field(default_factory=set)
@@ -96,38 +96,41 @@ class Sources:
         address = parse_source(text, {})
         if isinstance(address, Pods) or address.is_name_of_many or address.key_from:  # a file would be sent there
             raise ConfigError(f"Got backend = {text.partition('#')[0]!r}, expected the URL of one server and no more")
-        if key is not None:
-            if not is_key(key):
-                raise ConfigError("Got a key that is not printable ASCII, or empty")
-            address = replace(address, key_from=f"key:{key}")
-        self._added[address.url] = address
-        self._removed.discard(address.url)
-        self._changed()
-        self._tell()
+        if key is not None and not is_key(key):
+            raise ConfigError("Got a key that is not printable ASCII, or empty")
+        self._say(Said(address.url, key or ""))
         return address
 
     def remove(self, url: str) -> bool:
         """Remove a backend, until it is added or the configuration is read again; return whether there was one."""
         if url not in self._all():
             return False
-        self._removed.add(url)
-        self._changed()
-        self._tell()
+        self._say(Said(url, None))
         return True
+
+    def heed(self, said: Said) -> None:
+        """Add or remove a backend, as this worker was told, or another one: changes of two at once add up."""
+        before = self.listed()
+        if said.key is None:
+            self._removed.add(said.url)
+        else:
+            self._added[said.url] = _added(said.url, said.key)
+            self._removed.discard(said.url)
+        self._changed()
+        if self.listed() != before:
+            self._num_changes += 1
 
     def listed(self) -> Listed:
         """Return what was added and removed, for other workers."""
         added = {url: address.key_from.removeprefix("key:") for url, address in self._added.items()}
-        return Listed(self._version, added, sorted(self._removed))
+        return Listed(self._num_changes, added, sorted(self._removed))
 
     def adopt(self, listed: Listed) -> None:
-        """Take over what was added and removed by way of another worker, if it is newer."""
-        if listed.version <= self._version:
+        """Take over what another worker was told, if it was told more: this one has just begun, or did not hear it."""
+        if listed.num_changes <= self._num_changes:
             return
-        self._version = listed.version
-        self._added = {
-            url: replace(parse_backend(url), key_from=f"key:{key}" if key else "") for url, key in listed.added.items()
-        }
+        self._num_changes = listed.num_changes
+        self._added = {url: _added(url, key) for url, key in listed.added.items()}
         self._removed = set(listed.removed)
         self._changed()
 
@@ -175,10 +178,10 @@ class Sources:
         if ips and text in self._configured:
             self._configured[text] = {address.url: address for address in (name.at(ip) for ip in sorted(ips))}
 
-    def _tell(self) -> None:
-        self._version += 1
+    def _say(self, said: Said) -> None:
+        self.heed(said)
         if self.outbox is not None:
-            self.outbox.tell(self.listed())
+            self.outbox.tell(said)
 
     def _all(self) -> dict[str, Address]:
         found = dict(self._added)
@@ -221,6 +224,10 @@ def parse_source(text: str, environment: Mapping[str, str]) -> Address | Pods:
             raise ConfigError(f"Got backend = {plain!r}, expected pods:NAMESPACE/SELECTOR:PORT, as app=vllm:8000")
         return Pods(namespace, selector, int(port), key_from=key_from)
     return replace(parse_backend(plain), key_from=key_from)
+
+
+def _added(url: str, key: str) -> Address:
+    return replace(parse_backend(url), key_from=f"key:{key}" if key else "")
 
 
 def _is_label(text: str) -> bool:
