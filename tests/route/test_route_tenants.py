@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import logging
@@ -145,6 +146,25 @@ def test_tokens_are_counted_whatever_the_pieces(size: int) -> None:
     assert (call.num_prompt_tokens, call._num_output_tokens, call._num_events) == (17, 1234, 2)
     call.close()
     assert not room._callers
+
+
+def test_a_tenant_cannot_hide_its_tokens_by_compression(tmp_path: Path) -> None:
+    async def compress(call: Call) -> None:
+        body = json.dumps({"usage": {"prompt_tokens": 3, "completion_tokens": 700}}).encode()
+        if "gzip" in call.headers.get("accept-encoding", ""):
+            await call.answer(200, gzip.compress(body), content_encoding="gzip")
+        else:
+            await call.answer(200, body)
+
+    async def scenario() -> None:
+        options = {"tenants": tenants_file(tmp_path), "usage": str(tmp_path / "usage.db")}
+        async with servers(FakeServer(behave=compress)) as urls, routing(*urls, **options) as (_, client):
+            answer = await client.complete("base", **bearer("acme"), **{"accept-encoding": "gzip"})
+            assert json.loads(answer.body)["usage"]["completion_tokens"] == 700
+
+    run(scenario)
+    ((_, _, num_prompt, _, num_output, _),) = read_usage(tmp_path / "usage.db", ("tenant",))
+    assert (num_prompt, num_output) == (3, 700)
 
 
 def test_a_hangup_reads_both_options_and_tenants_again(

@@ -187,6 +187,7 @@ class Relay:
         body = request.body
         if call is not None:  # also where it has the name: the backend may read another one of several fields
             body = with_fields(body, name, call.tenant if backend.kind is ServerKind.VLLM else None)
+            headers = call.sent_headers(headers)
         elif request.model not in (None, name):
             body = with_fields(body, name)
         scope = request.scope

@@ -52,6 +52,10 @@ class TenantCall:
     _num_events: int = 0
     _rest: bytes = field(default=b"")
 
+    def sent_headers(self, headers: Headers) -> Headers:
+        """Return the headers of a request, which ask for an answer that is not compressed: its tokens are read here."""
+        return [*(one for one in headers if one[0] != b"accept-encoding"), (b"accept-encoding", b"identity")]
+
     def headers(self, headers: Headers) -> Headers:
         """Return the headers of an answer with those about the tenant's limits here, in place of a backend's."""
         own = self.places.headers()
