@@ -303,6 +303,27 @@ def test_a_step_goes_on_without_the_sequences_of_an_adapter_that_is_late(
         torch.testing.assert_close(again.rows[seq_id], row, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("others", [[1], [1, 2]])
+def test_a_step_planned_behind_one_that_left_out_all_of_an_adapter_neither_has_it_nor_waits_for_it(
+    others: list[int], parts: EngineParts, versions: Versions, link: GatedLink
+) -> None:
+    one, two = versions
+    executor = executor_of(parts)
+    executor._step_wait_s = 0.0
+    loaded = start(one, Tier.DEVICE, parts)
+    executor._arriving[one.key]._views.result()
+    plan = [batch(one, two)[place] for place in (0, *others)]
+    step = Launched(parts, plan)
+    executor._step_wait_s = math.inf
+    ahead = [structs.replace(part, start=len(part.tokens), num_tokens=1, awaits_token=True) for part in plan]
+    after = executor.launch(StepPlan(step_id=2, sequences=tuple(ahead)), 0.0)
+    assert step.result().late == {0}
+    found = finish(after)
+    assert isinstance(found, StepResult) and set(found.tokens) == {*others} and not found.failed
+    link.close()
+    assert loaded().error is None
+
+
 def check_only_the_first_failed(
     step: Launched, expected: dict[int, torch.Tensor], reason: str, parts: EngineParts, version: AdapterVersion
 ) -> None:

@@ -29,7 +29,7 @@ from manylora.core.adapters.sources import host_of
 from manylora.core.clock import Clock
 from manylora.core.costs.arriving import MAX_WAIT_S, WaitBudget
 from manylora.core.engine.steps.plan_ahead import fill_in
-from manylora.core.plan import ON_DEVICE, AdapterLoad, LoadResult, StepPlan, StepResult
+from manylora.core.plan import ON_DEVICE, AdapterLoad, LoadResult, PlannedSequence, StepPlan, StepResult
 from manylora.core.types import AdapterKey, AdapterVersion, SampledToken, Tier
 from manylora.execution.runner import ModelRunner, OffDevice, RowOrder
 from manylora.execution.storage.arrival import ArrivingAdapter
@@ -218,7 +218,7 @@ class TorchExecutor:
         if loads:
             self._tell()  # the step may wait for them
         whole = plan = fill_in(plan, self._tokens, self._failed, self._late_pages)
-        adapters, gone, late_keys = self._find(images, loads)
+        adapters, gone, late_keys = self._find(plan.sequences, images, loads)
         without = plan.sequences if gone or late_keys else ()
         failed = {part.seq_id: gone[part.adapter] for part in without if part.adapter in gone}
         late = frozenset([part.seq_id for part in without if part.adapter in late_keys])
@@ -238,19 +238,24 @@ class TorchExecutor:
         return replace(result, device_s=time.perf_counter() - began_at)
 
     def _find(
-        self, images: Mapping[AdapterKey, HostAdapter | AdapterVersion], loads: Mapping[AdapterKey, DeviceLoad]
+        self,
+        sequences: Sequence[PlannedSequence],
+        images: Mapping[AdapterKey, HostAdapter | AdapterVersion],
+        loads: Mapping[AdapterKey, DeviceLoad],
     ) -> tuple[OffDevice, dict[AdapterKey | None, str], set[AdapterKey | None]]:
         """Return the adapters of a step off the device, the reason of each that is gone, and those that are late.
 
-        Between the plan and the step an adapter may have arrived: its sequences run, so its pages are theirs.
+        Between the plan and the step an adapter may have arrived: its sequences run, so its pages are theirs. Or all
+        its sequences were left out (``fill_in``): the step neither has it nor waits for it.
         """
+        used = {part.adapter for part in sequences} if images or loads else set()
         in_host: dict[AdapterKey, ResidentAdapter] = {}
         arriving: dict[AdapterKey, ArrivingAdapter] = {}
         coming: dict[AdapterKey, DeviceLoad] = {}
         gone: dict[AdapterKey | None, str] = {}
         late: set[AdapterKey | None] = set()
         for key, image in images.items():
-            if key not in self._resident:
+            if key in used and key not in self._resident:
                 try:
                     in_host[key] = self._in_place(image)
                 except Exception as error:  # whatever a file does to a reader costs only its own sequences
@@ -260,7 +265,7 @@ class TorchExecutor:
         for key, load in loads.items():
             if key in in_host:
                 coming[key] = load
-            elif key not in self._resident and key not in gone:
+            elif key in used and key not in self._resident and key not in gone:
                 try:
                     arriving[key] = load.arriving(wait_budget)
                 except AdapterGone as error:
