@@ -443,9 +443,9 @@ def test_a_sampled_row_that_failed_reaches_no_sampler(
     assert set(step.result().failed) == {0} and sorted(seen) == [1, 2]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("end", ["comes", "breaks", "is late"])
 def test_log_probabilities_of_a_chunk_wait_for_the_head(
-    breaks: bool, parts: EngineParts, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: str, parts: EngineParts, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No row of the chunk is sampled, so its step does not wait for them. A page comes when it is waited for."""
     version = parts.reader.read("head", str(save_head_adapter(folders["base"], tmp_path)))
@@ -462,7 +462,9 @@ def test_log_probabilities_of_a_chunk_wait_for_the_head(
     asked, wait = [0], Arrival.wait
 
     def let_through(arrival: Arrival, num_pages: int, limit_s: float | None = None) -> object:
-        if breaks and num_pages == version.num_pages:
+        if end == "is late" and num_pages == version.num_pages:
+            raise TimeoutError
+        if end == "breaks" and num_pages == version.num_pages:
             link.break_with("the link broke")
         for _ in range(max(asked), num_pages):
             link.permits.release()
@@ -475,7 +477,8 @@ def test_log_probabilities_of_a_chunk_wait_for_the_head(
         result = Launched(parts, [structs.replace(chunk, placement=ARRIVING), plan[1]], 2, rows).result()
     finally:
         link.close()
-    assert (loaded().error is not None) == breaks
+    assert (loaded().error is not None) == (end == "breaks")
     assert result.tokens.keys() == {1}
-    assert result.failed == ({0: "the link broke"} if breaks else {})
-    assert result.prompt_logprobs == ({1: expected[1]} if breaks else expected)
+    assert result.failed == ({0: "the link broke"} if end == "breaks" else {})
+    assert result.late == ({0} if end == "is late" else set())
+    assert result.prompt_logprobs == (expected if end == "comes" else {1: expected[1]})

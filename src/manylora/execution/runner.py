@@ -49,7 +49,6 @@ TOO_DEAR = "The form of the answer takes too much time to follow: it is too ambi
 NOT_FINITE = "the logits of the next token are not finite: the weights overflow on this input, or hold NaN"
 """The failure of a sequence whose row has no token."""
 
-_LATE = "the adapter did not arrive in time for the log-probabilities of the prompt"
 _LOST = "a worker on the CPU failed while it computed the adapter's part of a step"
 
 
@@ -201,8 +200,8 @@ class ModelRunner:
         if plan.prompt_rows:
             wanted = [rows for rows in plan.prompt_rows if rows.seq_id not in failed and rows.seq_id not in late]
             vocab_size = logits.shape[-1] if self.share is None else self.share.vocab_size
-            reported, unreported = self._report(pieces_of(sequences, wanted), vocab_size, adapters)
-            failed |= unreported
+            reported, unreported, unscored = self._report(pieces_of(sequences, wanted), vocab_size, adapters)
+            failed, late = failed | unreported, late | unscored
         return StepResult(
             tokens={seq_id: token for seq_id, token in tokens.items() if seq_id not in failed} if failed else tokens,
             failed=failed,
@@ -280,10 +279,11 @@ class ModelRunner:
 
     def _report(
         self, pieces: Sequence[PromptPiece], vocab_size: int, adapters: OffDevice
-    ) -> tuple[dict[int, PromptLogprobs], dict[int, str]]:
-        """Return the log-probabilities of prompts in the step that ran, and the reason of each that has none.
+    ) -> tuple[dict[int, PromptLogprobs], dict[int, str], frozenset[int]]:
+        """Return the log-probabilities of prompts in the step that ran; why others have failed, or which are late.
 
-        The step waited for the weights of the head only if it sampled a row with an adapter, so this may wait as well.
+        The step waited for the weights of the head only if it sampled a row with an adapter, so this may wait as well,
+        for chunks that have no token.
         """
         parts: dict[int, list[PromptLogprobs]] = {}
         failed: dict[int, str] = {}
@@ -300,8 +300,9 @@ class ModelRunner:
                 first = last
         self._recorded.forget()
         errors, late = adapters.absent([piece.sequence for piece in pieces])
-        failed |= errors | dict.fromkeys(late, _LATE)
-        return {key: PromptLogprobs.join(part) for key, part in parts.items() if key not in failed}, failed
+        failed |= errors
+        without = late.union(failed)
+        return {key: PromptLogprobs.join(part) for key, part in parts.items() if key not in without}, failed, late
 
     def _report_slice(
         self, pieces: Sequence[PromptPiece], adapters: OffDevice
