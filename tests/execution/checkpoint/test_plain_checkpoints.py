@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import FILE, build, check_weights, file_of, tiny
-from transformers import AutoModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM
 
 from manylora.core.errors import ConfigError
 from manylora.demo import demo_model_path
@@ -47,6 +48,22 @@ def test_tied_weights_are_held_once(tmp_path: Path) -> None:
     model = build(tiny(tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
     check_weights(tmp_path, {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"})
+
+
+def test_tied_weights_of_other_numbers_are_refused(tmp_path: Path) -> None:
+    """Transformers does not tie them, so that one of the two would be lost. Equal ones may be held twice."""
+    model = build(tiny(tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    check_weights(tmp_path, model.state_dict())
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not loaded.lm_head.weight.equal(loaded.model.embed_tokens.weight)
+    with pytest.raises(ConfigError, match=r"'lm_head\.weight' of other numbers than 'model\.embed_tokens\.weight'"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_names_without_the_prefix_of_the_base_model(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class StoredWeights:
         shapes = {name: stored.shape(tensor) for name, tensor in self.plain.items()}
         shapes |= {name: tuple(self._own[name].shape) for name in chain(self.coded, self.merged)}
         check_names(skeleton, replace(stored.files, dtypes=dtypes), shapes, unexpected)
+        self._check_ties()
         if method is not None:
             self._check_announced(method, merges)
 
@@ -187,6 +188,18 @@ class StoredWeights:
             if name in self.plain or name in self.coded or name in self.merged:
                 raise self._refuse(merge, f"{name!r}, which another tensor is as well")
             self.merged[name] = merge
+
+    def _check_ties(self) -> None:
+        """Refuse a weight that the configuration ties to another of other numbers: transformers would not tie them."""
+        for target, source in self._skeleton.all_tied_weights_keys.items():
+            if target not in self.names or source not in self.names:
+                continue
+            one, other = self.read(target), self.read(source)
+            if isinstance(one, Codes) or isinstance(other, Codes) or not one.to(other.dtype).equal(other):
+                raise self._stored.refuse(
+                    self.plain.get(target, target),
+                    f"of other numbers than {source!r}, to which tie_word_embeddings of config.json ties it",
+                )
 
     def _check_announced(self, method: Method, merges: Sequence[Merge]) -> None:
         """Refuse codes that the configuration does not announce, and numbers where it announces codes.
