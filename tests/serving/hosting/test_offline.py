@@ -205,15 +205,17 @@ def test_chats_go_through_the_template(engine: Engine) -> None:
 
 
 def test_errors_of_one_request_do_not_lose_the_others(engine: Engine) -> None:
-    good, long, foreign, bad_schema = engine.generate(
-        ["hello", list(range(3, 300)), [10**6], "hello"],
-        adapter=["one", None, None, None],
-        sampling=[SamplingParams()] * 3 + [SamplingParams(constraint=Constraint("json", "{broken"))],
+    good, long, foreign, negative, huge, bad_schema = engine.generate(
+        ["hello", list(range(3, 300)), [10**6], [5, -1], [2**70], "hello"],
+        adapter=["one", *[None] * 5],
+        sampling=[SamplingParams()] * 5 + [SamplingParams(constraint=Constraint("json", "{broken"))],
     )
     assert good.error is None and good.text
     for answer, part in [
         (long, "297 input tokens"),
         (foreign, "token ids outside"),
+        (negative, "token ids outside"),
+        (huge, "token ids outside"),
         (bad_schema, "cannot be followed"),
     ]:
         assert answer.finish_reason == "error" and answer.text == "" and answer.token_ids == ()

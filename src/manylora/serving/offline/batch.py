@@ -43,7 +43,8 @@ class Job:
     prompt: str | tuple[int, ...]
     adapter: str | None
     request: Request
-    detokenizer: Detokenizer
+    tokenizer: Tokenizer
+    detokenizer: Detokenizer | None = None  # from its first output on: the engine checks the prompt
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -57,6 +58,8 @@ class Job:
         """Add an output; sets ``finish_reason`` at the end of the answer."""
         self.num_cached_tokens = output.num_cached_tokens
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        if self.detokenizer is None:
+            self.detokenizer = Detokenizer(self.tokenizer, self.request.prompt, self.request.sampling)
         delta = self.detokenizer.push(output.tokens, stop_token=output.stop_token)
         self._add(output, delta.text, delta.num_tokens, delta.logprobs)
         if not delta.finished and output.finish is not None:
@@ -74,7 +77,7 @@ class Job:
         """End the job with an error."""
         self.finish_reason, self.error = FinishReason.ERROR.value, error
 
-    def generation(self, tokenizer: Tokenizer) -> Generation:
+    def generation(self) -> Generation:
         """Return the answer."""
         assert self.finish_reason is not None
         return Generation(
@@ -85,18 +88,18 @@ class Job:
             stop_reason=self.stop_reason,
             adapter=self.adapter,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
-            prompt_logprobs=self._describe_prompt(tokenizer),
+            prompt_logprobs=self._describe_prompt(),
             num_prompt_tokens=len(self.request.prompt),
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
         )
 
-    def _describe_prompt(self, tokenizer: Tokenizer) -> tuple[TokenLogprob | None, ...] | None:
+    def _describe_prompt(self) -> tuple[TokenLogprob | None, ...] | None:
         if self.request.sampling.prompt_logprobs is None or self.error is not None:
             return None
         if self.prompt_logprobs is None:  # a prompt of one token
             return (None,)
-        return (None, *describe_prompt(tokenizer, self.request.prompt, self.prompt_logprobs))
+        return (None, *describe_prompt(self.tokenizer, self.request.prompt, self.prompt_logprobs))
 
     def _add(self, output: Output, text: str, num_tokens: int, logprobs: Sequence[TokenLogprob]) -> None:
         self.text.append(text)

@@ -34,7 +34,7 @@ from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.links.link import LINKS
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.offline.batch import Batch, Generation, Job
-from manylora.serving.text import Detokenizer, Tokenizer
+from manylora.serving.text import Tokenizer
 from manylora.serving.text.model_files import load_generation_defaults
 
 __all__ = ["Engine"]
@@ -257,7 +257,7 @@ class Engine:
             self._call(
                 Batch(requests=self._fleet.requests, waiting=deque(jobs), window=self._window, on_ended=advance).run()
             )
-        return [answer.generation(self.tokenizer) if isinstance(answer, Job) else answer for answer in answers]
+        return [answer.generation() if isinstance(answer, Job) else answer for answer in answers]
 
     def _check_names(self, adapters: Sequence[str | None]) -> None:
         """Refuse a call with an adapter that is not loaded."""
@@ -292,7 +292,7 @@ class Engine:
         request = Request(
             request_id=f"offline-{next(self._ids)}", prompt=tokens, sampling=sampling, model=adapter or ""
         )
-        return Job(shown, adapter, request, Detokenizer(self.tokenizer, tokens, sampling))
+        return Job(shown, adapter, request, self.tokenizer)
 
 
 def _text(path: str | Path | None) -> str | None:
