@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,6 +102,13 @@ def test_what_is_understood_arrives(words: Tokenizer) -> None:
         bad_words_token_ids=((110, 111), tuple("\N{SNOWMAN}".encode())),
         constraint=Constraint("json", '{"type":"object"}'),
     )
+
+
+def test_a_seed_of_minus_one_is_none(words: Tokenizer) -> None:
+    """As in vLLM: clients send it for an answer that differs from time to time."""
+    for given_seed, expected in ((-1, None), (-2, -2), (0, 0), (None, None)):
+        body = CompletionBody(model="m", prompt=msgspec.Raw(b'"p"'), seed=given_seed)
+        assert sampling_params(asked(body, words, 10), max_tokens=9, logprobs=None).seed == expected
 
 
 def test_an_unknown_field_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,7 +80,7 @@ def sampling_params(
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         repetition_penalty=_or(body.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
-        seed=body.seed,
+        seed=None if body.seed == -1 else body.seed,  # -1 is vLLM's value for none
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
