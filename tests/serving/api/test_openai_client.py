@@ -181,6 +181,10 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert bare.choices[0].logprobs is not None
     assert bare.choices[0].logprobs.content is not None
     assert bare.choices[0].logprobs.content[0].top_logprobs == []
+    none = client.chat.completions.create(model="m", messages=HELLO, max_tokens=2, logprobs=False, top_logprobs=0)
+    assert none.choices[0].logprobs is None  # vLLM's defaults, written out
+    with pytest.raises(openai.BadRequestError, match="`logprobs` must be set to true"):
+        client.chat.completions.create(model="m", messages=HELLO, max_tokens=2, top_logprobs=1)
 
 
 def test_content_parts_are_joined(http: httpx.Client) -> None:

@@ -256,7 +256,7 @@ async def answer_chat(call: AnswerCall[ChatBody]) -> Response:
 
 
 def _num_logprobs(body: ChatBody) -> int | None:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("when using `top_logprobs`, `logprobs` must be set to true", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
