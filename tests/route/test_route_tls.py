@@ -52,6 +52,32 @@ def test_clients_and_servers_speak_tls_and_a_handshake_that_stalls_holds_up_no_o
     run(test)
 
 
+def test_an_authority_that_is_replaced_is_read_again(tmp_path: Path) -> None:
+    authorities = trustme.CA(), trustme.CA()
+    ca = tmp_path / "ca.pem"
+    authorities[0].cert_pem.write_to_path(str(ca))
+    of_server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authorities[0].issue_cert("127.0.0.1").configure_cert(of_server)
+
+    async def test() -> None:
+        fake = FakeServer()
+        await fake.start(tls=of_server)
+        try:
+            async with routing(f"https://127.0.0.1:{fake.port}", backend_ca_certs=str(ca)) as (proxy, _):
+                (backend,) = proxy.backends
+                await until(lambda: backend.health.is_up)
+                authorities[1].issue_cert("127.0.0.1").configure_cert(of_server)
+                await until(lambda: "CERTIFICATE_VERIFY_FAILED" in backend.health.reason)
+                ca.write_text("nothing")
+                await until(lambda: "CERTIFICATE_VERIFY_FAILED" in backend.health.reason)
+                authorities[1].cert_pem.write_to_path(str(ca))
+                await until(lambda: backend.health.is_up)
+        finally:
+            await fake.stop()
+
+    run(test)
+
+
 def test_a_file_that_holds_no_certificates(tmp_path: Path) -> None:
     (tmp_path / "none.pem").write_text("nothing")
     with pytest.raises(ConfigError, match="backend_ca_certs"):

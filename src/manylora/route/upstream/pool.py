@@ -6,7 +6,6 @@ Idle connections are used again, the last one first.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import ssl
 from collections import deque
@@ -16,6 +15,7 @@ from time import monotonic
 from manylora.core.errors import ConfigError
 from manylora.route.upstream.address import Address
 from manylora.route.upstream.connection import Failure, Headers, UpstreamConnection
+from manylora.serving.http.rereading import stamp_of
 
 __all__ = ["CannotConnect", "FetchFailed", "Pool", "backend_tls", "fetch"]
 
@@ -29,18 +29,28 @@ class CannotConnect(Exception):
     """No connection could be made; the text is the reason."""
 
 
-@functools.lru_cache
+_tls_of: dict[str | None, tuple[object, ssl.SSLContext]] = {}
+
+
 def backend_tls(ca_certs: str | None) -> ssl.SSLContext:
     """Return the settings of TLS towards backends, whose certificates lead to these, or to those of the system.
 
-    One for all: reading the system's takes tens of milliseconds.
-    ``ConfigError`` if the file cannot be used.
+    One for all: reading the system's takes tens of milliseconds. A file that has changed is read again; one that cannot
+    be used then changes nothing. ``ConfigError`` if it could never be used.
     """
+    stamp = None if ca_certs is None else stamp_of(ca_certs)
+    before = _tls_of.get(ca_certs)
+    if before is not None and before[0] == stamp:
+        return before[1]
     try:
         context = ssl.create_default_context(cafile=ca_certs)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"Got backend_ca_certs = {ca_certs!r}, which cannot be used: {error}") from error
+        if before is None:
+            raise ConfigError(f"Got backend_ca_certs = {ca_certs!r}, which cannot be used: {error}") from error
+        logger.error("backend_ca_certs_kept file=%s error=%r", ca_certs, str(error))
+        context = before[1]
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _tls_of[ca_certs] = stamp, context
     return context
 
 
@@ -56,7 +66,9 @@ class Pool:
         self._connect_timeout_s = connect_timeout_s
         self._idle: deque[UpstreamConnection] = deque()
         self._open: set[UpstreamConnection] = set()
-        self._tls = backend_tls(ca_certs) if address.is_tls else None
+        self._ca_certs = ca_certs
+        if address.is_tls:
+            backend_tls(ca_certs)  # a mistake is told here
         self._is_closed = False
 
     def idle(self) -> UpstreamConnection | None:
@@ -72,14 +84,15 @@ class Pool:
     async def connect(self) -> UpstreamConnection:
         """Make a connection; ``CannotConnect`` if the connection was refused, or took too long."""
         loop = asyncio.get_running_loop()
+        tls = backend_tls(self._ca_certs) if self._address.is_tls else None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: UpstreamConnection(self._on_idle, self._on_closed, self._on_surplus),
                     self._address.host,
                     self._address.port,
-                    ssl=self._tls,
-                    server_hostname=self._address.name if self._tls is not None else None,
+                    ssl=tls,
+                    server_hostname=self._address.name if tls is not None else None,
                 )
         except TimeoutError:
             raise CannotConnect("the connection took too long") from None
