@@ -95,6 +95,20 @@ def test_a_function_that_outlives_its_zygote_is_killed_and_its_end_waited_for() 
     asyncio.run(scenario())
 
 
+def test_a_start_that_is_cancelled_as_the_zygote_becomes_warm_does_not_go_on() -> None:
+    async def scenario() -> None:
+        zygote = Zygote(cast(Any, None))
+        zygote._warm = asyncio.get_running_loop().create_future()
+        starting = asyncio.create_task(zygote.start())
+        await asyncio.sleep(0)
+        zygote._warm.set_result(None)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(scenario())
+
+
 def test_a_process_gives_its_user_back_once_it_has_ended() -> None:
     class Forks:
         def __init__(self) -> None:

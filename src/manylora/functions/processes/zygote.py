@@ -124,7 +124,9 @@ class Zygote:
         assert self._warm is not None
         process = self._process
         try:
-            await asyncio.wait_for(asyncio.shield(self._warm), WARM_TIMEOUT_S)
+            # Not ``wait_for``, which forgets that it was cancelled if the zygote is warm by then, before Python 3.12.
+            async with asyncio.timeout(WARM_TIMEOUT_S):
+                await asyncio.shield(self._warm)
         except TimeoutError:
             reason = f"The zygote was not warm within {WARM_TIMEOUT_S:g} s."
             self._kill_hung(process, reason)
