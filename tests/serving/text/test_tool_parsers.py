@@ -75,6 +75,15 @@ CASES = [
         [("get", '{"city": "it\'s, (here)", "days": [1, {"a": null}], "on": true}'), ("a.put", "{}")],
     ),
     ("pythonic", "[1, 2] and [get(x)]", "[1, 2] and [get(x)]", []),
+    (
+        "llama3_json",
+        '{"name": "get", "parameters": {}}; {"name": "Bob"} said',
+        '; {"name": "Bob"} said',
+        [("get", "{}")],
+    ),
+    ("mistral", f'[TOOL_CALLS][{CALL}, {{"name": 3}}] ok', ', {"name": 3}] ok', [("get", ARGUMENTS)]),
+    ("pythonic", "[a.put(), no, get(x)] ok", ", no, get(x)] ok", [("a.put", "{}")]),
+    ("pythonic", "[a.put(), get(x", "", [("a.put", "{}")]),
     ("required", f"[{CALL}]", "", [("get", ARGUMENTS)]),
     ("named", '{"a": 1}', "", [("get", '{"a": 1}')]),
 ]

@@ -102,6 +102,7 @@ class Llama3JsonParser(ToolParser):
             yield from self._blank()
         while True:
             yield from self._call_object(needs_arguments=True)
+            self._end_call()
             yield from self._blank()
             if self._char != ";":
                 return

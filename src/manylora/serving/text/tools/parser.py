@@ -67,7 +67,7 @@ class ToolParser(ABC):
         self._kind = EventKind.CONTENT
         self._parts: list[str] = []
         self._blanks: list[str] = []
-        self._num_calls = 0
+        self._num_calls = self._num_whole = 0
         self._char = ""
         self._raw: list[str] = []
         self._reading = self._begin()
@@ -161,14 +161,22 @@ class ToolParser(ABC):
             self._say(char)
 
     def _attempt(self, reading: Reading, opening: str = "") -> Reading:
-        """Read calls; text that is none, with the ``opening`` before it, is content."""
+        """Read calls; text that is none, with the ``opening`` before it or behind whole calls, is content.
+
+        An answer that ends within a later call has no more content for it.
+        """
         self._raw = [opening]
-        num_calls = self._num_calls
+        num_calls = self._num_whole = self._num_calls
         try:
             yield from reading
         except NotACall:
-            if self._num_calls == num_calls:
+            if self._num_calls == num_calls or (self._char and self._num_calls == self._num_whole):
                 self._say_all("".join(self._raw))
+
+    def _end_call(self) -> None:
+        """Count the calls so far as whole: their text is reported."""
+        self._raw.clear()
+        self._num_whole = self._num_calls
 
     # Parts of calls.
 
@@ -275,6 +283,7 @@ class ToolParser(ABC):
         while True:
             yield from self._blank()
             yield from (take_call or self._call_object)()
+            self._end_call()
             yield from self._blank()
             if self._char != ",":
                 break
