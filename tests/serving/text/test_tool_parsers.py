@@ -74,6 +74,8 @@ CASES = [
         "",
         [("get", '{"city": "it\'s, (here)", "days": [1, {"a": null}], "on": true}'), ("a.put", "{}")],
     ),
+    ("pythonic", "[get(x={'a': [true, null]}, y=false)]", "", [("get", '{"x": {"a": [true, null]}, "y": false}')]),
+    ("pythonic", "[get(x=[ture])]", "[get(x=[ture])]", []),
     ("pythonic", "[1, 2] and [get(x)]", "[1, 2] and [get(x)]", []),
     (
         "llama3_json",

@@ -85,15 +85,22 @@ class PythonicParser(ToolParser):
         raise NotACall
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Replaces JSON's ``true``, ``false`` and ``null``, also inside lists and objects."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the constant of a name, if it is one."""
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
 def _to_json(text: str) -> str:
     text = text.strip()
-    if text in _CONSTANTS:
-        return json.dumps(_CONSTANTS[text])
     if len(text) > MAX_LITERAL_CHARS:
         raise NotACall
     try:
         # Python warns of an escape that it does not know, and keeps its backslash.
         known = _ESCAPE.sub(lambda one: one[0] if one[1] in "\\'\"abfnrtvxuUN01234567\n" else "\\" + one[0], text)
-        return json.dumps(ast.literal_eval(known), allow_nan=False, ensure_ascii=False)
+        tree = _JsonNames().visit(ast.parse(known, mode="eval"))
+        return json.dumps(ast.literal_eval(tree), allow_nan=False, ensure_ascii=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise NotACall from None
