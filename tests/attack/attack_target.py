@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from ports import free_ports
 from timed_serve import Longest, Note
 
 LATE_S = float(os.environ.get("ATTACK_LATE_S", "3.0"))
@@ -151,9 +152,7 @@ def running(
         if num_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     program: list[str] = ["-m", "manylora"]
     note = None
     if is_timed:

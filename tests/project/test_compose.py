@@ -8,12 +8,10 @@ the commands are those of the file to the letter.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from ports import free_ports
 from serving import PATIENCE_S, wait_for
 from sim_profiles import make_profile
 
@@ -33,12 +32,6 @@ from manylora.serving.metrics.usage import read_usage
 DEPLOY = Path(__file__).parents[2] / "deploy"
 VARIABLE = re.compile(r"\$\{(\w+)(?::\?[^}]*)?\}")
 NUM_TOKENS = 60
-
-
-def free_ports(num: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        bound = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
-        return [one.getsockname()[1] for one in bound]
 
 
 @dataclass
