@@ -20,6 +20,7 @@ from manylora.core.errors import AdapterError, CapacityError, EngineDead, Manylo
 from manylora.core.isolation import Measure
 from manylora.core.types import Request
 from manylora.functions.decisions.billing import PLATFORM, PriceList
+from manylora.functions.decisions.offload import Held, Offload, choose_offload
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
 from manylora.functions.node import accounts as accounts_module
 from manylora.functions.node import instance as instance_module
@@ -554,6 +555,40 @@ def test_memory_of_a_function_that_ends_is_waited_for(tmp_path: Path, monkeypatc
         rig.engines["a"].may_stop.set()
         assert await asked == "stream"
         assert not any(rig.engines[name].is_stopped for name in ("b", "c", "d"))
+
+    run(scenario)
+
+
+def test_a_backbone_leaves_once_its_last_function_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        node, choices = rig.node, 0
+
+        def choose(held: list[Held], num_bytes: int) -> Offload | None:
+            nonlocal choices
+            choices += 1
+            assert choices < 100, "it chooses again and again, and nothing else has its turn"
+            return choose_offload(held, num_bytes)
+
+        monkeypatch.setattr(room_module, "choose_offload", choose)
+        other = structs.replace(rig.spec, backbone="other", kv_bytes=3 * PROCESS_BYTES)
+        backbones = {"base": BackboneSpec(model=str(tmp_path)), "other": BackboneSpec(model=str(tmp_path))}
+        node.configure(backbones, {"a": rig.spec, "z": other}, NodeSpec(), ())
+        base = node.hosts["base"]
+        base._backbone = cast(Any, SimpleNamespace(base=SimpleNamespace(num_bytes=2 * PROCESS_BYTES, file=-1)))
+        base.is_ready = True
+        await rig.ask("a", "1")
+        rig.finish("a")
+        rig.engines["a"].may_stop.clear()
+        ending = asyncio.create_task(node.functions["a"].sleep("idle"))
+        await settle()
+        asked = rig.ask("z", "2")
+        await settle()
+        assert not asked.done()
+        rig.engines["a"].may_stop.set()
+        assert await asked == "stream"
+        assert base.num_bytes == 0
+        await ending
 
     run(scenario)
 

@@ -107,13 +107,14 @@ class NodeRoom:
     def _held(self, waking: FunctionInstance) -> list[Held]:
         """Return all that is in memory, for the choice of what leaves it."""
         now = asyncio.get_running_loop().time()
+        left = [one.host for one in self.present if self._is_leaving(one)]  # once their processes have ended
         held = [
             Held(
                 name=hold_name("backbone", host.name),
                 num_bytes=host.num_bytes + host.zygote_bytes,
                 value=sum(one.rate.per_s(now) for one in self.woken.values() if one.host is host)
                 * (host.load_s + host.zygote_s),
-                in_use=host is waking.host or not host.is_ready,
+                in_use=host is waking.host or host in left or not host.is_ready,
             )
             for host in self.hosts.values()
             if host.num_bytes
