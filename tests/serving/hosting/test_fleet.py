@@ -37,7 +37,7 @@ from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
 from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.links.in_flight import OutputStream
 from manylora.serving.hosting.links.link import LINKS
-from manylora.serving.hosting.protocol import EngineSpec
+from manylora.serving.hosting.protocol import EngineSpec, Observations
 
 DEADLY = 200
 """A prompt of this token breaks the device."""
@@ -78,13 +78,14 @@ class Service:
 
     def __init__(self, tokenizer: Path, builders: Sequence[BuildParts], max_deaths: int = 6) -> None:
         config = engine_config(tokenizer)
+        self.observed: list[Observations] = []
         self.fleet = Fleet(
             [
                 partial(LINKS["thread"], EngineSpec(config=config, served_name="base", builder=build), BaseShare())
                 for build in builders
             ],
             served_name="base",
-            observe=lambda observed: None,
+            observe=self.observed.append,
             policy=FleetPolicy(
                 restarts=RestartPolicy(max_deaths=max_deaths), make_router=lambda ranks: LeastLoadedRouter()
             ),
@@ -167,6 +168,18 @@ def test_requests_are_added_all_or_none_or_each(tokenizer: Path) -> None:
         assert service.under_way() == [0, 0, 0]
 
     run(tokenizer, scenario)
+
+
+def test_what_is_refused_together_is_not_counted(tokenizer: Path) -> None:
+    async def scenario(service: Service) -> None:
+        with pytest.raises(ModelNotFound):
+            await service.fleet.requests.submit(service.requests("base", "base", "nobody"))
+        assert await service.answers("base") == ["abc"]
+        await until(lambda: _is_idle(service))
+        finished = [request for observed in service.observed for request in observed.finished]
+        assert [(one.reason, one.num_prompt_tokens, one.num_output_tokens) for one in finished] == [("length", 1, 3)]
+
+    run(tokenizer, scenario, [reciter_parts])
 
 
 async def _is_idle(service: Service) -> bool:

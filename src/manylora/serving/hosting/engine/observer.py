@@ -99,6 +99,11 @@ class Observer:
             if request_id in self._in_flight:
                 self._in_flight[request_id].is_stopped = True
 
+    def forget(self, request_ids: list[str]) -> None:
+        """Report no end of these requests: they were refused with others, and have not run."""
+        for request_id in request_ids:
+            self._in_flight.pop(request_id, None)
+
     def take(self) -> Observations:
         """Return the observations since the last call."""
         gathered, self._gathered = self._gathered, Observations()
@@ -116,7 +121,9 @@ class Observer:
             self._gathered.moves.append(AdapterMove(key, tier, kind, took_s, error))
 
     def _finish(self, event: RequestFinished) -> None:
-        request = self._in_flight.pop(event.request_id)
+        request = self._in_flight.pop(event.request_id, None)
+        if request is None:
+            return
         reason = event.reason
         if request.is_stopped and reason is FinishReason.CANCELLED:
             reason = FinishReason.STOP

@@ -246,6 +246,7 @@ class EngineService:
                 core.add_request(request, now)
             except ManyloraError as error:
                 if not command.each:
+                    self._observer.forget(added)
                     for request_id in added:
                         core.cancel(request_id, now)
                     self.send(Reply(command.call, Fault.of(error)))
