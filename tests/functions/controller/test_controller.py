@@ -23,7 +23,7 @@ from manylora.functions.controller.store import Store, read_ledger, read_prices
 from manylora.functions.decisions.billing import Usage
 from manylora.functions.deployment import Deployment, FunctionSpec, read_deployment
 from manylora.functions.wire import Account, BackboneState, NodeReport
-from manylora.serving.metrics.status_report import FunctionState
+from manylora.serving.metrics.status_report import FunctionStart, FunctionState
 
 FILE = """
 [node]
@@ -106,6 +106,18 @@ def test_a_function_stays_on_its_node_until_that_is_lost(store: Store, deploymen
     assert set(moved.functions or ()) == {"team/one", "two"}
     again.remove("two")
     assert [row.name for row in again.overview().functions] == ["team/one"]
+
+
+def test_nothing_is_kept_of_a_function_that_was_removed(store: Store, deployment: Deployment) -> None:
+    controller = Controller(store, deployment, now=Clock())
+    controller.report("a", report(0, 0, is_first=True))
+    start = FunctionStart(at=1.0, begun_from="zygote", stages_s={"fork": 1.0}, total_s=1.0)
+    awake = FunctionState(name="two", state="awake", last_start=start)
+    controller.report("a", report(0, 10, states=[awake]))
+    assert store.starts() == {"two": start}
+    controller.remove("two")
+    controller.report("a", report(10, 20, states=[awake]))  # made before the node has learnt of it
+    assert store.starts() == {}
 
 
 def test_the_last_lines_of_a_function_are_kept_and_taken_once(store: Store, deployment: Deployment) -> None:

@@ -74,7 +74,9 @@ class Controller:
         starts = {
             state.name: state.last_start
             for state in report.functions
-            if state.last_start is not None and self._starts.get(state.name) != state.last_start
+            if state.name in self._functions
+            and state.last_start is not None
+            and self._starts.get(state.name) != state.last_start
         }
         recorded_until_ns = self.store.record(node, report, starts)
         self._starts |= starts
