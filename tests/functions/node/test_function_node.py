@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 import sys
@@ -696,6 +697,70 @@ def test_a_start_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert stopped
     restarts = given["policy"].restarts
     assert (restarts.hang_timeout_s, restarts.start_timeout_s) == (None, 0.01)
+
+
+def test_a_start_that_is_cancelled_while_a_dead_process_is_cleared_away_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clearing, may_clear, num_starts = asyncio.Event(), asyncio.Event(), 0
+    zygote = SimpleNamespace(pid=1)
+
+    class Dying:
+        def __init__(self, *_: object, **options: object) -> None:
+            pass
+
+        async def start(self, modules: object) -> None:
+            nonlocal num_starts
+            num_starts += 1
+            zygote.pid += 1
+            raise EngineDead("The zygote ended.")
+
+        async def stop(self) -> None:
+            clearing.set()
+            await may_clear.wait()
+
+    async def ready() -> SimpleNamespace:
+        return zygote
+
+    async def scenario() -> None:
+        starting = launcher(ModelConfig(model=str(tmp_path / "base")), tmp_path / "mine", NO_TIMEOUTS)
+        starting.host.ready = ready  # type: ignore[assignment, method-assign]
+        task = asyncio.create_task(starting.start("zygote"))
+        await clearing.wait()
+        task.cancel()
+        await settle()
+        may_clear.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert num_starts == 1
+
+    monkeypatch.setattr(launch_module, "Fleet", Dying)
+    run(scenario)
+
+
+def test_a_function_that_woke_as_it_was_put_to_sleep_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        begun = asyncio.Event()
+
+        async def start_from(launcher: Launcher, zygote: object) -> Engine:
+            engine = rig.engines[launcher.name] = Engine()
+            begun.set()
+            with contextlib.suppress(asyncio.CancelledError):  # as ``wait_for`` does before Python 3.12
+                await asyncio.Event().wait()
+            return engine
+
+        monkeypatch.setattr(Launcher, "start_from", start_from)
+        asked = rig.ask("a", "1")
+        await begun.wait()
+        rig.node.configure({}, {}, NodeSpec(), ())
+        with pytest.raises(CapacityError):
+            await asked
+        await settle()
+        assert rig.engines["a"].is_stopped
+        assert not rig.node._present
+
+    run(scenario)
 
 
 def test_a_function_that_never_fits_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

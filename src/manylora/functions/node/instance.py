@@ -264,9 +264,10 @@ class FunctionInstance:
         if (waker := self._waker) is not None:
             waker.cancel()
             await asyncio.gather(waker, return_exceptions=True)
-            if self._waker is not waker:  # another call has ended it
+            if self._waker is waker:
+                self._waker = None
+            elif self.engine is None:  # another call has ended it, or its start failed
                 return
-            self._waker = None
         if self.engine is not None:
             logger.info("function_sleeps name=%s reason=%s", self.name, reason)
             engine = self._ending = self._part_from_engine()

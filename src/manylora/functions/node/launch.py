@@ -201,8 +201,7 @@ class Launcher:
                 status=503,
             ) from None
         except BaseException:
-            with contextlib.suppress(asyncio.CancelledError):
-                await fleet.stop()
+            await fleet.stop()
             raise
         return AwakeFunction(fleet, asyncio.create_task(fleet.run()), links)
 
