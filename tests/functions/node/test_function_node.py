@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,6 +36,7 @@ from manylora.functions.node.launch import Launcher, Timeouts
 from manylora.functions.node.node import FunctionNode
 from manylora.functions.node.room import NodeRoom
 from manylora.serving.hosting.fleet.keeper import EngineState
+from manylora.serving.hosting.fleet.resumption import ResumeStats
 from manylora.serving.hosting.protocol import FinishedRequest, Observations, StartReport
 from manylora.serving.metrics.status_report import FunctionState
 
@@ -59,6 +61,7 @@ class Engine:
         self.fleet = SimpleNamespace(
             engines=SimpleNamespace(state=EngineState.SERVING, num_restarts=0),
             requests=SimpleNamespace(submit=self.submit),
+            resumes=ResumeStats(),
         )
 
     def weigh(self, has_requests: bool) -> None:
@@ -148,6 +151,28 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+def test_counters_do_not_go_back_as_functions_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        fleet = BackboneFleet("base", rig.node, str(tmp_path))
+        for name, longest_pause_s in (("a", 2.0), ("b", 1.0)):
+            await rig.ask(name, name)
+            rig.engines[name].fleet.resumes = ResumeStats(
+                num_resumes=3, num_resumed=2, num_ended=1, num_waiting=1, longest_pause_s=longest_pause_s
+            )
+        before = fleet.resumes
+        assert (before.num_resumes, before.num_ended, before.longest_pause_s, before.num_waiting) == (6, 2, 2.0, 2)
+        await rig.node.functions["a"].sleep("idle")
+        assert fleet.resumes == replace(before, num_waiting=1)
+        rig.node.configure({}, {}, NodeSpec(), ())
+        await settle()
+        assert fleet.resumes == replace(before, num_waiting=0)
+
+    run(scenario)
 
 
 def test_a_batch_waits_on_a_busy_device_until_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

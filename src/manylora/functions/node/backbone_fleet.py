@@ -6,7 +6,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -140,11 +139,9 @@ class BackboneFleet:
 
     @property
     def resumes(self) -> ResumeStats:
-        """Counters of requests that outlived a process of functions that are awake."""
-        parts = [engine.fleet.resumes for engine in self._awake().values()]
-        sums = {one.name: sum(getattr(part, one.name) for part in parts) for one in fields(ResumeStats)}
-        sums["longest_pause_s"] = max((part.longest_pause_s for part in parts), default=0.0)
-        return ResumeStats(**sums)
+        """Counters of requests that outlived a process of a function, since the start."""
+        ended = self._node.ended_resumes.get(self.served_name, ResumeStats())
+        return ResumeStats.sum_of([ended, *(engine.fleet.resumes for engine in self._awake().values())])
 
     def hidden_from(self, tenant: str) -> frozenset[str]:
         """Return the names of functions whose callers do not include a tenant."""

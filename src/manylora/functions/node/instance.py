@@ -81,6 +81,9 @@ class HostNode(Protocol):
     def enter(self, instance: FunctionInstance, phase: FunctionPhase) -> None:
         """Charge a function for its phase until now, and set the next one."""
 
+    def parted(self, instance: FunctionInstance, engine: AwakeFunction) -> None:
+        """Keep what a function's engine has counted, which ends."""
+
     def changed(self, instance: FunctionInstance) -> None:
         """Note that a function runs, or no longer does."""
 
@@ -354,6 +357,7 @@ class FunctionInstance:
         assert engine is not None
         self.queue.times.restart()
         self._num_deaths += engine.fleet.engines.num_restarts
+        self.node.parted(self, engine)
         return engine
 
     def _enter(self, phase: FunctionPhase) -> None:

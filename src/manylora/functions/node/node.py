@@ -14,7 +14,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec, 
 from manylora.functions.node.accounts import NodeAccounts, machine_state
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.instance import FunctionInstance, FunctionPhase
-from manylora.functions.node.launch import ProcessUsers, Timeouts
+from manylora.functions.node.launch import AwakeFunction, ProcessUsers, Timeouts
 from manylora.functions.node.room import NodeRoom
 from manylora.functions.wire import Account
+from manylora.serving.hosting.fleet.resumption import ResumeStats
 from manylora.serving.hosting.protocol import Observations
 from manylora.serving.metrics.status_report import FunctionState
 
@@ -60,6 +61,7 @@ class FunctionNode:
     hosts: dict[str, BackboneHost] = field(default_factory=dict)
     num_changes: int = 0  # changes of the set of functions
     users: ProcessUsers = field(default_factory=ProcessUsers)
+    ended_resumes: dict[str, ResumeStats] = field(default_factory=dict)  # of engines that have ended, by backbone
     # Those with a process, or about to have one; removed ones too.
     _present: dict[FunctionInstance, None] = field(default_factory=dict)
     _woken: dict[str, FunctionInstance] = field(default_factory=dict)  # those that have been present
@@ -218,6 +220,11 @@ class FunctionNode:
         if phase is FunctionPhase.AWAKE:
             self.room.read_memory(instance)
         self.changed(instance)
+
+    def parted(self, instance: FunctionInstance, engine: AwakeFunction) -> None:
+        """Keep what a function's engine has counted, which ends."""
+        name, counted = instance.host.name, replace(engine.fleet.resumes, num_waiting=0)
+        self.ended_resumes[name] = ResumeStats.sum_of([self.ended_resumes.get(name, ResumeStats()), counted])
 
     def changed(self, instance: FunctionInstance | None = None) -> None:
         """Begin a new state of the account, and let requests leave whose time has come.

@@ -59,6 +59,21 @@ class ResumeStats:
     longest_pause_s: float = 0.0  # longest time from a request's last token before a loss to the next, in seconds
     num_waiting: int = 0  # requests that wait for an engine
 
+    @classmethod
+    def sum_of(cls, parts: Iterable[ResumeStats]) -> ResumeStats:
+        """Return the sums of counters, and the longest pause."""
+        total = cls()
+        for part in parts:
+            total = cls(
+                num_resumes=total.num_resumes + part.num_resumes,
+                num_resumed=total.num_resumed + part.num_resumed,
+                num_ended=total.num_ended + part.num_ended,
+                num_poison=total.num_poison + part.num_poison,
+                longest_pause_s=max(total.longest_pause_s, part.longest_pause_s),
+                num_waiting=total.num_waiting + part.num_waiting,
+            )
+        return total
+
 
 @dataclass(eq=False)
 class Resumer:
