@@ -30,7 +30,7 @@ SERIES = re.compile(r"^# TYPE (\S+) (\w+)", re.M)
 
 class OneFunction(Collector):
     def collect(self) -> Iterator[Metric]:
-        return function_metrics([FunctionState(name="one", state="awake")])
+        return function_metrics([FunctionState(name="one", state="awake")], (0, 0))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from serving import Gate
 
 from manylora.core.config import ServerConfig
 from manylora.serving.metrics.prometheus import ADMITTED
+from manylora.serving.metrics.scrape import FunctionCounts
+from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.server import BackgroundServer, LoraModule
 from manylora.serving.server.http_server import ROOM_PATHS
 
@@ -194,3 +196,14 @@ def test_refused_answers_are_counted(tokenizer: Path, gate: Gate) -> None:
         (rejected,) = scrape(http)["vllm:admission_rejections_total"]
         assert rejected.value == statuses.count(429) > 0
         assert rejected.labels["reason"] == "max_num_queued_reqs"
+
+
+def test_counts_of_functions_do_not_go_back_as_they_are_removed() -> None:
+    def state(name: str, num_starts: int, num_deaths: int) -> FunctionState:
+        return FunctionState(name=name, state="awake", num_starts=num_starts, num_deaths=num_deaths)
+
+    counts = FunctionCounts()
+    assert counts.sums([state("a", 5, 1), state("b", 2, 0)]) == (7, 1)
+    assert counts.sums([state("a", 6, 1)]) == (8, 1)  # without b
+    assert counts.sums([state("a", 1, 0), state("b", 1, 0)]) == (10, 1)  # replaced, and registered anew
+    assert counts.sums([state("a", 2, 1)]) == (11, 2)

@@ -27,6 +27,7 @@ from manylora.serving.hosting.protocol import FinishedRequest, Observations
 from manylora.serving.metrics.latency import LatencyWindow, TimedMove
 from manylora.serving.metrics.scrape import (
     LEVELS,
+    FunctionCounts,
     SharedScrape,
     by_replica,
     fleet_metrics,
@@ -138,6 +139,7 @@ class Metrics:
         self.latency = LatencyWindow()
         self.moves: deque[TimedMove] = deque(maxlen=MAX_MOVES)  # the last ones between tiers, for the live page
         self.scrapes = {kind: SharedScrape() for kind in FORMATS}
+        self._function_counts = FunctionCounts()
         self._config = config
         self._served_name = served_name
         self._epoch_s = epoch_s
@@ -239,7 +241,7 @@ class Metrics:
         }
         scraped = (
             tuple(fleet_metrics(fleet)),
-            function_metrics(functions) if functions else (),
+            function_metrics(functions, self._function_counts.sums(functions)) if functions else (),
             by_replica(families) if len(fleet.engines.replicas()) > 1 else chain.from_iterable(families.values()),
             self._registry.collect(),
         )

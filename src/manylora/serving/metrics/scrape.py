@@ -20,7 +20,15 @@ from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 
-__all__ = ["LEVELS", "SharedScrape", "by_replica", "fleet_metrics", "function_metrics", "snapshot_metrics"]
+__all__ = [
+    "LEVELS",
+    "FunctionCounts",
+    "SharedScrape",
+    "by_replica",
+    "fleet_metrics",
+    "function_metrics",
+    "snapshot_metrics",
+]
 
 LEVELS = {Tier.DEVICE: "gpu", Tier.HOST: "cpu"}  # tiers by the words that routers look for; "gpu" is any device
 
@@ -252,8 +260,31 @@ def _adapter_metrics(statuses: Sequence[AdapterStatus], served_name: str) -> Ite
     )
 
 
-def function_metrics(states: Sequence[FunctionState]) -> Iterator[Metric]:
-    """Yield the metrics of functions; a function has series of its own while it is awake."""
+class FunctionCounts:
+    """The processes of functions that were started and that died, with those of functions that were removed since.
+
+    To Prometheus a counter that goes back has begun anew, so a sum must keep what a function leaves.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, int]] = {}  # of each function, at the last look
+        self._gone = (0, 0)
+
+    def sums(self, states: Sequence[FunctionState]) -> tuple[int, int]:
+        """Return the numbers of starts and deaths until now."""
+        counts = {one.name: (one.num_starts, one.num_deaths) for one in states}
+        for name, last in self._last.items():
+            now = counts.get(name, (0, 0))
+            if now[0] < last[0] or now[1] < last[1]:  # it was removed, or another has its name
+                self._gone = self._gone[0] + last[0], self._gone[1] + last[1]
+        self._last = counts
+        every = [self._gone, *counts.values()]
+        return sum(one[0] for one in every), sum(one[1] for one in every)
+
+
+def function_metrics(states: Sequence[FunctionState], sums: tuple[int, int]) -> Iterator[Metric]:
+    """Yield the metrics of functions, with ``FunctionCounts.sums``; a function has series of its own while awake."""
+    num_starts, num_deaths = sums
     awake = [one for one in states if one.state == "awake"]
     by_state = Counter(one.state for one in states)
     missing = Counter(note.name for one in awake for note in one.missing)
@@ -273,8 +304,8 @@ def function_metrics(states: Sequence[FunctionState]) -> Iterator[Metric]:
         missing,
     )
     for name, text, value in (
-        ("manylora_function_starts", "Processes of functions that were woken.", sum(one.num_starts for one in states)),
-        ("manylora_function_deaths", "Processes of functions that died.", sum(one.num_deaths for one in states)),
+        ("manylora_function_starts", "Processes of functions that were woken.", num_starts),
+        ("manylora_function_deaths", "Processes of functions that died.", num_deaths),
     ):
         yield COUNTER(name, text, value=value)
     yield _family(
