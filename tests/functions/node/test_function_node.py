@@ -175,6 +175,29 @@ def test_counters_do_not_go_back_as_functions_sleep(tmp_path: Path, monkeypatch:
     run(scenario)
 
 
+def test_an_engine_keeps_its_number_as_other_functions_come_and_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
+
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        fleet = BackboneFleet("base", rig.node, str(tmp_path))
+        rig.pid = 7
+        await rig.ask("b", "1")
+
+        def numbers() -> list[int]:
+            return [one.index for one in fleet.replicas() if one.pid == 7]
+
+        before = numbers()
+        changed = structs.replace(rig.spec, max_batch=9)
+        rig.node.configure({}, {"a": changed, "b": rig.spec}, NodeSpec(), ())
+        assert numbers() == before == [1]
+        assert [one.index for one in fleet.replicas()] == [1, 5]
+
+    run(scenario)
+
+
 def test_a_batch_waits_on_a_busy_device_until_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         rig = Rig(tmp_path, monkeypatch, max_batch=3)

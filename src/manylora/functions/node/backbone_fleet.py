@@ -186,16 +186,16 @@ class BackboneFleet:
     def replicas(self) -> list[Replica]:
         """Return the engine of every function; a function that sleeps has an idle one."""
         return [
-            Replica(index=index, state=EngineState.IDLE)
+            Replica(index=one.number, state=EngineState.IDLE)
             if one.engine is None
             else Replica(
-                index=index,
+                index=one.number,
                 state=one.engine.fleet.engines.state,
                 pid=one.pid,
                 num_restarts=one.engine.fleet.engines.num_restarts,
                 num_in_flight=one.engine.num_in_flight,
             )
-            for index, one in enumerate(self._instances())
+            for one in self._instances()
         ]
 
     async def drain_replica(self, index: int, timeout_s: float) -> None:
@@ -207,7 +207,7 @@ class BackboneFleet:
 
     def _awake(self) -> dict[int, AwakeFunction]:
         """Return the engines of functions that are awake, by the number of the function."""
-        return {index: one.engine for index, one in enumerate(self._instances()) if one.engine is not None}
+        return {one.number: one.engine for one in self._instances() if one.engine is not None}
 
     def _instance(self, model: str) -> FunctionInstance:
         for name in (model, model.removeprefix(f"{self.served_name}:")):

@@ -102,6 +102,7 @@ class FunctionInstance:
     spec: FunctionSpec
     host: BackboneHost
     node: HostNode
+    number: int  # of all functions that the node has ever had: the label ``replica`` of its engine's metrics
     phase: FunctionPhase = FunctionPhase.ASLEEP
     last_used: float = -math.inf
     rate: RequestRate = field(default_factory=RequestRate)

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import stat
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class FunctionNode:
     _hold: dict[str, None] = field(default_factory=dict)
     _beside: set[asyncio.Task[None]] = field(default_factory=set)  # loads, and functions that end
     _memory_read_at: float = -math.inf
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         self.room = NodeRoom(self.memory_bytes, self.hosts, self.functions, self._woken, self._present.keys())
@@ -119,7 +120,7 @@ class FunctionNode:
             name: spec for name, spec in functions.items() if name not in self.functions and spec.backbone in self.hosts
         }
         for name, spec in new.items():
-            self.functions[name] = FunctionInstance(name, spec, self.hosts[spec.backbone], self)
+            self.functions[name] = FunctionInstance(name, spec, self.hosts[spec.backbone], self, next(self._numbers))
         self._begin(asyncio.to_thread(_log_unreadable, new))
         self.num_changes += 1
 
