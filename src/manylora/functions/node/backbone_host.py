@@ -160,7 +160,10 @@ class BackboneHost:
         self.pid = holder_of(self._path)
         if self.pid is None and (self._holder is None or self._holder.returncode is not None):
             logger.warning("backbone_holder_ended name=%s", self.name)
-            self._hold()
+            try:
+                self._hold()
+            except OSError as error:  # for lack of processes or memory: tried again at the next look
+                logger.error("backbone_not_held name=%s error=%r", self.name, error)
         pid = None if self._zygote is None else self._zygote.pid
         if pid is not None and (reading := memory_of(pid)) is not None:
             self.zygote_bytes = reading.anonymous
