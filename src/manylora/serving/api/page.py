@@ -143,8 +143,11 @@ def _memory(context: Context, stats: EngineStats) -> dict[str, int]:
         "host": stats.host_bytes,
     }
     if context.engine_config.simulate is None:
-        beside = ("host",) if info.is_accelerated else ("base", "kv", "prefix", "adapters", "host")
-        resident = sum(map(_resident_bytes, {one.pid: one for one in context.fleet.engines.replicas()}.values()))
+        # Each process on a CPU has mapped the base, which is there once.
+        base_bytes = 0 if info.is_accelerated else info.base_bytes
+        beside = ("host",) if info.is_accelerated else ("kv", "prefix", "adapters", "host")
+        by_pid = {one.pid: one for one in context.fleet.engines.replicas()}
+        resident = sum(max(0, _resident_bytes(one) - base_bytes) for one in by_pid.values())
         owned["other"] = max(0, resident - sum(owned[name] for name in beside))
     return owned
 
