@@ -219,6 +219,29 @@ def test_the_chart_s_pods_drain_and_their_options_and_volumes_exist(name: str) -
             assert any(chosen.items() <= one.items() for one in labels), one["kind"]
 
 
+@pytest.mark.parametrize("tenants", ["", "tenants"])
+def test_prometheus_has_the_key_of_all_that_demand_one(tenants: str) -> None:
+    resources = rendered(
+        {
+            "keys": {"existingSecret": "keys"},
+            "tenants": {"existingSecret": tenants},
+            "serviceMonitor": {"enabled": True},
+        }
+    )
+    demanded = {
+        template["metadata"]["labels"]["app.kubernetes.io/component"]: any(
+            one["name"] == "MANYLORA_METRICS_KEY" for one in template["spec"]["containers"][0]["env"]
+        )
+        for _, template in pods(resources)
+    }
+    sent = {
+        one["metadata"]["labels"]["app.kubernetes.io/component"]: "authorization" in one["spec"]["endpoints"][0]
+        for one in resources
+        if one["kind"] == "ServiceMonitor"
+    }
+    assert sent == demanded == {"server": bool(tenants), "router": bool(tenants)}
+
+
 def _claims(resources: Sequence[dict[str, Any]], template: dict[str, Any]) -> list[dict[str, Any]]:
     (owner,) = (one for one in resources if one.get("spec", {}).get("template") is template)
     claims: list[dict[str, Any]] = owner["spec"].get("volumeClaimTemplates", [])
