@@ -94,6 +94,14 @@ def test_what_is_used_often_stays(tmp_path: Path) -> None:
     assert num_reads("price") < 0.8 * num_reads("lru")
 
 
+def test_adapters_of_a_hub_under_one_name_share_no_prefix_blocks(folders: Path) -> None:
+    engine = StandInEngine(folders)
+    refs = [engine.add("a", path=path).ref for path in ("org/one", "org/two", "org/three", "org/two")]
+    assert all(ref is not None and ref.file_key == "" for ref in refs)
+    names = [ref.name for ref in refs if ref is not None]
+    assert names == ["a", "a@org/two", "a@org/three", "a@org/two"], "prefix blocks are named by it"
+
+
 def test_a_changed_folder_is_another_version(folders: Path) -> None:
     engine = StandInEngine(folders)
     old = engine.add("a", max_tokens=10)

@@ -79,7 +79,8 @@ class RequestGate(EngineCore):
             self._has_forgotten = True  # from now on a name may have meant other weights
         self._num_versions += 1
         is_first = known is None and not self._has_forgotten
-        version = make_version(AdapterRef(self._num_versions, name if is_first else f"{name}@{key}", path, key))
+        known_as = name if is_first else f"{name}@{key or path}"  # a hub's files have no key
+        version = make_version(AdapterRef(self._num_versions, known_as, path, key))
         self.adapters.register(name, version, now, replace=True, tier=Tier.DISK)
         registry.set_pinned(name, name in self._pinned)
         return version
