@@ -15,6 +15,8 @@ from manylora.core.types import MAX_TENANT_CHARS
 
 __all__ = ["Row", "header_of", "read_csv", "read_json_lines"]
 
+MOST = 1 << 53  # beyond it a float is no longer every whole number
+
 
 class Row:
     """One line of a trace, by its number from 1 (the header included), and its values by column."""
@@ -36,17 +38,17 @@ class Row:
         value = self._values.get(column)
         try:
             number = float(value) if isinstance(value, str | int | float) else float("nan")
-        except ValueError:
+        except (ValueError, OverflowError):
             number = float("nan")
         if not least <= number < float("inf"):
             raise self.wrong(column, "a number" if least == float("-inf") else f"a number from {least:g}")
         return number
 
     def whole(self, column: str, *, least: int = 0) -> int:
-        """Return a whole number, at least ``least``."""
+        """Return a whole number, from ``least`` to ``MOST``."""
         number = self.number(column)
-        if not (number.is_integer() and number >= least):
-            raise self.wrong(column, f"a whole number from {least}")
+        if not (number.is_integer() and least <= number <= MOST):
+            raise self.wrong(column, f"a whole number from {least}" if number <= MOST else f"at most {MOST}")
         return int(number)
 
     def wholes(self, column: str) -> tuple[int, ...]:
@@ -98,16 +100,20 @@ def read_csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
         ConfigError: The file cannot be read, a column is missing, or a row is not as long as the header.
     """
     reader = csv.reader(_lines(file))
-    names = next(reader, [])
-    for column in columns:
-        if column not in names:
-            raise ConfigError(f"{file}, line 1: no column {column!r}; got {', '.join(names[:12]) or 'an empty file'}")
-    for values in reader:
-        if not values:
-            continue
-        if len(values) != len(names):
-            raise ConfigError(f"{file}, line {reader.line_num}: got {len(values)} columns, expected {len(names)}")
-        yield Row(file, reader.line_num, dict(zip(names, values, strict=True)))
+    try:
+        names = next(reader, [])
+        for column in columns:
+            if column not in names:
+                found = ", ".join(names[:12]) or "an empty file"
+                raise ConfigError(f"{file}, line 1: no column {column!r}; got {found}")
+        for values in reader:
+            if not values:
+                continue
+            if len(values) != len(names):
+                raise ConfigError(f"{file}, line {reader.line_num}: got {len(values)} columns, expected {len(names)}")
+            yield Row(file, reader.line_num, dict(zip(names, values, strict=True)))
+    except csv.Error as error:  # a quote that is never closed
+        raise ConfigError(f"{file}, line {reader.line_num}: {error}") from None
 
 
 def read_json_lines(file: Path) -> Iterator[Row]:
@@ -121,7 +127,7 @@ def read_json_lines(file: Path) -> Iterator[Row]:
             continue
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file}, line {line}: expected a JSON object: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{file}, line {line}: got {text.strip()[:40]!r}, expected a JSON object")
