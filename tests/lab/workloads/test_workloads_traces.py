@@ -60,6 +60,13 @@ def test_azure_requests_come_in_order_from_zero(write: Write, name: str) -> None
     assert trace.prompt.tolist() == [4808, 3180] and trace.output.tolist() == [10, 8]
 
 
+def test_times_with_a_zone_are_read_in_it(write: Write) -> None:
+    rows = "2024-05-10 00:00:00+00:00,1,1\n2024-05-10 00:00:00.250000+00:00,2,1\n2024-05-10T02:00:01.5+02:00,3,1\n"
+    trace = read_requests(write("zones.csv", AZURE.partition("\n")[0] + "\n" + rows))
+    assert trace.arrival_s is not None and trace.arrival_s.tolist() == pytest.approx([0.0, 0.25, 1.5], abs=1e-6)
+    assert trace.prompt.tolist() == [1, 2, 3]
+
+
 def test_counts_per_minute_of_both_layouts(write: Write) -> None:
     assert read_calls_per_minute(write("a.csv.gz", MINUTES)).tolist() == [[0, 40, 0], [3, 0, 1]]
     assert read_calls_per_minute(write("b.csv", ORIGINAL)).tolist() == [[5, 0], [1, 1]]
@@ -150,6 +157,7 @@ def test_callers_are_dealt_out_to_adapters(write: Write) -> None:
         (read_requests, AZURE.replace("3180", "-3"), r"line 2, column 'ContextTokens': got '-3'"),
         (read_requests, AZURE.replace("3180", "1e30"), r"line 2, column 'ContextTokens': got '1e30', expected at most"),
         (read_requests, AZURE.replace(",8\n", ',"8\n' + 200_000 * "x"), "line 3: field larger than"),
+        (read_requests, AZURE.replace(":04", ":04.1"), r"line 2, column 'TIMESTAMP'"),
         (read_requests, AZURE.replace("2023-11-16 18:17:03", "yesterday"), r"line 3, column 'TIMESTAMP'"),
         (read_requests, AZURE.replace(",8\n", "\n"), "line 2: got 2 columns, expected 3"),
         (read_requests, AZURE.replace("GeneratedTokens", "Tokens"), "line 1: no column 'GeneratedTokens'"),

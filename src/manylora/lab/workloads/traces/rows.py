@@ -66,13 +66,14 @@ class Row:
         return value
 
     def time_s(self, column: str) -> float:
-        """Return a date and time as seconds since 1970, to the microsecond; read as UTC."""
-        text = self.text(column)
-        whole, _, fraction = text.partition(".")
+        """Return a date and time as seconds since 1970, to the microsecond; read as UTC unless it has a zone."""
+        whole, _, rest = self.text(column).partition(".")
+        zone = rest.lstrip("0123456789")
         try:
-            seconds = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
-            return seconds + (float(f"0.{fraction}") if fraction else 0.0)
-        except ValueError:
+            time = datetime.fromisoformat(f"{whole}.0{zone}" if rest else whole)
+            seconds = (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+            return seconds + float(f"0.{rest.removesuffix(zone)}0")
+        except (ValueError, OverflowError):
             raise self.wrong(column, "a date and time") from None
 
     def wrong(self, column: str, expected: str) -> ConfigError:
