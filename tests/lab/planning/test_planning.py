@@ -7,6 +7,7 @@ import pickle
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,9 @@ from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads import AdapterSet, WorkloadSpec
-from manylora.lab.workloads.arrivals import PoissonArrivals, StepArrivals
+from manylora.lab.workloads.arrivals import ArrivalProcess, PoissonArrivals, ReplayArrivals, StepArrivals
+from manylora.lab.workloads.callers import AzureFunctions2019, GammaCallers
+from manylora.lab.workloads.conversations import Conversations
 from manylora.lab.workloads.lengths import FixedTokens, ParametricLengths
 from manylora.lab.workloads.popularity import TurnTaking
 
@@ -162,6 +165,37 @@ def test_the_same_requests_come_at_every_rate() -> None:
     assert [one.arrival_s for one in slow] == pytest.approx([4 * one.arrival_s for one in fast[: len(slow)]])
     steps = at_rate(replace(scenario().workload, arrivals=StepArrivals(rates=(1.0, 3.0), step_s=5.0)), 6.0)
     assert isinstance(steps.arrivals, StepArrivals) and steps.arrivals.rates == (3.0, 9.0)
+
+
+@pytest.mark.parametrize("rate", [2.0, 40.0])
+@pytest.mark.parametrize("kind", ["callers", "day", "counts", "replay"])
+def test_a_run_has_the_rate_that_it_is_named_by(kind: str, rate: float, tmp_path: Path) -> None:
+    """Also if the mean over all callers, a whole cycle or a whole recording is another than that at its beginning."""
+    trace = tmp_path / "trace.jsonl"
+    times = [1000 * second for second in [*range(0, 6000, 10), *range(6000, 6600)]]  # 0.1, then 1 a second
+    trace.write_text(
+        "".join(f'{{"timestamp": {ms}, "input_length": 1, "output_length": 1, "hash_ids": []}}\n' for ms in times)
+    )
+    counts = tmp_path / "counts.csv"
+    counts.write_text("HashFunction," + ",".join(map(str, range(120))) + "\nf" + 60 * ",6" + 60 * ",60" + "\n")
+    arrivals: dict[str, ArrivalProcess] = {
+        "callers": GammaCallers(rate=1.0, cov=1.0, num_callers=10),
+        "day": StepArrivals(rates=(1.0, 9.0), step_s=50.0),
+        "counts": AzureFunctions2019(file=counts),
+        "replay": ReplayArrivals(file=trace),
+    }
+    one = scenario()
+    one = replace(one, workload=replace(one.workload, arrivals=arrivals[kind]))
+    load_tests = LoadTests(one, Objective(slo=Slo(ttft_s=0.2)), SearchBudget(num_requests=500))
+    num = [len(load_tests.workload(rate, seed=seed).requests) for seed in range(8)]
+    lasted_s = [load_tests.workload(rate, seed=seed).requests[-1].arrival_s for seed in range(8)]
+    assert min(num) >= 400 and sum(num) / sum(lasted_s) == pytest.approx(rate, rel=0.06)
+
+
+def test_conversations_have_no_rate_of_requests() -> None:
+    turns = Conversations(turns=FixedTokens(tokens=4), pause_s=FixedTokens(tokens=5))
+    with pytest.raises(ConfigError, match=r"workload\.conversations, whose arrivals have no rate of requests"):
+        at_rate(replace(scenario().workload, conversations=turns), 2.0)
 
 
 def test_refused_requests_break_a_promise() -> None:

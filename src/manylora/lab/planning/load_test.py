@@ -22,12 +22,16 @@ from manylora.lab.measure import RequestRecord, Slo, gaps_of
 from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.lab.sim.scenario import Scenario
 from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
-from manylora.lab.workloads.arrivals import ArrivalProcess, StepArrivals
+from manylora.lab.workloads.arrivals import ArrivalProcess, ReplayArrivals, StepArrivals
+from manylora.lab.workloads.callers import AzureFunctions2019, AzureFunctions2021, GammaCallers, ServeGenClients
 
 __all__ = ["LoadTest", "LoadTestRun", "LoadTests", "Objective", "SearchBudget", "at_rate"]
 
 WARM_UP = 0.1
 """Share of a run's first requests that are not counted, because caches begin empty."""
+
+RECORDED = (AzureFunctions2019, AzureFunctions2021, ReplayArrivals, ServeGenClients)
+"""Arrivals whose rate is the mean of the whole recording, and a run may see a busier or a quieter part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +129,15 @@ def at_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
     """Return a workload's description with another rate, in requests per second.
 
     Raises:
-        ConfigError: Its arrivals have no rate.
+        ConfigError: Its arrivals have no rate, or not that of requests.
     """
     arrivals = spec.arrivals
     changed: ArrivalProcess
-    if isinstance(arrivals, StepArrivals):
+    if spec.conversations is not None:
+        raise ConfigError("Got workload.conversations, whose arrivals have no rate of requests to search for")
+    if isinstance(arrivals, GammaCallers):
+        changed = replace(arrivals, rate=rate / arrivals.num_callers)
+    elif isinstance(arrivals, StepArrivals):
         factor = rate * len(arrivals.rates) / sum(arrivals.rates)
         changed = replace(arrivals, rates=tuple(factor * one for one in arrivals.rates))
     elif "rate" in getattr(arrivals, "__dataclass_fields__", {}):
@@ -137,6 +145,13 @@ def at_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
     else:
         raise ConfigError(f"Arrivals of kind {arrivals.kind!r} have no rate to search for")
     return replace(spec, arrivals=changed)
+
+
+def _at_mean(workload: Workload, rate: float) -> Workload:
+    """Stretch all gaps of a workload so that its own mean rate is another, in requests per second."""
+    factor = workload.rate / rate
+    requests = tuple(replace(one, arrival_s=one.arrival_s * factor) for one in workload.requests)
+    return replace(workload, requests=requests) if factor else workload
 
 
 class _StoppedEarly(Exception):
@@ -177,7 +192,11 @@ class LoadTests:
             math.ceil(self.search_budget.spans * self.objective.longest_s * rate),
         )
         spec = replace(at_rate(self.scenario.workload, rate), num_requests=num, duration_s=None)
-        return make_workload(spec, self.scenario.seed + seed)
+        if isinstance(spec.arrivals, StepArrivals):  # whole cycles: the mean over a part is another rate
+            cycle_s = len(spec.arrivals.rates) * spec.arrivals.step_s
+            spec = replace(spec, num_requests=None, duration_s=cycle_s * math.ceil(num / rate / cycle_s))
+        workload = make_workload(spec, self.scenario.seed + seed)
+        return _at_mean(workload, rate) if isinstance(spec.arrivals, RECORDED) else workload
 
     def at(self, rate: float, num_replicas: int = 1) -> LoadTest:
         """Run a load test at a rate in requests per second, all replicas together."""
