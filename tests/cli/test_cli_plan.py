@@ -133,6 +133,8 @@ def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
         (["--adapters", "nowhere"], "Got --adapters 'nowhere'"),
         (["--gpu", "abacus"], "Got hardware = 'abacus'"),
         (["--percentile", "100"], "percentile = 100"),
+        (["--tolerance", "0"], r"tolerance = 0\.0, expected a share"),
+        (["--tolerance", "-2"], r"tolerance = -2\.0, expected a share"),
         (["--set", "place.x=1"], "Got scenario.place, which nothing reads"),
         (["--compare", "gpu=a40,"], "at least one value"),
         (["--price", "abacus=1"], "Got a price for 'abacus'"),
@@ -141,7 +143,7 @@ def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
 )
 def test_what_is_wrong_is_named(file: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        CliRunner().invoke(app, ["plan", str(file), *words, *QUICK], catch_exceptions=False)
+        CliRunner().invoke(app, ["plan", str(file), *QUICK, *words], catch_exceptions=False)
 
 
 def test_every_variant_is_looked_at_before_the_first_is_simulated(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

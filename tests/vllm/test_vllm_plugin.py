@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import sys
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from manylora.cli.commands.check_vllm import check_vllm
 from manylora.core.errors import ConfigError
 from manylora.vllm.plugin import CONNECTOR, MANAGER, check_engine, check_release, chosen_options
 
@@ -114,3 +117,21 @@ def test_it_is_found_alone_and_beside_other_connectors() -> None:
     assert chosen_options(SimpleNamespace(**{**own, "kv_connector": "ManyloraConnector"})) == {"policy": "sjf"}
     both = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=several)
     assert chosen_options(both) == {"policy": "sjf"}
+
+
+def test_a_server_that_speaks_no_http_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def greet() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-server\r\n\r\n")
+
+        greeter = Thread(target=greet)
+        greeter.start()
+        with pytest.raises(SystemExit):
+            check_vllm(url)
+        greeter.join()
+    assert f"error: no metrics at {url}: SSH-2.0-server" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import urllib.request
+from http.client import HTTPException
 from importlib.metadata import entry_points
 from typing import Annotated
 
@@ -54,7 +55,7 @@ def _check_server(url: str) -> None:
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as reply:
             text = reply.read(MAX_BYTES).decode(errors="replace")
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         fail(f"no metrics at {url}: {error}", code=1)
     samples = _SAMPLE.findall(text)
     if not samples:

@@ -200,6 +200,7 @@ def _check(
         options_for("policy", config.scheduler.policy, POLICIES, config.scheduler.policy_options)
         options_for("eviction", config.adapters.eviction, EVICTION_POLICIES, config.adapters.eviction_options)
         Objective(slo=scenario.slo, percentile=settings.percentile)
+        settings.demand(scenario.setup.hardware)
     if not fitting and too_large is not None:
         raise too_large
     kinds = dict.fromkeys([*(scenario.setup.hardware for scenario in scenarios), *HARDWARE])
