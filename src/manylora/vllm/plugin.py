@@ -42,6 +42,15 @@ NEEDED = {
 SCHEDULER = ("policy", "policy_options", "predictor", "predictor_options")
 ADAPTERS = ("eviction", "eviction_options", "look_ahead", "forecast", "forecast_by")
 """Options of these names are manylora's own."""
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("policy", "predictor", "eviction", "forecast_by"), str),
+    **dict.fromkeys(("policy_options", "predictor_options", "eviction_options"), dict),
+    **dict.fromkeys(("forecast", "blocking_loads"), bool),
+    "look_ahead": int,
+    "pin": list,
+}
+"""The types of all options, as JSON has them: a ``"false"`` is a text, and true."""
+WORDS = {str: "a text", dict: "an object", bool: "true or false", int: "a whole number", list: "a list"}
 
 
 class PluginOptions(NamedTuple):
@@ -152,14 +161,15 @@ def read_options(
     Raises:
         ConfigError: A key is unknown, or a value is not allowed.
     """
-    given = {"policy": "adapter-aware", "pin": (), "eviction": "price", **table}
-    known = (*SCHEDULER, *ADAPTERS, "pin", "blocking_loads")
-    for key in given:
-        require(key in known, "kv_connector_extra_config", key, ", ".join(known))
+    given = {"policy": "adapter-aware", "pin": [], "eviction": "price", **table}
+    for key, value in given.items():
+        require(key in TYPES, "kv_connector_extra_config", key, ", ".join(TYPES))
+        require(type(value) is TYPES[key], key, value, WORDS[TYPES[key]])
     need_pages = ("chameleon", "static-queues")  # they count KV in the adapters' pool, and pre-empt running requests
     require(given["policy"] not in need_pages, "policy", given["policy"], "a policy that needs no pool of pages")
     pin, most = given["pin"], max_loras - 1
-    require(isinstance(pin, list | tuple) and len(pin) <= most, "pin", pin, f"a list of at most {most} names")
+    is_right = len(pin) <= most and all(isinstance(name, str) for name in pin)
+    require(is_right, "pin", pin, f"a list of at most {most} names")
     scheduler, adapters = ({key: given[key] for key in keys if key in given} for keys in (SCHEDULER, ADAPTERS))
     limits: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
@@ -178,4 +188,4 @@ def read_options(
             **adapters,
         ),
     )
-    return PluginOptions(engine, max_loras, num_workers, frozenset(pin), bool(given.get("blocking_loads", False)))
+    return PluginOptions(engine, max_loras, num_workers, frozenset(pin), given.get("blocking_loads", False))
