@@ -13,7 +13,7 @@ from manylora.cli.app import app
 from manylora.core.errors import ConfigError
 from manylora.lab.costs.idle import times_on_idle_engine
 from manylora.lab.experiments.calculations import CALCULATIONS, is_clairvoyant
-from manylora.lab.experiments.cases import Result, cases_of, read_workload
+from manylora.lab.experiments.cases import Result, _digest, cases_of, read_workload
 from manylora.lab.experiments.findings import Findings, Verdict, compare, overall
 from manylora.lab.experiments.isolated import is_isolated, read_functions, run_isolated
 from manylora.lab.experiments.pictures import draw
@@ -181,6 +181,20 @@ def test_changing_what_is_run_changes_its_key(catalog):
     cases = list(cases_of(experiment, seeds=2, traces=None).values())
     assert len({case.key for case in cases}) == len(cases)
     assert cases[0].key == next(iter(cases_of(experiment, seeds=1, traces=None).values())).key
+
+
+@pytest.mark.parametrize(("setting", "name"), [("hardware", "ours.toml"), ("model", "ours/config.json")])
+def test_changing_a_file_of_the_setup_changes_the_key(catalog: Path, tmp_path: Path, setting: str, name: str) -> None:
+    case = next(iter(cases_of(read_experiment(str(catalog / "speed.toml")), seeds=1, traces=None).values()))
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    case = replace(case, setup={**case.setup, setting: str(file if setting == "hardware" else file.parent)})
+    keys = [case.key]
+    for content in ("first", "other"):
+        file.write_text(content)
+        _digest.cache_clear()  # a command reads a file once
+        keys.append(case.key)
+    assert len(set(keys)) == 3
 
 
 def test_points_change_tables_by_their_names():

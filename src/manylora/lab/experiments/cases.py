@@ -1,7 +1,8 @@
 """A case: one setup at one point with one seed, which is run, cached and shared between experiments; and its result.
 
-A case is known by its content: what serves, the workload, the seed, and the bytes of the traces and
-custom policies that it reads. Experiments that need the same run share it, and an unchanged case is not run again.
+A case is known by its content: what serves, the workload, the seed, and the bytes of the files that it reads: traces,
+data sheets, models' configurations and custom policies. Experiments that need the same run share it, and an unchanged
+case is not run again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ __all__ = ["Case", "Curve", "Result", "cases_of", "cdf", "prepare", "read_worklo
 
 FORM = 1
 """Form of the results that are kept; another number makes every case run again."""
+
+FILES = ("hardware", "model", "profile")
+"""Keys of a setup whose values may be paths of files."""
 
 SHARES = (*(index / 50 for index in range(50)), 0.99, 0.995, 1.0)
 DIGITS = 5
@@ -61,8 +65,10 @@ class Case:
         for name in _files_in(self.workload):
             if self.traces is not None and (self.traces / name).is_file():
                 yield name, self.traces / name
-        for _, value in _texts(self.setup):
-            source = source_of(value)
+        for key, value in _texts(self.setup):
+            source = Path(value) if key in FILES else source_of(value)
+            if source is not None and source.is_dir():
+                source /= "config.json"  # of a model
             if source is not None and source.is_file():
                 yield value, source
 
