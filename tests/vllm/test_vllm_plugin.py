@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
 from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +15,8 @@ import pytest
 
 from manylora.cli.commands.check_vllm import check_vllm
 from manylora.core.errors import ConfigError
-from manylora.vllm.plugin import CONNECTOR, MANAGER, check_engine, check_release, chosen_options
+from manylora.vllm.gate import RequestGate
+from manylora.vllm.plugin import CONNECTOR, MANAGER, check_engine, check_release, chosen_options, read_options
 
 
 class Manager:
@@ -135,3 +139,49 @@ def test_a_server_that_speaks_no_http_is_named(capsys: pytest.CaptureFixture[str
             check_vllm(url)
         greeter.join()
     assert f"error: no metrics at {url}: SSH-2.0-server" in capsys.readouterr().err
+
+
+@pytest.fixture
+def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a connector's scheduler side, over modules of vLLM that have the names it imports and nothing else."""
+    names = {
+        "vllm.distributed.kv_transfer.kv_connector.v1": ("base",),
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": (
+            *("KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "SupportsHMA"),
+            "KVConnectorTransferResults",
+        ),
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics": ("KVConnectorPromMetrics", "KVConnectorStats"),
+        "vllm.exceptions": ("LoRAAdapterNotFoundError",),
+        "vllm.lora.peft_helper": ("PEFTHelper",),
+        "vllm.lora.request": ("LoRARequest",),
+        "vllm.lora.utils": ("get_adapter_absolute_path",),
+        "vllm.lora.worker_manager": ("LRUCacheWorkerLoRAManager",),
+        "vllm.v1.request": ("RequestStatus",),
+    }
+    for name in names:
+        parts = name.split(".")
+        for number in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:number]), ModuleType(".".join(parts[:number])))
+    for name, classes in names.items():
+        contents: dict[str, Any] = {one: type(one, (), {}) for one in classes}
+        contents |= {"base": sys.modules[f"{name}.base"]} if "base" in classes else {}
+        vars(sys.modules[name]).update(contents)
+    for name in ("connector", "worker", "metrics"):
+        monkeypatch.delitem(sys.modules, f"manylora.vllm.{name}", raising=False)
+    kind = import_module("manylora.vllm.connector").ManyloraConnector
+    made = kind.__new__(kind)  # without a whole configuration of vLLM
+    made._held_back = set()
+    made._gate = RequestGate(read_options({}, max_loras=2, max_cpu_loras=2, max_num_seqs=4, max_num_batched_tokens=64))
+    yield made
+    for name in ("connector", "worker", "metrics"):
+        sys.modules.pop(f"manylora.vllm.{name}", None)
+
+
+def test_a_request_that_cannot_run_waits_for_no_slot(connector: Any, tmp_path: Path) -> None:
+    """VLLM does not ask about a request whose adapter would be one too many beside those that run."""
+    lora = SimpleNamespace(lora_name="gone", lora_path=str(tmp_path / "gone"), lora_int_id=7)
+    request = SimpleNamespace(request_id="r", lora_request=lora, num_prompt_tokens=8, max_tokens=3, priority=0)
+    request.skip_reading_prefix_cache = False
+    connector.on_new_request(request)
+    assert request.lora_request is None
+    assert connector.get_num_new_matched_tokens(request, 0) == (1, True), "a transfer that will fail"

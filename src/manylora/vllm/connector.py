@@ -65,7 +65,9 @@ class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ign
         prompt = (0,) * request.num_prompt_tokens
         made = Request(request_id=request.request_id, prompt=prompt, sampling=sampling, priority=priority)
         asked = None if lora is None else (lora.lora_name, lora.lora_path)
-        if (ref := self._gate.add(made, asked, time.monotonic())) is not None:
+        if (ref := self._gate.add(made, asked, time.monotonic())) is None:
+            request.lora_request = None  # of no adapter, or doomed: vLLM would not ask while others have all slots
+        else:
             request.lora_request = LoRARequest(ref.name, ref.number, ref.path, is_3d_lora_weight=lora.is_3d_lora_weight)
             if ref.name != lora.lora_name:
                 request.block_hashes = []  # made of the name
