@@ -271,6 +271,20 @@ def test_a_server_without_ranges_is_read_once_and_in_order(
     assert len(bodies) == 3 and bodies[-1] is None, "opened, begun, and begun again where it broke off"
 
 
+def test_what_is_kept_of_a_body_is_right_when_a_range_of_it_was_given_up(
+    server: RegistryServer, registry: HttpRegistry
+) -> None:
+    """Of a server without ranges: the rest of the body comes behind what was there, not behind what was read of it."""
+    server.faults.has_ranges = False
+    url, content = f"{server.url}/org/a/adapter_model.safetensors", bytes(range(251)) * 8000
+    (server.root / "org" / "a" / "adapter_model.safetensors").write_bytes(content)
+    head = registry.open("mine", url, LIMIT)
+    given_up = registry.parts("mine", url, head, 0, 1_000_000)
+    next(given_up)
+    given_up.close()
+    assert registry.read("mine", url, head, 1_000_000, len(content) - 1_000_000) == content[1_000_000:]
+
+
 def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpRegistry) -> None:
     with pytest.raises(AdapterError, match="bytes, at most 1000 are accepted"):
         read(server, registry, max_bytes=1000)

@@ -18,6 +18,7 @@ body. So a server that sends a byte now and then gains nothing by it.
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 import tempfile
@@ -262,13 +263,10 @@ class _WholeBody:
 
     def parts(self, begin: int, end: int) -> Iterator[bytes]:
         """Yield a range that has come."""
-        position = self._file.tell()
-        self._file.seek(begin)
-        while begin < end:
-            part = self._file.read(min(PART_BYTES, end - begin))
+        while begin < end:  # without a position, which further bytes are written at: it may be closed before its end
+            part = os.pread(self._file.fileno(), min(PART_BYTES, end - begin), begin)
             begin += len(part)
             yield part
-        self._file.seek(position)
 
     def close(self) -> None:
         """Close the answer, and delete the file."""
