@@ -22,10 +22,18 @@ import pytest
 from bad_adapters import adapter_config, tiny_base, write_good_adapter
 
 from manylora.core.adapters.folder import real_roots
+from manylora.core.adapters.read import ReadRules, read_adapter
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.errors import AdapterError, AdapterForbidden, CapacityError
 from manylora.execution.storage import reader_process
-from manylora.execution.storage.reader_messages import AdapterRefused, ReaderSettings, receive
+from manylora.execution.storage.reader_messages import (
+    MAX_ANSWER_BYTES,
+    AdapterRefused,
+    Packed,
+    ReaderSettings,
+    receive,
+    send,
+)
 from manylora.execution.storage.reader_process import ReaderProcess
 
 BASE = tiny_base()
@@ -286,6 +294,44 @@ def test_answers_are_not_executed() -> None:
     assert type(AdapterRefused("ConfigError", "a", "b").to_error()) is AdapterError
     assert type(AdapterRefused("__builtins__", "a", "b").to_error()) is AdapterError
     assert isinstance(here, Connection)
+
+
+@pytest.mark.parametrize("sent", [b"\0\0", b"\0\0\0\x08\x91"])
+def test_an_answer_has_to_be_whole_in_time(sent: bytes) -> None:
+    here, there = Pipe()
+    os.write(there.fileno(), sent)
+    with pytest.raises(TimeoutError):
+        receive(here, 0.05)
+    os.write(there.fileno(), sent)
+    there.close()
+    with pytest.raises(ConnectionResetError):
+        receive(here, 5)
+
+
+def test_an_answer_may_not_be_longer_than_was_agreed() -> None:
+    here, there = Pipe()
+    for size in (MAX_ANSWER_BYTES + 1, -1):
+        os.write(there.fileno(), struct.pack("!i", size))
+        with pytest.raises(OSError, match=f"more than {MAX_ANSWER_BYTES} bytes"):
+            receive(here, 5)
+
+
+@pytest.mark.parametrize(("dies", "reason"), [(False, "longer than 0.05 s"), (True, "died while it read this one")])
+def test_a_reader_that_answers_without_an_image_is_given_up(
+    dies: bool, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been taken over by a file, or end between the two."""
+    folder = write_good_adapter(tmp_path / "a", BASE)
+    packed = read_adapter("mine", folder, ReadRules(base=BASE, max_bytes=1 << 26))
+    here, there = Pipe()
+    send(there, Packed.of(packed.version, packed.layout))
+    helper = ReaderProcess()
+    helper.configure(replace(SETTINGS, limit_s=0.05))
+    monkeypatch.setattr(helper, "_running", lambda: here)
+    if dies:
+        monkeypatch.setattr(here, "send", lambda question: there.close())
+    with pytest.raises(AdapterError, match=reason):
+        helper.read("mine", str(folder))
 
 
 @LINUX

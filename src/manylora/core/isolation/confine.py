@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import struct
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from manylora.core.clock import WallClock
 from manylora.core.errors import ConfigError
 from manylora.core.isolation.landlock import FileRules
 from manylora.core.isolation.namespaces import NEW_IPC, NEW_NETWORK, enter_namespaces, enter_own_root
@@ -154,17 +156,31 @@ def receive_answer(pipe: Connection, limit_s: float, decode: Callable[[bytes], T
     """Return the next answer of a process that handles hostile input, of at most ``max_bytes``; it may die of it.
 
     Raises:
-        TimeoutError: There is none within ``limit_s`` seconds.
+        TimeoutError: It is not there, to its last byte, within ``limit_s`` seconds.
         OSError: The process died, or its answer cannot be read.
     """
-    if not pipe.poll(limit_s):
-        raise TimeoutError
+    clock = WallClock()
+    until = clock.now() + limit_s
+    (size,) = struct.unpack("!i", _receive_bytes(pipe, 4, clock, until))  # as ``Connection.send_bytes`` begins
+    if not 0 <= size <= max_bytes:
+        raise OSError(f"its answer has more than {max_bytes} bytes")
     try:
-        return decode(pipe.recv_bytes(max_bytes))
-    except EOFError as error:
-        raise ConnectionResetError from error
+        return decode(_receive_bytes(pipe, size, clock, until))
     except msgspec.MsgspecError as error:
         raise OSError(f"its answer is malformed: {error}") from error
+
+
+def _receive_bytes(pipe: Connection, size: int, clock: WallClock, until: float) -> bytes:
+    """Return so many bytes; ``Connection.recv_bytes`` would wait without an end for those behind the first."""
+    taken = bytearray()
+    while len(taken) < size:
+        if not pipe.poll(max(0.0, until - clock.now())):
+            raise TimeoutError
+        part = os.read(pipe.fileno(), size - len(taken))
+        if not part:
+            raise ConnectionResetError
+        taken += part
+    return bytes(taken)
 
 
 def _try(name: str, act: Callable[[], str | None]) -> Measure:

@@ -291,8 +291,13 @@ class ReaderProcess:
         self._is_configured = False
 
     def _receive_image(self, pipe: Connection, packed: Packed, folder: PublishedFolder | None = None) -> PackedAdapter:
+        assert self._settings is not None
+        if not pipe.poll(self._settings.limit_s):
+            raise TimeoutError
         try:
             descriptor = recv_handle(pipe)
+        except EOFError as error:
+            raise ConnectionResetError from error
         except RuntimeError as error:  # this process has no descriptor left for it
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
         try:
