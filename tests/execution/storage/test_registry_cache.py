@@ -90,6 +90,18 @@ def test_ranges_come_once_and_a_later_process_takes_up_where_the_first_broke_off
     assert read(cached(asked, tmp_path)) == CONTENT[::-1], "another file has its place"
 
 
+def test_a_file_that_made_room_between_two_ranges_is_fetched_again(tmp_path: Path) -> None:
+    """The bytes on their way end where others were; now these have gone, too."""
+    asked = FakeRegistry()
+    read(cached(asked, tmp_path), 150_000, 160_000)
+    registry = cached(asked, tmp_path)
+    head = msgspec.structs.replace(registry.open("mine", URL, 1 << 20), first=b"")
+    assert registry.read("mine", URL, head, 100_000, 10_000) == CONTENT[100_000:110_000]
+    assert asked.asked[-1] == (100_000, 150_000)
+    DiskFolder(tmp_path, 1 << 20).remove(URL)
+    assert registry.read("mine", URL, head, 110_000, 100_000) == CONTENT[110_000:210_000]
+
+
 def test_a_killed_download_goes_on_at_the_byte_reached(tmp_path: Path) -> None:
     (tmp_path / "web" / "a").mkdir(parents=True)
     (tmp_path / "web" / "a" / "adapter_model.safetensors").write_bytes(CONTENT)

@@ -236,6 +236,7 @@ class _Coming:
     of: tuple[str, str, RemoteHead]  # adapter, URL and head of the file
     parts: Generator[bytes, None, None]
     at: int  # place of the next part in the file
+    end: int  # one past the last byte
 
 
 class CachedRegistry:
@@ -382,13 +383,13 @@ class CachedRegistry:
         """Return the bytes on their way to a place that is not here; all before it are not here either."""
         coming, head = self._coming, file.kept.head
         if coming is not None and coming.of == (name, url, head) and coming.at <= first:
-            is_needed = next(file.gaps(coming.at, first + 1)) == (coming.at, first + 1)
-            if is_needed:
+            begin, end = next(file.gaps(coming.at, head.size))  # it may be longer: other ranges may have made room
+            if begin == coming.at and first < end <= coming.end:
                 self._asked.extend()
                 return coming
         _, last = next(file.gaps(first, head.size))
         parts = self._free().parts(name, url, head, first, last - first)
-        self._coming = _Coming((name, url, head), parts, first)
+        self._coming = _Coming((name, url, head), parts, first, last)
         return self._coming
 
     def _free(self) -> HttpRegistry:
