@@ -166,6 +166,19 @@ def test_a_measurement_reads_weights_as_they_are_stored_and_from_no_cache(monkey
     assert [one.pages for one in found] == [(number,) for number in range(2 * shares.ROUNDS)]
 
 
+def test_a_measurement_of_large_weights_takes_no_more_memory_than_no_cache_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An output head that was trained whole has gigabytes: its calls take turns on a few of them."""
+    found: list[AdapterMemory] = []
+    monkeypatch.setattr(shares, "_time", lambda memory, num_rows: found.append(memory) or 1e-6)
+    for num_bytes, pages in ((4096, [0, 1, 0, 1]), (2000, [0] * 4), (0, [0] * 4)):
+        found.clear()
+        shares.time_rows(64, 64, 8, "bfloat16", [16] * 4, num_bytes)
+        assert [one.pages for one in found] == [(page,) for page in pages]
+        assert found[0].flat.nbytes == 2048 * (max(pages) + 1)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     row_counts=st.lists(st.integers(0, 20), min_size=4, max_size=4).filter(any),

@@ -4,8 +4,8 @@ It is measured once for each class of (inputs, outputs, rank, type), when the fi
 the device, on a thread of its own: a measurement takes tens of milliseconds, for which no step and no copy must wait. A
 step before that takes a guess. The rank counts as its next power of two.
 
-A step reads every weight of an adapter once, from memory that no cache holds: each call of a measurement reads weights
-of its own. In a cache they would be read four to seven times as fast, and too many cores would share a step.
+A step reads every weight of an adapter once, from memory that no cache holds, and so does each call of a measurement.
+In a cache they would be read four to seven times as fast, and too many cores would share a step.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def time_rows(
         outputs: Its outputs.
         rank: The adapter's.
         dtype: Type of its weights.
-        counts: Numbers of rows, each timed by one call, with weights of its own.
-        num_bytes: Memory of all weights; 0 for calls that share theirs, which are in a cache then.
+        counts: Numbers of rows, each timed by one call, with weights that no call has read for ``num_bytes``.
+        num_bytes: Memory of all weights, or of one call's if that is more; 0 for calls that share theirs, in a cache.
     """
     layout = _layout(inputs, outputs, rank, dtype)
-    num_probes = max(len(counts), num_bytes // layout.weight_bytes) if num_bytes else 1
+    num_probes = max(1, -(-num_bytes // layout.weight_bytes))
     weights = torch.full((num_probes, layout.used_elements), 0.01, dtype=getattr(torch, dtype))
     return [_time(AdapterMemory(layout, weights, (n % num_probes,)), rows) for n, rows in enumerate(counts)]
 
