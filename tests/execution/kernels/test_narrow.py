@@ -35,6 +35,7 @@ KINDS = {
     "int8 halves": Kind(numbers="int8", group=16, has_shift=True),
     "int8 groups of three blocks": Kind(numbers="int8", group=96, scale_dtype=torch.bfloat16),
     "int4": Kind(numbers="int4", group=32),
+    "int4 halves": Kind(numbers="int4", group=48),
     "int4 shifted": Kind(numbers="int4", group=64, has_shift=True),
     "int4 ordered": Kind(numbers="int4", group=128, has_order=True),
     "float8": Kind(numbers="float8_e4m3fn", group=None, scale_dtype=torch.float32),

@@ -17,7 +17,7 @@ from numba import carray, njit
 from numpy.typing import NDArray
 
 from manylora.execution.kernels.cpu.forms import BLOCK, HALF_BLOCK, INT8, NUM_SIZES, TILE
-from manylora.execution.kernels.cpu.integer_dots import MOST_ROWS, dots_4, dots_8, dots_8_halved
+from manylora.execution.kernels.cpu.integer_dots import MOST_ROWS, dots_4, dots_4_halved, dots_8, dots_8_halved
 from manylora.execution.kernels.cpu.openmp import FAST_MATH, Team, barrier, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.vectors import from_bits, magnitude_bits, nearest
 from manylora.execution.kernels.cpu.widening import widen_tile
@@ -91,6 +91,8 @@ def _dot_rows(
         dots_8_halved(count, codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
     elif kind == INT8:
         dots_8(count, codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
+    elif block == HALF_BLOCK:
+        dots_4_halved(count, codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
     else:
         dots_4(count, codes, at, scales, rounded, row, num_blocks, row_scales, row_sums, out)
 

@@ -41,6 +41,7 @@ __all__ = [
     "HAS_INTEGER_DOTS",
     "MOST_ROWS",
     "dots_4",
+    "dots_4_halved",
     "dots_8",
     "dots_8_halved",
 ]
@@ -182,4 +183,5 @@ def _write_dots(context: Any, builder: Any, kinds: Any, args: Any, num_rows: int
                 store(builder, builder.load(total), place(9, INT(r * TILE + start)), INT(vector * LANES))
 
 
-dots_8, dots_8_halved, dots_4 = _make_dots(8), _make_dots(8, HALF_BLOCK), _make_dots(4)
+dots_8, dots_8_halved = _make_dots(8), _make_dots(8, HALF_BLOCK)
+dots_4, dots_4_halved = _make_dots(4), _make_dots(4, HALF_BLOCK)
