@@ -143,6 +143,12 @@ class Rig:
         self.engines[name].num_in_flight = 0
         self.node.changed()
 
+    def fleet(self) -> BackboneFleet:
+        """Return the backbone as its clients see it, over a model of nine tokens."""
+        model = Path(self.spec.adapter)
+        (model / "config.json").write_text('{"vocab_size": 9}')
+        return BackboneFleet("base", self.node, str(model))
+
 
 def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
@@ -154,11 +160,9 @@ async def settle() -> None:
 
 
 def test_counters_do_not_go_back_as_functions_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
-
     async def scenario() -> None:
         rig = Rig(tmp_path, monkeypatch)
-        fleet = BackboneFleet("base", rig.node, str(tmp_path))
+        fleet = rig.fleet()
         for name, longest_pause_s in (("a", 2.0), ("b", 1.0)):
             await rig.ask(name, name)
             rig.engines[name].fleet.resumes = ResumeStats(
@@ -178,11 +182,9 @@ def test_counters_do_not_go_back_as_functions_sleep(tmp_path: Path, monkeypatch:
 def test_an_engine_keeps_its_number_as_other_functions_come_and_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
-
     async def scenario() -> None:
         rig = Rig(tmp_path, monkeypatch)
-        fleet = BackboneFleet("base", rig.node, str(tmp_path))
+        fleet = rig.fleet()
         rig.pid = 7
         await rig.ask("b", "1")
 
@@ -363,11 +365,9 @@ def test_what_its_isolation_lacks_is_logged_once_and_stays_in_its_state(
 def test_a_function_does_not_exist_for_keys_that_are_not_its_callers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 9}')
-
     async def scenario() -> None:
         rig = Rig(tmp_path, monkeypatch)
-        fleet = BackboneFleet("base", rig.node, str(tmp_path))
+        fleet = rig.fleet()
         caller = "key-" + hashlib.sha256(b"abc").hexdigest()[:12]
         spec = structs.replace(rig.node.functions["a"].spec, callers=(caller,))
         rig.node.configure({}, {"a": spec}, NodeSpec(), ())
