@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,7 +10,8 @@ from pathlib import Path
 from manylora.core.errors import ConfigError
 from manylora.core.options import nearest
 from manylora.core.plugins import with_files_found
-from manylora.lab.experiments.spec import Experiment, Point, Table, merge, setup_table
+from manylora.lab.experiments.calculations import CALCULATIONS
+from manylora.lab.experiments.spec import Claim, Experiment, Point, Table, merge, setup_table
 from manylora.lab.tables import TableReader, read_table
 
 __all__ = ["CATALOG", "find_experiments", "read_experiment"]
@@ -19,6 +20,7 @@ CATALOG = Path(__file__).parent / "catalog"
 """Suites that come with manylora."""
 
 SUITE = "suite.toml"
+CHANGED = ("workload.", "setup.")  # beginnings of the keys that points change
 _OF_SUITE = ("title", "slo_s", "warm_up_s", "num_seeds", "workload", "setups")
 _OF_EXPERIMENT = (
     *("suite", "title", "source", "calculation", "setups", "use", "workload", "sweep", "points", "num_seeds", "slo_s"),
@@ -66,10 +68,14 @@ def read_experiment(name: str) -> Experiment:
 
 def _read(path: Path, known: tuple[str, ...]) -> Table:
     table = read_table(path)
+    _check_keys(table, known, path.name)
+    return table
+
+
+def _check_keys(table: Table, known: Collection[str], where: str) -> None:
     for key in table:
         if key not in known:
-            raise ConfigError(f"{path.name}: got {key!r}, which nothing reads: {nearest(key, known)}")
-    return table
+            raise ConfigError(f"{where}: got {key!r}, which nothing reads: {nearest(key, known)}")
 
 
 def _make(name: str, suite: Table, own: Table) -> Experiment:
@@ -85,17 +91,62 @@ def _make(name: str, suite: Table, own: Table) -> Experiment:
         "setups": {one: setup_table(every, one) for one in used},
         "workload": merge(_table(suite, "workload"), _table(own, "workload")),
     }
-    return replace(TableReader({}).read(Experiment, settings | made, "experiment"), points=_points(own))
+    experiment = replace(TableReader({}).read(Experiment, settings | made, "experiment"), points=_points(own))
+    _check_names(experiment)
+    return experiment
+
+
+def _check_names(experiment: Experiment) -> None:
+    """Raise ``ConfigError`` where claims or plots speak of setups or points that there are not, or say too little."""
+    setups, labels = experiment.setups, [point.label for point in experiment.points]
+    if not setups:
+        raise ConfigError("Got no setup, expected one at least")
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ConfigError(f"Got two points {twice!r}, expected a label for each (labels = [...])")
+    if experiment.calculation is not None:
+        _find(experiment.calculation, CALCULATIONS, "calculation")
+    _find(experiment.versus, setups, "versus")
+    for claim in experiment.claims:
+        where = f"claim {claim.text!r}"
+        for setup, point in _places(claim):
+            _find(setup, setups, f"{where}: setup")
+            _find(point or None, labels, f"{where}: point")
+        if claim.limit is None and (claim.form.startswith("crossing") or claim.relative):
+            raise ConfigError(f"{where}: no limit, which it needs")
+    for plot in experiment.plots:
+        for setup in (*plot.setups, plot.versus):
+            _find(setup, setups, f"plot of {plot.show}: setup")
+        for label in plot.at:
+            _find(label, labels, f"plot of {plot.show}: point")
+
+
+def _places(claim: Claim) -> list[tuple[str | None, str | None]]:
+    """Return the setups and labels of points that a claim speaks of."""
+    if claim.form != "order":
+        others = [(claim.versus, claim.versus_point), (claim.bound, None)]
+        return [(claim.setup, claim.point), *others]
+    places = [one.partition("@") for one in claim.order]
+    if len(places) < 2:
+        raise ConfigError(f"claim {claim.text!r}: got order = {list(claim.order)}, expected two setups at least")
+    return [(setup, point or claim.point) for setup, _, point in places]
+
+
+def _find(name: str | None, known: Collection[str], what: str) -> None:
+    if name is not None and name not in known:
+        raise ConfigError(f"{what}: got {name!r}, {nearest(name, known)}")
 
 
 def _points(own: Table) -> tuple[Point, ...]:
     """Return the axis: the points that are given, or the product of the sweeps; one that changes nothing else."""
+    if "sweep" in own and "points" in own:
+        raise ConfigError("Got both sweep and points, expected one of them")
     if "sweep" in own:
         return tuple(map(_combined, enumerate(product(*map(_swept, _tables(own, "sweep"))))))
     points = []
     for place, table in enumerate(_tables(own, "points")):
+        _check_keys(table, ("label", "x", "set"), "points")
         label, changes = str(table.get("label", place)), table.get("set", {})
-        if not isinstance(changes, dict) or not all(key.startswith(("workload.", "setup.")) for key in changes):
+        if not isinstance(changes, dict) or not all(key.startswith(CHANGED) for key in changes):
             raise ConfigError(f"Got point {label!r} that sets {changes!r}, expected keys of workload. and setup.")
         points.append(Point(label, _x(table.get("x", place), place), dict(changes)))
     return tuple(points) or (Point("", 0.0, {}),)
@@ -103,9 +154,10 @@ def _points(own: Table) -> tuple[Point, ...]:
 
 def _swept(sweep: Table) -> list[Point]:
     """Return the points of one sweep: a key, its values, and a label for each value that does not speak for itself."""
+    _check_keys(sweep, ("key", "values", "labels"), "sweep")
     key, values = str(sweep.get("key", "")), sweep.get("values")
-    if not key or not isinstance(values, list) or not values:
-        raise ConfigError(f"Got sweep = {sweep!r}, expected a key and values")
+    if not key.startswith(CHANGED) or not isinstance(values, list) or not values:
+        raise ConfigError(f"Got sweep = {sweep!r}, expected a key of workload. or setup., and values")
     labels = _texts(sweep, "labels") or [f"{one:g}" if isinstance(one, int | float) else str(one) for one in values]
     if len(labels) != len(values):
         raise ConfigError(f"Got {len(labels)} labels for {len(values)} values of {key}, expected one for each")
