@@ -46,6 +46,7 @@ CASES = [
     ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>\n", "", [("get", ARGUMENTS)] * 2),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "get"}</tool_call>bye', "bye", [("get", '{"a": 1}')]),
     ("hermes", '<tool_call>{"name": "get"}</tool_call>', "", [("get", "{}")]),
+    ("hermes", '<tool_call>{"name": "get", "arguments": null}</tool_call>', "", [("get", "{}")]),
     ("hermes", f"<tool_call>no <<tool_call>{CALL}", "<tool_call>no <", [("get", ARGUMENTS)]),
     ("hermes", '<tool_call>{"name": 3}</tool_call> ', '<tool_call>{"name": 3}</tool_call> ', []),
     ("hermes", '<tool_call>{"name": "get", "arguments": {"city": "Pa', "", [("get", '{"city": "Pa')]),
@@ -68,6 +69,8 @@ CASES = [
         "ok",
         [("get", '{"a": 1}'), ("put", '{"b": {}}')],
     ),
+    ("mistral", "[TOOL_CALLS]I cannot {do} it", "[TOOL_CALLS]I cannot {do} it", []),
+    ("mistral", '[TOOL_CALLS]get[CALL_ID]a1[ARGS]{"a": 1}', "", [("get", '{"a": 1}')]),
     (
         "pythonic",
         "[get(city='it\\'s, (here)', days=[1, {'a': None}], on=true), a.put()]",

@@ -136,10 +136,13 @@ class MistralParser(ToolParser):
         while self._char and self._char not in "[{" and not self._char.isspace():
             name.append(self._char)
             yield from self._advance()
-        while self._char and self._char != "{":  # [CALL_ID]..., [ARGS]
-            yield from self._advance()
-        if not name or not self._char:
+        yield from self._blank()
+        if not name or self._char not in ("[", "{"):
             raise NotACall
+        while self._char != "{":  # [CALL_ID]..., [ARGS]
+            if not self._char:
+                raise NotACall
+            yield from self._advance()
         self._start("".join(name))
         yield from self._json_value(self._argue)
 

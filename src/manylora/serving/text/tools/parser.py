@@ -256,14 +256,14 @@ class ToolParser(ABC):
                 name = yield from self._json_string()
                 if not name:
                     raise NotACall
-            elif key in ("arguments", "parameters") and not arguments and not is_started:
+            elif key in ("arguments", "parameters") and self._char != "n" and not arguments and not is_started:
                 if self._char != "{":
                     raise NotACall
                 if name:
                     is_started = True
                     self._start(name)
                 yield from self._json_value(self._argue if is_started else arguments.append)
-            else:
+            else:  # of another key, or null in place of arguments
                 yield from self._json_value(lambda char: None)
             yield from self._blank()
             if self._char != ",":
