@@ -160,6 +160,14 @@ def test_one_prompt_is_a_list_of_one(engine: Engine) -> None:
     assert engine.generate([]) == []
 
 
+def test_answers_are_as_long_as_the_model_recommends(make: Callable[..., Engine], tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 3}')
+    engine = make(generation_config=str(tmp_path))
+    (answer,) = engine.generate("hello")
+    assert (len(answer.token_ids), answer.finish_reason) == (3, "length")
+    assert engine.generate("hello", sampling=SamplingParams())[0].finish_reason == "stop"
+
+
 def test_each_prompt_can_have_its_own_sampling(engine: Engine) -> None:
     short, stopped, told = engine.generate(
         ["hello"] * 3,

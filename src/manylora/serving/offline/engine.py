@@ -250,7 +250,8 @@ class Engine:
         if self._is_closed:
             raise EngineDead(CLOSED)
         self._check_names(adapters)
-        answers = [self._prepare(*asked, encode=encode) for asked in zip(given, adapters, samplings, strict=True)]
+        most = None if sampling else self._defaults.max_new_tokens
+        answers = [self._prepare(*asked, encode, most) for asked in zip(given, adapters, samplings, strict=True)]
         jobs = [answer for answer in answers if isinstance(answer, Job)]
         with _progress(len(given), progress) as advance:
             advance(len(given) - len(jobs))
@@ -274,8 +275,8 @@ class Engine:
         asked: Any,
         adapter: str | None,
         sampling: SamplingParams,
-        *,
         encode: Encode,
+        default_max_tokens: int | None,
     ) -> Job | Generation:
         """Return the job of a prompt, or a failed generation if the prompt is invalid."""
         shown: Prompt = asked if isinstance(asked, str | tuple) else ""
@@ -290,7 +291,11 @@ class Engine:
                 prompt=shown, text="", token_ids=(), finish_reason="error", adapter=adapter, error=str(error)
             )
         request = Request(
-            request_id=f"offline-{next(self._ids)}", prompt=tokens, sampling=sampling, model=adapter or ""
+            request_id=f"offline-{next(self._ids)}",
+            prompt=tokens,
+            sampling=sampling,
+            model=adapter or "",
+            default_max_tokens=default_max_tokens,
         )
         return Job(shown, adapter, request, self.tokenizer)
 
