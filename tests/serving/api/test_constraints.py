@@ -25,6 +25,10 @@ begun = threading.Semaphore(0)
 go_on = threading.Event()
 
 
+class Panic(BaseException):
+    """As a compiler in Rust raises it."""
+
+
 def compiling_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     """Build an engine that recites and whose compiler waits for the test."""
 
@@ -34,7 +38,7 @@ def compiling_parts(config: EngineConfig, clock: Clock) -> EngineParts:
         if constraint.kind == "choice":
             raise RequestError("The choice cannot be followed by these tokens", param="structured_outputs")
         if constraint.kind == "grammar":
-            raise ZeroDivisionError
+            raise Panic
 
     return replace(reciter_parts(config, clock), prepare=prepare)
 

@@ -274,7 +274,7 @@ class EngineService:
                 self._parts.prepare(constraint)
             except ManyloraError as error:
                 faults[constraint] = Fault.of(error)
-            except Exception as error:
+            except BaseException as error:  # a panic of the compiler is no ``Exception``
                 logger.exception("constraint_failed kind=%s", constraint.kind)
                 faults[constraint] = Fault.of(RequestError(f"The constraint could not be compiled: {error!r}"))
         self._loop.post(lambda core, now: self._add_prepared(core, now, command, faults))
