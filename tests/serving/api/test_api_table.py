@@ -115,7 +115,6 @@ VALUES: dict[str, Any] = {
     "skip_special_tokens": False,
     "stop": ["x"],
     "stop_token_ids": [104],
-    "store": {"responses": True},
     "stream": True,
     "stream_options": {"include_usage": True},
     "structured_outputs": {"regex": "a"},

@@ -32,7 +32,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 
 def test_a_text_is_answered_with_a_text(client: openai.OpenAI) -> None:
-    response = client.responses.create(model="base", input="say:Hello.", instructions="Be kind.", store=False)
+    response = client.responses.create(model="base", input="say:Hello.", instructions="Be kind.", store=True)
     assert (response.status, response.output_text, response.instructions) == ("completed", "Hello.", "Be kind.")
     assert response.to_dict()["store"] is False
     assert response.usage
@@ -165,7 +165,6 @@ def test_a_parsed_answer_and_a_forced_call(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("store", {"store": True}),
         ("previous_response_id", {"previous_response_id": "resp_1"}),
         ("background", {"background": True}),
         ("truncation", {"truncation": "auto"}),

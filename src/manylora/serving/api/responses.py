@@ -127,7 +127,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
     chat_template_kwargs: msgspec.Raw = raw_field()
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
-    store: bool | None = None
     previous_response_id: str | None = None
     conversation: msgspec.Raw = raw_field()
     background: bool | None = None
@@ -141,7 +140,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
 _STATELESS = "this server keeps no responses; send the whole conversation as input"
 _REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "store": (_STATELESS, (None, False)),
     "previous_response_id": (_STATELESS, (None,)),
     "conversation": (_STATELESS, (None,)),
     "background": ("it needs stored responses, and this server keeps none", (None, False)),
