@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import transformers
 from live_executor import BLOCK, finish, folders, load, pages_for, sequence  # noqa: F401
 from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES
 from peft import LoraConfig, get_peft_model
@@ -92,6 +93,15 @@ def test_codes_are_divided_with_their_scales_or_refused() -> None:
 def test_what_cannot_be_divided_is_refused_by_name(config: PreTrainedConfig, size: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         share_config(config, size)
+
+
+@pytest.mark.parametrize("kind", ["GPTNeoX", "GPTJ", "CodeGen"])
+def test_heads_whose_size_is_that_of_all_workers_are_refused(kind: str) -> None:
+    """Their code divides the hidden size by the number of heads: half the heads would be twice as wide."""
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=1)
+    whole, part = skeleton(config), skeleton(share_config(config, 2))
+    with pytest.raises(ConfigError, match="which transformers plans to divide, but the configuration has no size"):
+        ModelShare.of(whole, part, 0, 2)
 
 
 def test_what_workers_do_not_do_is_refused() -> None:

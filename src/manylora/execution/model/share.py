@@ -102,6 +102,9 @@ class ModelShare:
             shape, module = tuple(parameter.shape), modules[name.rpartition(".")[0]]
             axis = next((axis for axis, length in enumerate(shape) if length != own[name].shape[axis]), None)
             if axis is None:
+                if len(shape) == 2 and "rowwise" in _planned(configs[0], name) and id(module) not in ends:
+                    why = "configuration has no size that divides it"
+                    raise ConfigError(f"Got {name!r}, which transformers plans to divide, but the {why}")
                 continue
             if id(module) in ends:
                 num_rows = own[name].shape[axis]
@@ -232,10 +235,15 @@ def _check_plan(config: Any, name: str, module: nn.Module, num_axes: int, axis: 
         if name.endswith(".weight") and not type(module).__name__.endswith("RMSNorm"):
             raise ConfigError(f"Got {name!r} of a {type(module).__name__}, which workers cannot divide")
         return
-    path = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
-    planned = next((how for key, how in config.base_model_tp_plan.items() if path.endswith(f".{key}")), "nothing")
+    planned = _planned(config, name)
     if ("rowwise" if axis == num_axes - 1 else "colwise") not in planned:
         raise ConfigError(f"Got {name!r} of axis {axis} to divide, for which transformers plans {planned!r}")
+
+
+def _planned(config: Any, name: str) -> str:
+    """Return how transformers plans to divide a parameter."""
+    path = re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight"))
+    return next((how for key, how in config.base_model_tp_plan.items() if path.endswith(f".{key}")), "nothing")
 
 
 def _widths(name: str, config: Any) -> tuple[int, ...]:
