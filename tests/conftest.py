@@ -23,6 +23,7 @@ from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+import certifi
 import httpx
 import openai
 import pytest
@@ -89,12 +90,16 @@ def engine_path() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have clients of ``httpx`` trust no authority: each reads the system's when it is made, which takes 20 ms.
+    """Have clients trust one authority: each reads all of the system's when it is made, in 30 ms.
 
     Tests of TLS name their own, and no test calls a server outside.
     """
+    folder = tmp_path_factory.mktemp("authorities")
+    first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
+    (folder / "one.pem").write_text(first + end)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("authorities")))
+        patch.setenv("SSL_CERT_DIR", str(folder))
+        patch.setenv("SSL_CERT_FILE", str(folder / "one.pem"))
         yield
 
 
