@@ -18,9 +18,9 @@ from manylora.lab.experiments.findings import Findings, Verdict, compare, overal
 from manylora.lab.experiments.isolated import is_isolated, read_functions, run_isolated
 from manylora.lab.experiments.pictures import draw
 from manylora.lab.experiments.read import find_experiments, read_experiment
-from manylora.lab.experiments.report import Picture, as_html, as_json, as_markdown, format_published
+from manylora.lab.experiments.report import Picture, as_html, as_json, as_markdown, format_figure, format_published
 from manylora.lab.experiments.running import Runner
-from manylora.lab.experiments.spec import Claim, Experiment, Point, merge, setup_table
+from manylora.lab.experiments.spec import Claim, Experiment, Plot, Point, merge, setup_table
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import simulate
 from manylora.lab.sim.setup import Setup, make_config
@@ -272,6 +272,25 @@ def test_a_relative_load_is_a_share_of_where_the_other_crosses():
     # And at 1.0 both have 1: the mean of no change and of a half.
     assert ours(several, a=[1, 1, 1], b=[1, 2, 8]) == pytest.approx(-0.25)
     assert ours(several, a=[5, 5, 5], b=[5, 6, 8]) is None, "it crosses nowhere"
+
+
+@pytest.mark.parametrize("form", ["value", "at-most", "change", "ratio", "order"])
+def test_a_figure_that_runs_do_not_have_is_nothing_to_compare(form: str) -> None:
+    """Neither 0, which may be what was published, nor a figure of another setup."""
+    order = ("a@1", "a@2") if form == "order" else ()
+    claim = Claim(
+        text="", figure="z", form=form, setup="a", versus="b", point="1", order=order, published=0.0, tolerance=1.0
+    )
+    findings = made_findings(claim, {"a": [1.0, 2.0], "b": [1.0, 2.0]})
+    (comparison,) = findings.compare()
+    assert comparison.verdict is Verdict.NOT_REACHED
+    assert format_figure(findings.figure("a", "1", "z")) == "-"
+    assert draw(findings, Plot(show="z"))
+
+
+def test_nothing_is_a_share_of_nothing():
+    claim = Claim(text="", figure="y", form="change", setup="a", versus="b", point="1", published=0.5, tolerance=0.1)
+    assert ours(claim, a=[0.5], b=[0.0]) is None
 
 
 def test_a_limit_is_kept_up_to_the_limit_and_one_run_makes_no_verdict():

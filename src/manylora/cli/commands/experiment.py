@@ -21,6 +21,7 @@ from manylora.lab.experiments.report import (
     as_html,
     as_json,
     as_markdown,
+    format_figure,
     format_interval,
     format_published,
 )
@@ -154,6 +155,6 @@ def _show(findings: Findings) -> None:
     table = Table("setup", "point", *experiment.shown, box=None, pad_edge=False)
     for setup in experiment.setups:
         for point in experiment.points:
-            cells = (f"{findings.figure(setup, point.label, name).middle:.4g}" for name in experiment.shown)
+            cells = (format_figure(findings.figure(setup, point.label, name)) for name in experiment.shown)
             table.add_row(setup, point.label, *cells)
     out.print(table)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations, pairwise
-from math import exp, expm1, inf, isfinite, log
+from math import exp, expm1, inf, isfinite, log, nan
 from statistics import fmean
 
 from manylora.lab.experiments.cases import Result
@@ -69,8 +69,8 @@ class Findings:
         return self._results[setup, point]
 
     def figure(self, setup: str, point: str, name: str) -> Estimate:
-        """Return a figure at a point: its mean over seeds."""
-        return interval_of_runs([run.figures.get(name, 0.0) for run in self._results[setup, point]])
+        """Return a figure at a point: its mean over seeds, not a number where a run has no such figure."""
+        return interval_of_runs([run.figures.get(name, nan) for run in self._results[setup, point]])
 
     def change(self, setup: str, point: str, name: str) -> Estimate | None:
         """Return by how much a figure differs from the experiment's ``versus``: the geometric mean over seeds, less 1.
@@ -129,12 +129,14 @@ class Findings:
 
     def _value(self, setup: str, point: str, figure: str, seed: int) -> float:
         label = point if (setup, point) in self._results else self.experiment.points[0].label
-        return self._results[setup, label][seed].figures.get(figure, 0.0)
+        return self._results[setup, label][seed].figures.get(figure, nan)
 
     def _order(self, claim: Claim, seed: int) -> float:
         places = [one.partition("@") for one in claim.order]
         values = [self._value(setup, point or claim.point, claim.figure, seed) for setup, _, point in places]
         pairs = list(combinations(values, 2))
+        if not all(map(isfinite, values)):
+            return nan
         return sum(first < second for first, second in pairs) / len(pairs)
 
     def _crossing(self, setup: str, claim: Claim, seed: int) -> float | None:
@@ -179,7 +181,7 @@ def crossing(places: Seq[tuple[float, float]], limit: float) -> float | None:
 
 def _against(claim: Claim, own: float, other: float) -> float:
     if not other:
-        return own
+        return nan
     return own / other - 1.0 if claim.form.startswith("change") else own / other
 
 

@@ -44,10 +44,10 @@ def draw(findings: Findings, plot: Plot) -> bytes:
 
 def _values(findings: Findings, plot: Plot, setup: str, point: Point) -> list[float]:
     """Return the figure that is drawn at a point, by seed."""
-    values = [run.figures.get(plot.show, 0.0) for run in findings.runs(setup, point.label)]
+    values = [run.figures.get(plot.show, np.nan) for run in findings.runs(setup, point.label)]
     if plot.versus is not None:
-        others = [run.figures.get(plot.show, 0.0) for run in findings.runs(plot.versus, point.label)]
-        values = [value / other if other else 0.0 for value, other in zip(values, others, strict=True)]
+        others = [run.figures.get(plot.show, np.nan) for run in findings.runs(plot.versus, point.label)]
+        values = [value / other if other else np.nan for value, other in zip(values, others, strict=True)]
     return values
 
 

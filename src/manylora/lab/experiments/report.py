@@ -21,6 +21,7 @@ __all__ = [
     "as_html",
     "as_json",
     "as_markdown",
+    "format_figure",
     "format_interval",
     "format_published",
 ]
@@ -59,6 +60,11 @@ def format_published(claim: Claim) -> str:
     """Return the published number of a claim, as a limit where it was published as one."""
     limit = "at most " if claim.form.endswith("at-most") else "at least " if claim.form == "at-least" else ""
     return limit + format_value(claim.published, claim)
+
+
+def format_figure(ours: Estimate) -> str:
+    """Return the mean of a figure, a dash where a run has no such figure."""
+    return f"{ours.middle:.4g}" if isfinite(ours.middle) else "-"
 
 
 def format_interval(ours: Estimate | None, claim: Claim) -> str:
@@ -157,7 +163,7 @@ def _row(comparison: Comparison) -> str:
 
 def _figures(findings: Findings) -> list[str]:
     """Return the table of what was measured: a row for each setup at each point, means over seeds."""
-    return _shown(findings, [*findings.experiment.setups], lambda *place: f"{findings.figure(*place).middle:.4g}")
+    return _shown(findings, [*findings.experiment.setups], lambda *place: format_figure(findings.figure(*place)))
 
 
 def _changes(findings: Findings) -> list[str]:
@@ -215,7 +221,7 @@ def as_json(findings: Findings) -> dict[str, object]:
         "figures": {
             setup: {
                 point.label: {
-                    name: [run.figures.get(name, 0.0) for run in findings.runs(setup, point.label)]
+                    name: [run.figures.get(name) for run in findings.runs(setup, point.label)]
                     for name in sorted({*experiment.shown, *(claim.figure for claim in experiment.claims)})
                 }
                 for point in experiment.points

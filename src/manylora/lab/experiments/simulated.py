@@ -11,7 +11,7 @@ import numpy as np
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.scheduling.policies.chameleon.clustering import cluster, cut_offs
 from manylora.core.scheduling.policies.request_size import Demand, RequestSizer
-from manylora.core.types import AdapterVersion, Tier
+from manylora.core.types import AdapterVersion, ColdStart, Tier
 from manylora.lab.costs.idle import IdleEngineTimes, times_on_idle_engine
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.experiments.cases import Case, Curve, Result, cdf, prepare
@@ -113,7 +113,7 @@ def _cold_starts(run: Run) -> dict[str, float]:
     starts = [one for stats in run.stats for one in stats.cold_starts]
     num_measured = sum(one.num_measured for one in starts)
     errors = sum(one.relative_error * one.num_measured for one in starts)
-    counts: Counter[str] = Counter()
+    counts = Counter(dict.fromkeys((f"cold_{mode.value}" for mode in ColdStart), 0))
     for one in starts:
         counts[f"cold_{one.mode}"] += one.num_starts
     shares = {name: count / len(run.records) for name, count in counts.items()}
