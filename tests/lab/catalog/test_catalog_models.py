@@ -229,6 +229,9 @@ def test_a_profile_comes_from_a_file(tmp_path: Path) -> None:
         ("colour = 3", "ours.toml.colour, which nothing reads"),
         ("name = ", "ours.toml: not TOML"),
         ('like = "h200"\nflops_share = 1.2', "flops_share = 1.2, expected a number in"),
+        ('like = "h20"', "like = 'h20', expected one of a10"),
+        ('like = "ours.toml"', "like = 'ours.toml', expected one of a10"),  # itself
+        ('like = ["h200"]', "expected one of a10"),
         ('like = "h200"\nmemory_bytes = "much"', "memory_bytes = 'much', expected a whole number"),
     ):
         path.write_text(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manylora.core.config import GIB
 from manylora.core.errors import ConfigError
-from manylora.core.options import CheckedOptions, option
+from manylora.core.options import CheckedOptions, option, require
 from manylora.lab.tables import TableReader, read_table
 
 __all__ = ["HARDWARE", "Hardware", "find_hardware", "read_hardware"]
@@ -130,7 +130,7 @@ def find_hardware(hardware: str | Hardware) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """Read a profile from TOML: fields of `Hardware`, and ``like``, a named profile for the other fields.
+    """Read a profile from TOML: fields of `Hardware`, and ``like``, a name of ``HARDWARE`` for the other fields.
 
     ::
 
@@ -143,5 +143,6 @@ def read_hardware(path: Path) -> Hardware:
     """
     values = read_table(path)
     like = values.pop("like", None)
-    known = {} if like is None else asdict(find_hardware(str(like)))
+    require(like is None or str(like) in HARDWARE, f"{path}: like", like, f"one of {', '.join(HARDWARE)}")
+    known = {} if like is None else asdict(HARDWARE[str(like)])
     return TableReader({}).read(Hardware, known | values, str(path))
