@@ -27,7 +27,7 @@ from manylora.lab.workloads import AdapterSet, WorkloadSpec
 from manylora.lab.workloads.arrivals import ArrivalProcess, PoissonArrivals, ReplayArrivals, StepArrivals
 from manylora.lab.workloads.callers import AzureFunctions2019, GammaCallers
 from manylora.lab.workloads.conversations import Conversations
-from manylora.lab.workloads.lengths import FixedTokens, ParametricLengths
+from manylora.lab.workloads.lengths import ExponentialTokens, FixedTokens, ParametricLengths
 from manylora.lab.workloads.popularity import TurnTaking
 
 STEP_S = 0.1
@@ -157,6 +157,23 @@ def test_hopeless_rates_are_given_up_early() -> None:
     )
     hopeless = load_tests.at(100.0)
     assert not hopeless.is_met and hopeless.runs == () and hopeless.measured == {"ttft": math.inf}
+
+
+def test_each_limit_may_be_missed_by_its_own_share_of_requests() -> None:
+    """Long answers are late at their end and not at their start: what is measured is a limit that is kept."""
+    lengths = ParametricLengths(prompt=FixedTokens(tokens=64), output=ExponentialTokens(mean=40.0))
+    longer = scenario(setup=Setup(num_pages=5000), scheduler=SchedulerConfig(max_num_seqs=16))
+    longer = replace(longer, workload=replace(longer.workload, lengths=lengths))
+    budget = SearchBudget(num_requests=400, seeds=2, spans=0)
+
+    def load_test(ttft_s: float, e2e_s: float) -> LoadTest:
+        objective = Objective(slo=Slo(ttft_s=ttft_s, e2e_s=e2e_s), percentile=90)
+        return LoadTests(longer, objective, budget).at(9.0)
+
+    found = load_test(1e3, 1e3).measured
+    assert load_test(found["ttft"], found["e2e"]).is_met
+    for limits in ((0.99 * found["ttft"], 1e3), (1e3, 0.99 * found["e2e"])):
+        assert not load_test(*limits).is_met
 
 
 def test_the_same_requests_come_at_every_rate() -> None:

@@ -30,6 +30,8 @@ __all__ = ["LoadTest", "LoadTestRun", "LoadTests", "Objective", "SearchBudget", 
 WARM_UP = 0.1
 """Share of a run's first requests that are not counted, because caches begin empty."""
 
+_WATCHED = ("ttft", "e2e")  # metrics of which a run shows early that too many requests miss the limit
+
 RECORDED = (AzureFunctions2019, AzureFunctions2021, ReplayArrivals, ServeGenClients)
 """Arrivals whose rate is the mean of the whole recording, and a run may see a busier or a quieter part of it."""
 
@@ -108,7 +110,7 @@ class LoadTestRun:
 
     run: Run
     counted: list[RequestRecord]  # requests after the warm-up
-    num_late: int  # of them, beyond a limit on the first token or the end
+    num_late: dict[str, int]  # of them, beyond the limit on the first token, and beyond that on the end
     meter: PriceMeter  # the device's time by part
     config: SimulationConfig
 
@@ -203,12 +205,12 @@ class LoadTests:
         workloads = [self.workload(rate, num_replicas, seed) for seed in range(self.search_budget.seeds)]
         num_counted = sum(len(one.requests) - _first_counted(one) for one in workloads)
         # One more than may be late: percentiles are values that occur, and rounding must not end a load test wrongly.
-        most_late = num_counted * (1 - self.objective.percentile / 100) + 1
+        most_late = dict.fromkeys(_WATCHED, num_counted * (1 - self.objective.percentile / 100) + 1)
         runs: list[LoadTestRun] = []
         for run in self._make(workloads, rate, num_replicas, most_late):
             if run is not None:
                 runs.append(run)
-            if run is None or sum(one.num_late for one in runs) > most_late:
+            if run is None or any(sum(one.num_late[name] for one in runs) > most_late[name] for name in _WATCHED):
                 measured = {name: math.inf for name, _ in self.objective.limits()}
                 return LoadTest(rate=rate, num_replicas=num_replicas, is_met=False, measured=measured)
         measured = self.objective.measure([record for one in runs for record in one.counted])
@@ -221,7 +223,7 @@ class LoadTests:
         )
 
     def _make(
-        self, workloads: Sequence[Workload], rate: float, num_replicas: int, most_late: float
+        self, workloads: Sequence[Workload], rate: float, num_replicas: int, most_late: dict[str, float]
     ) -> Iterator[LoadTestRun | None]:
         """Yield a run of each workload: each made when the one before was taken, or all at the same time in a pool."""
         under_way = []
@@ -233,7 +235,8 @@ class LoadTests:
                 continue
             run = _run(*wanted)
             yield run
-            most_late -= run.num_late if run is not None else 0
+            if run is not None:
+                most_late = {name: most - run.num_late[name] for name, most in most_late.items()}
         try:
             yield from (one.result() for one in under_way)
         finally:
@@ -241,8 +244,10 @@ class LoadTests:
                 one.cancel()
 
 
-def _run(workload: Workload, config: SimulationConfig, objective: Objective, most_late: float) -> LoadTestRun | None:
-    """Simulate a workload; return ``None`` as soon as more requests are late than ``most_late``."""
+def _run(
+    workload: Workload, config: SimulationConfig, objective: Objective, most_late: dict[str, float]
+) -> LoadTestRun | None:
+    """Simulate a workload; return ``None`` as soon as more requests are beyond a limit than ``most_late`` says."""
     meter = PriceMeter(config.cost)
     config = replace(config, cost=meter)
     late = _LateRequests(objective, _first_counted(workload), most_late)
@@ -260,26 +265,23 @@ def _first_counted(workload: Workload) -> int:
 
 
 class _LateRequests:
-    """An event sink that counts late requests, and stops a run with too many."""
+    """An event sink that counts the requests beyond each limit, and stops a run with too many beyond one."""
 
-    def __init__(self, objective: Objective, first_counted: int, most: float) -> None:
-        self._slo = objective.slo
+    def __init__(self, objective: Objective, first_counted: int, most: dict[str, float]) -> None:
+        self._limits = {name: limit for name, limit in objective.limits() if name in _WATCHED}
         self._most = most
         self.first_counted = first_counted
-        self.num_late = 0
+        self.num_late = dict.fromkeys(_WATCHED, 0)
 
     def __call__(self, event: Event) -> None:
         """Count a request that is late."""
         if not isinstance(event, RequestFinished) or int(event.request_id) < self.first_counted:
             return
-        slo = self._slo
         first_at = event.first_token_at if event.first_token_at is not None else math.inf
-        late = (slo.ttft_s is not None and first_at - event.arrived_at > slo.ttft_s) or (
-            slo.e2e_s is not None and event.at - event.arrived_at > slo.e2e_s
-        )
-        self.num_late += late
-        if self.num_late > self._most:
-            raise _StoppedEarly
+        for name, limit in self._limits.items():
+            self.num_late[name] += (first_at if name == "ttft" else event.at) - event.arrived_at > limit
+            if self.num_late[name] > self._most[name]:
+                raise _StoppedEarly
 
 
 def _replicas(num: int) -> str:
