@@ -16,8 +16,10 @@ from manylora.cli.options.config_file import read_config_file
 from manylora.cli.options.values import parse_adapter, parse_size
 from manylora.cli.options.vllm import exposure_warning, near_names, spread_lists, take_out, with_vllm_environment
 from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
+from manylora.cli.views.terminal import out, progress_bar
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
+from manylora.lab.measure.tables import FigureTable
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,17 @@ from manylora.core.errors import ConfigError
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+def test_brackets_in_names_and_errors_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are no markup, which would be left out or, where it closes nothing, end the command."""
+    told = "HTTP 400: [dim] no [/INST]"
+    out.print(told)
+    out.print(FigureTable(title="[bold]", columns=("[b]", "n"), rows=((told, "[/]"),)).rich())
+    with progress_bar("[/x]", 1) as update:
+        update(completed=1, description="[/y]")
+    printed = capsys.readouterr().out
+    assert printed.count(told) == 2 and all(part in printed for part in ("[bold]", "[b]", "[/]"))
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1 2", "2XiB", "1e9", "many"])

@@ -289,7 +289,7 @@ def _tax(reports: dict[str, LoadReport]) -> FigureTable:
 def _show(reports: dict[str, LoadReport]) -> None:
     for label, report in reports.items():
         if len(reports) > 1:
-            out.print(f"[bold]{label}[/bold]")
+            out.print(label, style="bold")
         for table in report.tables():
             out.print(table.rich())
         for warning in report.generator.warnings:

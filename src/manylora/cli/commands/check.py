@@ -136,7 +136,7 @@ def _show_folder(found: FolderCheck, shape: BaseShape | None) -> None:
     else:
         out.print(Text.assemble(("refused: ", "bold red"), str(found.problem)))
     wrong = [one for one in found.modules if one.problem is not None]
-    out.print(f"tensors of {len(found.modules) - len(wrong)} of {len(found.modules)} modules apply", markup=False)
+    out.print(f"tensors of {len(found.modules) - len(wrong)} of {len(found.modules)} modules apply")
     if not wrong:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -211,9 +211,9 @@ def _show_answers(found: AnswerCheck, url: str) -> None:
     said = f"{num_equal} of {num_tokens} tokens of {found.model} at {url} are PEFT's most likely ones"
     if errors:
         said += f"; log-probabilities differ by at most {max(errors):.2g}"
-    out.print(said, markup=False)
+    out.print(said)
     if not found.has_ids:
-        out.print("the server names no token ids: its texts were tokenised again", markup=False)
+        out.print("the server names no token ids: its texts were tokenised again")
     for prompt, one, texts in zip(found.prompts, found.answers, found.texts, strict=True):
         if (first := one.first) is None or texts is None:
             continue
@@ -221,8 +221,8 @@ def _show_answers(found: AnswerCheck, url: str) -> None:
         served = "" if first.logprob is None else f" ({first.logprob:.3f})"
         where = f"at token {first.position} of the answer to {prompt!r}"
         out.print(Text.assemble(("first difference ", "bold red"), where))
-        out.print(f"  after     {before[-SHOWN_CHARS:]!r}", markup=False)
-        out.print(f"  server    {token!r}{served}; PEFT gives it {first.reference:.3f}", markup=False)
-        out.print(f"  PEFT      {expected!r} ({first.best:.3f})", markup=False)
+        out.print(f"  after     {before[-SHOWN_CHARS:]!r}")
+        out.print(f"  server    {token!r}{served}; PEFT gives it {first.reference:.3f}")
+        out.print(f"  PEFT      {expected!r} ({first.best:.3f})")
     if found.explanation is not None:
         out.print(Text.assemble(("the server answers as ", "bold red"), found.explanation))

@@ -38,7 +38,7 @@ def check_vllm(
         _check_server(parse_address(url))
         return
     try:
-        out.print(f"vLLM {check_release()}: known", markup=False)
+        out.print(f"vLLM {check_release()}: known")
     except ImportError as error:
         fail(f"vLLM is not installed in this environment ({error}); install manylora into vLLM's", code=1)
     except ConfigError as error:
@@ -48,7 +48,7 @@ def check_vllm(
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and NAME not in chosen.split(","):
         fail(f"VLLM_PLUGINS is {chosen!r}: add {NAME!r} to it, or unset it", code=1)
-    out.print(f"The plug-in is installed. Switch it on with: vllm serve MODEL --enable-lora {FLAG}", markup=False)
+    out.print(f"The plug-in is installed. Switch it on with: vllm serve MODEL --enable-lora {FLAG}")
 
 
 def _check_server(url: str) -> None:
@@ -64,10 +64,10 @@ def _check_server(url: str) -> None:
     for name, labels, value in samples:
         if name == "plugin_info":
             options = [one for one in re.findall(r'(\w+)="([^"]*)"', labels) if one[0] not in ("model_name", "engine")]
-            out.print(f"active; options given: {dict(options) or 'none'}", markup=False)
+            out.print(f"active; options given: {dict(options) or 'none'}")
         elif name == "lora_adapter_loaded":
             level = re.search(r'level="(\w+)"', labels)
             levels[level[1] if level else ""] += 1
         elif not name.endswith("_created"):
-            out.print(f"{name.removesuffix('_total').replace('_', ' ')}: {float(value):g}", markup=False)
-    out.print(f"adapters in slots: {levels['device']}, in host memory alone: {levels['host']}", markup=False)
+            out.print(f"{name.removesuffix('_total').replace('_', ' ')}: {float(value):g}")
+    out.print(f"adapters in slots: {levels['device']}, in host memory alone: {levels['host']}")

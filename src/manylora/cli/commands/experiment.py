@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.errors import ConfigError
@@ -145,7 +146,8 @@ def _show(findings: Findings) -> None:
     """Print the published results beside ours."""
     comparisons = findings.compare()
     experiment = findings.experiment
-    out.print(f"\n[bold]{experiment.name}[/bold]  {experiment.title}: {WORDS[overall(comparisons)]}")
+    told = f"  {experiment.title}: {WORDS[overall(comparisons)]}"
+    out.print(Text.assemble("\n", (experiment.name, "bold"), told))
     if comparisons:
         table = Table("", "published", "ours", "", box=None, pad_edge=False)
         for one in comparisons:

@@ -19,8 +19,10 @@ __all__ = ["fail", "is_interactive", "note", "notes", "out", "progress_bar"]
 
 PLAIN_WIDTH = 160  # columns without a terminal: a log, a pipe, a file
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH)
-notes = Console(stderr=True, highlight=False)
+# Without markup: names, paths and errors of others may hold brackets.
+WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PLAIN_WIDTH
+out = Console(markup=False, highlight=False, width=WIDTH)
+notes = Console(markup=False, highlight=False, stderr=True)
 
 
 def note(message: str) -> None:
@@ -38,7 +40,7 @@ def fail(message: str, *, code: int) -> NoReturn:
 @contextmanager
 def progress_bar(label: str, total: float) -> Iterator[Callable[..., None]]:
     """Show a progress bar on a terminal; yield a function with the arguments of ``rich.Progress.update``."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=notes, transient=True, disable=not notes.is_terminal) as progress:
         yield partial(progress.update, progress.add_task(label, total=total))
