@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ import typer
 from options_page import SAME_NAMES, vllm_section
 
 from manylora.cli.app import make_app
+from manylora.cli.commands.bench import save
 from manylora.cli.options.adapter_folders import adapters_below, collect_adapters
 from manylora.cli.options.config_file import read_config_file
-from manylora.cli.options.values import parse_adapter, parse_size
+from manylora.cli.options.values import command_line, parse_adapter, parse_size
 from manylora.cli.options.vllm import exposure_warning, near_names, spread_lists, take_out, with_vllm_environment
 from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
 from manylora.cli.views.terminal import out, progress_bar
@@ -36,6 +38,22 @@ from manylora.lab.measure.tables import FigureTable
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("key", [["--api-key", "sk-1"], ["--api-key=sk-1"]])
+def test_results_name_their_command_without_its_key(key: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/manylora", "bench", "serve", *key, "--extra-body", '{"a": 1}'])
+    line = command_line()
+    assert "sk-1" not in line
+    assert shlex.split(line)[:3] == ["manylora", "bench", "serve"] and shlex.split(line)[-1] == '{"a": 1}'
+
+
+def test_results_have_the_name_that_was_given(tmp_path: Path) -> None:
+    table = FigureTable(columns=("", "n"), rows=())
+    for name in ("rate-0.5", "rate-0.7"):
+        save(str(tmp_path / "out" / name), {}, table)
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"rate-0.5.json", "rate-0.5.md", "rate-0.7.json", "rate-0.7.md"}
 
 
 def test_brackets_in_names_and_errors_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

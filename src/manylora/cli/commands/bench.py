@@ -13,7 +13,7 @@ import typer
 from manylora.cli.commands.bench_serve import BenchServeCommand, bench_serve
 from manylora.cli.options.adapter_folders import collect_adapters
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.values import LoraDirs, LoraModules, ModelArgument, resolve_model
+from manylora.cli.options.values import LoraDirs, LoraModules, ModelArgument, command_line, resolve_model
 from manylora.cli.views.terminal import note, out
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import EngineDead
@@ -36,11 +36,10 @@ Rounds = Annotated[int, typer.Option(min=1, help="Measured rounds, after one tha
 
 def save(name: str, report: object, table: FigureTable) -> None:
     """Write a report as NAME.json and its table as NAME.md."""
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    path.with_suffix(".md").write_text(table.markdown() + "\n")
-    note(f"wrote {path.with_suffix('.json')} and {path.with_suffix('.md')}")
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    Path(f"{name}.md").write_text(table.markdown() + "\n", encoding="utf-8")
+    note(f"wrote {name}.json and {name}.md")
 
 
 @bench_app.command("offline")
@@ -97,7 +96,7 @@ def bench_offline(
     out.print(table.rich())
     if save_to is not None:
         report = {"num_tokens": num_tokens, "tokens_per_s": rates, "seconds": seconds}
-        save(save_to, {"command": f"manylora bench offline {model}", "machine": machine(), **report}, table)
+        save(save_to, {"command": command_line(), "machine": machine(), **report}, table)
 
 
 @bench_app.command("kernels")
@@ -145,5 +144,5 @@ def bench_kernels(
     table = kernel_table(result, title)
     out.print(table.rich())
     if save_to is not None:
-        report = {"command": f"manylora bench kernels --adapters {adapters}", "machine": machine(), **asdict(result)}
+        report = {"command": command_line(), "machine": machine(), **asdict(result)}
         save(save_to, report, table)

@@ -16,7 +16,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.values import parse_address, repeat_option
+from manylora.cli.options.values import command_line, parse_address, repeat_option
 from manylora.cli.views.simulate_report import write_results
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.errors import ConfigError
@@ -301,16 +301,15 @@ def _show(reports: dict[str, LoadReport]) -> None:
 
 
 def _save(folder: Path, reports: dict[str, LoadReport], load: Workload, url: str) -> None:
-    command = "manylora " + " ".join(sys.argv[1:])
     content = {
-        "command": command,
+        "command": command_line(),
         "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "url": url,
         "workload": load.name,
         "runs": {label: report.as_data() for label, report in reports.items()},
     }
     records = ({"run": label, **asdict(one)} for label, report in reports.items() for one in report.records)
-    parts = [f"# {load.name}", f"`{command}`"]
+    parts = [f"# {load.name}", f"`{command_line()}`"]
     for label, report in reports.items():
         parts += [f"## {label}", *(table.markdown() for table in report.tables())]
         parts += [f"Warning: {warning}." for warning in report.generator.warnings]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,7 @@ import typer
 from rich.table import Table
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.values import panel, resolve_model
+from manylora.cli.options.values import command_line, panel, resolve_model
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LogLine, StepRecord, read_step_log, write_step_log
@@ -92,7 +90,7 @@ def calibrate(
             write_step_log(step_log, lines)
     else:
         lines = list(itertools.chain.from_iterable(map(read_step_log, logs or ())))
-    profile = fit_profile(lines, command=shlex.join(["manylora", *sys.argv[1:]]))
+    profile = fit_profile(lines, command=command_line())
     profile.write(output)
     _report(profile, lines)
     note(f"{profile.num_steps} steps on {profile.machine or 'an unnamed machine'}; the profile is in {output}")

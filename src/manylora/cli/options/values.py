@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +25,7 @@ __all__ = [
     "LoraDirs",
     "LoraModules",
     "ModelArgument",
+    "command_line",
     "log_to_stderr",
     "panel",
     "parse_adapter",
@@ -155,6 +158,17 @@ def repeat_option(
             option = arg if arg in names else None
         spread.append(arg)
     return spread
+
+
+def command_line() -> str:
+    """Return the command as it was given, for files that are shown to others: without the value of `--api-key`."""
+    words = ["manylora", *sys.argv[1:]]
+    for place, word in enumerate(words):
+        if words[place - 1] == "--api-key":
+            words[place] = "KEY"
+        elif word.startswith("--api-key="):
+            words[place] = "--api-key=KEY"
+    return shlex.join(words)
 
 
 def log_to_stderr(level: str, process: str) -> None:
