@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -143,6 +144,15 @@ def test_refusals_are_counted_by_kind_and_not_sent_again() -> None:
     assert {kind: count for kind, (count, _) in report.errors.items()} == {"HTTP 429": 2, "HTTP 503": 1}
     assert "no room" in report.errors["HTTP 429"][1]
     assert (report.summary.num_requests, report.summary.num_errors) == (4, 3)
+    # As if sent a second apart: errors of the warm-up are no more counted than its requests are.
+    for one in list(done.answers):
+        at = float(one.record.request_id)
+        done.answers[done.answers.index(one)] = replace(
+            one, record=replace(one.record, arrived_at=at, finished_at=at + 0.1)
+        )
+    report = make_report(done, slo=Slo(), offered_per_s=1.0, warm_up_s=1.0)
+    assert {kind: count for kind, (count, _) in report.errors.items()} == {"HTTP 429": 1, "HTTP 503": 1}
+    assert (report.summary.num_requests, report.summary.num_errors) == (3, 2)
 
 
 def test_retries_are_an_option_and_their_wait_counts() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from manylora.core.config import GIB
 from manylora.core.types import Tier
-from manylora.lab.measure import Summary
+from manylora.lab.measure import Summary, counted_of
 from manylora.lab.measure.plots import can_plot, plot_latencies, plot_memory, plot_queues
 from manylora.lab.measure.tables import FigureTable, failures, figures, groups, latencies
 from manylora.lab.sim.run.simulation import Run, SimulationConfig
@@ -105,8 +105,7 @@ def _headline(report: SimulationReport) -> str:
 def _tables(report: SimulationReport) -> list[FigureTable]:
     tables = [figures(report.summary, slo=report.scenario.slo)]
     if report.summary.num_errors:
-        counted_at = min(one.arrived_at for one in report.run.records) + report.scenario.warm_up_s
-        tables.append(failures(one for one in report.run.records if one.arrived_at >= counted_at))
+        tables.append(failures(counted_of(report.run.records, report.scenario.warm_up_s)))
     tables.append(latencies(report.summary))
     if len(report.summary.groups) > 1:
         tables.append(groups(report.summary))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from manylora.lab.bench.load import LoadRun
-from manylora.lab.measure import PercentileSummary, RequestRecord, Slo, Summary, percentiles, summarise
+from manylora.lab.measure import PercentileSummary, RequestRecord, Slo, Summary, counted_of, percentiles, summarise
 from manylora.lab.measure.tables import FigureTable, figures, groups, latencies, milliseconds
 
 __all__ = ["Generator", "LoadReport", "make_report"]
@@ -108,7 +108,7 @@ def make_report(run: LoadRun, *, slo: Slo, offered_per_s: float, warm_up_s: floa
     return LoadReport(
         records=records,
         summary=summary,
-        errors=_errors(records),
+        errors=_errors(counted_of(records, warm_up_s)),
         generator=Generator(lag=lag, loop_lag=loop_lag, warnings=tuple(_warnings(summary, lag, loop_lag))),
         offered_per_s=offered_per_s,
         tokens_per_chunk=num_tokens / num_chunks if num_chunks else 0.0,

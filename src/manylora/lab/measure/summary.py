@@ -16,7 +16,17 @@ from numpy.typing import NDArray
 from manylora.core.options import CheckedOptions, option
 from manylora.lab.measure.records import RequestRecord
 
-__all__ = ["Estimate", "PercentileSummary", "Slo", "Summary", "gaps_of", "interval_of_runs", "percentiles", "summarise"]
+__all__ = [
+    "Estimate",
+    "PercentileSummary",
+    "Slo",
+    "Summary",
+    "counted_of",
+    "gaps_of",
+    "interval_of_runs",
+    "percentiles",
+    "summarise",
+]
 
 SHARES = (0.5, 0.9, 0.99)
 
@@ -158,8 +168,7 @@ def summarise(
     Without an SLO every full answer meets it. ``group`` returns the label of a request's group.
     """
     slo = slo or Slo()
-    began = min((record.arrived_at for record in records), default=0.0) + warm_up_s
-    counted = [record for record in records if record.arrived_at >= began]
+    counted = counted_of(records, warm_up_s)
     good = [record for record in counted if record.error is None]
     first_at = min((record.arrived_at for record in counted), default=0.0)
     duration_s = max((record.finished_at for record in counted), default=0.0) - first_at
@@ -197,6 +206,12 @@ def summarise(
         adapter_spread=_adapter_spread(good),
         groups={label: _summarise_group(groups[label], slo) for label in sorted(groups)},
     )
+
+
+def counted_of(records: Seq[RequestRecord], warm_up_s: float) -> list[RequestRecord]:
+    """Return the records that are counted: without those that arrived within ``warm_up_s`` of the first."""
+    began = min((record.arrived_at for record in records), default=0.0) + warm_up_s
+    return [record for record in records if record.arrived_at >= began]
 
 
 def gaps_of(records: Seq[RequestRecord]) -> NDArray[np.float64]:
