@@ -59,6 +59,8 @@ def test_shares_add_up_to_the_whole() -> None:
         (["good.jsonl", "empty.jsonl"], "The step log empty.jsonl is empty"),
         (["good.jsonl"], "Got 2 steps in the logs"),
         (["--run", "demo", "--ranks", "8,x"], "expected positive numbers with commas"),
+        (["--run", "demo", "--output", "nowhere/profile.json"], "there is no folder nowhere"),  # not after two minutes
+        (["--run", "demo", "--step-log", "."], "--step-log '.', which is a folder"),
     ],
 )
 def test_what_was_asked_for_wrongly_is_said(

@@ -139,6 +139,7 @@ def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
         (["--compare", "gpu=a40,"], "at least one value"),
         (["--price", "abacus=1"], "Got a price for 'abacus'"),
         (["--json", "nowhere/plan.json"], "there is no folder nowhere"),
+        (["--json", "."], "--json '.', which is a folder"),
     ],
 )
 def test_what_is_wrong_is_named(file: Path, words: list[str], message: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.values import command_line, parse_address, repeat_option
+from manylora.cli.options.values import check_output, command_line, parse_address, repeat_option
 from manylora.cli.views.simulate_report import write_results
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.errors import ConfigError
@@ -211,12 +211,16 @@ def bench_serve(chosen: Chosen) -> None:
     """
     options = chosen.make(LoadOptions)
     slo, target = options.slo(), options.target()
+    if options.save is not None:
+        check_output("--save", Path(options.save), is_folder=True)
     names = options.names(target)
     load = make_workload(options.workload_spec(len(names.adapters)), options.seed)
     prompts = options.prompts()
     questions = _questions(load, names, target, prompts)
     if not questions:
         raise ConfigError("The workload has no request")
+    if (lasts_s := questions[-1].at_s - questions[0].at_s) < options.warm_up_s:
+        raise ConfigError(f"Got warm_up_s = {options.warm_up_s:g}, and all requests are sent within {lasts_s:.3g} s")
     is_at_once = math.isinf(options.request_rate) and options.workload is None
     rate = "all at once" if is_at_once else f"at {load.rate:.3g}/s"
     note(f"{len(questions):,} requests {rate} over {len(load.adapters)} adapters of {names.base}")

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
-from manylora.cli.options.values import command_line, panel, resolve_model
+from manylora.cli.options.values import check_output, command_line, panel, resolve_model
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LogLine, StepRecord, read_step_log, write_step_log
@@ -72,6 +72,8 @@ def calibrate(
     """
     if bool(logs) == (model is not None):
         raise ConfigError("Got both logs and --run, or neither: expected step logs, or --run MODEL to make one")
+    check_output("--output", output)
+    check_output("--step-log", step_log)
     lines: list[LogLine]
     if model is not None:
         from manylora.execution.build import build_parts  # imports torch

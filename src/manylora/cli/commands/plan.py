@@ -14,6 +14,7 @@ import typer
 
 from manylora.cli.options.fields import Chosen, flags_of, with_flags
 from manylora.cli.options.scenarios import PLACES, Sets, Traces, WorkloadOptions, change, folders_of, scenario_table
+from manylora.cli.options.values import check_output
 from manylora.cli.views.terminal import note, notes, out
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import ConfigError, ModelTooLarge
@@ -207,8 +208,7 @@ def _check(
     for name in settings.prices:
         if name not in kinds:
             raise ConfigError(f"Got a price for {name!r}, expected one of {', '.join(kinds)}")
-    if json_file is not None and not json_file.parent.is_dir():
-        raise ConfigError(f"Got --json {str(json_file)!r}, and there is no folder {json_file.parent}")
+    check_output("--json", json_file)
     return fitting
 
 

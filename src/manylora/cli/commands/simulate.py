@@ -19,7 +19,7 @@ from manylora.cli.options.scenarios import (
     folders_of,
     scenario_table,
 )
-from manylora.cli.options.values import panel
+from manylora.cli.options.values import check_output, panel
 from manylora.cli.views.simulate_report import SimulationReport, print_report, setup_of, write_report
 from manylora.cli.views.terminal import note, out, progress_bar
 from manylora.core.config import AdapterConfig, SchedulerConfig
@@ -65,11 +65,7 @@ def simulate_command(
     """
     table = _table(file, chosen, sets)
     scenario = read_scenario(table, folders=folders_of(file, traces))
-    if output is not None:
-        try:
-            output.mkdir(parents=True, exist_ok=True)  # before the run, which may take minutes
-        except OSError as error:
-            raise ConfigError(f"Got --output {str(output)!r}, which cannot be made: {error.strerror}") from None
+    check_output("--output", output, is_folder=True)
     report = _simulate(scenario, table, "requests")
     print_report(report, out)
     if output is not None:

@@ -25,6 +25,7 @@ __all__ = [
     "LoraDirs",
     "LoraModules",
     "ModelArgument",
+    "check_output",
     "command_line",
     "log_to_stderr",
     "panel",
@@ -158,6 +159,21 @@ def repeat_option(
             option = arg if arg in names else None
         spread.append(arg)
     return spread
+
+
+def check_output(flag: str, path: Path | None, *, is_folder: bool = False) -> None:
+    """Raise ``ConfigError`` if a file cannot be written, or a folder not made: before a run that may take minutes."""
+    if path is None:
+        return
+    if is_folder:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"Got {flag} {str(path)!r}, which cannot be made: {error.strerror}") from None
+    elif path.is_dir():
+        raise ConfigError(f"Got {flag} {str(path)!r}, which is a folder")
+    elif not path.parent.is_dir():
+        raise ConfigError(f"Got {flag} {str(path)!r}, and there is no folder {path.parent}")
 
 
 def command_line() -> str:
