@@ -22,7 +22,7 @@ from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.calibrate import fit_profile, noise_of, split_log
 from manylora.lab.costs.fitted import FittedCost
 from manylora.lab.costs.model import FixedCost
-from manylora.lab.costs.profile import Noise, StepCost, read_profile
+from manylora.lab.costs.profile import DriftComponent, LoadCost, Noise, RowTimes, SpeedDrift, StepCost, read_profile
 from manylora.lab.sim.run.executor import SimulatedExecutor
 
 
@@ -209,6 +209,30 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, content: str | None, mess
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         read_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"terms": {"step": -1.0}}, "a cost of -1.0"),
+        ({"rows": RowTimes(knots=(), row_s=())}, "knots that rise from 0"),
+        ({"rows": RowTimes(knots=(0, 4), row_s=(1.0,))}, "a cost for each"),
+        ({"rows": RowTimes(knots=(0, 4, 2), row_s=(1.0, 1.0, 1.0))}, "knots that rise"),
+        ({"loads": {"host": LoadCost(fixed_s=1.0, byte_s=0.0)}}, "loads to host, expected host and device"),
+        ({"interference": {"moon": 0.1}}, "expected shares below 1 of host and device"),
+        ({"interference": {"host": 1.0}}, "expected shares below 1"),
+        ({"noise": {"decode": Noise(mean=1.0, quantiles=())}}, "noise without quantiles"),
+        (
+            {"speed_drift": SpeedDrift(components=(DriftComponent(size=0.1, length_s=0.0),), noise={})},
+            "lengths above 0",
+        ),
+    ],
+)
+def test_what_no_measurement_gives_is_refused(tmp_path: Path, change: dict[str, object], message: str):
+    """It ended simulations in tracebacks, or was taken for nothing."""
+    make_profile(**change).write(tmp_path / "profile.json")
+    with pytest.raises(ConfigError, match=message):
+        read_profile(tmp_path / "profile.json")
 
 
 def header(**fields: str) -> LogHeader:

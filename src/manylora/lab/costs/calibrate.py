@@ -24,6 +24,7 @@ from manylora.core.errors import ConfigError
 from manylora.lab.costs.drift import Array, DriftEstimate, estimate_drift, fit_nonnegative, noise_within, speed_between
 from manylora.lab.costs.profile import (
     TERMS,
+    TIERS,
     CostProfile,
     FitError,
     LoadCost,
@@ -55,8 +56,6 @@ ROUNDS = 10
 
 RUNS_APART_S = 1e6
 """Seconds between two runs of a log: longer than any drift component."""
-
-TIERS = ("host", "device")
 
 MOST_INTERFERENCE = 0.9
 """Largest slowdown of a step by a concurrent load."""

@@ -22,6 +22,7 @@ from manylora.core.errors import ConfigError
 
 __all__ = [
     "TERMS",
+    "TIERS",
     "CostProfile",
     "DriftComponent",
     "FitError",
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 FORMAT = 1
+TIERS = ("host", "device")
 
 TERMS: Mapping[str, str] = {
     "step": "step",
@@ -237,4 +239,28 @@ def read_profile(path: str | Path) -> CostProfile:
         raise ConfigError(f"{path} is a cost profile of format {profile.format}, expected {FORMAT}: calibrate again")
     if unknown := sorted(set(profile.terms) - set(TERMS)):
         raise ConfigError(f"{path} has a term {unknown[0]!r}, expected one of {', '.join(TERMS)}")
+    if fault := _fault_of(profile):
+        raise ConfigError(f"{path} is not a cost profile of `manylora calibrate`: {fault}")
     return profile
+
+
+def _fault_of(profile: CostProfile) -> str | None:
+    """Return what no measurement gives, as of a file that was changed by hand."""
+    rows, drift = profile.rows, profile.speed_drift
+    loads = [cost for load in profile.loads.values() for cost in (load.fixed_s, load.byte_s)]
+    noise = [*profile.noise.values(), *(() if drift is None else drift.noise.values())]
+    factors = [factor for one in noise for factor in (one.mean, *one.quantiles)]
+    costs = (*profile.terms.values(), *rows.row_s, profile.turn_s, profile.turn_sequence_s, *loads, *factors)
+    if min(costs) < 0:
+        return f"a cost of {min(costs)}"
+    if rows.knots[:1] != (0,) or len(rows.row_s) != len(rows.knots) or list(rows.knots) != sorted(set(rows.knots)):
+        return f"rows of {rows}, expected knots that rise from 0, and a cost for each"
+    if set(profile.loads) != {*TIERS}:
+        return f"loads to {', '.join(profile.loads)}, expected host and device"
+    if not all(tier in TIERS and 0 <= share < 1 for tier, share in profile.interference.items()):
+        return f"interference of {profile.interference}, expected shares below 1 of host and device"
+    if not all(one.quantiles for one in noise):
+        return "noise without quantiles"
+    if drift is not None and not all(one.size >= 0 and one.length_s > 0 for one in drift.components):
+        return f"speed drift of {drift.components}, expected sizes from 0 and lengths above 0"
+    return None
