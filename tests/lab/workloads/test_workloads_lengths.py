@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,21 @@ def test_scaling_scales_the_blocks_of_a_prefix(mooncake: Path) -> None:
     drawn = ReplayLengths(file=mooncake, scale=0.1, bounds=TokenBounds(max_prompt=60)).draw(2, np.random.default_rng(0))
     assert drawn.prompt.tolist() == [60, 60] and drawn.prefix_block_tokens == 51
     assert drawn.prefix == ((0, 1), (0, 9))  # no more blocks than the prompt reaches into
+
+
+@pytest.mark.parametrize("mu", [20.0, 50.0, 2000.0])  # above all contexts, beyond 64 bits, infinite
+def test_lengths_beyond_any_context_are_named(mu: float) -> None:
+    long, short = LognormalTokens(mu=mu, sigma=0.1), FixedTokens(tokens=3)
+    for lengths, name in (
+        (ParametricLengths(prompt=long, output=short), "prompt"),
+        (ParametricLengths(prompt=short, output=long), "output"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"tokens \({name}\), expected at most 16,777,216: set bounds.max_{name}"
+        ):
+            lengths.draw(4, np.random.default_rng(0))
+        within = replace(lengths, bounds=TokenBounds(max_prompt=9, max_output=9)).draw(4, np.random.default_rng(0))
+        assert getattr(within, name).tolist() == [9] * 4
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+MOST_TOKENS = 1 << 24  # of a prompt or an answer: beyond any context, and a prompt is made token by token
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnLengths:
     """Lengths of requests, in order of arrival."""
@@ -73,11 +76,17 @@ class TokenBounds:
     def fit(
         self, prompt: FloatArray | IntArray, output: FloatArray | IntArray, scale: float
     ) -> tuple[IntArray, IntArray]:
-        """Scale, and round to whole tokens within the limits."""
-        return (
-            np.clip(np.rint(prompt * scale), self.min_prompt, self.max_prompt).astype(np.int64),
-            np.clip(np.rint(output * scale), self.min_output, self.max_output).astype(np.int64),
-        )
+        """Scale, and round to whole tokens within the limits; ``ConfigError`` for more than ``MOST_TOKENS``."""
+        fitted = {
+            "prompt": np.clip(np.rint(prompt * scale), self.min_prompt, self.max_prompt),
+            "output": np.clip(np.rint(output * scale), self.min_output, self.max_output),
+        }
+        for name, tokens in fitted.items():
+            if (longest := tokens.max(initial=0)) > MOST_TOKENS:
+                raise ConfigError(
+                    f"Got {longest:.3g} tokens ({name}), expected at most {MOST_TOKENS:,}: set bounds.max_{name}"
+                )
+        return fitted["prompt"].astype(np.int64), fitted["output"].astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
