@@ -192,6 +192,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert "Traceback" not in error
 
 
+def test_a_run_that_refuses_all_at_once_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    rows = "2024-01-01 00:00:00,50000,1", "2024-01-01 00:00:01,50000,1"
+    (tmp_path / "long.csv").write_text("\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)))
+    replay = '{ kind = "replay", file = "long.csv" }'
+    (tmp_path / "one.toml").write_text(f"[workload]\nnum_requests = 1\narrivals = {replay}\nlengths = {replay}\n")
+    assert run_main(monkeypatch, "simulate", str(tmp_path / "one.toml")) == 0
+    assert "no full answer, because" in capsys.readouterr().out
+
+
 def test_tables_leave_out_what_says_nothing(traces: Path, tmp_path: Path):
     scenario = read_scenario(read_table(EXAMPLES / "synthetic.toml"))
     scenario = replace(scenario, workload=replace(scenario.workload, num_requests=20))

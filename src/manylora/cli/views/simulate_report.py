@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -114,7 +115,7 @@ def _tables(report: SimulationReport) -> list[FigureTable]:
 
 def _replicas(report: SimulationReport) -> FigureTable:
     """Return the engine's figures of each replica."""
-    rows = []
+    rows, duration_s = [], report.run.duration_s or math.inf  # all refused at once
     for replica, (stats, timeline) in enumerate(zip(report.run.stats, report.run.timelines, strict=True)):
         device = timeline.loads[Tier.DEVICE]
         steps_s = sum(timeline.steps.took_s)
@@ -122,12 +123,12 @@ def _replicas(report: SimulationReport) -> FigureTable:
             (
                 str(replica),
                 f"{stats.num_steps:,}",
-                f"{steps_s / report.run.duration_s:.1%}",
+                f"{steps_s / duration_s:.1%}",
                 f"{sum(timeline.steps.num_sequences) / max(1, stats.num_steps):.1f}",
                 f"{stats.num_loads:,}",
                 f"{stats.num_disk_loads:,}",
                 f"{stats.num_evictions:,}",
-                f"{sum(device.busy_s) / report.run.duration_s:.1%}",
+                f"{sum(device.busy_s) / duration_s:.1%}",
                 f"{sum(device.num_bytes) / 1e9:,.1f}",
             )
         )
