@@ -225,6 +225,11 @@ def test_wrong_systems_are_refused() -> None:
         FunctionsSetup(one_process=True)
     with pytest.raises(ConfigError, match="does not fit on one l40s"):
         run(workload((0.0, 0, 1, 1)), models=("llama-2-70b",), slo_s=(1.0,))
+    calls = workload((0.0, 0, 1, 1))
+    of_base = tuple(replace(one, adapter=None) for one in calls.requests)
+    for wrong in (replace(calls, requests=of_base), replace(calls, requests=(), adapters=())):
+        with pytest.raises(ConfigError, match="expected an adapter for each"):
+            run(wrong)
 
 
 SYSTEMS = st.fixed_dictionaries(

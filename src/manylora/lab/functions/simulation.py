@@ -57,10 +57,12 @@ class FunctionsSimulation:
     """Serves a workload by functions in virtual time.
 
     Raises:
-        ConfigError: A model does not fit on a device.
+        ConfigError: A model does not fit on a device, or a request is for no adapter.
     """
 
     def __init__(self, workload: Workload, setup: FunctionsSetup) -> None:
+        if not workload.adapters or any(one.adapter is None for one in workload.requests):
+            raise ConfigError("Got requests for the base, expected an adapter for each: functions serve nothing else")
         self._setup = setup
         self._workload = workload
         self._clock = VirtualClock()
