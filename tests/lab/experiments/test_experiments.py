@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from manylora.cli.app import app
 from manylora.core.errors import ConfigError
 from manylora.lab.costs.idle import times_on_idle_engine
-from manylora.lab.experiments.calculations import is_clairvoyant
-from manylora.lab.experiments.cases import Result, _digest, cases_of, read_workload
+from manylora.lab.experiments.calculations import CALCULATIONS, is_clairvoyant
+from manylora.lab.experiments.cases import Result, _digest, cases_of, prepare, read_workload
 from manylora.lab.experiments.findings import Findings, Verdict, compare, overall
 from manylora.lab.experiments.isolated import is_isolated, read_functions, run_isolated
 from manylora.lab.experiments.pictures import draw
@@ -21,6 +21,7 @@ from manylora.lab.experiments.read import find_experiments, read_experiment
 from manylora.lab.experiments.report import Picture, as_html, as_json, as_markdown, format_figure, format_published
 from manylora.lab.experiments.running import Runner
 from manylora.lab.experiments.spec import Claim, Experiment, Plot, Point, merge, setup_table
+from manylora.lab.measure import percentiles
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.simulation import simulate
 from manylora.lab.sim.setup import Setup, make_config
@@ -195,6 +196,11 @@ def test_points_change_tables_by_their_names():
         setup_table({"one": {"like": "two"}, "two": {"like": "one"}}, "one")
 
 
+SPREAD = """num_requests = 10
+lengths.prompt = { kind = "uniform", low = 20, high = 900 }
+"""
+
+
 def made_findings(claim: Claim, figures: dict[str, list[float]]) -> Findings:
     """Return findings with one figure, by setup and point."""
     points = tuple(Point(str(x), float(x), {}) for x in range(1, 1 + len(next(iter(figures.values())))))
@@ -291,6 +297,30 @@ def test_a_figure_that_runs_do_not_have_is_nothing_to_compare(form: str) -> None
 def test_nothing_is_a_share_of_nothing():
     claim = Claim(text="", figure="y", form="change", setup="a", versus="b", point="1", published=0.5, tolerance=0.1)
     assert ours(claim, a=[0.5], b=[0.0]) is None
+
+
+@pytest.mark.parametrize("where", ["workload", "point", "nowhere"])
+def test_a_report_names_the_traces_that_its_commands_need(where: str) -> None:
+    claim = Claim(text="", figure="y", setup="a", point="1", published=0.5, tolerance=0.1)
+    findings, lengths = made_findings(claim, {"a": [0.5]}), {"lengths": {"kind": "trace", "file": "x.csv"}}
+    if where == "workload":
+        findings.experiment = replace(findings.experiment, workload=lengths)
+    elif where == "point":
+        points = (Point("1", 1.0, {"workload.lengths": lengths["lengths"]}),)
+        findings.experiment = replace(findings.experiment, points=points)
+    traces = "" if where == "nowhere" else " --traces DIR"
+    assert f"`manylora experiment run a/b{traces} --seeds 1`" in as_markdown([(findings, [])], "command")
+
+
+def test_percentiles_of_a_calculation_are_those_of_runs(catalog: Path) -> None:
+    (catalog / "alone.toml").write_text(f'title = "Alone"\ncalculation = "alone"\nuse = ["slow"]\n[workload]\n{SPREAD}')
+    case = next(iter(cases_of(read_experiment(str(catalog / "alone.toml")), seeds=1, traces=None).values()))
+    workload, versions, config = prepare(case)
+    e2e = [one.e2e_s for one in times_on_idle_engine(workload.requests, versions, config.cost)]
+    found = percentiles(e2e)
+    assert found is not None and len(set(e2e)) > 2
+    figures = CALCULATIONS["alone"](case).figures
+    assert (figures["e2e_p50"], figures["e2e_p99"]) == pytest.approx((found.p50, found.p99), rel=1e-9)
 
 
 def test_a_limit_is_kept_up_to_the_limit_and_one_run_makes_no_verdict():

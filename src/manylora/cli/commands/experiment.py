@@ -93,6 +93,7 @@ def report(
     found = _run(_choose(names or ["all"]), runner, traces=traces, seeds=seeds, duration_s=None)
     pages = [(findings, _keep(findings, output)) for findings in found]
     command = f"manylora experiment report {' '.join(names or [])}".strip() + (" --traces DIR" if traces else "")
+    command += "" if seeds is None else f" --seeds {seeds}"
     (output / "report.md").write_text(as_markdown(pages, command))
     (output / "report.html").write_text(as_html(pages, command))
     out.print(output / "report.html", soft_wrap=True)

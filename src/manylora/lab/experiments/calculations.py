@@ -60,9 +60,7 @@ def idle_engine(case: Case) -> Result:
     figures["load_share"] = figures["load_s"] / ttft
     figures["adapter_share"] = (figures["load_s"] + figures["adapter_s"]) / ttft
     for name, values in (("ttft", [one.ttft_s for one in times]), ("e2e", [one.e2e_s for one in times])):
-        values.sort()
-        figures[f"{name}_p50"] = values[count // 2]
-        figures[f"{name}_p99"] = values[int(0.99 * (count - 1))]
+        figures |= {f"{name}_p50": float(np.quantile(values, 0.5)), f"{name}_p99": float(np.quantile(values, 0.99))}
     return Result(figures, {"ttft_cdf": cdf(one.ttft_s for one in times), "e2e_cdf": cdf(one.e2e_s for one in times)})
 
 

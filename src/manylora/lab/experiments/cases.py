@@ -27,7 +27,7 @@ from manylora.lab.tables import TableReader
 from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.spec import KINDS
 
-__all__ = ["Case", "Curve", "Result", "cases_of", "cdf", "prepare", "read_workload"]
+__all__ = ["Case", "Curve", "Result", "cases_of", "cdf", "prepare", "read_workload", "reads_traces"]
 
 FORM = 1
 """Form of the results that are kept; another number makes every case run again."""
@@ -112,6 +112,12 @@ def _change(tables: Table, point: Point) -> Table:
         assert isinstance(nested, dict)
         tables = merge(tables, nested)
     return tables
+
+
+def reads_traces(experiment: Experiment) -> bool:
+    """Whether a workload of an experiment names a file of the folder of traces."""
+    workloads = [experiment.workload, *(_change({}, point).get("workload") for point in experiment.points)]
+    return any(map(_files_in, workloads))
 
 
 def read_workload(table: Mapping[str, object], traces: Path | None) -> WorkloadSpec:

@@ -11,6 +11,7 @@ from math import isfinite
 
 from markdown_it import MarkdownIt
 
+from manylora.lab.experiments.cases import reads_traces
 from manylora.lab.experiments.findings import Comparison, Findings, Verdict, overall
 from manylora.lab.experiments.spec import Claim
 from manylora.lab.measure import Estimate
@@ -136,10 +137,11 @@ def _anchor(heading: str) -> str:
 def _section(findings: Findings) -> list[str]:
     experiment, comparisons = findings.experiment, findings.compare()
     lines = [f"## {_heading(findings)}", "", f"{experiment.source}. Verdict: **{_verdict(findings)}**.", ""]
+    command = f"manylora experiment run {experiment.name}{' --traces DIR' if reads_traces(experiment) else ''}"
     lines += [
-        f"`manylora experiment run {experiment.name} --seeds {findings.num_seeds}`"
+        f"`{command} --seeds {findings.num_seeds}`"
         if experiment.calculation is None
-        else f"`manylora experiment run {experiment.name}` (a calculation: nothing is drawn)"
+        else f"`{command}` (a calculation: nothing is drawn)"
     ]
     if experiment.notes:
         lines += ["", experiment.notes.strip()]
