@@ -143,13 +143,17 @@ class BuiltResponse:
     def _add(self, piece: TextPiece) -> list[dict[str, Any]]:
         """Add a piece token by token, so that its log-probabilities come with their own text."""
         reports: list[dict[str, Any]] = []
+        thinks = self.reader.reasoning
         ends = [token.text_offset - self._num_chars for token in piece.logprobs[1:]]
         begin = 0
         for token, end in zip(piece.logprobs, [*ends, len(piece.text)], strict=True):
             self._unread.append(msgspec.Raw(encode(logprob_entry(token))))
+            was_inside = thinks is not None and thinks.is_inside
             if events := self.reader.feed(piece.text[begin : (begin := max(begin, end))]):
                 reports += self.items.add(events, self._unread)
                 self._unread = []
+            elif thinks is not None and (was_inside or thinks.is_inside):
+                self._unread = []  # of the reasoning, or of a tag around it
         self._num_chars += len(piece.text)
         return reports
 

@@ -23,20 +23,21 @@ class ReasoningSplitter:
         before: blanks or part of <think>  ->  inside: up to </think>  ->  after: content
 
     Some templates open the reasoning in ``prompt_end``, the last text of the prompt, or close it to have none.
+    ``is_inside`` says whether the text so far ends within the reasoning.
     """
 
     def __init__(self, name: str, prompt_end: str) -> None:
         is_closed = prompt_end.rstrip().endswith(CLOSE)
         is_opened = prompt_end.rstrip().endswith(OPEN)
         self._is_before = not is_closed and not is_opened
-        self._is_inside = is_opened
+        self.is_inside = is_opened
         self._is_default = REASONING_PARSERS[name]
         self._held = ""
 
     @property
     def is_over(self) -> bool:
         """Whether only content follows."""
-        return not (self._is_before or self._is_inside)
+        return not (self._is_before or self.is_inside)
 
     def feed(self, text: str) -> tuple[str, str]:
         """Add a piece; return the reasoning and the content that it adds."""
@@ -46,15 +47,15 @@ class ReasoningSplitter:
             if OPEN.startswith(begin):
                 return "", ""
             self._is_before = False
-            self._is_inside = self._is_default or begin.startswith(OPEN)
+            self.is_inside = self._is_default or begin.startswith(OPEN)
             text = begin.removeprefix(OPEN) if begin.startswith(OPEN) else self._held
             self._held = ""
-        if not self._is_inside:
+        if not self.is_inside:
             return "", text
         text = self._held + text
         reasoning, close, content = text.partition(CLOSE)
         if close:
-            self._is_inside, self._held = False, ""
+            self.is_inside, self._held = False, ""
             return reasoning, content
         length = next(length for length in range(len(CLOSE) - 1, -1, -1) if text.endswith(CLOSE[:length]))
         self._held = text[len(text) - length :]
@@ -63,7 +64,7 @@ class ReasoningSplitter:
     def finish(self) -> tuple[str, str]:
         """Return the held text as reasoning and content: no piece follows."""
         held, self._held = self._held, ""
-        return (held, "") if self._is_inside else ("", held)
+        return (held, "") if self.is_inside else ("", held)
 
 
 @dataclass(eq=False)
