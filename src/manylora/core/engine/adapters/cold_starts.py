@@ -160,10 +160,6 @@ class ColdStarts:
         if choice is not None:
             self._learn(choice, now - choice.chosen_at)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Learn that a sequence ended."""
-        self.choices.pop(sequence.seq_id, None)
-
     def _choose(
         self, sequence: Sequence, residency: Residency, running: Seq[Sequence], now: float, *, was_held_up: bool
     ) -> StartChoice:
