@@ -22,6 +22,7 @@ from manylora.core.scheduling.prediction import (
 )
 from manylora.core.scheduling.prediction.quantile import LengthHistogram, bin_of, upper_edge
 from manylora.core.scheduling.prediction.request_log import LoggedRequest
+from manylora.core.types import FinishReason
 
 
 def generated(one: Sequence, num_tokens: int) -> Sequence:
@@ -134,12 +135,14 @@ def test_the_engine_tells_the_predictor_how_answers_ended_but_not_those_cancelle
     rig = make_rig()
     told = []
     rig.core._answers._predictor.observe = lambda one: told.append((one.request.request_id, one.num_output_tokens))
-    rig.add(request("whole", max_tokens=3), request("cancelled", max_tokens=50))
+    rig.add(*(request(name, max_tokens=50) for name in ("stopped", "cancelled")), request("whole", max_tokens=3))
     rig.turn()
     rig.step()
+    rig.core.cancel("stopped", rig.now, FinishReason.STOP)  # its text reached a stop string
     rig.core.cancel("cancelled", rig.now)
     rig.drain()
-    assert told == [("whole", 3)]
+    assert told == [("stopped", 1), ("whole", 3)]
+    assert (rig.core.stats().num_answers, rig.core.stats().num_answer_tokens) == (2, 4)
 
 
 # -- the request log ---------------------------------------------------------------------------------------------------

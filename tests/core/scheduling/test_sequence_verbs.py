@@ -11,6 +11,7 @@ from harness import sequence
 
 import manylora
 from manylora.core.scheduling import Sequence, SequenceStatus
+from manylora.core.types import FinishReason
 
 SOURCE = Path(manylora.__file__).parent
 HOLDERS = ("core/costs", "core/engine", "core/scheduling", "lab/sim")
@@ -87,6 +88,6 @@ def test_a_token_for_a_cancelled_sequence_is_dropped() -> None:
     one = sequence(0, num_prompt=5)
     one.admitted(1.0, shared=(), pages=[1, 2])
     one.launched(5)
-    one.cancelled()
+    one.cancelled(FinishReason.CANCELLED)
     assert not one.took_token(9, 0.5, 2.0)
     assert (one.num_output_tokens, one.num_pending, one.num_in_flight, one.runs_until) == (0, 0, 0, 0)

@@ -195,12 +195,13 @@ def tokens_in_the_end(engine: Engine) -> int:
     return engine.stats().num_generated_tokens
 
 
-def test_what_a_stop_string_ended_is_cancelled(make: Callable[..., Engine]) -> None:
+def test_what_a_stop_string_ended_runs_no_further(make: Callable[..., Engine]) -> None:
     engine = make(SLOW_S)
     sampling = SamplingParams(stop=("quick",), ignore_eos=True, max_tokens=240)
     answers = engine.generate(["hello"] * 10, sampling=sampling)
     assert [answer.text for answer in answers] == ["base the "] * 10
     assert tokens_in_the_end(engine) < 10 * 240 / 2
+    assert engine.stats().num_answers == 10, "their lengths are learnt, as those of other answers"
 
 
 def test_chats_go_through_the_template(engine: Engine) -> None:

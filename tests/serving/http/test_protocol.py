@@ -131,26 +131,6 @@ def test_what_the_observer_makes_of_events() -> None:
     assert observer.take() == Observations()
 
 
-@pytest.mark.parametrize(
-    ("was_stopped", "reason", "told"),
-    [
-        (True, FinishReason.CANCELLED, "stop"),
-        (False, FinishReason.CANCELLED, "cancelled"),
-        (True, FinishReason.LENGTH, "length"),
-    ],
-)
-def test_a_cancellation_by_a_stop_string_is_a_stop(was_stopped: bool, reason: FinishReason, told: str) -> None:
-    observer = Observer()
-    observer(arrived(0.0, "r"))
-    if was_stopped:
-        observer.note_stopped(["r", "one that has ended already"])
-    observer(finished(2.0, "r", reason))
-    assert [(one.reason, one.e2e_s) for one in observer.take().finished] == [(told, 2.0)]
-    observer(arrived(3.0, "r"))
-    observer(finished(4.0, "r", FinishReason.CANCELLED))
-    assert [one.reason for one in observer.take().finished] == ["cancelled"]
-
-
 def test_what_many_answers_share_is_sent_once() -> None:
     """A message is of the size of the HTTP request, not of that times the number of answers; seeds are beside."""
     prompt = tuple(range(1000))

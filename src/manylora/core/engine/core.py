@@ -162,15 +162,15 @@ class EngineCore:
         self.queue_wait.added(sequence)
         self._telemetry.emit(arrival_of(sequence))
 
-    def cancel(self, request_id: str, now: float) -> bool:
-        """End a request; its last output follows. Return whether it was in flight."""
+    def cancel(self, request_id: str, now: float, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        """End a request for a reason; its last output follows. Return whether it was in flight."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return False
         if sequence.num_in_flight:
-            sequence.cancelled()  # the device may be writing its pages: it ends with the step
+            sequence.cancelled(reason)  # the device may be writing its pages: it ends with the step
         else:
-            self._answers.finish(sequence, FinishReason.CANCELLED, now)
+            self._answers.finish(sequence, reason, now)
         return True
 
     # -- one turn: collect -------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class EngineStats:
     num_failed: int = 0  # versions whose weights could not be read
     num_only_host: int = 0  # versions whose highest tier is the host
     num_only_disk: int = 0  # versions that are only on disk
-    num_answers: int = 0  # requests that ended with a stop token or at their limit
+    num_answers: int = 0  # requests that ended with a stop token or string, or at their limit
     num_answer_tokens: int = 0  # their generated tokens
     resident_adapters: tuple[str, ...] = ()  # names of adapters on the device, sorted
     fits: tuple[StepFit, ...] = ()  # step-time models fitted to this engine's steps; none before enough steps

@@ -299,9 +299,9 @@ class Sequence:
         self.runs_until = self.num_prompt_tokens + self.max_tokens
         self.status = SequenceStatus.WAITING
 
-    def cancelled(self) -> None:
-        """Its client has left: it ends with the steps in flight."""
-        self.ending = self.ending or FinishReason.CANCELLED
+    def cancelled(self, reason: FinishReason) -> None:
+        """Its client needs no more of it: it ends with the steps in flight."""
+        self.ending = self.ending or reason
         self.runs_until = 0
 
     def failed(self, error: str, *, is_refused: bool = False) -> None:

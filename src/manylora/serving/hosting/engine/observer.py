@@ -20,7 +20,7 @@ from manylora.core.events import (
     StepFinished,
     TokensEmitted,
 )
-from manylora.core.types import AdapterKey, FinishReason, Tier
+from manylora.core.types import AdapterKey, Tier
 from manylora.serving.hosting.protocol import AdapterMove, FinishedRequest, Observations
 
 __all__ = ["Observer"]
@@ -37,7 +37,6 @@ class _InFlight:
     max_tokens: int
     tenant: str
     has_token: bool = False
-    is_stopped: bool = False
     load_s: float = 0.0
 
 
@@ -93,12 +92,6 @@ class Observer:
             case AdapterEvicted(adapter=key, tier=tier):
                 self._note_move(key, tier, "evicted")
 
-    def note_stopped(self, request_ids: list[str]) -> None:
-        """Report the coming cancellation of these requests as ``stop``: their text reached a stop string."""
-        for request_id in request_ids:
-            if request_id in self._in_flight:
-                self._in_flight[request_id].is_stopped = True
-
     def forget(self, request_ids: list[str]) -> None:
         """Report no end of these requests: they were refused with others, and have not run."""
         for request_id in request_ids:
@@ -124,14 +117,11 @@ class Observer:
         request = self._in_flight.pop(event.request_id, None)
         if request is None:
             return
-        reason = event.reason
-        if request.is_stopped and reason is FinishReason.CANCELLED:
-            reason = FinishReason.STOP
         first_at, admitted_at = event.first_token_at, event.admitted_at
         self._gathered.finished.append(
             FinishedRequest(
                 request.adapter,
-                reason.value,
+                event.reason.value,
                 event.at - event.arrived_at,
                 event.num_prompt_tokens,
                 event.num_output_tokens,

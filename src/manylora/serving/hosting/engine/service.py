@@ -25,7 +25,7 @@ from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import ConfigError, ManyloraError, RequestError, SnapshotFailed
 from manylora.core.ports import EngineParts, Executor, SharedBase
 from manylora.core.scheduling.prediction import RequestLog
-from manylora.core.types import Constraint, Output
+from manylora.core.types import Constraint, FinishReason, Output
 from manylora.serving.hosting.engine.adapter_reads import AdapterReads
 from manylora.serving.hosting.engine.observer import Observer
 from manylora.serving.hosting.engine.startup import TORCH_BUILDER, collector_paused
@@ -257,12 +257,11 @@ class EngineService:
         self.send(Reply(command.call, refused=refused))
 
     def _cancel(self, core: EngineCore, now: float, command: Cancel) -> None:
-        if command.stopped:
-            self._observer.note_stopped(command.request_ids)
+        reason = FinishReason.STOP if command.stopped else FinishReason.CANCELLED
         for request_id in command.request_ids:
             if request_id in self._preparing:
                 self._preparing[request_id] = True
-            core.cancel(request_id, now)
+            core.cancel(request_id, now, reason)
 
     def _prepare(self, command: AddRequests, constraints: set[Constraint]) -> None:
         """Compile constraints on a thread, then post the requests to the loop. Never raises."""
