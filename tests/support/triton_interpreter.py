@@ -1,4 +1,4 @@
-"""Triton's interpreter in a fifth of its time."""
+"""Triton's interpreter in a fraction of its time."""
 
 from __future__ import annotations
 
