@@ -3,7 +3,7 @@
 #   make demo            the two commands worth knowing
 #   make test
 #   make PYTHON=python3.12 demo     another interpreter
-#   make test ARGS="-k server -x"   arguments for pytest, which runs in two processes; "-n 0 ..." for one
+#   make test ARGS="-k server -x"   arguments for pytest, which runs in three processes; "-n 0 ..." for one
 #   make quick QUICK=tests/route    the fast tests of another room
 #   make bench TRACES=DIR           with the benchmarks that read public traces
 
@@ -35,10 +35,12 @@ help: ## show this list
 demo: $(FOR_RUN) ## serve the demo model with its twelve adapters and ask all of them at once
 	@$(BIN)/manylora demo $(ARGS)
 
+# Three processes on two cores: many tests wait for processes of their own. Files in their order, since by the number of
+# their tests those that wait longest would come last, beside nothing.
 .PHONY: test
 test: $(FOR_TEST) ## all checks and all tests; the tests run even when a check fails, and come last
 	@checks=0; $(MAKE) --no-print-directory check || checks=$$?; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS); \
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); \
 	[ $$checks -eq 0 ] || echo 'The tests passed, but `make check` did not: see above.' >&2; \
 	exit $$checks
 
