@@ -137,6 +137,12 @@ def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
         (["--tolerance", "-2"], r"tolerance = -2\.0, expected a share"),
         (["--set", "place.x=1"], "Got scenario.place, which nothing reads"),
         (["--compare", "gpu=a40,"], "at least one value"),
+        (["--compare", "gpu=a40", "--compare", "hardware=h100"], "Got gpu to compare twice"),
+        (["--compare", "gpu=a40,h100", "--profile", "cpu.json"], "Got gpu to compare beside a profile"),
+        (
+            ["--compare", "model=llama-7b", "--compare", "setup.profile=cpu.json"],
+            "Got model to compare beside a profile",
+        ),
         (["--price", "abacus=1"], "Got a price for 'abacus'"),
         (["--json", "nowhere/plan.json"], "there is no folder nowhere"),
         (["--json", "."], "--json '.', which is a folder"),

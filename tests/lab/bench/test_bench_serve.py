@@ -52,6 +52,7 @@ def test_what_is_wrong_is_one_line(tokenizer: Path) -> None:
         (["--url", "http://127.0.0.1:9"], "no answer"),
         (["--goodput", "speed:5"], "speed:5"),
         (["--extra-body", "[1]"], "JSON object"),
+        (["--timeout", "0"], "timeout_s = 0"),
         (["--base-model", "b", "--num-prompts", "3", "--warm-up", "1e6"], "all requests are sent within"),
         (["--save", __file__], "which cannot be made: File exists"),
     ):

@@ -99,7 +99,7 @@ class LoadOptions(CheckedOptions):
     num_warmups: int = _figures(1, at_least=0, help="Requests before the run, not measured.")
     warm_up_s: float = _figures(0.0, at_least=0, help="Seconds at the start that are not measured.")
     retries: int = _figures(0, at_least=0, help="Times that a refused request (429, 503) is sent again.")
-    timeout_s: float = _figures(600.0, help="Seconds without data after which a request fails.")
+    timeout_s: float = _figures(600.0, above=0, help="Seconds without data after which a request fails.")
     save: str | None = _figures(
         None, metavar="DIR", help="Write results.json, requests.jsonl, table.md and plots to this folder."
     )

@@ -53,6 +53,8 @@ SHORT = {
 }
 """Short names of settings that are often compared."""
 
+MEASURED = ("setup.hardware", "setup.model", "setup.lora_kernel")  # what a profile takes the place of
+
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -153,8 +155,15 @@ def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
     """Return every combination of the axes' values; the scenario as it is where there is no axis.
 
     Raises:
-        ConfigError: A setting cannot be changed.
+        ConfigError: A setting cannot be changed, has two axes, or is what a profile takes the place of.
     """
+    keys = [axis.key for axis in axes]
+    is_measured = "profile" in table.get("setup", {}) or "setup.profile" in keys
+    for axis in axes:
+        if keys.count(axis.key) > 1:
+            raise ConfigError(f"Got {axis.label} to compare twice, expected all of its values together")
+        if is_measured and axis.key in MEASURED:
+            raise ConfigError(f"Got {axis.label} to compare beside a profile, which is of one model on one machine")
     made = []
     for values in product(*(axis.values for axis in axes)):
         changed = dict(table)
