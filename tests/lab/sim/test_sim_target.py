@@ -70,6 +70,14 @@ def test_it_speaks_the_words_of_the_checkpoint_it_is_given():
     assert (base.vocab_size, base.eos_token_ids, base.max_model_len, base.name) == (115, (3,), 99, "llama-7b")
 
 
+def test_a_limit_and_a_type_of_kv_are_those_of_the_configuration(tmp_path: Path):
+    """Also beside a folder with a tokenizer alone."""
+    engine = EngineConfig(model=ModelConfig(model=str(tmp_path), max_model_len=99), simulate="a40:llama-7b")
+    assert build_simulated_parts(engine, VirtualClock()).base.max_model_len == 99
+    plain, narrow = (find_target("a40:llama-7b", config(kv_cache_dtype=name))[0] for name in ("auto", "int8"))
+    assert narrow.base.page.dtype == "int8" and narrow.num_pages > 1.9 * plain.num_pages
+
+
 def test_a_model_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match="needs"):
         find_target("a100-80:mixtral-8x7b", config())

@@ -159,7 +159,8 @@ def find_target(name: str, config: EngineConfig) -> tuple[SimulationConfig, str]
     if Path(name).is_file():
         setup, machine = Setup(profile=name, tensor_parallel_size=size), read_profile(name).machine
     elif colon:
-        setup = Setup(hardware=hardware, model=model, tensor_parallel_size=size)
+        kv_dtype = None if memory.kv_cache_dtype == "auto" else memory.kv_cache_dtype
+        setup = Setup(hardware=hardware, model=model, tensor_parallel_size=size, kv_cache_dtype=kv_dtype)
         machine = hardware if size == 1 else f"{size} x {hardware}"
     else:
         raise ConfigError(
@@ -181,20 +182,17 @@ def find_target(name: str, config: EngineConfig) -> tuple[SimulationConfig, str]
 
 def _with_vocabulary(base: BaseShape, config: EngineConfig) -> BaseShape:
     """Return the base with the vocabulary of the configured model folder, and the configured context."""
-    path = Path(config.model.model) / "config.json"
+    path, limit = Path(config.model.model) / "config.json", config.model.max_model_len
+    if limit is not None:
+        base = replace(base, max_model_len=min(limit, base.max_model_len))
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         settings = settings.get("text_config", settings)
         vocab_size, eos = settings["vocab_size"], settings.get("eos_token_id")
     except (OSError, ValueError, KeyError):
         return base  # no folder, or one with only a tokenizer
-    limit = config.model.max_model_len
-    return replace(
-        base,
-        vocab_size=int(vocab_size),
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-        max_model_len=base.max_model_len if limit is None else min(limit, base.max_model_len),
-    )
+    eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return replace(base, vocab_size=int(vocab_size), eos_token_ids=eos_token_ids)
 
 
 def _make_token_source(base: BaseShape) -> Callable[[PlannedSequence], SampledToken]:
