@@ -243,10 +243,11 @@ def test_one_flag_takes_several_adapters_but_not_the_model() -> None:
 
 def test_configuration_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
-    file.write_text('model = "llama"\nmax-num-seqs = 4\nlora_dir = "x"\n[lora-modules]\nsql = "/a"\n')
-    options = ["model", "max_num_seqs", "lora_dir", "lora_modules"]
-    assert read_config_file(str(file), options=options, lists=["lora_dir", "lora_modules"]) == {
+    file.write_text('model = "llama"\nmax-num-seqs = 4\nlora_dir = "x"\nforecast = true\n[lora-modules]\nsql = "/a"\n')
+    options, lists = ["model", "max_num_seqs", "lora_dir", "forecast", "lora_modules"], ["lora_dir", "lora_modules"]
+    assert read_config_file(str(file), options=options, lists=lists, switches=["forecast"]) == {
         "model": "llama",
+        "forecast": True,
         "max_num_seqs": 4,
         "lora_dir": ["x"],
         "lora_modules": ["sql=/a"],
@@ -261,6 +262,7 @@ def test_configuration_file(tmp_path: Path) -> None:
         ("max_nums_seq = 1", "'max_nums_seq' in .*did you mean 'max_num_seqs'"),
         ("max-num-seqs = 1\nmax_num_seqs = 2", "twice"),
         ("max-num-seqs = [1]", "expected a string, a number or a boolean"),
+        ("max-num-seqs = true", "max-num-seqs = true in .*expected a string or a number"),
         ("lists = [1]", "list of strings"),
         ("max-num-seqs =", "not TOML"),
     ],

@@ -73,16 +73,23 @@ def _defaults(context: typer.Context, path: str, flags: Iterable[Flag]) -> dict[
         path,
         options=[str(param.name) for param in params],
         lists=[str(param.name) for param in params if getattr(param, "multiple", False)],
+        switches=[str(param.name) for param in params if getattr(param, "is_flag", False)],
         flags=flags,
     )
 
 
 def read_config_file(
-    path: str, *, options: Collection[str], lists: Collection[str], flags: Iterable[Flag] = ()
+    path: str,
+    *,
+    options: Collection[str],
+    lists: Collection[str],
+    switches: Collection[str] = (),
+    flags: Iterable[Flag] = (),
 ) -> dict[str, Value]:
     """Read a configuration file; return values by option name, with underscores.
 
-    Known are the ``options``, of which ``lists`` can be given several times, and the fields behind ``flags``.
+    Known are the ``options``, of which ``lists`` can be given several times and ``switches`` are on or off, and the
+    fields behind ``flags``.
     ``ConfigError`` if the file cannot be read, is not TOML, or has an unknown key or a value of a wrong type.
     """
     try:
@@ -103,6 +110,8 @@ def read_config_file(
             raise ConfigError(f"Got {key!r} in {path}, {nearest(key, known)}")
         if name in values:
             raise ConfigError(f"Got {key!r} twice in {path}")
+        if isinstance(value, bool) and name not in switches:  # an option would take it for 1
+            raise ConfigError(f"Got {key} = {str(value).lower()} in {path}, expected a string or a number")
         values[name] = _read_value(key, value, path=path, is_list=name in lists)
     return values
 
