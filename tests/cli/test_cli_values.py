@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from options_page import SAME_NAMES, vllm_section
 
 from manylora.cli.app import make_app
 from manylora.cli.commands.bench import save
+from manylora.cli.commands.functions import _nanoseconds
 from manylora.cli.options.adapter_folders import adapters_below, collect_adapters
 from manylora.cli.options.config_file import read_config_file
 from manylora.cli.options.values import command_line, parse_adapter, parse_size
@@ -54,6 +56,14 @@ def test_results_have_the_name_that_was_given(tmp_path: Path) -> None:
         save(str(tmp_path / "out" / name), {}, table)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert written == {"rate-0.5.json", "rate-0.5.md", "rate-0.7.json", "rate-0.7.md"}
+
+
+def test_a_bill_begins_on_the_day_that_was_given() -> None:
+    """A day without hyphens is a day, too, and not so many seconds after 1970."""
+    day = round(datetime(2026, 1, 31).timestamp()) * 10**9
+    assert [_nanoseconds(text, 5) for text in ("2026-01-31", "20260131", "2026-01-31T00:00", None)] == [day] * 3 + [5]
+    with pytest.raises(typer.BadParameter, match="expected a date and time"):
+        _nanoseconds("1769817600", 0)
 
 
 def test_brackets_in_names_and_errors_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

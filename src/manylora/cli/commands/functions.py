@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import socket
 import sys
 import time
@@ -259,8 +258,6 @@ def bill_command(
 def _nanoseconds(text: str | None, default: int) -> int:
     if text is None:
         return default
-    if re.fullmatch(r"\d{1,12}", text):
-        return int(text) * 10**9
     try:
         return int(datetime.fromisoformat(text).timestamp() * 1e9)
     except ValueError:
