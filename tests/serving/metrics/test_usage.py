@@ -106,7 +106,11 @@ asyncio.run(main())
     again.observe(observed(engine_s=0.25))
     asyncio.run(again.close())
     assert read_usage(file, ("tenant",)) == [("u", 1, 10, 4, 20, 1.5), ("t", 2, 20, 8, 40, 0.75)]
-    assert read_usage(file, ("adapter",), since="9999") == []
+    day = read_usage(file, ("day",))[0][0]
+    for since, is_there in (("9999-01-01", False), (str(day), True), (str(day).replace("-", ""), True)):
+        assert bool(read_usage(file, ("day",), since=since)) is is_there
+    with pytest.raises(ConfigError, match="since = '2026-1-5', expected a day"):
+        read_usage(file, ("day",), since="2026-1-5")
 
 
 def test_what_could_not_be_written_is_written_later(tmp_path, monkeypatch, caplog):

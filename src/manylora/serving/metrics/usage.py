@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,16 +139,20 @@ def read_usage(path: Path, by: Sequence[str], since: str = "") -> list[tuple[obj
     """Return the sums of a ledger, a row for each value of the keys ``by``, then ``COLUMNS``; most seconds first.
 
     The first day is ``since``, as 2026-01-31; empty for all. A server may be writing the file. ``ConfigError`` if it
-    cannot be read, or a key is unknown.
+    cannot be read, a key is unknown, or ``since`` is no day.
     """
     if not by or (unknown := sorted(set(by) - set(KEYS))):
         raise ConfigError(f"Got by = {','.join(unknown if by else by)!r}, expected some of {', '.join(KEYS)}")
+    try:
+        first = since and date.fromisoformat(since).isoformat()
+    except ValueError:
+        raise ConfigError(f"Got since = {since!r}, expected a day as 2026-01-31") from None
     if not path.is_file():
         raise ConfigError(f"Got the ledger {str(path)!r}, and there is no such file")
     keys = ", ".join(by)
     query = f"SELECT {keys}, {', '.join(f'SUM({one})' for one in COLUMNS)} FROM usage WHERE day >= ? GROUP BY {keys}"
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-            return db.execute(f"{query} ORDER BY SUM(engine_s) DESC", (since,)).fetchall()
+            return db.execute(f"{query} ORDER BY SUM(engine_s) DESC", (first,)).fetchall()
     except sqlite3.Error as error:
         raise ConfigError(f"Got the ledger {str(path)!r}, which cannot be read: {error}") from None
