@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -123,6 +124,39 @@ def test_rounded_products_are_those_of_rounded_activations(name: str, num_out: i
         assert torch.equal(found[0], weight.product(x[:1])[0])
     exact = weight.product(x, is_exact=True)
     torch.testing.assert_close(exact.double(), x.double() @ numbers.double().T, rtol=0.0, atol=1e-4 * num_in)
+
+
+def draw(rng: random.Random) -> Kind:
+    numbers = rng.choice(["int8", "int4", "int4", "table4", "float8_e4m3fn"])
+    has_shift = numbers.startswith("int") and rng.random() < 0.3
+    return Kind(
+        numbers=numbers,
+        group=rng.choice([None, 16 * rng.randint(1, 20)]),
+        scale_dtype=rng.choice([torch.float32, torch.float16] if has_shift else [torch.float32, torch.bfloat16]),
+        has_shift=has_shift,
+        has_order=rng.random() < 0.2,
+    )
+
+
+def test_products_of_drawn_forms_are_those_of_the_weights() -> None:
+    """Activations are whole steps in each half of a block: rounding takes nothing from them."""
+    rng, threads = random.Random(0), torch.get_num_threads()
+    try:
+        for number in range(120):
+            kind, num_out, num_in, rows = draw(rng), rng.randint(1, 140), rng.randint(1, 400), rng.randint(1, 40)
+            is_rounded = kind.numbers.startswith("int") and rng.random() < 0.7
+            weight, numbers = make(kind, num_out, num_in, is_rounded=is_rounded)
+            x = torch.randint(-127, 128, (2 * rows, num_in), generator=torch.Generator().manual_seed(number))[
+                ::2
+            ].float()
+            columns = torch.arange(num_in) if weight._order is None else weight._order.long()
+            x[:, columns[::16]] = 127.0
+            torch.set_num_threads(rng.randint(1, 3))
+            expected = x.double() @ numbers.double().T
+            error = (weight.product(x).double() - expected).abs().max()
+            assert error < 3e-6 * (x.double().abs() @ numbers.double().abs().T).max(), (kind, num_out, num_in, rows)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
