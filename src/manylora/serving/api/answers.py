@@ -198,16 +198,17 @@ class RequestAnswers:
             self.context.fleet.adapters.give(self.version)
 
     def _pieces_of(self, outputs: Sequence[Output]) -> list[TextPiece]:
-        """Turn several outputs, possibly of several steps, into one piece per answer."""
-        arrived: dict[str, list[SampledToken]] = {}
-        last: dict[str, Output] = {}
-        for output in outputs:
-            arrived.setdefault(output.request_id, []).extend(output.tokens)
-            last[output.request_id] = output
+        """Turn several outputs, possibly of several steps, into one piece per answer, or one each if so asked."""
+        arrived: dict[str | int, list[SampledToken]] = {}
+        last: dict[str | int, Output] = {}
+        for number, output in enumerate(outputs):
+            place = number if self.details.is_by_token else output.request_id
+            arrived.setdefault(place, []).extend(output.tokens)
+            last[place] = output
         pieces: list[TextPiece] = []
-        for request_id, output in last.items():
-            answer = self._answers[request_id]
-            piece = self._advance(answer, output, arrived[request_id])
+        for place, output in last.items():
+            answer = self._answers[output.request_id]
+            piece = self._advance(answer, output, arrived[place])
             if piece is not None:
                 pieces.append(TextPiece(index=answer.index, text=piece) if isinstance(piece, str) else piece)
         return pieces

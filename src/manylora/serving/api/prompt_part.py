@@ -84,6 +84,7 @@ class Details:
     """The details that a response shows beside the text of its answers."""
 
     has_token_ids: bool = False  # token ids of prompts and answers: vLLM's ``return_token_ids``
+    is_by_token: bool = False  # tokens that arrive together are read one by one
     names_by_id: bool = False  # tokens in log-probabilities are named ``token_id:5``: ``return_tokens_as_token_ids``
     num_prompt_top: int | None = None  # most likely tokens in vLLM's ``prompt_logprobs``; ``None`` for no such list
     # Most likely tokens of the prompt in OpenAI's ``logprobs`` with ``echo``; ``None`` for none.

@@ -282,15 +282,16 @@ async def create_response(request: Request) -> Response:
     except RequestError as error:
         raise RequestError(str(error), param="input") from None
     make_reader = message_readers(context, use, prompt, is_constrained=sampling.constraint is not None)
+    reader = MessageReader(None, None) if make_reader is None else make_reader()
+    thinks = reader.reasoning is not None  # its tokens are counted
     answers, head = await submit(
         call,
         [prompt],
         sampling,
         id_prefix="resp_",
         form_field="text" if use.json_schema is None else "tools",
-        details=Details(has_token_ids=True),  # tokens of the reasoning are counted
+        details=Details(has_token_ids=thinks, is_by_token=thinks),
     )
-    reader = MessageReader(None, None) if make_reader is None else make_reader()
     built = BuiltResponse(answers, reader, _fields(body, sampling, head), OutputItems(use.new_call_id))
     return ResponseStream(built) if body.stream else WholeResponse(built)
 

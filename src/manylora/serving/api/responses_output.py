@@ -123,7 +123,7 @@ class BuiltResponse:
     items: OutputItems
     _status: str = "completed"
     _num_chars: int = 0  # of the text that was read
-    _num_thought: int = 0  # tokens of the pieces up to that in which the reasoning ends
+    _num_thought: int = 0  # tokens up to that with which the reasoning ends
     _unread: list[msgspec.Raw] = field(default_factory=list)  # log-probabilities of tokens whose text is held
 
     def read(self, pieces: list[TextPiece]) -> list[dict[str, Any]]:
