@@ -21,11 +21,10 @@ def test_a_reader_that_is_not_root_leaves_out_what_the_zygote_has(monkeypatch: p
             raise PermissionError(13, "it hides its memory")
         if path.name == "statm":
             return "9000 5000 1000 0 0 0 0"
-        if path.name == "status":
-            return "RssFile:\t2000 kB\nRssShmem:\t2000 kB\n"
         return read_text(path)
 
     monkeypatch.setattr(Path, "read_text", guarded)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"RssFile:\t2000 kB\nRssShmem:\t2000 kB\n")
     page = os.sysconf("SC_PAGE_SIZE")
     alone = memory_of(1, base_bytes=2000 << 10)
     assert alone is not None and alone.own == alone.anonymous == 4000 * page
@@ -45,6 +44,7 @@ own = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
 os.pwrite(base, bytes(32 << 20), 0)
 sum(mapped[at] for at in range(0, 32 << 20, 4096))
 own.write(bytes(64 << 20) if sys.argv[1] == "more" else b"")
+open("/proc/self/comm", "wb").write(b"\\xff\\x85\\rRssShmem:0")
 print("ready", flush=True)
 sys.stdin.read()
 """

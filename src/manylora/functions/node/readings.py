@@ -61,12 +61,13 @@ def _shared_bytes(pid: int) -> int:
     """Return the memory that a process has mapped to be shared: the base, and what it shares itself; 0 once it ended.
 
     The kernel tells it to every user. Pages in use count, so a base that is not all in use hides as much of the rest.
+    The first line has a name that the process chose, of any bytes but a newline.
     """
     try:
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        return _bytes(fields["RssShmem"])
-    except (OSError, KeyError):
+        lines = Path(f"/proc/{pid}/status").read_bytes().split(b"\n")
+    except OSError:
         return 0
+    return next((_bytes(line.decode().partition(":")[2]) for line in lines if line.startswith(b"RssShmem:")), 0)
 
 
 def _bytes(text: str) -> int:
