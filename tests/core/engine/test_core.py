@@ -233,6 +233,9 @@ def test_pinned_adapters_stay_and_cannot_take_the_room_of_requests_in_flight():
     rig.add(request("r3", num_prompt=20, max_tokens=8))
     with pytest.raises(CapacityError, match="too little memory"):
         rig.core.adapters.pin("b", True, rig.now)
+    rig.register("@c@2", num_pages=4)
+    with pytest.raises(CapacityError, match=r"pinning 'c@2' \(4 pages\)"):
+        rig.core.adapters.pin("@c@2", True, rig.now)
     rig.drain()
     assert rig.core.adapters.status("a", rig.now).tier is Tier.DEVICE
     rig.core.adapters.pin("a", False, rig.now)

@@ -14,7 +14,7 @@ from manylora.core.config import EngineConfig
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.prefetch import Prefetcher
-from manylora.core.engine.adapters.registry import AdapterRegistry, NamedAdapter, is_label
+from manylora.core.engine.adapters.registry import LABEL_MARK, AdapterRegistry, NamedAdapter, is_label
 from manylora.core.engine.adapters.residency import TierState
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import AdapterError, AdapterReplaced, CapacityError, ManyloraError, ModelNotFound
@@ -156,7 +156,8 @@ class AdapterCatalog:
         """
         residency = self._loader.warm(self._registry.get(name).version, now)
         if residency.tier is not Tier.DEVICE and not residency.is_loading:
-            raise CapacityError(f"no idle memory for adapter {name!r}", retry_after_s=1.0, status=503)
+            shown = name.removeprefix(LABEL_MARK)
+            raise CapacityError(f"no idle memory for adapter {shown!r}", retry_after_s=1.0, status=503)
         return self.status(name, now)
 
     def status(self, name: str, now: float) -> AdapterStatus:
@@ -236,6 +237,7 @@ class AdapterCatalog:
 
     def _check_can_pin(self, name: str, version: AdapterVersion) -> None:
         """Raise ``CapacityError`` unless every request in flight still fits beside the pinned adapters."""
+        shown = name.removeprefix(LABEL_MARK)
         for sequence in self._sequences.values():
             if sequence.adapter == version.key:
                 continue
@@ -245,12 +247,12 @@ class AdapterCatalog:
             left = self._num_pages - self.num_pinned_pages(besides=sequence.version) - version.num_pages
             if need > left:
                 raise CapacityError(
-                    f"pinning {name!r} ({version.num_pages} pages) would leave too little memory "
+                    f"pinning {shown!r} ({version.num_pages} pages) would leave too little memory "
                     f"for a request in flight that needs {need} pages",
                     retry_after_s=5.0,
                 )
         if self.num_pinned_pages() + version.num_pages >= self._num_pages:
-            raise CapacityError(f"pinning {name!r} would leave no memory for requests", retry_after_s=60.0)
+            raise CapacityError(f"pinning {shown!r} would leave no memory for requests", retry_after_s=60.0)
 
     def _forget_if_unnamed(self, version: AdapterVersion, now: float) -> None:
         if names := self._registry.names_of(version.key):
