@@ -20,6 +20,7 @@ from manylora.lab.experiments.pictures import draw
 from manylora.lab.experiments.read import find_experiments, read_experiment
 from manylora.lab.experiments.report import Picture, as_html, as_json, as_markdown, format_figure, format_published
 from manylora.lab.experiments.running import Runner
+from manylora.lab.experiments.simulated import run_case
 from manylora.lab.experiments.spec import Claim, Experiment, Plot, Point, merge, setup_table
 from manylora.lab.measure import percentiles
 from manylora.lab.sim.run.contents import adapter_versions
@@ -433,6 +434,19 @@ def test_alone_is_what_a_run_with_nobody_else_shows(catalog):
     assert run.records[0].e2e_s == pytest.approx(alone.e2e_s, rel=1e-6)
     assert alone.load_s > 0
     assert alone.adapter_s > 0
+
+
+def test_requests_for_the_base_are_no_cold_starts(catalog: Path) -> None:
+    case = next(iter(cases_of(read_experiment(str(catalog / "speed.toml")), seeds=1, traces=None).values()))
+    rates = {}
+    for share in (0.0, 0.5, 1.0):
+        adapters = {**case.workload["adapters"], "base_share": share}  # type: ignore[dict-item]
+        case = replace(case, workload={**case.workload, "adapters": adapters}, warm_up_s=0.0)
+        figures = run_case(case).figures
+        rates[share] = figures["cold_starts_per_s"]
+        assert ("hit_rate" in figures) is (share < 1.0)
+    assert rates[0.0] > 0.0 == rates[1.0]
+    assert 0.0 < rates[0.5] <= rates[0.0] * 1.01  # of each adapter the first alone
 
 
 def test_several_sweeps_make_a_point_of_every_combination(tmp_path):

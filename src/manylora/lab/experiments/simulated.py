@@ -15,7 +15,7 @@ from manylora.core.types import AdapterVersion, ColdStart, Tier
 from manylora.lab.costs.idle import IdleEngineTimes, times_on_idle_engine
 from manylora.lab.costs.roofline import RooflineCost
 from manylora.lab.experiments.cases import Case, Curve, Result, cdf, prepare
-from manylora.lab.measure import RequestRecord, Slo
+from manylora.lab.measure import RequestRecord, Slo, counted_of
 from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
 
 __all__ = ["CLASSES", "run_case"]
@@ -59,17 +59,19 @@ def run_case(case: Case) -> Result:
 def _felt(run: Run, case: Case) -> dict[str, float]:
     """Latencies and shares of all requests."""
     summary = run.summary(slo=Slo(ttft_s=case.slo_s, tpot_s=case.slo_tpot_s), warm_up_s=case.warm_up_s)
+    num_cold = sum(one.was_resident is False for one in counted_of(run.records, case.warm_up_s))
     figures = {
         "requests": summary.num_requests,
         "errors": summary.num_errors,
         "requests_per_s": summary.requests_per_s,
         "output_tokens_per_s": summary.output_tokens_per_s,
         "slo_attainment": summary.slo_attainment,
-        "hit_rate": summary.hit_rate or 0.0,
-        "cold_starts_per_s": (1.0 - (summary.hit_rate or 0.0)) * summary.requests_per_s,
+        "cold_starts_per_s": num_cold / summary.duration_s if num_cold else 0.0,
         "preempted": summary.preempted_share,
         "squashed": summary.squashed_share,
     }
+    if summary.hit_rate is not None:
+        figures["hit_rate"] = summary.hit_rate
     for name in ("ttft", "tbt", "tpot", "e2e", "queueing"):
         found = getattr(summary, name)
         for part in ("mean", "p50", "p90", "p99"):
