@@ -68,8 +68,8 @@ class AdapterSet:
         check_options(self)
         if not self.ranks or min(self.ranks) < 1:
             raise ConfigError(f"Got ranks = {self.ranks!r}, expected at least one, each at least 1")
-        if not self.targets:
-            raise ConfigError("Got no targets, expected at least one module")
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(f"Got targets = {self.targets!r}, expected at least one module, and each once")
 
     def specs(self) -> tuple[AdapterSpec, ...]:
         """Return the adapters."""
