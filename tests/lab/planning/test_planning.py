@@ -14,6 +14,7 @@ import pytest
 from manylora.cli.commands.plan import PlanProgress
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import AdapterNotFound, CapacityError, ConfigError, ContextExceeded
+from manylora.lab.catalog.models import find_dims
 from manylora.lab.costs.model import CostModel, FixedCost
 from manylora.lab.measure import Slo
 from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget, at_rate
@@ -157,6 +158,16 @@ def test_hopeless_rates_are_given_up_early() -> None:
     )
     hopeless = load_tests.at(100.0)
     assert not hopeless.is_met and hopeless.runs == () and hopeless.measured == {"ttft": math.inf}
+
+
+def test_weights_are_those_of_all_devices_of_a_replica() -> None:
+    """Keys of a head that several devices have are on each of them, and so are norms and routers."""
+    shared = Setup(model="llama-3-8b", hardware="a40", tensor_parallel_size=16, num_pages=500)
+    budget = SearchBudget(num_requests=10, seeds=1, spans=0)
+    found = LoadTests(scenario(setup=shared), Objective(slo=Slo(ttft_s=9.0)), budget).at(1.0)
+    dims = find_dims("llama-3-8b")
+    weights = usage_of(found).memory.weights
+    assert weights == dims.weight_bytes_on(16) > 1.02 * dims.weight_bytes
 
 
 def test_each_limit_may_be_missed_by_its_own_share_of_requests() -> None:

@@ -134,6 +134,11 @@ class RooflineCost:
             self._collectives = CollectiveCost(dims, hardware, size, changed, is_by_table=is_by_table)
         self._host_s = host_s
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the base in the memory of all devices of a replica."""
+        return self.dims.weight_bytes_on(self.tensor_parallel_size)
+
     def step_time_s(self, plan: StepPlan) -> float:
         """Return the duration of a step, in seconds."""
         return sum(self.price(step_features(plan)))

@@ -196,7 +196,7 @@ def _memory_over_time(run: Run, config: SimulationConfig) -> dict[str, Curve]:
     timeline = run.timelines[0]
     page_gb = config.base.page.num_bytes / 1e9
     cost = config.cost
-    weight_gb = cost.dims.weight_bytes / 1e9 if isinstance(cost, RooflineCost) else 0.0
+    weight_gb = cost.weight_bytes / 1e9 if isinstance(cost, RooflineCost) else 0.0
     at = np.asarray(timeline.at)
     kept = slice(None, None, max(1, len(at) // 200))
     weights = np.full(len(at), weight_gb)

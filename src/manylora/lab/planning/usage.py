@@ -155,7 +155,7 @@ def _memory(load_test: LoadTest) -> MemoryUse:
     over_time |= {owner: parts[0][kept].tolist() for owner, parts in samples.items()}
     cost = load_test.runs[0].meter.cost
     return MemoryUse(
-        weights=cost.dims.weight_bytes if isinstance(cost, RooflineCost) else None,
+        weights=cost.weight_bytes if isinstance(cost, RooflineCost) else None,
         pool=config.num_pages * page_bytes,
         mean={owner: float(values.mean()) if len(values) else 0.0 for owner, values in joined.items()},
         highest={owner: float(values.max(initial=0.0)) for owner, values in joined.items()},

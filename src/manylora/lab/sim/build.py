@@ -137,7 +137,7 @@ def simulated_parts(target: SimulationConfig, machine: str) -> EngineParts:
         reader=SimulatedReader(base),
         close=lambda: None,
         machine=f"simulated: {machine}",
-        base_bytes=target.cost.dims.weight_bytes if isinstance(target.cost, RooflineCost) else 0,
+        base_bytes=target.cost.weight_bytes if isinstance(target.cost, RooflineCost) else 0,
         reads_host=target.reads_host,
         waits_by_layer=target.waits_by_layer,
     )
