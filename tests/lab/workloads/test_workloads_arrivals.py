@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,19 @@ def test_the_rate_is_the_rate_however_short_the_look(process: ArrivalProcess, du
     counts = [len(process.arrive(extent, np.random.default_rng([seed, 7])).times) for seed in range(2500)]
     error = float(np.std(counts)) / math.sqrt(len(counts))
     assert abs(float(np.mean(counts)) - 5.0 * duration_s) < 4 * error
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "least", "most"), [(GammaArrivals, "cov", 1e-6, 1e6), (WeibullArrivals, "shape", 1e-2, 1e6)]
+)
+def test_gaps_that_no_number_holds_are_refused(kind: type[Any], name: str, least: float, most: float) -> None:
+    """They ended in tracebacks of the arithmetic; at the bounds there are times."""
+    for value in (least / 10, 1e-200, most * 10, 1e200):
+        with pytest.raises(ConfigError, match=f"Got {name} = "):
+            kind(rate=1.0, **{name: value})
+    for value in (least, most):
+        for extent in (Extent(num_requests=20), Extent(num_requests=20, duration_s=9.0)):
+            assert not np.isnan(kind(rate=1.0, **{name: value}).arrive(extent, np.random.default_rng(0)).times).any()
 
 
 @pytest.mark.parametrize("process", PROCESSES, ids=str)

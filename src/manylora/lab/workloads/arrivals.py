@@ -25,6 +25,7 @@ from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = [
     "ARRIVALS",
+    "LEAST_SHAPE",
     "ArrivalProcess",
     "Arrived",
     "Extent",
@@ -34,11 +35,17 @@ __all__ = [
     "ReplayArrivals",
     "StepArrivals",
     "WeibullArrivals",
+    "cov_option",
     "rate_option",
 ]
 
 rate_option = partial(option, above=0, unit="requests per second")
 """Makes the option of a rate."""
+
+cov_option = partial(option, at_least=1e-6, at_most=1e6)
+"""Makes the option of a coefficient of variation."""
+
+LEAST_SHAPE = 1e-2  # of Weibull's distribution, whose mean is beyond any number at a two-hundredth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +142,7 @@ class GammaArrivals(_RenewalProcess):
 
     kind: ClassVar[str] = "gamma"
     rate: float = rate_option(help="Mean.")
-    cov: float = option(above=0, help="Coefficient of variation of the gaps: standard deviation over mean.")
+    cov: float = cov_option(help="Coefficient of variation of the gaps: standard deviation over mean.")
 
     def draw_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
         """Return ``num`` gaps, in seconds."""
@@ -154,7 +161,7 @@ class WeibullArrivals(_RenewalProcess):
 
     kind: ClassVar[str] = "weibull"
     rate: float = rate_option(help="Mean.")
-    shape: float = option(above=0, help="1 is Poisson, below it bursts.")
+    shape: float = option(at_least=LEAST_SHAPE, at_most=1e6, help="1 is Poisson, below it bursts.")
 
     @property
     def _scale_s(self) -> float:

@@ -14,7 +14,15 @@ import numpy as np
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import CheckedOptions, option
-from manylora.lab.workloads.arrivals import Arrived, Extent, GammaArrivals, WeibullArrivals, rate_option
+from manylora.lab.workloads.arrivals import (
+    LEAST_SHAPE,
+    Arrived,
+    Extent,
+    GammaArrivals,
+    WeibullArrivals,
+    cov_option,
+    rate_option,
+)
 from manylora.lab.workloads.traces.services import (
     WINDOW_S,
     read_calls_per_minute,
@@ -38,7 +46,7 @@ class GammaCallers(CheckedOptions):
 
     kind: ClassVar[str] = "gamma-callers"
     rate: float = rate_option(help="Mean of each.")
-    cov: float = option(above=0, help="Coefficient of variation of the gaps, as for ``GammaArrivals``.")
+    cov: float = cov_option(help="Coefficient of variation of the gaps, as for ``GammaArrivals``.")
     num_callers: int = option(at_least=1, help="Number of callers.")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
@@ -136,7 +144,7 @@ class ServeGenClients(CheckedOptions):
             if one.pattern == "gamma":
                 process = GammaArrivals(rate=one.rate * factor, cov=max(one.shape, 1e-6) ** -0.5)
             else:
-                process = WeibullArrivals(rate=one.rate * factor, shape=max(one.shape, 1e-2))
+                process = WeibullArrivals(rate=one.rate * factor, shape=max(one.shape, LEAST_SHAPE))
             came = process.arrive(window, rng).times
             times.append(came + (one.start_s - start_s) / speed)
             callers.append(np.full(len(came), clients[one.client], dtype=np.int64))
