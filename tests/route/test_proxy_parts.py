@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tracemalloc
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,10 +20,12 @@ from manylora.core.routing import AffinityRouter, LeastLoadedRouter, ReplicaView
 from manylora.route.backend import BackendState, Health
 from manylora.route.choice import Choice, PromptText
 from manylora.route.fleet.changes import ChangeLog
-from manylora.route.relay.exchange import read_fields, with_fields
+from manylora.route.relay.exchange import Exchange, read_fields, with_fields
+from manylora.route.relay.relay import pass_on
 from manylora.route.report import BackendMetrics, MetricsReader, ServerKind, read_models
 from manylora.route.times import ReportedTimes
 from manylora.route.upstream.address import answer_headers, parse_backend, request_head
+from manylora.serving.http.http_protocol import EXTENSION
 
 FALL = 3
 
@@ -359,3 +364,42 @@ def test_heads_leave_out_all_that_is_meant_for_one_hop() -> None:
     assert "Bearer own" in own
     got = [(b"connection", b"x-hop"), (b"x-hop", b"1"), (b"server", b"s"), (b"keep-alive", b"5"), (b"x-mine", b"1")]
     assert answer_headers(got) == [(b"x-mine", b"1")]
+
+
+def test_a_piece_that_comes_as_the_client_takes_another_stays_behind_it() -> None:
+    async def test() -> None:
+        taken: list[bytes] = []
+        turns, is_slow = asyncio.Semaphore(0), True
+
+        def write(piece: bytes) -> bool:
+            if not is_slow:
+                taken.append(piece)
+            return not is_slow
+
+        async def send(message: dict[str, Any]) -> None:
+            if body := message.get("body"):
+                await turns.acquire()  # as long as the client's connection is full
+                taken.append(body)
+
+        backend: Any = SimpleNamespace(num_reads=0, num_pieces=0)
+        exchange = Exchange(backend, first_byte_s=60.0, idle_s=60.0)
+        request: Any = SimpleNamespace(scope={"extensions": {EXTENSION: {"write": write}}}, call=None)
+        client: Any = SimpleNamespace(waits_for=lambda exchange: None)
+        exchange.head(200, [])
+        exchange.body(b"1")
+        passing = asyncio.create_task(pass_on(request, client, send, exchange, idle_timeout_s=60.0))
+        for piece in (b"2", b"3"):
+            await asyncio.sleep(0)
+            exchange.body(piece)
+            turns.release()
+            for _ in range(8):
+                await asyncio.sleep(0)
+        is_slow = False  # the connection has room again, and the task that waits for it has yet to run
+        exchange.body(b"4")
+        exchange.ended()
+        for _ in range(2):
+            turns.release()
+        await passing
+        assert b"".join(taken) == b"1234"
+
+    asyncio.run(test())

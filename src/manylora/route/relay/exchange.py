@@ -146,13 +146,13 @@ class Exchange:
             await self._change()
 
     def write_to(self, write: WriteChunk) -> None:
-        """Write the pieces that are held, and from now on every piece as it comes."""
+        """Write every piece as it comes, unless others are held, until these are taken."""
         self._write = write
 
     def held(self) -> list[bytes]:
-        """Take the pieces that are held, to be sent by a call that waits for the client."""
+        """Take the pieces that are held, to be sent by a call that waits for the client; later ones are held again."""
         pieces, self._pieces = self._pieces, []
-        self._num_held = 0
+        self._num_held, self._write = 0, None
         return pieces
 
     async def more(self) -> None:

@@ -35,7 +35,7 @@ from manylora.serving.http.http_protocol import chunk_writer, connection_breaker
 from manylora.serving.http.room import BodyRoom
 from manylora.serving.http.traces import TRACE
 
-__all__ = ["Relay"]
+__all__ = ["Relay", "pass_on"]
 
 TRY_ELSEWHERE = (429, 502, 503, 504)
 FULL_AVOIDED_S = 1.0
@@ -157,7 +157,7 @@ class Relay:
                     span.add_event("first byte")
                 if request.found.arm:
                     exchange.headers.append((ARM_HEADER, request.found.arm.encode()))
-                await _pass_on(request, client, send, exchange, idle_timeout_s=self.config.idle_timeout_s)
+                await pass_on(request, client, send, exchange, idle_timeout_s=self.config.idle_timeout_s)
                 outcome = AttemptEnd.ANSWERED if exchange.is_whole else AttemptEnd.BROKEN
                 if exchange.failure is Failure.STALLED:
                     self._count_stall(backend, exchange)
@@ -285,7 +285,7 @@ def _unknown(model: str | None) -> ModelNotFound:
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-async def _pass_on(
+async def pass_on(
     request: RelayedRequest, client: Client, send: Send, exchange: Exchange, *, idle_timeout_s: float
 ) -> None:
     """Send an answer to the client, from its first byte to its end."""
