@@ -163,6 +163,20 @@ def test_refusals_of_all_are_passed_on_and_an_error_is_not_tried_elsewhere() -> 
     run(test)
 
 
+def test_a_refusal_whose_end_comes_later_is_passed_on_too() -> None:
+    async def be_full_bit_by_bit(call: Call) -> None:
+        await call.write(b"HTTP/1.1 429 X\r\ntransfer-encoding: chunked\r\nretry-after: 3\r\n\r\n4\r\nfull\r\n")
+        await asyncio.sleep(0.1)
+        await call.write(b"0\r\n\r\n")
+
+    async def test() -> None:
+        async with servers(FakeServer(behave=be_full_bit_by_bit)) as urls, routing(*urls) as (_, client):
+            answer = await client.complete("base")
+            assert (answer.status, answer.headers.get("retry-after"), answer.body) == (429, "3", b"full")
+
+    run(test)
+
+
 @pytest.mark.parametrize("is_between_events", [False, True])
 def test_after_its_first_byte_an_answer_ends_visibly_and_is_never_sent_again(is_between_events: bool) -> None:
     async def half(call: Call) -> None:

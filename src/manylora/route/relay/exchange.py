@@ -141,8 +141,8 @@ class Exchange:
             self._connection.cancel(failure)
 
     async def started(self) -> None:
-        """Wait for the first bytes of the body, or the end without any."""
-        while not (self.last or self.is_over):
+        """Wait for the first bytes of the body, of an error for all that are held, or the end."""
+        while not (self.is_over or (self.last and (self.status < 400 or self._is_paused))):
             await self._change()
 
     def write_to(self, write: WriteChunk) -> None:
