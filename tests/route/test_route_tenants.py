@@ -143,9 +143,23 @@ def test_tokens_are_counted_whatever_the_pieces(size: int) -> None:
     call = TenantCall("a", "", room.take("a", 1), None, 0)
     for at in range(0, len(answer), size):
         call.read(answer[at : at + size].encode())
-    assert (call.num_prompt_tokens, call._num_output_tokens, call._num_events) == (17, 1234, 2)
+    assert (call.num_prompt_tokens, call.num_output_tokens, call._num_events) == (17, 1234, 2)
     call.close()
     assert not room._callers
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000])
+def test_a_stream_that_is_cut_has_the_tokens_behind_the_count_at_its_begin(size: int) -> None:
+    room = CallerRoom(8, lambda: 1)
+    call = TenantCall("a", "", room.take("a", 1), None, 0)
+    begin = b'event: message_start\ndata: {"message":{"usage":{"input_tokens":17,"output_tokens":0}}}\n\n'
+    answer = begin + 50 * b'event: content_block_delta\ndata: {"delta":{"text":"x"}}\n\n'
+    for start in range(0, len(answer), size):
+        call.read(answer[start : start + size])
+    assert (call.num_prompt_tokens, call.num_output_tokens) == (17, 50)
+    call.read(b'data: {"usage":{"output_tokens":48}}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n')
+    assert call.num_output_tokens == 48
+    call.close()
 
 
 def test_a_tenant_cannot_hide_its_tokens_by_compression(tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ class TenantCall:
     header: bytes | None = None  # the tenant and its weight, beside that key
     outbox: WorkerOutbox | None = None  # tells other workers of the place
     serial: int = 0
-    _num_output_tokens: int | None = None  # as the backend says
+    _num_stated: int = 0  # tokens of the answer, as the backend says
     _num_events: int = 0
+    _num_events_then: int = 0
     _rest: bytes = field(default=b"")
 
     def sent_headers(self, headers: Headers) -> Headers:
@@ -62,19 +63,32 @@ class TenantCall:
         return [*(one for one in headers if not own or not one[0].startswith(b"x-ratelimit-")), *own]
 
     def read(self, piece: bytes) -> None:
-        """Learn the tokens of an answer from a piece of it: the last count that it states, else its events."""
+        """Learn the tokens of an answer from a piece of it: the last count that it states, or the events behind it.
+
+        A stream may state none yet at its begin, as Anthropic's do, or repeat the request, and be cut later.
+        """
         text = self._rest + piece
-        self._num_events += text.count(_EVENT) - self._rest.count(_EVENT)
-        for kind, number in _USAGE.findall(text):
-            if kind in (b"prompt", b"input"):
-                self.num_prompt_tokens = int(number)
+        num_before = self._num_events - self._rest.count(_EVENT)
+        last = None
+        for match in _USAGE.finditer(text):
+            if match[1] in (b"prompt", b"input"):
+                self.num_prompt_tokens = int(match[2])
             else:
-                self._num_output_tokens = int(number)
+                last = match
+        if last is not None:
+            self._num_stated = int(last[2])
+            self._num_events_then = num_before + text.count(_EVENT, 0, last.start())
+        self._num_events = num_before + text.count(_EVENT)
         self._rest = text[-REST:]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return max(self._num_stated, self._num_events - self._num_events_then)
 
     def close(self) -> None:
         """Give the places back, and count what was used."""
-        num_tokens = self._num_events if self._num_output_tokens is None else self._num_output_tokens
+        num_tokens = self.num_output_tokens
         self.places.close(num_tokens)
         if self.outbox is not None:
             self.outbox.ended(self.serial, num_tokens)
