@@ -153,7 +153,7 @@ class BackboneHost:
 
     def tend(self) -> None:
         """Start the holder again if it has ended; read the zygote's memory."""
-        if self._backbone is None:
+        if self._backbone is None or self._turn.locked():  # a holder that a release ends has no successor
             return
         if self._holder is not None:
             self._holder.poll()  # reaped
