@@ -16,6 +16,7 @@ from manylora.demo import demo_model_path
 from manylora.functions.agent import agent as agent_module
 from manylora.functions.agent.agent import Agent
 from manylora.functions.deployment import BackboneSpec, NodeSpec
+from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.launch import Timeouts
 from manylora.functions.wire import AgentSetup, NodeReport, Orders
 from manylora.serving.http.listening import bind
@@ -111,3 +112,35 @@ def test_a_state_that_the_controller_refuses_does_not_end_the_agent(
 
     agent: Agent
     asyncio.run(run())
+
+
+def test_an_agent_that_ends_loads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to its last report has orders as well: a holder that it started then would stay."""
+    loaded: list[str] = []
+    reports: list[NodeReport] = []
+
+    class Controller:
+        async def report(self, node: str, report: NodeReport) -> Orders:
+            reports.append(report)
+            return Orders(
+                recorded_until_ns=report.until_ns,
+                generation=1,
+                node=NodeSpec(),
+                backbones={"base": BackboneSpec(model="demo")},
+                functions={},
+                hold=["libraries:base"] if len(reports) > 1 else [],
+            )
+
+    async def ready(host: BackboneHost) -> None:
+        loaded.append(host.name)
+
+    monkeypatch.setattr(agent_module, "REPORT_EVERY_S", 60.0)
+    monkeypatch.setattr(BackboneHost, "ready", ready)
+
+    async def scenario() -> None:
+        setup = AgentSetup(node="n", controller="", token=None, server=ServerConfig(), folder=str(tmp_path))
+        agent = Agent(setup, cast(Any, Controller()), bind("127.0.0.1", 0))
+        await asyncio.wait_for(agent.serve(agent.drain), 60.0)
+
+    asyncio.run(scenario())
+    assert len(reports) == 2 and not loaded

@@ -70,6 +70,7 @@ class Agent:
         self._fleets: list[BackboneFleet] = []
         self._backbones: Mapping[str, BackboneSpec] | None = None  # those of the first orders
         self._is_outdated = False
+        self._is_ending = False
         config = setup.server
         self.tenants = None if config.tenants is None else TenantBook(Path(config.tenants).expanduser())
         self._usage = None if config.usage is None else UsageLedger(Path(config.usage).expanduser())
@@ -127,6 +128,7 @@ class Agent:
                     task.result()
         finally:
             stopping.cancel()
+            self._is_ending = True
             await self.node.stop()
             await self._last_report()
             if server is not None:
@@ -231,6 +233,8 @@ class Agent:
         )
 
     def _follow(self, orders: Orders) -> None:
+        if self._is_ending:  # its functions and backbones have left, or are about to
+            return
         if self._backbones is None:
             self._backbones = orders.backbones
         if orders.backbones != self._backbones:  # applications have the tokenizers of the former ones
