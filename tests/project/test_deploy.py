@@ -248,6 +248,18 @@ def _claims(resources: Sequence[dict[str, Any]], template: dict[str, Any]) -> li
     return claims
 
 
+def test_values_of_one_s_own_take_the_place_of_defaults_and_are_quoted() -> None:
+    validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas")
+    own = {"podDisruptionBudget": {"minAvailable": 0}}
+    resources = rendered({"server": {"servedModelName": "llama: 8B #1", **own}, "router": own})
+    for one in resources:
+        validation.validate(one, "1.34", strict=True)
+    budgets = [one["spec"] for one in resources if one["kind"] == "PodDisruptionBudget"]
+    assert [(one.get("minAvailable"), "maxUnavailable" in one) for one in budgets] == [(0, False)] * 2
+    server = next(one for name, one in pods(resources) if name == "r-manylora-server")
+    assert "--served-model-name=llama: 8B #1" in server["spec"]["containers"][0]["args"]
+
+
 def test_a_router_that_looks_for_pods_may_do_that_and_no_more() -> None:
     resources = rendered(VALUES["over pods of others"])
     by_kind = {kind: [one for one in resources if one["kind"] == kind] for kind in ("Role", "RoleBinding")}

@@ -128,3 +128,8 @@ httpGet: {path: {{ index . 0 }}, port: http{{ if index . 1 }}, scheme: HTTPS{{ e
     secretKeyRef: {name: {{ . }}, key: {{ index $ 2 }}, optional: true}
 {{- end }}
 {{- end }}
+
+{{/* A disruption budget's one bound; maxUnavailable is the default, which values of one's own do not remove. */}}
+{{- define "manylora.budget" -}}
+{{- toYaml (ternary (pick . "minAvailable") . (hasKey . "minAvailable")) }}
+{{- end }}
