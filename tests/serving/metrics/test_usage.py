@@ -7,7 +7,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor
 from manylora.serving.hosting.engine.observer import Observer
 from manylora.serving.hosting.protocol import FinishedRequest, Observations
+from manylora.serving.metrics import usage as usage_module
 from manylora.serving.metrics.usage import COLUMNS, UsageLedger, read_usage
 
 
@@ -127,6 +130,32 @@ def test_what_could_not_be_written_is_written_later(tmp_path, monkeypatch, caplo
     assert "usage_not_written num=1" in caplog.text
     asyncio.run(ledger.close())
     assert read_usage(tmp_path / "usage.db", ("tenant",)) == [("t", 2, 20, 8, 40, 1.0)]
+
+
+def test_a_write_that_has_not_begun_is_not_lost_with_its_writer(tmp_path, monkeypatch):
+    """Every thread is busy as the server stops."""
+    monkeypatch.setattr(usage_module, "FLUSH_S", 0.0)
+    ledger = UsageLedger(tmp_path / "usage.db")
+    is_over = threading.Event()
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        busy = asyncio.create_task(asyncio.to_thread(is_over.wait))
+        await asyncio.sleep(0)
+        ledger.observe(observed())
+        running = asyncio.create_task(ledger.run())
+        while ledger._pending:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        closing = asyncio.create_task(ledger.close())
+        await asyncio.sleep(0)
+        is_over.set()
+        await asyncio.gather(busy, closing)
+
+    asyncio.run(scenario())
+    assert read_usage(tmp_path / "usage.db", ("tenant",)) == [("t", 1, 10, 4, 20, 0.5)]
 
 
 def test_the_command_prints_a_line_for_each_tenant(tmp_path, capsys):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -63,7 +62,7 @@ class UsageLedger:
     def __init__(self, path: Path, *, epoch_s: Callable[[], float] = time.time) -> None:
         self._epoch_s = epoch_s
         self._pending: dict[tuple[str, str, str], _TenantUsage] = {}
-        self._writing = threading.Lock()
+        self._flushing: asyncio.Task[None] | None = None
         try:
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level="IMMEDIATE")
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -109,13 +108,15 @@ class UsageLedger:
         """Write what was gathered, every ``FLUSH_S``."""
         while True:
             await asyncio.sleep(FLUSH_S)
-            await self._flush()
+            self._flushing = asyncio.create_task(self._flush())
+            await asyncio.shield(self._flushing)
 
     async def close(self) -> None:
         """Write the rest, and close the file."""
+        if self._flushing is not None:  # that ``run`` has left behind
+            await self._flushing
         await self._flush()
-        with self._writing:  # a write that ``run`` has left behind
-            self._db.close()
+        self._db.close()
 
     async def _flush(self) -> None:
         pending, self._pending = self._pending, {}
@@ -131,7 +132,7 @@ class UsageLedger:
             self._pending = pending
 
     def _write(self, pending: dict[tuple[str, str, str], _TenantUsage]) -> None:
-        with self._writing, self._db:
+        with self._db:
             self._db.executemany(_ADD, [(*key, *astuple(sums)) for key, sums in pending.items()])
 
 
