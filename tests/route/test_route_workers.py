@@ -441,6 +441,27 @@ print("told", flush=True)
         parent.kill()
 
 
+def test_a_router_whose_worker_ends_at_once_hears_signals_meanwhile() -> None:
+    script = """
+import select, socket, sys
+from manylora.route import workers
+workers.LEAST_LIFE_S = 3600.0
+worker = workers.start_workers(2, lambda: [socket.socket(), socket.socket()])
+if isinstance(worker, int):
+    sys.exit(worker)
+worker.say_ready()
+if worker.number == 0:
+    select.select([worker.parent], [], [])
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    try:
+        assert parent.stderr is not None and "worker_ended worker=1" in parent.stderr.readline()
+        parent.send_signal(signal.SIGTERM)
+        assert (parent.communicate(timeout=60)[1], parent.returncode) == ("", 0)
+    finally:
+        parent.kill()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 def test_workers_without_a_file_start_stay_and_end_with_their_parent() -> None:
     command = [sys.executable, "-m", "manylora", "route", "--backend", "http://127.0.0.1:9", "--port", "0"]

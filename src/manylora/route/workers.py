@@ -34,11 +34,11 @@ from manylora.serving.http.listening import EXIT_FORCED
 
 __all__ = ["RouteWorker", "start_workers"]
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM)
 READY = signal.SIGUSR1
 """What the first worker sends its parent once it is ready."""
 LEAST_LIFE_S = 1.0
-"""A worker that ended sooner is started again only after that time."""
+"""A worker that ended sooner waits with others for an alarm after that time, and is started again then."""
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class _Parent:
     folder: Path
     _held: int = -1  # the parent's end of the pipe
     _running: dict[int, tuple[int, float]] = field(default_factory=dict)  # number and start by process
+    _waiting: list[int] = field(default_factory=list)  # those that ended too soon, until the next alarm
     _is_ready: bool = False  # the first worker was ready once
     _is_stopping: bool = False
     _code: int = 0
@@ -109,11 +110,13 @@ class _Parent:
                     return self._worker(number, life)
                 self._running[pid] = number, time.monotonic()
             missing = []
-            if not self._running:
+            if not (self._running or self._waiting):
                 break
             received = signal.sigwait(SIGNALS)
             if received == signal.SIGCHLD:
                 missing = self._ended()
+            elif received == signal.SIGALRM:
+                missing, self._waiting = self._waiting, []
             elif received == READY:
                 missing = [] if self._is_ready or self._is_stopping else list(range(1, self.num_workers))
                 self._is_ready = True
@@ -138,6 +141,7 @@ class _Parent:
 
     def _stop(self) -> None:
         self._is_stopping = True
+        self._waiting.clear()
         for one in self.sockets:  # held here, connections would wait for workers that accept no more
             one.close()
         os.close(self._held)
@@ -147,7 +151,7 @@ class _Parent:
             os.kill(pid, number)
 
     def _ended(self) -> list[int]:
-        """Take note of workers that ended; return those to start again."""
+        """Take note of workers that ended; return those to start again now."""
         again = []
         while self._running:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -159,7 +163,10 @@ class _Parent:
                 self._code = self._code or abs(code)
                 continue
             logger.error("worker_ended worker=%d code=%d", number, code)
-            if time.monotonic() - started_at < LEAST_LIFE_S:
-                time.sleep(LEAST_LIFE_S)
-            again.append(number)
+            if time.monotonic() - started_at >= LEAST_LIFE_S:
+                again.append(number)
+                continue
+            if not self._waiting:
+                signal.setitimer(signal.ITIMER_REAL, LEAST_LIFE_S)
+            self._waiting.append(number)
         return again
