@@ -21,7 +21,14 @@ from live_executor import BLOCK, finish, folders, load, pages_for, sequence  # n
 from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES
 from peft import LoraConfig, get_peft_model
 from shared_model import build_workers, join
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+)
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
@@ -65,6 +72,14 @@ def test_shares_are_the_whole(architecture: str, size: int) -> None:
         assert torch.equal(held.unique(), numbers.flatten()), name
         if name in shares[0].cuts and not any(part in name for part in ("k_", "v_", "qkv")):
             assert held.numel() == numbers.numel(), name
+
+
+def test_a_width_that_the_experts_do_not_have_divides_nothing() -> None:
+    """transformers keeps every field of ``config.json``, also of another family."""
+    config = MixtralConfig(num_hidden_layers=1, moe_intermediate_size=24, intermediate_size=64)
+    whole, part = skeleton(config), skeleton(share_config(config, 2))
+    cut = ModelShare.of(whole, part, 1, 2).cuts["model.layers.0.mlp.experts.gate_up_proj"]
+    assert cut.runs == ((32, 64), (96, 128))
 
 
 def test_codes_are_divided_with_their_scales_or_refused() -> None:

@@ -112,8 +112,8 @@ class ModelShare:
                 continue
             _check_plan(configs[0], name, module, len(shape), axis)
             runs, first = [], 0
-            for width, part in zip(*(_widths(name, config) for config in configs), strict=True):
-                width, part = width or shape[axis], part or own[name].shape[axis]
+            lengths = shape[axis], own[name].shape[axis]
+            for width, part in zip(*map(partial(_widths, name), configs, lengths), strict=True):
                 num_copies = part * size // width  # of each part, where workers share keys
                 start = first + rank // num_copies * part
                 runs.append((start, start + part))
@@ -246,16 +246,13 @@ def _planned(config: Any, name: str) -> str:
     return next((how for key, how in config.base_model_tp_plan.items() if path.endswith(f".{key}")), "nothing")
 
 
-def _widths(name: str, config: Any) -> tuple[int, ...]:
-    """Return the widths of the parts that lie one behind the other in a fused weight; 0 for all of another."""
+def _widths(name: str, config: Any, length: int) -> tuple[int, ...]:
+    """Return the widths of the parts that lie one behind the other in a weight, fused or not, of that length."""
     if ".qkv_proj." in name:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_keys = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         return config.num_attention_heads * size, num_keys * size, num_keys * size
-    if name.endswith(("gate_up_proj", "gate_up_proj.weight")):
-        width = getattr(config, "moe_intermediate_size", None) if "experts" in name else None
-        return (width or config.intermediate_size,) * 2
-    return (0,)
+    return (length // 2,) * 2 if name.endswith(("gate_up_proj", "gate_up_proj.weight")) else (length,)
 
 
 def _take(weight: torch.Tensor, axis: int, runs: Runs) -> torch.Tensor:
