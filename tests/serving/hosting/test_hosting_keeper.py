@@ -96,6 +96,17 @@ def test_no_change_of_the_book_falls_between_the_last_look_at_it_and_service() -
     assert seen == [EngineState.SERVING]
 
 
+def test_a_start_without_a_limit_fails_by_the_systems_own_timeout() -> None:
+    async def main() -> None:
+        rig = Rig()
+        rig.keeper.restarts = RestartPolicy(start_timeout_s=None)
+        rig.errors = [TimeoutError(110, "Connection timed out")]
+        with pytest.raises(TimeoutError, match="Connection timed out"):
+            await rig.keeper.start()
+
+    asyncio.run(main())
+
+
 def test_deaths_by_a_signal_or_for_lack_of_room_end_no_engine() -> None:
     async def main() -> None:
         rig = Rig()

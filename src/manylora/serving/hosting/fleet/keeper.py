@@ -183,9 +183,11 @@ class EngineKeeper:
         """
         try:
             # Not ``wait_for``, which wraps a task before Python 3.12: the loop would turn before the caller goes on.
-            async with asyncio.timeout(self.restarts.start_timeout_s):
+            async with asyncio.timeout(self.restarts.start_timeout_s) as limit:
                 return await self._start_and_load(prepare)
         except TimeoutError:
+            if not limit.expired():  # the system's own, as of a connection
+                raise
             raise EngineDead(f"The engine did not start within {self.restarts.start_timeout_s:g} s") from None
 
     async def _start_and_load(self, prepare: Callable[[EngineClient], Awaitable[None]] | None) -> EngineClient:
