@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
+from manylora.core.errors import ConfigError
+from manylora.functions.agent import cluster as cluster_module
+from manylora.functions.agent.cluster import _Agents
 from manylora.functions.agent.supervise import keep_until_stopped
+from manylora.serving.hosting.ray.nodes import RayNode
 
 
 def test_a_part_that_cannot_be_started_is_an_error_of_the_supervisor() -> None:
@@ -27,3 +32,27 @@ def test_a_part_that_cannot_be_started_is_an_error_of_the_supervisor() -> None:
     with pytest.raises(FileNotFoundError, match="interpreter"):
         asyncio.run(keep_until_stopped(controller, agent))
     assert controller.is_stopped and agent.is_stopped
+
+
+def test_agents_are_kept_while_the_head_of_the_cluster_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[bool] = []
+
+    async def nodes(cluster: object) -> list[RayNode]:
+        looks.append(True)
+        if len(looks) == 1:
+            raise ConnectionError("no head")
+        if len(looks) > 2:
+            raise ConfigError("no cluster at all")
+        return [RayNode("id", "10.0.0.1")]
+
+    kept: list[str] = []
+
+    class Agents(_Agents):
+        async def _keep_on(self, node: RayNode) -> None:
+            kept.append(node.node_id)
+
+    monkeypatch.setattr(cluster_module, "fitting_nodes", nodes)
+    monkeypatch.setattr(cluster_module, "LOOK_EVERY_S", 0.0)
+    with pytest.raises(ConfigError):
+        asyncio.run(Agents(cast(Any, None), cast(Any, None), None).keep())
+    assert kept == ["id"]

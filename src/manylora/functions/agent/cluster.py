@@ -112,7 +112,14 @@ class _Agents:
         """
         num_nodes = -1
         while not self._is_stopping:
-            nodes = await fitting_nodes(self._cluster)
+            try:
+                nodes = await fitting_nodes(self._cluster)
+            except ConfigError:
+                raise
+            except Exception as error:  # Ray's head is away: the agents serve meanwhile
+                logger.error("nodes_unknown error=%r", error)
+                await asyncio.sleep(LOOK_EVERY_S)
+                continue
             if len(nodes) != num_nodes:
                 num_nodes = len(nodes)
                 logger.log(logging.INFO if nodes else logging.WARNING, "nodes_for_agents num_nodes=%d", num_nodes)
