@@ -117,8 +117,12 @@ def fleet_metrics(fleet: FleetPort) -> Iterator[Metric]:
     all_replicas = fleet.engines.replicas()
     labels = ["replica"] if len(all_replicas) > 1 else []
     replicas = [([str(one.index)] if labels else [], one) for one in all_replicas if one.state is not EngineState.IDLE]
-    up = [(values, float(one.state is EngineState.SERVING)) for values, one in replicas]
-    yield _family(GAUGE, "manylora_engine_up", "Whether the engine serves.", labels, up)
+    up = [
+        (values, float(one.state is EngineState.SERVING))
+        for values, one in replicas
+        if one.state is not EngineState.STOPPED
+    ]
+    yield _family(GAUGE, "manylora_engine_up", "Whether the engine serves; none once it was drained.", labels, up)
     yield from _rows(
         (
             (COUNTER, "manylora_engine_restarts", "Engines started after the first.", "num_restarts"),
