@@ -19,7 +19,7 @@ from serving import wait_for
 
 from manylora.route import serve
 from manylora.route.config import ProxyConfig
-from manylora.route.relay.tenants import TenantCall
+from manylora.route.relay.tenants import PlacedCounts, TenantCall
 from manylora.serving.http import listening
 from manylora.serving.http.room import CallerRoom
 from manylora.serving.metrics.usage import read_usage
@@ -160,6 +160,44 @@ def test_a_stream_that_is_cut_has_the_tokens_behind_the_count_at_its_begin(size:
     call.read(b'data: {"usage":{"output_tokens":48}}\n\nevent: message_stop\ndata: {"type":"message_stop"}\n\n')
     assert call.num_output_tokens == 48
     call.close()
+
+
+FORGED = {"usage": {"input_tokens": 1, "output_tokens": 2, "text": '\\" }' + 70 * "\\"}}
+TOOLS = [{"parameters": {**FORGED, "response": FORGED}}]
+REPEATED = {
+    "tools": TOOLS,
+    "user": "usage",
+    "usage": {"input_tokens": 1234, "input_tokens_details": {"cached_tokens": 3}, "output_tokens": 56},
+    "input_messages": TOOLS,
+}
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+def test_counts_that_a_request_names_are_not_those_of_its_answer(size: int) -> None:
+    begin = f'event: response.created\ndata: {{"response":{json.dumps({"tools": TOOLS})}}}\n\n'
+    begin += 3 * 'event: response.output_text.delta\ndata: {"delta":"{"}\n\n'
+    end = f'event: response.completed\ndata: {{"response":{json.dumps(REPEATED)}}}\n\n'
+    room = CallerRoom(4, lambda: 1)
+    call = TenantCall("a", "", room.take("a", 1), None, 1000, placed=PlacedCounts())
+    for text, counts in ((begin, (1000, 4)), (end, (1234, 56))):
+        for at in range(0, len(text), size):
+            call.read(text[at : at + size].encode())
+        assert (call.num_prompt_tokens, call.num_output_tokens) == counts
+
+
+def test_the_ledger_has_the_counts_of_answers_that_repeat_their_request(tmp_path: Path) -> None:
+    async def repeat(call: Call) -> None:
+        await call.answer(200, REPEATED)
+
+    async def scenario() -> None:
+        options = {"tenants": tenants_file(tmp_path), "usage": str(tmp_path / "usage.db")}
+        async with servers(FakeServer(behave=repeat)) as urls, routing(*urls, **options) as (_, client):
+            body = {"model": "base", "input": "x"}
+            assert (await client.ask("POST", "/v1/responses", body, **bearer("acme"))).json == REPEATED
+
+    run(scenario)
+    ((_, _, num_prompt, _, num_output, _),) = read_usage(tmp_path / "usage.db", ("tenant",))
+    assert (num_prompt, num_output) == (1234, 56)
 
 
 def test_a_tenant_cannot_hide_its_tokens_by_compression(tmp_path: Path) -> None:

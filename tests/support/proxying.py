@@ -42,6 +42,8 @@ vllm:cache_config_info{{block_size="16",cache_dtype="auto",engine="0"}} 1.0
 """
 
 Headers = dict[str, str]
+ANSWERED = "completions", "/responses"
+"""Ends of the paths that a behaviour answers."""
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Call:
         )
         lines = [f"HTTP/1.1 {status} X", f"content-type: {kind}", f"content-length: {len(data)}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
-        if not self.path.partition("?")[0].endswith("completions"):
+        if not self.path.partition("?")[0].endswith(ANSWERED):
             lines.append("connection: close")  # requests use connections again that had requests: polls warm none
         await self.write("\r\n".join([*lines, "", ""]).encode() + data)
 
@@ -136,7 +138,7 @@ class FakeServer:
 
     @property
     def completions(self) -> list[Call]:
-        return [call for call in self.calls if call.path.endswith("completions")]
+        return [call for call in self.calls if call.path.endswith(ANSWERED)]
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -177,7 +179,7 @@ class FakeServer:
         call = Call(method, path, headers, body, writer)
         self.calls.append(call)
         answering = asyncio.create_task(self._answer(call))
-        ended = asyncio.create_task(reader.read(1)) if path.endswith("completions") else None
+        ended = asyncio.create_task(reader.read(1)) if path.endswith(ANSWERED) else None
         try:
             await asyncio.wait({answering, *([ended] if ended else [])}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -206,7 +208,7 @@ class FakeServer:
             await call.answer(200, self.metrics if self.metrics is not None else text)
         elif route.endswith("load_lora_adapter"):
             await (self.change or self.change_adapters)(call)
-        elif route.endswith("completions"):
+        elif route.endswith(ANSWERED):
             await self.behave(call)
         else:
             await call.answer(404, {"error": {"message": "no such route", "code": 404}})

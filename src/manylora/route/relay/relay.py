@@ -98,7 +98,7 @@ class Relay:
         salt = caller.encode() or next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         prompt.salt = b"%d %b %b" % (len(salt), salt, prompt.salt)
         found = await self._find(model, caller, body)
-        call = None if self.tenants is None else self.tenants.begin(caller, found, prompt.num_tokens)
+        call = None if self.tenants is None else self.tenants.begin(caller, found, prompt.num_tokens, scope["path"])
         return RelayedRequest(scope, model, prompt, found, body, call=call)
 
     async def _find(self, model: str | None, caller: str, body: bytes) -> Found:
