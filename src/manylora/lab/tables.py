@@ -24,11 +24,7 @@ T = typing.TypeVar("T")
 
 
 def read_table(file: Path) -> dict[str, typing.Any]:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not TOML.
-    """
+    """Read a TOML file; ``ConfigError`` if the file cannot be read, or is not TOML."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -51,8 +47,7 @@ class TableReader:
     def read(self, cls: type[T], table: object, where: str) -> T:
         """Return a dataclass, or a registered kind of a Protocol, from a table, which messages call ``where``.
 
-        Raises:
-            ConfigError: A key is unknown, missing or of the wrong type, or the dataclass refuses its values.
+        ``ConfigError`` if a key is unknown, missing or of the wrong type, or the dataclass refuses its values.
         """
         if not isinstance(table, Mapping):
             raise ConfigError(f"Got {where} = {table!r}, expected a table")

@@ -65,8 +65,7 @@ async def run_load(
         timeout_s: Longest silence of a server, in seconds.
         on_progress: Called after every change.
 
-    Raises:
-        ConfigError: The first warm-up request failed; the message has the server's reason.
+    ``ConfigError`` if the first warm-up request failed; the message has the server's reason.
     """
     aiohttp = aiohttp_or_fail()
     run, progress = LoadRun(), Progress()

@@ -162,9 +162,7 @@ def sweep_live(
     No adapter idles on the device and a fourth of them finds no place in host memory, so that loads of both kinds
     happen all the time; prompts are never remembered. Ranks take turns; ``targets`` are last names of modules, by
     default of every linear. The seconds are without building and warming up; ``write`` gets the log's header first.
-
-    Raises:
-        ConfigError: The model cannot be served.
+    ``ConfigError`` if the model cannot be served.
     """
     config = replace(
         config,

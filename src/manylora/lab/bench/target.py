@@ -88,8 +88,7 @@ class _ModelCards(msgspec.Struct):
 async def discover_models(target: Target) -> ModelNames:
     """Ask a server what it serves: what has a parent is an adapter, what has none is the base.
 
-    Raises:
-        ConfigError: The server does not answer, or not as expected.
+    ``ConfigError`` if the server does not answer, or not as expected.
     """
     aiohttp = aiohttp_or_fail()
     url = target.url.rstrip("/") + "/v1/models"
@@ -110,11 +109,7 @@ async def discover_models(target: Target) -> ModelNames:
 
 
 def aiohttp_or_fail() -> Any:
-    """Return aiohttp.
-
-    Raises:
-        ConfigError: aiohttp is not installed.
-    """
+    """Return aiohttp; ``ConfigError`` if aiohttp is not installed."""
     try:
         import aiohttp
     except ImportError:

@@ -204,8 +204,7 @@ class ModelDims:
     def check_divides(self, num_devices: int) -> None:
         """Refuse a number of devices that cannot share each layer, as loading does (``execution.model.share``).
 
-        Raises:
-            ConfigError: A size is not a multiple of it.
+        ``ConfigError`` if a size is not a multiple of it.
         """
         got = f"Got tensor_parallel_size = {num_devices}, expected"
         if num_devices < 1:
@@ -237,10 +236,8 @@ class ModelDims:
     def adapter_elements(self, targets: tuple[str, ...] = ATTENTION_TARGETS, *, num_experts: int | None = None) -> int:
         """Return the weights per unit of rank of an adapter on these modules (by last name) of every layer.
 
-        ``num_experts`` counts the weights of so many experts of a layer, in place of all.
-
-        Raises:
-            ConfigError: This model has no such module.
+        ``num_experts`` counts the weights of so many experts of a layer, in place of all. ``ConfigError`` if this model
+        has no such module.
         """
         dense, sparse = self.num_layers, self.num_layers - self.num_dense_layers
         sparse *= self.num_experts if num_experts is None else num_experts
@@ -255,8 +252,7 @@ class ModelDims:
     def module_shape(self, target: str) -> tuple[int, int]:
         """Return the numbers of inputs and outputs of a module that adapters may change, of one expert in a mixture.
 
-        Raises:
-            ConfigError: This model has no such module.
+        ``ConfigError`` if this model has no such module.
         """
         hidden, inner = self.hidden_size, self.intermediate_size
         shapes = self.attention_modules

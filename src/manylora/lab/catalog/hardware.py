@@ -117,8 +117,7 @@ HARDWARE: dict[str, Hardware] = {
 def find_hardware(hardware: str | Hardware) -> Hardware:
     """Return hardware by name, or from a TOML file if the name ends in ``.toml``; ``Hardware`` is returned unchanged.
 
-    Raises:
-        ConfigError: The name is unknown, or the file is invalid.
+    ``ConfigError`` if the name is unknown, or the file is invalid.
     """
     if isinstance(hardware, Hardware):
         return hardware
@@ -138,8 +137,7 @@ def read_hardware(path: Path) -> Hardware:
         like = "h200"
         flops_share = 0.62        # measured
 
-    Raises:
-        ConfigError: The file is missing or is no TOML, or a field is unknown, missing or not a positive number.
+    ``ConfigError`` if the file is missing or is no TOML, or a field is unknown, missing or not a positive number.
     """
     values = read_table(path)
     like = values.pop("like", None)

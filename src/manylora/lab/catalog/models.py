@@ -20,8 +20,7 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
         config: The parsed file; of a multimodal one the ``text_config`` is used.
         name: Name of the model; its ``_name_or_path`` or ``model_type`` if empty.
 
-    Raises:
-        ConfigError: A number is missing or has another type.
+    ``ConfigError`` if a number is missing or has another type.
     """
     text = config.get("text_config")
     fields = text if isinstance(text, Mapping) else config

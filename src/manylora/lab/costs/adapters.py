@@ -54,41 +54,25 @@ computation takes 42.5 % of the time to first token and the base 40 %: `tests/la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
-    """Rates of all devices of a replica together.
+    """Rates of all devices of a replica together."""
 
-    Args:
-        peak_flops_per_s: Peak rate by the data sheet.
-        flops_per_s: Rate that large products reach.
-        bytes_per_s: Rate that streaming reads reach.
-        launch_s: Seconds per kernel; devices launch in parallel.
-    """
-
-    peak_flops_per_s: float
-    flops_per_s: float
-    bytes_per_s: float
-    launch_s: float
+    peak_flops_per_s: float  # peak rate by the data sheet
+    flops_per_s: float  # rate that large products reach
+    bytes_per_s: float  # rate that streaming reads reach
+    launch_s: float  # seconds per kernel; devices launch in parallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTargets:
-    """The modules that adapters change, summed over layers; of experts, those that one token is routed to.
+    """The modules that adapters change, summed over layers; of experts, those that one token is routed to."""
 
-    Args:
-        weights: Weights per unit of rank.
-        weight_bytes: Bytes per unit of rank.
-        expert_bytes: Those of experts among them.
-        experts_share: Part of all experts that a token is routed to.
-        row_bytes: Bytes of activations read and written per adapted token, independent of the rank.
-        num_groups: Groups of modules with one input.
-    """
-
-    weights: int
-    weight_bytes: int
-    row_bytes: int
+    weights: int  # weights per unit of rank
+    weight_bytes: int  # bytes per unit of rank
+    row_bytes: int  # bytes of activations read and written per adapted token, independent of the rank
     num_modules: int
-    num_groups: int
-    expert_bytes: int = 0
-    experts_share: float = 1.0
+    num_groups: int  # groups of modules with one input
+    expert_bytes: int = 0  # bytes of experts among them
+    experts_share: float = 1.0  # part of all experts that a token is routed to
 
     def read_bytes(self, step: StepFeatures) -> float:
         """Return the bytes per unit of rank that are read of an adapter, with the mean number of tokens of the step's.
@@ -104,8 +88,7 @@ class AdapterTargets:
 def adapter_targets(dims: ModelDims, targets: tuple[str, ...]) -> AdapterTargets:
     """Return the sums for adapters on these modules (by last name) of every layer.
 
-    Raises:
-        ConfigError: The model has no such module.
+    ``ConfigError`` if the model has no such module.
     """
     chosen = dims.experts_per_token
     weights = dims.adapter_elements(targets, num_experts=chosen)
@@ -186,18 +169,14 @@ TABLE_KERNELS = ("padded", "ragged")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyPath(CheckedOptions):
-    """A way of copying adapters from host to device.
-
-    Args:
-        is_by_page: Whether an adapter is copied by pages; otherwise as two matrices per module.
-        sharded_bytes_per_s: Rate at which matrices are cut and copied to several devices in turn; ``None`` if they are
-            cut beforehand and the devices copy their parts at the same time.
-    """
+    """A way of copying adapters from host to device."""
 
     name: str
     link_share: float = option(above=0, at_most=1, help="Part of the link's bandwidth that the copies reach.")
-    is_by_page: bool
+    is_by_page: bool  # whether an adapter is copied by pages; otherwise as two matrices per module
     copy_s: float = option(at_least=0, unit="s", help="Fixed time of each copy.")
+    # Rate at which matrices are cut and copied to several devices in turn; ``None`` if they are cut beforehand and the
+    # devices copy their parts at the same time.
     sharded_bytes_per_s: float | None = None
 
 

@@ -75,9 +75,7 @@ def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], li
     """Return the header, steps and loads of a log; several runs may follow each other if they are of one engine.
 
     Each run has its own clock: later runs are shifted behind earlier ones, far enough to be uncorrelated.
-
-    Raises:
-        ConfigError: There is no header, or two name different models, machines or kernels.
+    ``ConfigError`` if there is no header, or two name different models, machines or kernels.
     """
     header: LogHeader | None = None
     steps: list[StepRecord] = []
@@ -121,8 +119,7 @@ def _identity(header: LogHeader) -> tuple[str, str, str]:
 def fit_profile(lines: Iterable[LogLine], *, command: str = "") -> CostProfile:
     """Fit a profile to the lines of step logs; ``command`` is written into it as its origin.
 
-    Raises:
-        ConfigError: The logs are of different engines, or too short.
+    ``ConfigError`` if the logs are of different engines, or too short.
     """
     header, steps, loads = split_log(lines)
     if len(steps) < LEAST_STEPS:

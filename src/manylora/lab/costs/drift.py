@@ -56,15 +56,10 @@ NEIGHBOURS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftEstimate:
-    """The estimated drift.
+    """The estimated drift."""
 
-    Args:
-        components: From short to long; empty for a steady machine.
-        share: Their part of the variance of the logarithm of step times; the rest is noise of single steps.
-    """
-
-    components: tuple[DriftComponent, ...]
-    share: float
+    components: tuple[DriftComponent, ...]  # from short to long; empty for a steady machine
+    share: float  # the part of these in the variance of the logarithm of step times; the rest is noise of single steps
 
 
 def estimate_drift(began_at: Array, took: Array, predicted: Array) -> DriftEstimate:

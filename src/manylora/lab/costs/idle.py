@@ -22,19 +22,12 @@ __all__ = ["IdleEngineTimes", "decode_step", "prompt_step", "time_on_idle_engine
 
 @dataclass(frozen=True, slots=True)
 class IdleEngineTimes:
-    """A request on an idle engine; times in seconds.
+    """A request on an idle engine; times in seconds."""
 
-    Args:
-        load_s: Copy of its adapter to the device.
-        base_s: The step of its prompt, without the adapter's part.
-        adapter_s: The adapter's part of that step.
-        decode_s: All further steps.
-    """
-
-    load_s: float
-    base_s: float
-    adapter_s: float
-    decode_s: float
+    load_s: float  # copy of its adapter to the device
+    base_s: float  # the step of its prompt, without the adapter's part
+    adapter_s: float  # the adapter's part of that step
+    decode_s: float  # all further steps
 
     @property
     def ttft_s(self) -> float:
@@ -71,8 +64,7 @@ def times_on_idle_engine(
 ) -> list[IdleEngineTimes]:
     """Return the times of every request of a workload on an idle engine, its adapter in host memory.
 
-    Raises:
-        ConfigError: The prices are measured ones, which say nothing of a step's parts.
+    ``ConfigError`` if the prices are measured ones, which say nothing of a step's parts.
     """
     if not isinstance(cost, RooflineCost):
         raise ConfigError("Experiments need a model and hardware by name: a measured profile has no parts of a step")

@@ -76,15 +76,10 @@ def term_units(features: StepFeatures) -> tuple[int, ...]:
 
 
 class RowTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a number of rows: monotone, and linear between knots.
+    """Seconds of a number of rows: monotone, and linear between knots."""
 
-    Args:
-        knots: Numbers of rows, rising; the first is 0.
-        row_s: Seconds per row from each knot to the next; the last has no end.
-    """
-
-    knots: tuple[int, ...]
-    row_s: tuple[float, ...]
+    knots: tuple[int, ...]  # numbers of rows, rising; the first is 0
+    row_s: tuple[float, ...]  # seconds per row from each knot to the next; the last has no end
 
 
 class StepCost:
@@ -122,101 +117,62 @@ class LoadCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Noise(msgspec.Struct, frozen=True, kw_only=True):
-    """Distribution of measured over fitted times.
+    """Distribution of measured over fitted times."""
 
-    Args:
-        mean: Mean measured over mean fitted: the factor of a simulation without noise.
-        quantiles: Evenly spaced quantiles, from the least to the largest, from which noise is drawn.
-    """
-
-    mean: float
-    quantiles: tuple[float, ...]
+    mean: float  # mean measured over mean fitted: the factor of a simulation without noise
+    quantiles: tuple[float, ...]  # evenly spaced quantiles, from the least to the largest, from which noise is drawn
 
 
 class DriftComponent(msgspec.Struct, frozen=True, kw_only=True):
-    """Drift of the machine's speed on one time scale; see ``lab/costs/fitted.py``.
+    """Drift of the machine's speed on one time scale; see ``lab/costs/fitted.py``."""
 
-    Args:
-        size: Standard deviation of the logarithm of step times: 0.2 is a fifth slower or faster.
-        length_s: Time constant in seconds, after which the correlation is 1/e.
-    """
-
-    size: float
-    length_s: float
+    size: float  # standard deviation of the logarithm of step times: 0.2 is a fifth slower or faster
+    length_s: float  # time constant in seconds, after which the correlation is 1/e
 
 
 class SpeedDrift(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of steps' noise that is correlated in time, and the rest.
+    """The part of steps' noise that is correlated in time, and the rest."""
 
-    Args:
-        components: From short to long.
-        noise: Independent noise of each step without drift, by ``decode`` and ``prompt``.
-    """
-
-    components: tuple[DriftComponent, ...]
-    noise: dict[str, Noise]
+    components: tuple[DriftComponent, ...]  # from short to long
+    noise: dict[str, Noise]  # independent noise of each step without drift, by ``decode`` and ``prompt``
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of a fit on steps held out.
+    """Errors of a fit on steps held out."""
 
-    Args:
-        regime: ``decode``, ``prefill`` or ``mixed``.
-        num_steps: Steps held out.
-        mean_s: Mean time of these steps, in seconds.
-        r2: Share of the variance explained.
-        median_error: Median of the relative error of the typical duration, which has the median of the noise.
-        p90_error: 90th percentile of that relative error.
-        steady_r2: ``r2`` without the machine's drift, as estimated from the steps before and after; ``None`` for a
-            steady machine.
-    """
-
-    regime: str
-    num_steps: int
-    mean_s: float
-    r2: float
-    median_error: float
-    p90_error: float
+    regime: str  # ``decode``, ``prefill`` or ``mixed``
+    num_steps: int  # steps held out
+    mean_s: float  # mean time of these steps, in seconds
+    r2: float  # share of the variance explained
+    median_error: float  # median of the relative error of the typical duration, which has the median of the noise
+    p90_error: float  # 90th percentile of that relative error
+    # ``r2`` without the machine's drift, as estimated from the steps before and after; ``None`` for a steady machine.
     steady_r2: float | None = None
 
 
 class CostProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured costs from which a live engine can be simulated.
+    """Measured costs from which a live engine can be simulated."""
 
-    Args:
-        base: The base model's shape.
-        num_pages: Pages in the pool of the measured engine.
-        command: The command that wrote this profile.
-        terms: Seconds per unit, by the names in ``TERMS``.
-        turn_s: Time of a turn of the loop beside the step (planning, waking up), in seconds.
-        turn_sequence_s: The same per sequence.
-        loads: Costs of loads, by tier: ``host`` (from disk) and ``device`` (from the host).
-        noise: Noise of ``decode`` (steps without a prompt), ``prompt`` (other steps), ``host`` and ``device`` (loads).
-        interference: Slowdown of a step by a concurrent load, in seconds per second of the load, by tier.
-        errors: On steps held out.
-        num_steps: Steps it was fitted from.
-        reads_host: Whether its steps can read adapters from host memory.
-        speed_drift: Drift of the machine's speed; ``None`` if steady, or if an older version wrote the profile.
-        format: Version of this format.
-    """
-
-    base: BaseShape
-    num_pages: int
+    base: BaseShape  # the base model's shape
+    num_pages: int  # pages in the pool of the measured engine
     machine: str
     lora_kernel: str
-    command: str
-    terms: dict[str, float]
+    command: str  # the command that wrote this profile
+    terms: dict[str, float]  # seconds per unit, by the names in ``TERMS``
     rows: RowTimes
-    turn_s: float
-    turn_sequence_s: float
-    loads: dict[str, LoadCost]
+    turn_s: float  # time of a turn of the loop beside the step (planning, waking up), in seconds
+    turn_sequence_s: float  # the same per sequence
+    loads: dict[str, LoadCost]  # costs of loads, by tier: ``host`` (from disk) and ``device`` (from the host)
+    # Noise of ``decode`` (steps without a prompt), ``prompt`` (other steps), ``host`` and ``device`` (loads).
     noise: dict[str, Noise]
+    # Slowdown of a step by a concurrent load, in seconds per second of the load, by tier.
     interference: dict[str, float]
-    errors: tuple[FitError, ...]
-    num_steps: int
-    reads_host: bool = False
+    errors: tuple[FitError, ...]  # on steps held out
+    num_steps: int  # steps it was fitted from
+    reads_host: bool = False  # whether its steps can read adapters from host memory
+    # Drift of the machine's speed; ``None`` if steady, or if an older version wrote the profile.
     speed_drift: SpeedDrift | None = None
-    format: int = FORMAT
+    format: int = FORMAT  # version of this format
 
     def write(self, path: str | Path) -> None:
         """Write the profile as JSON, a line for each field."""

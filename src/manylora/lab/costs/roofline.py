@@ -77,8 +77,7 @@ class RooflineCost:
         copies: Copy path of adapters: a name of `COPY_PATHS` or a path; by default the kernel's own.
         host_s: Wait of the device for the host between two steps, in seconds.
 
-    Raises:
-        ConfigError: A name is unknown, or the devices cannot divide the model.
+    ``ConfigError`` if a name is unknown, or the devices cannot divide the model.
     """
 
     def __init__(
@@ -219,10 +218,7 @@ def memory_for_pool(
     """Return the bytes left for pages on all devices of a replica, after weights, activations and the driver's share.
 
     Model and hardware are given as for ``RooflineCost``; ``utilization`` is the part of the memory that the engine may
-    use.
-
-    Raises:
-        ModelTooLarge: The model does not fit.
+    use. ``ModelTooLarge`` if the model does not fit.
     """
     dims, device, size = find_dims(model), find_hardware(hardware), tensor_parallel_size
     # At its peak a layer holds its input, the residual, and the MLP's two halves and their product.

@@ -86,17 +86,11 @@ class CpuWorkers(CheckedOptions):
 
 @dataclass(frozen=True, slots=True)
 class _ModuleGroup:
-    """A group of modules in one layer.
+    """A group of modules in one layer."""
 
-    Args:
-        rank_weights: Adapter weights per unit of rank.
-        row_bytes: Bytes of activations that a row sends over the link of each device, there and back.
-        base_share: Part of the layers' products that is the base product of the group.
-    """
-
-    rank_weights: int
-    row_bytes: float
-    base_share: float
+    rank_weights: int  # adapter weights per unit of rank
+    row_bytes: float  # bytes of activations that a row sends over the link of each device, there and back
+    base_share: float  # part of the layers' products that is the base product of the group
 
 
 class AssistCost:

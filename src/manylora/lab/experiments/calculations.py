@@ -104,10 +104,8 @@ def is_clairvoyant(case: Case) -> bool:
 def run_clairvoyant(case: Case) -> Result:
     """Return the bounds for a case: the most loading that can be avoided, and the most hits.
 
-    They are two maxima, and no policy need reach both at once.
-
-    Raises:
-        ConfigError: Something in its description is wrong, or a trace is missing.
+    They are two maxima, and no policy need reach both at once. ``ConfigError`` if something in its description is
+    wrong, or a trace is missing.
     """
     setup = merge(case.setup, {"adapters": {"eviction": "lru"}})
     workload, versions, config = prepare(replace(case, setup=setup))

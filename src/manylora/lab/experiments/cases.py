@@ -123,8 +123,7 @@ def reads_traces(experiment: Experiment) -> bool:
 def read_workload(table: Mapping[str, object], traces: Path | None) -> WorkloadSpec:
     """Return a workload's description from its table.
 
-    Raises:
-        ConfigError: A key is unknown, a value wrong, or a trace is not in the folder.
+    ``ConfigError`` if a key is unknown, a value wrong, or a trace is not in the folder.
     """
     missing = [name for name in _files_in(table) if traces is None or not (traces / name).is_file()]
     if missing:
@@ -136,8 +135,7 @@ def read_workload(table: Mapping[str, object], traces: Path | None) -> WorkloadS
 def prepare(case: Case) -> tuple[Workload, dict[str, AdapterVersion], SimulationConfig]:
     """Return a case's workload, its adapters by name, and the simulator's configuration.
 
-    Raises:
-        ConfigError: Something in its description is wrong, or a trace is missing.
+    ``ConfigError`` if something in its description is wrong, or a trace is missing.
     """
     spec = read_workload(case.workload, case.traces)
     workload = make_workload(spec, case.seed)

@@ -30,11 +30,7 @@ def is_isolated(case: Case) -> bool:
 
 
 def read_functions(table: Table) -> FunctionsSetup:
-    """Return the system of a setup's table.
-
-    Raises:
-        ConfigError: A key is unknown or a value wrong.
-    """
+    """Return the system of a setup's table; ``ConfigError`` if a key is unknown or a value wrong."""
     if other := sorted(set(table) - {"functions"}):
         raise ConfigError(f"Got {other[0]!r} beside functions, expected all of a system of functions in that table")
     return TableReader({}).read(FunctionsSetup, table["functions"], "setup.functions")
@@ -43,8 +39,7 @@ def read_functions(table: Table) -> FunctionsSetup:
 def run_isolated(case: Case) -> Result:
     """Run a case of isolated functions.
 
-    Raises:
-        ConfigError: Something in its description is wrong, or a model does not fit.
+    ``ConfigError`` if something in its description is wrong, or a model does not fit.
     """
     setup = read_functions(case.setup)
     workload = make_workload(read_workload(case.workload, case.traces), case.seed)

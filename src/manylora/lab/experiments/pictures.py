@@ -19,11 +19,7 @@ COLOURS = ("#b3432b", "#3b6ea5", "#4f8a4c", "#8c6bb1", "#c98a1b", "#5f6b73", "#1
 
 
 def draw(findings: Findings, plot: Plot) -> bytes:
-    """Return a picture of an experiment as the bytes of a PNG.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Return a picture of an experiment as the bytes of a PNG; ``ConfigError`` if matplotlib is not installed."""
     figure, (axes,) = new_figure(SIZE)
     experiment = findings.experiment
     points = [point for point in experiment.points if not plot.at or point.label in plot.at]

@@ -41,8 +41,7 @@ def read_experiment(name: str) -> Experiment:
         name: ``suite/file`` of the catalog, or the path of your own file, which ends with ``.toml``. Such a file shares
             the settings of the suite that it names with ``suite``, else of a ``suite.toml`` beside it.
 
-    Raises:
-        ConfigError: There is no such experiment, or a file is wrong.
+    ``ConfigError`` if there is no such experiment, or a file is wrong.
     """
     path, called = Path(name).expanduser(), name
     if path.suffix == ".toml":

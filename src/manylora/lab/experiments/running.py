@@ -41,10 +41,8 @@ class Runner:
     def run(self, cases: Iterable[Case], on_progress: Progress | None = None) -> dict[str, Result]:
         """Return the results of all cases by key; equal cases are run once.
 
-        ``on_progress`` is called after each case that had to be run, and once before.
-
-        Raises:
-            ConfigError: A case's description is wrong, or a trace is missing.
+        ``on_progress`` is called after each case that had to be run, and once before. ``ConfigError`` if a case's
+        description is wrong, or a trace is missing.
         """
         wanted = {case.key: case for case in cases}
         missing = {key: case for key, case in wanted.items() if not self._find(key)}

@@ -26,11 +26,7 @@ BIN_S = 20.0
 
 
 def run_case(case: Case) -> Result:
-    """Run a case.
-
-    Raises:
-        ConfigError: Something in its description is wrong, or a trace is missing.
-    """
+    """Run a case; ``ConfigError`` if something in its description is wrong, or a trace is missing."""
     workload, versions, config = prepare(case)
     run = simulate(workload, config)
     idle = times_on_idle_engine(workload.requests, versions, config.cost)

@@ -141,8 +141,7 @@ def merge(table: Mapping[str, object], changes: Mapping[str, object]) -> Table:
 def setup_table(setups: Mapping[str, Table], name: str, seen: tuple[str, ...] = ()) -> Table:
     """Return a setup's table, merged over the tables of the setups that its key ``like`` names.
 
-    Raises:
-        ConfigError: There is no such setup, or setups are like each other in a circle.
+    ``ConfigError`` if there is no such setup, or setups are like each other in a circle.
     """
     if name not in setups:
         raise ConfigError(f"Got setup {name!r}, expected one of {', '.join(sorted(setups))}")

@@ -56,8 +56,7 @@ class FunctionsRun:
 class FunctionsSimulation:
     """Serves a workload by functions in virtual time.
 
-    Raises:
-        ConfigError: A model does not fit on a device, or a request is for no adapter.
+    ``ConfigError`` if a model does not fit on a device, or a request is for no adapter.
     """
 
     def __init__(self, workload: Workload, setup: FunctionsSetup) -> None:
@@ -100,8 +99,7 @@ class FunctionsSimulation:
     def run(self) -> FunctionsRun:
         """Serve all requests to their end.
 
-        Raises:
-            Stalled: Without offloading, artefacts that are held ready leave no room for a function.
+        ``Stalled`` if artefacts that are held ready leave no room for a function, without offloading.
         """
         functions = {one.name: one for one in self._functions}
         calls = [Call(number, functions[str(one.adapter)], one) for number, one in enumerate(self._workload.requests)]

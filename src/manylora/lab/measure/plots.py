@@ -130,8 +130,7 @@ def _cdf(axes: Any, values: np.ndarray[Any, np.dtype[np.float64]], label: str) -
 def new_figure(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
     """Return a figure and its axes, without a window or a global state.
 
-    Raises:
-        ConfigError: matplotlib is not installed.
+    ``ConfigError`` if matplotlib is not installed.
     """
     if not can_plot():
         raise ConfigError("Plots need matplotlib: pip install 'manylora[plots]'")

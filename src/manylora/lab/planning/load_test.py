@@ -130,8 +130,7 @@ class LoadTest:
 def at_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
     """Return a workload's description with another rate, in requests per second.
 
-    Raises:
-        ConfigError: Its arrivals have no rate, or not that of requests.
+    ``ConfigError`` if its arrivals have no rate, or not that of requests.
     """
     arrivals = spec.arrivals
     changed: ArrivalProcess

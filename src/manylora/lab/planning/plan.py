@@ -118,10 +118,8 @@ def make_plan(
 ) -> Plan:
     """Plan a service: of the scenario, the rate, the length and the replicas are replaced.
 
-    ``on_run`` and ``pool`` are those of ``LoadTests``.
-
-    Raises:
-        ConfigError: The scenario does not fit together, or no rate can keep its objective.
+    ``on_run`` and ``pool`` are those of ``LoadTests``. ``ConfigError`` if the scenario does not fit together, or no
+    rate can keep its objective.
     """
     load_tests = LoadTests(scenario, objective, demand.search_budget, on_run=on_run, pool=pool)
     workload, config = load_tests.workload(1.0), load_tests.config()
@@ -209,9 +207,7 @@ def find_capacity(try_rate: Callable[[float], LoadTest], *, start: float, tolera
     """Search for the highest rate that meets the SLO, from a first guess on, within a share of the true capacity.
 
     ``try_rate`` runs a load test at a rate in requests per second; the SLO must be met at every lower rate as well.
-
-    Raises:
-        ConfigError: The guess or the tolerance is out of range.
+    ``ConfigError`` if the guess or the tolerance is out of range.
     """
     if not start > 0 or not 0 < tolerance < 1:
         raise ConfigError(f"Got {start = }, {tolerance = }, expected a rate above 0 and a share in (0, 1)")
@@ -246,8 +242,7 @@ def find_capacity(try_rate: Callable[[float], LoadTest], *, start: float, tolera
 def _first_guess(workload: Workload, config: SimulationConfig) -> float:
     """Return the rate at which a search begins, in requests per second; the workload's times are ignored.
 
-    Raises:
-        AdapterError: An adapter applies to no module of the base.
+    ``AdapterError`` if an adapter applies to no module of the base.
     """
     most = _most_requests_per_s(workload.requests, config)
     versions = adapter_versions(workload.adapters, config.base)

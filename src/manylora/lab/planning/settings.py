@@ -96,11 +96,7 @@ class PlanSettings:
     compare: tuple[Axis, ...] = ()  # settings to vary; every combination is planned
 
     def demand(self, hardware: str) -> TrafficDemand:
-        """Return the demand, with the price of a kind of hardware.
-
-        Raises:
-            ConfigError: A value is out of range.
-        """
+        """Return the demand, with the price of a kind of hardware; ``ConfigError`` if a value is out of range."""
         return TrafficDemand(
             rate=self.rate,
             price_per_hour=self.prices.get(hardware, self.price),
@@ -112,8 +108,7 @@ class PlanSettings:
 def read_plan_settings(table: object) -> PlanSettings:
     """Read `[plan]`.
 
-    Raises:
-        ConfigError: A key is unknown or a value of the wrong kind; the message says where it stands.
+    ``ConfigError`` if a key is unknown or a value of the wrong kind; the message says where it stands.
     """
     if not isinstance(table, Mapping):
         raise ConfigError(f"Got plan = {table!r}, expected a table")
@@ -128,8 +123,7 @@ def read_plan_settings(table: object) -> PlanSettings:
 def read_axis(text: str) -> Axis:
     """Read `gpu=a40,l40s`, or any setting of a scenario by its dotted name.
 
-    Raises:
-        ConfigError: There is no `=`, no value, or the name is no setting.
+    ``ConfigError`` if there is no `=`, no value, or the name is no setting.
     """
     label, equals, values = text.partition("=")
     words = [word.strip() for word in values.split(",")]
@@ -141,8 +135,7 @@ def read_axis(text: str) -> Axis:
 def _make_axis(label: str, values: object) -> Axis:
     """Return an axis, by a short name or the dotted name of a setting.
 
-    Raises:
-        ConfigError: The name is no setting, or a value is missing.
+    ``ConfigError`` if the name is no setting, or a value is missing.
     """
     if label not in SHORT and "." not in label:
         raise ConfigError(f"Got {label!r} to compare, expected one of {', '.join(SHORT)}, or a setting's dotted name")
@@ -154,8 +147,7 @@ def _make_axis(label: str, values: object) -> Axis:
 def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
     """Return every combination of the axes' values; the scenario as it is where there is no axis.
 
-    Raises:
-        ConfigError: A setting cannot be changed, has two axes, or is what a profile takes the place of.
+    ``ConfigError`` if a setting cannot be changed, has two axes, or is what a profile takes the place of.
     """
     keys = [axis.key for axis in axes]
     is_measured = "profile" in table.get("setup", {}) or "setup.profile" in keys
@@ -177,11 +169,8 @@ def variants(table: Mapping[str, Any], axes: Sequence[Axis]) -> list[Variant]:
 def adapters_in(folder: Path) -> dict[str, Any]:
     """Return the adapters in a folder as a table `workload.adapters`: their number, ranks and modules.
 
-    An adapter with several ranks counts with its largest.
-
-    Raises:
-        ConfigError: There is none, or the modules of one are given by an expression.
-        AdapterError: One cannot be read.
+    An adapter with several ranks counts with its largest. ``ConfigError`` if there is none, or the modules of one are
+    given by an expression; ``AdapterError`` if one cannot be read.
     """
     homes = sorted(config.parent for config in folder.glob(f"*/{CONFIG_FILE}"))
     if not homes:

@@ -52,10 +52,8 @@ class SimulatedReader:
     def read(self, name: str, path: str) -> AdapterVersion:
         """Return the version of an adapter with this rank and these targets.
 
-        Raises:
-            AdapterNotFound: There is no ``adapter_config.json``.
-            AdapterForbidden: The adapter is in a registry.
-            AdapterError: The configuration has no rank, or no module of this base.
+        ``AdapterNotFound`` if there is no ``adapter_config.json``; ``AdapterForbidden`` if the adapter is in a
+        registry; ``AdapterError`` if the configuration has no rank, or no module of this base.
         """
         if is_url(path):
             raise AdapterForbidden(name, "a simulated engine reads no registry; give a folder with its configuration")
@@ -112,9 +110,7 @@ def build_simulated_parts(config: EngineConfig, clock: Clock) -> EngineParts:
     """Build the parts of an engine that imitates the target ``config.simulate``.
 
     Simulated work ends by time, so nothing wakes ``clock``; the builder takes it as the torch builder does.
-
-    Raises:
-        ConfigError: ``simulate`` names no target.
+    ``ConfigError`` if ``simulate`` names no target.
     """
     assert config.simulate is not None
     return simulated_parts(*find_target(config.simulate, config))
@@ -150,8 +146,7 @@ def find_target(name: str, config: EngineConfig) -> tuple[SimulationConfig, str]
         name: The file of a cost profile, or ``hardware:model``, each a known name or a file (``a40:llama-7b``).
         config: Gives the sizes of memory, the devices that share the model, and the model's folder.
 
-    Raises:
-        ConfigError: The name is neither.
+    ``ConfigError`` if the name is neither.
     """
     memory = config.memory
     hardware, colon, model = name.rpartition(":")

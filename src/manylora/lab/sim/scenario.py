@@ -46,18 +46,13 @@ class Scenario(CheckedOptions):
     )
 
     def make_workload(self) -> Workload:
-        """Make the workload.
-
-        Raises:
-            ConfigError: A trace cannot be read, or its parts are inconsistent.
-        """
+        """Make the workload; ``ConfigError`` if a trace cannot be read, or its parts are inconsistent."""
         return make_workload(self.workload, self.seed)
 
     def make_config(self) -> SimulationConfig:
         """Return the simulator's configuration.
 
-        Raises:
-            ConfigError: A name is unknown, a file is not usable, or the model does not fit.
+        ``ConfigError`` if a name is unknown, a file is not usable, or the model does not fit.
         """
         return make_config(self.setup, targets=self.workload.adapters.targets, seed=self.seed)
 
@@ -65,8 +60,7 @@ class Scenario(CheckedOptions):
 def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -> Scenario:
     """Make a scenario from the content of a TOML file; traces with relative paths are in one of ``folders``.
 
-    Raises:
-        ConfigError: A key is unknown or a value is wrong; the message has its place.
+    ``ConfigError`` if a key is unknown or a value is wrong; the message has its place.
     """
     return TableReader(KINDS, folders).read(Scenario, with_files_found(table, folders), "scenario")
 
@@ -74,8 +68,7 @@ def read_scenario(table: Mapping[str, Any], *, folders: tuple[Path, ...] = ()) -
 def read_setting(text: str) -> tuple[str, Any]:
     """Read `KEY=VALUE`; the value is TOML, or a bare word.
 
-    Raises:
-        ConfigError: The text has no `=`.
+    ``ConfigError`` if the text has no `=`.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
@@ -89,8 +82,7 @@ def read_setting(text: str) -> tuple[str, Any]:
 def with_setting(table: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     """Return a copy of a scenario's table with the value of a dotted key, such as ``setup.scheduler.policy``, changed.
 
-    Raises:
-        ConfigError: A part of the key is not a table.
+    ``ConfigError`` if a part of the key is not a table.
     """
     name, _, rest = key.partition(".")
     if not rest:

@@ -149,8 +149,7 @@ class Setup:
 def read_dims(model: str) -> ModelDims:
     """Return the dimensions of a known model, or of a ``config.json`` or the folder that holds one.
 
-    Raises:
-        ConfigError: The model is unknown, or the file is not usable.
+    ``ConfigError`` if the model is unknown, or the file is not usable.
     """
     file = Path(model)
     if file.is_dir():
@@ -172,10 +171,8 @@ def make_config(setup: Setup, *, targets: tuple[str, ...] | None = None, seed: i
     """Return the simulator's configuration for a setup.
 
     Adapters change the modules ``targets``, by default the linears of attention. The seed is of the router, the noisy
-    predictor, and the jitter of a profile.
-
-    Raises:
-        ConfigError: A name is unknown, a file is not usable, or the model does not fit.
+    predictor, and the jitter of a profile. ``ConfigError`` if a name is unknown, a file is not usable, or the model
+    does not fit.
     """
     profile = read_profile(setup.profile) if setup.profile is not None else None
     if profile is not None:

@@ -135,8 +135,7 @@ class Drift(CheckedOptions):
     def apply(self, times: FloatArray, chosen: IntArray, ranks: Sequence[int], rng: np.random.Generator) -> IntArray:
         """Return the adapters of requests with drift, given those that a law without time has ``chosen``.
 
-        Raises:
-            ConfigError: All adapters count as popular.
+        ``ConfigError`` if all adapters count as popular.
         """
         if self.top >= len(ranks):
             raise ConfigError(f"Got drift with top = {self.top}, expected fewer than the {len(ranks)} adapters")

@@ -104,10 +104,8 @@ def make_workload(spec: WorkloadSpec, seed: int) -> Workload:
     """Make a workload from its description and a seed.
 
     Arrivals, lengths, popularity, drift and the base's share draw from a stream each: changing one of them in the
-    description leaves the draws of all others as they were.
-
-    Raises:
-        ConfigError: A trace cannot be read, or the parts do not fit together.
+    description leaves the draws of all others as they were. ``ConfigError`` if a trace cannot be read, or the parts do
+    not fit together.
     """
     streams = Streams(seed)
     extent = Extent(num_requests=spec.num_requests, duration_s=spec.duration_s)
@@ -165,10 +163,8 @@ def _choose(
 def read_workload_spec(file: Path, *, traces: Path | None = None) -> WorkloadSpec:
     """Read a workload's description from a TOML file with a table ``[workload]`` and nothing else.
 
-    Relative paths of traces are looked for beside it, and in the folder ``traces``.
-
-    Raises:
-        ConfigError: The file cannot be read, is no TOML, or has a wrong key or value.
+    Relative paths of traces are looked for beside it, and in the folder ``traces``. ``ConfigError`` if the file cannot
+    be read, is no TOML, or has a wrong key or value.
     """
     table = read_table(file)
     for key in table:

@@ -101,9 +101,7 @@ def adapter_versions(adapters: Iterable[AdapterSpec], base: BaseShape) -> dict[s
     """Return a version for every adapter, by name.
 
     Two of the same rank and targets have the same layout, but their own names and so their own identities.
-
-    Raises:
-        AdapterError: A rank is below 1, or no module of this base is a target.
+    ``AdapterError`` if a rank is below 1, or no module of this base is a target.
     """
     sizes: dict[tuple[int, tuple[str, ...]], AdapterVersion] = {}
     versions = {}

@@ -47,9 +47,8 @@ def drive(
         on_outputs: Called with the outputs of one engine's turn, and the time in seconds.
         starts: Starts and ends engines of ``cores`` in its turns; ``None`` for a fixed fleet.
 
-    Raises:
-        Stalled: Requests are left, and no step, load or arrival is pending.
-        Exception: A plug-in failed; a note has its name and the line.
+    ``Stalled`` if requests are left, and no step, load or arrival is pending; the error of a plug-in has a note with
+    its name and the line.
     """
     due: list[int] = []
 

@@ -142,10 +142,8 @@ def simulate(
 ) -> Run:
     """Serve a workload to its end, in virtual time; ``sinks`` receive every event of every replica.
 
-    Raises:
-        ConfigError: The configuration names a policy, predictor or router that does not exist.
-        AdapterError: An adapter applies to no module of the base.
-        Stalled: A policy stranded a request.
+    ``ConfigError`` if the configuration names a policy, predictor or router that does not exist; ``AdapterError`` if an
+    adapter applies to no module of the base; ``Stalled`` if a policy stranded a request.
     """
     fleet = _Fleet(workload, config, sinks, on_progress)
     arrivals = RequestsByTime(_arrivals(workload, config), on_rejected=fleet.refuse)

@@ -73,8 +73,7 @@ def read_length_pairs(file: Path) -> RequestTrace:
 def read_requests(file: Path) -> RequestTrace:
     """Read a trace of requests of any known family; the same file is read once.
 
-    Raises:
-        ConfigError: The file cannot be read, is of no known family, or holds a wrong value.
+    ``ConfigError`` if the file cannot be read, is of no known family, or holds a wrong value.
     """
     header = header_of(file)
     for sign, read in _FAMILIES.items():

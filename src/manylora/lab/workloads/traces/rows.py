@@ -85,8 +85,7 @@ class Row:
 def header_of(file: Path) -> str:
     """Return the first line of a file, compressed or not; it identifies the format.
 
-    Raises:
-        ConfigError: The file cannot be read, or is empty.
+    ``ConfigError`` if the file cannot be read, or is empty.
     """
     first = next(_lines(file), None)
     if first is None:
@@ -97,8 +96,7 @@ def header_of(file: Path) -> str:
 def read_csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of a CSV file with a header and these columns, or more, compressed or not.
 
-    Raises:
-        ConfigError: The file cannot be read, a column is missing, or a row is not as long as the header.
+    ``ConfigError`` if the file cannot be read, a column is missing, or a row is not as long as the header.
     """
     reader = csv.reader(_lines(file))
     try:
@@ -120,8 +118,7 @@ def read_csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
 def read_json_lines(file: Path) -> Iterator[Row]:
     """Yield the rows of a file with one JSON object per line, compressed or not.
 
-    Raises:
-        ConfigError: The file cannot be read, or a line is no JSON object.
+    ``ConfigError`` if the file cannot be read, or a line is no JSON object.
     """
     for line, text in enumerate(_lines(file), 1):
         if not text.strip():
