@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,19 @@ from manylora.core.adapters.remote import RemoteFile
 from manylora.core.adapters.report import inspect_adapter
 from manylora.core.adapters.sources import check_registry, is_moving, open_folder, pinned, registry_of, resolve_url
 from manylora.core.adapters.weight_file import parse_header, read_header_bytes
-from manylora.core.errors import AdapterError, AdapterForbidden, AdapterNotFound, ConfigError
+from manylora.core.errors import (
+    AdapterError,
+    AdapterForbidden,
+    AdapterNotFound,
+    AdapterUnavailable,
+    ConfigError,
+)
 from manylora.core.types import AdapterVersion
 from manylora.execution.storage import reader_process
 from manylora.execution.storage.http_registry import HttpRegistry
 from manylora.execution.storage.reader_messages import ReaderSettings
 from manylora.execution.storage.reader_process import ReaderProcess
+from manylora.execution.storage.registry_process import PipedRegistry
 
 BASE = tiny_base(num_layers=5)
 TARGETS = ("embed_tokens", "q_proj", "k_proj", "o_proj", "down_proj", "lm_head")
@@ -285,6 +293,63 @@ def test_what_is_kept_of_a_body_is_right_when_a_range_of_it_was_given_up(
     assert registry.read("mine", url, head, 1_000_000, len(content) - 1_000_000) == content[1_000_000:]
 
 
+class FullOnce:
+    """A temporary file on a disk that is full when it is written to for the second time."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._num_writes = file, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, part: memoryview) -> int:
+        self._num_writes += 1
+        if self._num_writes == 2:
+            raise OSError(28, "No space left on device")
+        return int(self._file.write(part))
+
+
+def test_no_byte_is_left_out_of_a_body_that_the_disk_had_no_room_for(
+    server: RegistryServer, registry: HttpRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.faults.has_ranges = False
+    url, content = f"{server.url}/org/a/adapter_model.safetensors", bytes(range(251)) * 8000
+    (server.root / "org" / "a" / "adapter_model.safetensors").write_bytes(content)
+    head = registry.open("mine", url, LIMIT)
+    make = tempfile.TemporaryFile
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **kwargs: FullOnce(make(**kwargs)))
+    with pytest.raises(
+        AdapterUnavailable, match=r"ignores ranges, and adapter_model.* cannot be kept meanwhile: No space"
+    ):
+        registry.read("mine", url, head, 0, len(content))
+    monkeypatch.undo()
+    assert registry.read("mine", url, head, 0, len(content)) == content
+
+    def nowhere(**kwargs: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    registry.close()
+    other = HttpRegistry([server.url])
+    monkeypatch.setattr(tempfile, "TemporaryFile", nowhere)
+    with pytest.raises(AdapterUnavailable, match="cannot be kept meanwhile: No usable"):
+        other.read("mine", url, head, 0, 10)
+    monkeypatch.undo()
+    assert other.read("mine", url, head, 0, len(content)) == content
+    other.close()
+
+
+def test_identities_that_no_client_could_send_are_compared(server: RegistryServer, registry: HttpRegistry) -> None:
+    """An ETag may hold bytes beyond ASCII, and a date a year that no calendar has."""
+    server.faults.headers = {"ETag": '"\xe9"'}
+    version = check(server, registry)
+    assert len(pages(version, registry)[1]) == BASE.num_layers + 2
+    server.faults.headers = {"ETag": '"\xe8"'}
+    with pytest.raises(AdapterError, match="changed"):
+        pages(version, registry)
+    server.faults.headers = {"ETag": "", "Last-Modified": "Thu, 01 Jan 99999 00:00:00 GMT"}
+    assert len(pages(check(server, registry), registry)[1]) > 0
+
+
 def test_bounds_and_manners_of_servers(server: RegistryServer, registry: HttpRegistry) -> None:
     with pytest.raises(AdapterError, match="bytes, at most 1000 are accepted"):
         read(server, registry, max_bytes=1000)
@@ -342,6 +407,14 @@ def test_slow_headers_are_refused_alone_and_soon(
 
 
 @pytest.mark.slow
+def test_a_process_that_has_ended_is_a_registry_that_does_not_answer_now() -> None:
+    """Another one is started for the next read, so an adapter is tried again, and not left out."""
+    pipe, other = Pipe()
+    other.close()
+    with pytest.raises(AdapterUnavailable, match="the process that asks registries died"):
+        PipedRegistry(pipe).open("mine", "https://host.org/a", LIMIT)
+
+
 def test_a_reader_without_network_hands_on_layers_while_later_ones_are_held_back(
     server: RegistryServer, folder: Path, known: PackedAdapter
 ) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from manylora.core.adapters.folder import FileIdentity
 from manylora.core.errors import AdapterError
 
-__all__ = ["Registry", "RemoteFile", "RemoteFolder", "RemoteHead"]
+__all__ = ["Registry", "RemoteFile", "RemoteFolder", "RemoteHead", "changed_at"]
 
 WEIGHT_FILE = "adapter_model.safetensors"
 """The only kind of weight file that is looked for: a pickle cannot be read by ranges."""
@@ -83,7 +83,7 @@ class RemoteFile:
     def identity(self) -> FileIdentity:
         """The identity at the opening: a range of another file is never returned."""
         head = self._head
-        return FileIdentity(self._url, (head.size, head.etag, head.modified), _changed_at(head))
+        return FileIdentity(self._url, (head.size, head.etag, head.modified), changed_at(head))
 
     def read(self, offset: int, length: int) -> bytes:
         """Return a range of the file."""
@@ -131,9 +131,15 @@ class RemoteFolder:
         return self.open(file, max_bytes).identity
 
 
-def _changed_at(head: RemoteHead) -> float:
-    """Return the time after which a change would show; without an ETag that is strong, times count in seconds."""
+def changed_at(head: RemoteHead) -> float:
+    """Return the time after which a change would show, 0 if every change shows, infinite if no time is told.
+
+    Without an ETag that is strong, times count in seconds.
+    """
     if head.is_strong:
         return 0.0
     when = parsedate(head.modified)
-    return inf if when is None else float(timegm(when))
+    try:
+        return inf if when is None else float(timegm(when))
+    except ValueError:  # of a year that no calendar has
+        return inf

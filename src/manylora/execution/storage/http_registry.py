@@ -134,8 +134,7 @@ class HttpRegistry:
 
     def close(self) -> None:
         """Close all connections."""
-        if self._body is not None:
-            self._body.close()
+        self._drop_body()
         self._http.close()
 
     def _open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
@@ -164,16 +163,33 @@ class HttpRegistry:
                 with closing(answer):
                     yield from self._taken(name, answer, _length(name, answer, begin, end))
                 return
-            if body is not None:
-                body.close()
-            body = self._body = _WholeBody(url, head)
-            body.go_on(answer)
+            body = self._begin_body(name, url, head, answer)
         while body.num_bytes < end:
             if not body.is_coming:
                 body.go_on(self._ask(name, url, None, head)[0])
-            body.take()
+            try:
+                body.take()
+            except OSError as error:
+                self._drop_body()  # it lacks bytes that have come
+                raise _not_kept(name, url, error) from error
             self._check_time(name)
         yield from body.parts(begin, end)
+
+    def _begin_body(self, name: str, url: str, head: RemoteHead, answer: httpx.Response) -> _WholeBody:
+        """Keep the whole body of an answer from now on, in the place of the one before."""
+        self._drop_body()
+        try:
+            body = self._body = _WholeBody(url, head)
+        except OSError as error:
+            answer.close()
+            raise _not_kept(name, url, error) from error
+        body.go_on(answer)
+        return body
+
+    def _drop_body(self) -> None:
+        if self._body is not None:
+            self._body.close()
+            self._body = None
 
     def _taken(self, name: str, answer: httpx.Response, length: int) -> Iterator[bytes]:
         """Yield the first ``length`` bytes of an answer."""
@@ -192,7 +208,8 @@ class HttpRegistry:
         """Return an open answer with bytes of a file, of the one with ``head`` if that is given; and its address."""
         address = self._addresses.of(name, url)
         headers = dict(address.headers) if range_ is None else {**address.headers, "Range": range_}
-        if head is not None and head.is_strong and not address.etag:
+        # One that is no ASCII could not be sent as it came; what comes is compared with it in any case.
+        if head is not None and head.is_strong and head.etag.isascii() and not address.etag:
             headers["If-Match"] = head.etag
         try:
             question = self._http.build_request("GET", address.url, headers=headers)
@@ -323,6 +340,11 @@ def _length(name: str, answer: httpx.Response, begin: int, end: int) -> int:
     if match is None or int(match[1]) != begin or not begin <= int(match[2]) < end:
         raise AdapterError(name, f"the server answers with another range than bytes {begin} to {end - 1}")
     return int(match[2]) + 1 - begin
+
+
+def _not_kept(name: str, url: str, error: OSError) -> AdapterUnavailable:
+    reason = error.strerror or error
+    return AdapterUnavailable(name, f"its server ignores ranges, and {_file(url)} cannot be kept meanwhile: {reason}")
 
 
 def _changed(name: str, url: str) -> AdapterError:

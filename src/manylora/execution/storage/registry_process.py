@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import msgspec
 
 from manylora.core.adapters.remote import RemoteHead
-from manylora.core.errors import AdapterError
+from manylora.core.errors import AdapterError, AdapterUnavailable
 from manylora.core.isolation import start_on_pipe
 from manylora.core.logs import configure_logging
 from manylora.execution.storage.reader_messages import AdapterRefused, ReaderSettings
@@ -196,5 +196,5 @@ def main(descriptor: int) -> None:
         return
 
 
-def _lost(name: str) -> AdapterError:
-    return AdapterError(name, "the process that asks registries died while it read this one")
+def _lost(name: str) -> AdapterUnavailable:
+    return AdapterUnavailable(name, "the process that asks registries died while it read this one")
