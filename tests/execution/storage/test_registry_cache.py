@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ class FakeRegistry:
         self.content, self.etag, self.prefix = content, etag, prefix
         self.asked: list[tuple[int, int]] = []
         self.num_opened = self.num_sent = 0
+        self.modified = ""
         self.breaks_after: int | None = None
         self.commit = COMMIT
 
@@ -49,7 +52,7 @@ class FakeRegistry:
 
     def open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
         self.num_opened += 1
-        return RemoteHead(len(self.content), self.etag, "", self.content[:FIRST_BYTES])
+        return RemoteHead(len(self.content), self.etag, self.modified, self.content[:FIRST_BYTES])
 
     def parts(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> Iterator[bytes]:
         self.asked.append((offset, offset + length))
@@ -203,6 +206,38 @@ def test_what_a_lost_machine_or_a_full_disk_leaves_costs_a_download(
     assert read(cached(asked, tmp_path / "full")) == CONTENT
     with pytest.raises(AdapterUnavailable, match="cannot be compared"):
         read(cached(asked, tmp_path / "full"), url=f"{URL}#sha256={SHA256}")
+
+
+def test_a_file_that_lost_its_end_is_fetched_again(tmp_path: Path) -> None:
+    """A range that is written behind the end would leave zeros before it."""
+    asked = FakeRegistry()
+    read(cached(asked, tmp_path))
+    (path,) = tmp_path.glob("[0-9a-f]*")
+    os.truncate(path, HEADER_BYTES + 100_000)
+    with path.open("r+b") as file:
+        file.seek(HEADER_BYTES + 200_000)
+        file.write(CONTENT[200_000:250_000])
+    assert read(cached(asked, tmp_path), 90_000, 210_000) == CONTENT[90_000:210_000]
+
+
+@pytest.mark.parametrize("etag", ["", 'W/"a"'])
+def test_a_file_written_twice_in_a_second_is_the_later_one(tmp_path: Path, etag: str) -> None:
+    """Without an ETag that changes with every byte, both have the same identity."""
+    asked = FakeRegistry(etag=etag)
+    asked.modified = formatdate(usegmt=True)
+    assert read(cached(asked, tmp_path)) == CONTENT
+    asked.content = CONTENT[::-1]
+    assert read(cached(asked, tmp_path)) == CONTENT[::-1]
+    asked.modified = formatdate(time.time() - 60, usegmt=True)
+    assert read(cached(asked, tmp_path)) == read(cached(asked, tmp_path)) == CONTENT[::-1]
+    assert len(asked.asked) == 3, "once its time is past, it is kept"
+
+
+def test_without_room_no_file_is_left(tmp_path: Path) -> None:
+    for number in range(5):
+        url = f"{HOST}/{number}/adapter_model.safetensors"
+        assert read(cached(FakeRegistry(), tmp_path, 100_000), url=url) == CONTENT
+    assert list(tmp_path.glob("[0-9a-f]*")) == []
 
 
 def test_two_that_read_a_file_fetch_it_once(tmp_path: Path) -> None:

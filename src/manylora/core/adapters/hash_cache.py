@@ -19,7 +19,7 @@ from typing import NamedTuple
 from manylora.core.adapters.shape import ELEMENT_BYTES
 from manylora.core.types import AdapterKey
 
-__all__ = ["HashCache", "KnownContent"]
+__all__ = ["SETTLED_S", "HashCache", "KnownContent"]
 
 logger = logging.getLogger(__name__)
 

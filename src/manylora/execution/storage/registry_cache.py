@@ -24,6 +24,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ from pathlib import Path
 
 import msgspec
 
-from manylora.core.adapters.remote import RemoteHead
+from manylora.core.adapters.hash_cache import SETTLED_S
+from manylora.core.adapters.remote import RemoteHead, changed_at
 from manylora.core.adapters.sources import HubPlace, is_moving
 from manylora.core.errors import AdapterError, AdapterUnavailable
 from manylora.execution.storage.http_registry import FIRST_BYTES, HttpRegistry
@@ -153,6 +155,8 @@ class DiskFolder:
                 kept = self._begin(descriptor, msgspec.structs.replace(head, first=b""))
             if kept is not None:
                 os.utime(descriptor)
+            elif head is not None and not os.fstat(descriptor).st_size:
+                self.remove(url)  # it was made here, and there is no room
             yield None if kept is None else DiskFile(descriptor, kept)
         finally:
             os.close(descriptor)
@@ -301,7 +305,7 @@ class CachedRegistry:
         url, digest = self._checked(name, url)
         end = offset + length
         try:
-            if self._disk is not None:
+            if self._disk is not None and (digest or _is_settled(head)):
                 with self._disk.locked(url, head) as file:
                     if file is not None:
                         self._fill(name, url, file, *((0, head.size) if digest else (offset, end)))
@@ -347,7 +351,7 @@ class CachedRegistry:
 
     def _keep(self, url: str, head: RemoteHead) -> None:
         """Keep what came with an opening."""
-        if self._disk is None:
+        if self._disk is None or not _is_settled(head):
             return
         try:
             with self._disk.locked(url, head) as file:
@@ -410,6 +414,11 @@ class CachedRegistry:
                 raise
 
 
+def _is_settled(head: RemoteHead) -> bool:
+    """Whether a file that is written from now on has another head, where times tell files apart, which are seconds."""
+    return not head.modified or changed_at(head) < time.time() - SETTLED_S
+
+
 def _compare(name: str, url: str, found: str, digest: str, head: RemoteHead) -> None:
     for expected in filter(None, (digest, _digest_of_hub(url, head))):
         if found != expected:
@@ -429,6 +438,8 @@ def _kept_in(descriptor: int) -> _Kept | None:
         kept = msgspec.msgpack.decode(header, type=_Kept)
     except msgspec.MsgspecError:
         return None
+    if os.fstat(descriptor).st_size != HEADER_BYTES + kept.head.size:
+        return None  # it was cut off, and would read as zeros once a later range is written
     if kept.boot not in ("", boot_id()):
         kept.ranges, kept.sha256 = [], ""  # the machine went down: they may never have reached the disk
     return kept
