@@ -29,7 +29,8 @@ from publishing import arguments, publish, table
 from tqdm import tqdm
 from traces import read_metric
 
-from manylora.core.scaling import FleetLoad, Scaler, ScalingDecision, ScalingPolicy
+from manylora.core.scaling import Scaler, ScalingDecision, ScalingPolicy
+from manylora.core.scaling.watch import FleetLoad
 from manylora.lab.measure import Slo
 from manylora.lab.sim.run.scaling import ReplicaSpan, SimulatedScaling
 from manylora.lab.sim.run.simulation import SimulationConfig, simulate

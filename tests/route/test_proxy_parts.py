@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from manylora.core.costs.step_model import PRIOR
 from manylora.core.errors import RequestError
-from manylora.core.routing import AffinityRouter, LeastLoadedRouter, ReplicaView
+from manylora.core.routing import ReplicaView
+from manylora.core.routing.policies import AffinityRouter, LeastLoadedRouter
 from manylora.route.backend import BackendState, Health
 from manylora.route.choice import Choice, PromptText
 from manylora.route.fleet.changes import ChangeLog

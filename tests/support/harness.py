@@ -15,7 +15,7 @@ from manylora.core.events import Event, EventSink
 from manylora.core.memory import BlockTable
 from manylora.core.ports import CoreParts, Executor
 from manylora.core.scheduling import LengthPredictor, Nearness, PolicyContext, Sequence
-from manylora.core.scheduling.prediction import OraclePredictor
+from manylora.core.scheduling.prediction.predictor import OraclePredictor
 from manylora.core.types import AdapterKey, AdapterVersion, Output, Request, SamplingParams, Tier
 from manylora.lab.catalog.dims import ModelDims
 from manylora.lab.catalog.models import base_shape

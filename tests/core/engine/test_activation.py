@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manylora.core.engine.acceptance import find_last
-from manylora.core.memory import BlockTable, PrefixIndex, fork_mark, prefix_root
+from manylora.core.memory import BlockTable, fork_mark, prefix_root
+from manylora.core.memory.blocks import PrefixIndex
 from manylora.core.types import AdapterKey
 
 INVOCATION = (900, 901)

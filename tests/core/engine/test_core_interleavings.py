@@ -24,8 +24,9 @@ from manylora.core.errors import CapacityError, ManyloraError
 from manylora.core.events import AdapterAwaited, Event
 from manylora.core.memory import EVICTION_POLICIES
 from manylora.core.plan import ARRIVING, IN_HOST, Placement, PlannedSequence
-from manylora.core.scheduling import POLICIES, ChameleonPolicy
+from manylora.core.scheduling import POLICIES
 from manylora.core.scheduling.policies.chameleon import queue_plan
+from manylora.core.scheduling.policies.chameleon.policy import ChameleonPolicy
 from manylora.core.types import Continuation, FinishReason, Request
 from manylora.lab.sim.run.contents import synthetic_token
 

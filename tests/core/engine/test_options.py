@@ -27,7 +27,8 @@ from manylora.core.errors import ConfigError
 from manylora.core.memory import ReloadCosts, make_eviction_policy
 from manylora.core.options import check_options, option, option_of
 from manylora.core.plugins import options_for, options_of
-from manylora.core.scheduling import POLICIES, FifoPolicy, make_policy, make_predictor
+from manylora.core.scheduling import POLICIES, make_policy, make_predictor
+from manylora.core.scheduling.policies.fifo import FifoPolicy
 from manylora.core.server_config import FleetConfig, PublishConfig, TlsConfig, TraceConfig, WebConfig
 from manylora.lab.sim.scenario import read_scenario
 

@@ -11,7 +11,8 @@ from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.memory import ReloadCosts, make_eviction_policy
 from manylora.core.plugins import source_of, with_files_found
-from manylora.core.scheduling import FifoPolicy, make_policy, make_predictor
+from manylora.core.scheduling import make_policy, make_predictor
+from manylora.core.scheduling.policies.fifo import FifoPolicy
 from manylora.lab.experiments import cases
 from manylora.lab.experiments.cases import cases_of
 from manylora.lab.experiments.read import read_experiment

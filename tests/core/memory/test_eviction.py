@@ -9,7 +9,8 @@ from manylora.core.config import AdapterConfig
 from manylora.core.errors import ConfigError
 from manylora.core.events import AdapterEvicted
 from manylora.core.memory import EVICTION_POLICIES, Depth, EvictionPolicy, IdleItem, ReloadCosts, make_eviction_policy
-from manylora.core.memory.eviction import KeyedEviction, WeightedScore
+from manylora.core.memory.eviction import KeyedEviction
+from manylora.core.memory.eviction.published import WeightedScore
 from manylora.core.types import AdapterKey, Tier
 
 MB = 1_000_000

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.core.memory import Depth, IdleItem, ReloadCosts
-from manylora.core.memory.eviction import FastLibraEviction
-from manylora.core.memory.eviction.fastlibra import BATCH, HALF_LIFE_S
+from manylora.core.memory.eviction.fastlibra import BATCH, HALF_LIFE_S, FastLibraEviction
 from manylora.core.types import AdapterKey
 
 A, B = AdapterKey("a"), AdapterKey("b")

@@ -15,10 +15,10 @@ from manylora.core.memory import (
     Depth,
     IdleItem,
     PageCache,
-    PrefixIndex,
     ReloadCosts,
     make_eviction_policy,
 )
+from manylora.core.memory.blocks import PrefixIndex
 from manylora.core.types import AdapterKey
 
 KEY = AdapterKey("a")

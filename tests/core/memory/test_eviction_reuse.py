@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from manylora.core.memory.eviction import LinearCost, ReuseModel
+from manylora.core.memory.eviction import LinearCost
+from manylora.core.memory.eviction.price import ReuseModel
 
 
 class TestLinearCost:

@@ -18,12 +18,11 @@ from manylora.core.memory import (
     IdleItem,
     PageCache,
     ReloadCosts,
-    block_digests,
     make_eviction_policy,
 )
-from manylora.core.memory.eviction import ReuseModel
+from manylora.core.memory.blocks import block_digests
 from manylora.core.memory.eviction.policy import ItemKey
-from manylora.core.memory.eviction.price import FIRST_AGE, NUM_AGES
+from manylora.core.memory.eviction.price import FIRST_AGE, NUM_AGES, ReuseModel
 from manylora.core.types import AdapterKey
 
 BLOCK = 1

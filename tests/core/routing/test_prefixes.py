@@ -7,8 +7,9 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.core.routing import AutoRouter, Dispatcher, ReplicaView
+from manylora.core.routing import Dispatcher, ReplicaView
 from manylora.core.routing import prefixes as account
+from manylora.core.routing.auto import AutoRouter
 from manylora.core.routing.prefixes import EDGES, SIZES, SentPrefixes, text_blocks, token_blocks
 from manylora.core.types import Request
 

@@ -11,18 +11,10 @@ import pytest
 
 from manylora.core.costs.step_model import PRIOR, StepModel
 from manylora.core.errors import ConfigError
-from manylora.core.routing import (
-    ROUTERS,
-    AffinityRouter,
-    Dispatcher,
-    FallbackRouter,
-    ReplicaReport,
-    ReplicaView,
-    Router,
-    RouterContext,
-    Sent,
-)
+from manylora.core.routing import ROUTERS, Dispatcher, FallbackRouter, ReplicaReport, ReplicaView, Router, RouterContext
 from manylora.core.routing import make_router as make_router_of
+from manylora.core.routing.policies import AffinityRouter
+from manylora.core.routing.view import Sent
 from manylora.core.types import Request
 
 STEPS = replace(PRIOR, step_s=0.02, request_s=0.0001, context_s=0.0, rank_s=0.00001, is_padded=True, token_rank_s=0.0)

@@ -13,19 +13,14 @@ from hypothesis import strategies as st
 
 from manylora.core.costs.step_model import PRIOR
 from manylora.core.errors import ConfigError
-from manylora.core.routing import RandomRouter, ReplicaReport, ReplicaView, Sent
-from manylora.core.scaling import (
-    Autoscaler,
-    FleetLoad,
-    LoadWatch,
-    RateForecast,
-    ReplicaCapacity,
-    ReplicaPhase,
-    ScalingController,
-    ScalingPolicy,
-    WatchedDispatcher,
-    predict_capacity,
-)
+from manylora.core.routing import ReplicaReport, ReplicaView
+from manylora.core.routing.policies import RandomRouter
+from manylora.core.routing.view import Sent
+from manylora.core.scaling import LoadWatch, ReplicaPhase, ScalingController, ScalingPolicy, WatchedDispatcher
+from manylora.core.scaling.autoscaler import Autoscaler
+from manylora.core.scaling.capacity import ReplicaCapacity, predict_capacity
+from manylora.core.scaling.forecast import RateForecast
+from manylora.core.scaling.watch import FleetLoad
 from manylora.core.types import Request
 from manylora.lab.sim.run.scaling import SimulatedScaling
 from manylora.lab.sim.run.simulation import Run, simulate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from harness import make_rig, policy_context, request, sequence
 
-from manylora.core.scheduling import FifoPolicy, Outcome
-from manylora.core.scheduling.policies.fifo import MAX_BYPASS
+from manylora.core.scheduling import Outcome
+from manylora.core.scheduling.policies.fifo import MAX_BYPASS, FifoPolicy
 
 
 def offered(policy: FifoPolicy, outcome: Outcome) -> list[int]:

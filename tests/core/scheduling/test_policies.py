@@ -26,7 +26,6 @@ from manylora.core.ports import CoreParts
 from manylora.core.scheduling import (
     POLICIES,
     STEP_COMPOSITIONS,
-    ChameleonPolicy,
     KeyedPolicy,
     Outcome,
     Policy,
@@ -34,6 +33,7 @@ from manylora.core.scheduling import (
     make_policy,
 )
 from manylora.core.scheduling.policies.chameleon import queue_plan
+from manylora.core.scheduling.policies.chameleon.policy import ChameleonPolicy
 from manylora.core.scheduling.policies.fifo import MAX_BYPASS
 from manylora.core.types import Request, SamplingParams
 from manylora.lab.costs.model import FixedCost

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from harness import policy_context, sequence, version
 
-from manylora.core.scheduling import BoostPolicy, Outcome, Sequence
+from manylora.core.scheduling import Outcome, Sequence
+from manylora.core.scheduling.policies.boost import BoostPolicy
 from manylora.core.scheduling.policies.fifo import MAX_BYPASS
 
 

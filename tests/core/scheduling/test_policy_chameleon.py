@@ -8,7 +8,8 @@ import pytest
 from harness import make_rig, policy_context, request, sequence, version
 
 from manylora.core.events import RequestSquashed
-from manylora.core.scheduling import ChameleonPolicy, Nearness, Outcome, Sequence
+from manylora.core.scheduling import Nearness, Outcome, Sequence
+from manylora.core.scheduling.policies.chameleon.policy import ChameleonPolicy
 from manylora.core.scheduling.policies.chameleon.queue_plan import QueuePlan
 from manylora.core.scheduling.policies.chameleon.quota import QuotaLedger
 from manylora.core.scheduling.policies.fifo import MAX_BYPASS

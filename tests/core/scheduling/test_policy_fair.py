@@ -26,7 +26,8 @@ from manylora.core.events import (
     TokensEmitted,
 )
 from manylora.core.ports import CoreParts
-from manylora.core.scheduling import POLICIES, FairPolicy, Outcome, make_policy
+from manylora.core.scheduling import POLICIES, Outcome, make_policy
+from manylora.core.scheduling.policies.fair import FairPolicy
 from manylora.core.scheduling.policies.fair_shares import LEAST_CHUNK, LEAST_SPREAD, NUM_PAST, SPREAD_OVER
 from manylora.core.types import Request, SamplingParams, Tier
 from manylora.lab.costs.model import FixedCost

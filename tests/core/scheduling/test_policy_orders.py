@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from harness import make_rig, policy_context, request, sequence, version
 
-from manylora.core.scheduling import AdapterAwarePolicy, Nearness, Outcome, Policy, Sequence, ShortestFirstPolicy
+from manylora.core.scheduling import Nearness, Outcome, Policy, Sequence
+from manylora.core.scheduling.policies.adapter_aware import AdapterAwarePolicy
 from manylora.core.scheduling.policies.fifo import MAX_BYPASS
+from manylora.core.scheduling.policies.keyed import ShortestFirstPolicy
 
 
 def step(policy: Policy, outcome: Callable[[Sequence], Outcome], seats: int = 100) -> list[int]:

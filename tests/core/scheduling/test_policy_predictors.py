@@ -14,14 +14,9 @@ from harness import make_rig, request, sequence, version
 from manylora.core.config import SchedulerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.scheduling import Sequence, make_predictor
-from manylora.core.scheduling.prediction import (
-    NoisyPredictor,
-    OraclePredictor,
-    QuantilePredictor,
-    RequestLog,
-)
-from manylora.core.scheduling.prediction.quantile import LengthHistogram, bin_of, upper_edge
-from manylora.core.scheduling.prediction.request_log import LoggedRequest
+from manylora.core.scheduling.prediction.predictor import NoisyPredictor, OraclePredictor
+from manylora.core.scheduling.prediction.quantile import LengthHistogram, QuantilePredictor, bin_of, upper_edge
+from manylora.core.scheduling.prediction.request_log import LoggedRequest, RequestLog
 from manylora.core.types import FinishReason
 
 

@@ -11,7 +11,8 @@ from manylora.core.config import AdapterConfig
 from manylora.core.engine.steps.admission import most_pages_together
 from manylora.core.errors import ConfigError
 from manylora.core.events import RequestPreempted, StepLaunched
-from manylora.core.scheduling import STEP_COMPOSITIONS, Outcome, StrictFifoPolicy, make_step_composition
+from manylora.core.scheduling import STEP_COMPOSITIONS, Outcome, make_step_composition
+from manylora.core.scheduling.policies.fifo import StrictFifoPolicy
 
 
 def tokens_in_flight(rig) -> list[int]:

@@ -16,7 +16,7 @@ import trustme
 from functions_folder import NAMES, PATIENCE_S, ask, functions_folder, tokens_of
 
 from manylora.core.errors import CapacityError
-from manylora.core.isolation import landlock_version
+from manylora.core.isolation.landlock import landlock_version
 from manylora.functions.controller.bill import make_bill
 from manylora.functions.controller.client import ControllerClient
 from manylora.functions.controller.server import LEDGER

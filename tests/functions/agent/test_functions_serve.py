@@ -20,7 +20,7 @@ import pytest
 from functions_folder import NAMES, PATIENCE_S, ask, functions_folder, tokens_of
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
-from manylora.core.isolation import landlock_version
+from manylora.core.isolation.landlock import landlock_version
 from manylora.functions.controller.bill import make_bill
 from manylora.functions.controller.server import LEDGER
 from manylora.functions.controller.store import read_ledger

@@ -23,7 +23,7 @@ from msgspec import structs
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import CapacityError, ConfigError, EngineDead, ManyloraError
-from manylora.core.isolation import landlock_version
+from manylora.core.isolation.landlock import landlock_version
 from manylora.core.types import Output, Request, SamplingParams
 from manylora.execution.model.base_weights import share_weights
 from manylora.execution.model.freeze import load_weights

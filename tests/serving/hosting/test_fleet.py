@@ -26,7 +26,7 @@ from manylora.core.errors import (
 )
 from manylora.core.plan import StepPlan
 from manylora.core.ports import EngineParts
-from manylora.core.routing import LeastLoadedRouter
+from manylora.core.routing.policies import LeastLoadedRouter
 from manylora.core.types import AdapterVersion, Request, SamplingParams, Tier
 from manylora.lab.sim.run.executor import SimulatedWork
 from manylora.serving.hosting.engine.service import BuildParts, EngineService

@@ -23,7 +23,7 @@ from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import AdapterError, AdapterReplaced, CapacityError, EngineDead, ModelNotFound, RequestError
 from manylora.core.plan import PlannedSequence
 from manylora.core.ports import EngineParts, check_each
-from manylora.core.routing import LeastLoadedRouter
+from manylora.core.routing.policies import LeastLoadedRouter
 from manylora.core.types import AdapterVersion, Output, Request, SampledToken, SamplingParams
 from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.executor import SimulatedExecutor

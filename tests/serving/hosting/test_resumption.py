@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manylora.core.errors import CapacityError, EngineDead, ManyloraError, PoisonRequest
-from manylora.core.routing import FirstFitRouter, Router
+from manylora.core.routing import Router
+from manylora.core.routing.policies import FirstFitRouter
 from manylora.core.types import FinishReason, Output, PromptLogprobs, Request, SampledToken, SamplingParams
 from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import EngineState, RestartPolicy

@@ -29,7 +29,8 @@ from math import log, log2
 from manylora.core.config import SchedulerConfig
 from manylora.core.engine.steps.running import RunningSet
 from manylora.core.errors import CapacityError
-from manylora.core.scheduling import LengthEstimate, LengthPredictor, Policy, Sequence, SequenceStatus
+from manylora.core.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
+from manylora.core.scheduling.prediction.predictor import LengthEstimate
 
 __all__ = ["QueueWait", "num_starts", "play", "quantiles"]
 

@@ -14,9 +14,7 @@ from manylora.core.isolation.confine import (
     receive_answer,
     start_on_pipe,
 )
-from manylora.core.isolation.landlock import FileRules, landlock_version
 from manylora.core.isolation.namespaces import NEW_PROCESSES, enter_namespaces
-from manylora.core.isolation.seccomp import restrict_calls
 
 __all__ = [
     "MEASURES",
@@ -25,15 +23,12 @@ __all__ = [
     "READABLE_OF_SYSTEM",
     "Cgroup",
     "Confinement",
-    "FileRules",
     "Measure",
     "ProcessorShare",
     "confine",
     "enter_namespaces",
     "enter_own_share",
-    "landlock_version",
     "receive_answer",
     "remove_groups_of_the_dead",
-    "restrict_calls",
     "start_on_pipe",
 ]

@@ -1,7 +1,7 @@
 """Memory: one pool of equal pages for KV, prefix blocks and adapters; page numbers only, no tensors."""
 
 from manylora.core.memory.allocator import Owner, PageAllocator
-from manylora.core.memory.blocks import BlockTable, PrefixIndex, block_digests, fork_mark, num_blocks, prefix_root
+from manylora.core.memory.blocks import BlockTable, fork_mark, num_blocks, prefix_root
 from manylora.core.memory.cache import PageCache
 from manylora.core.memory.eviction import (
     EVICTION_POLICIES,
@@ -23,9 +23,7 @@ __all__ = [
     "Owner",
     "PageAllocator",
     "PageCache",
-    "PrefixIndex",
     "ReloadCosts",
-    "block_digests",
     "fork_mark",
     "make_eviction_policy",
     "num_blocks",

@@ -15,13 +15,8 @@ from manylora.core.scheduling.policies.fair import FairPolicy
 from manylora.core.scheduling.policies.fifo import FifoPolicy, StrictFifoPolicy
 from manylora.core.scheduling.policies.keyed import KeyedPolicy, PriorityPolicy, ShortestFirstPolicy
 from manylora.core.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
-from manylora.core.scheduling.prediction import (
-    LengthEstimate,
-    LengthPredictor,
-    NoisyPredictor,
-    OraclePredictor,
-    QuantilePredictor,
-)
+from manylora.core.scheduling.prediction.predictor import LengthPredictor, NoisyPredictor, OraclePredictor
+from manylora.core.scheduling.prediction.quantile import QuantilePredictor
 from manylora.core.scheduling.sequence import Sequence, SequenceStatus
 from manylora.core.scheduling.step_composition import (
     ChunkedSLoraSteps,
@@ -36,26 +31,16 @@ __all__ = [
     "POLICIES",
     "PREDICTORS",
     "STEP_COMPOSITIONS",
-    "AdapterAwarePolicy",
-    "BoostPolicy",
-    "ChameleonPolicy",
-    "FairPolicy",
-    "FifoPolicy",
     "KeyedPolicy",
-    "LengthEstimate",
     "LengthPredictor",
     "Nearness",
     "Outcome",
     "Policy",
     "PolicyContext",
-    "PriorityPolicy",
     "QueueStatus",
     "Sequence",
     "SequenceStatus",
-    "ShortestFirstPolicy",
-    "StaticQueuesPolicy",
     "StepComposition",
-    "StrictFifoPolicy",
     "make_policy",
     "make_predictor",
     "make_step_composition",

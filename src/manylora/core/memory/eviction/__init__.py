@@ -12,27 +12,20 @@ from collections.abc import Callable, Mapping
 from manylora.core.memory.eviction.costs import LinearCost, ReloadCosts
 from manylora.core.memory.eviction.fastlibra import FastLibraEviction
 from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
-from manylora.core.memory.eviction.price import PriceEviction, ReuseModel
-from manylora.core.memory.eviction.published import AdapterScore, ByAge, GdsfScore, WeightedScore
+from manylora.core.memory.eviction.price import PriceEviction
+from manylora.core.memory.eviction.published import ByAge, GdsfScore, WeightedScore
 from manylora.core.memory.eviction.ranking import KeyedEviction
 from manylora.core.plugins import find_factory, made_by, options_for
 
 __all__ = [
     "EVICTION_POLICIES",
-    "AdapterScore",
-    "ByAge",
     "Depth",
     "EvictionPolicy",
-    "FastLibraEviction",
-    "GdsfScore",
     "IdleItem",
     "ItemKey",
     "KeyedEviction",
     "LinearCost",
-    "PriceEviction",
     "ReloadCosts",
-    "ReuseModel",
-    "WeightedScore",
     "make_eviction_policy",
 ]
 

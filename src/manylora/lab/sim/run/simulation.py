@@ -36,7 +36,7 @@ from manylora.core.ports import CoreParts
 from manylora.core.routing import DEFAULT_ROUTER, ROUTERS, Dispatcher, ReplicaReport, Router, RouterContext, make_router
 from manylora.core.scaling import LoadWatch, ScalingController, ScalingDecision, WatchedDispatcher
 from manylora.core.scheduling import PREDICTORS, LengthPredictor, Sequence
-from manylora.core.scheduling.prediction import NoisyPredictor, OraclePredictor
+from manylora.core.scheduling.prediction.predictor import NoisyPredictor, OraclePredictor
 from manylora.core.types import Output, Request, SampledToken, SamplingParams, Tier
 from manylora.lab.costs.fitted import MachineSpeed
 from manylora.lab.costs.model import CostModel

@@ -24,7 +24,7 @@ from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import AdapterStatus
 from manylora.core.errors import ConfigError, ManyloraError, RequestError, SnapshotFailed
 from manylora.core.ports import EngineParts, Executor, SharedBase
-from manylora.core.scheduling.prediction import RequestLog
+from manylora.core.scheduling.prediction.request_log import RequestLog
 from manylora.core.types import Constraint, FinishReason, Output
 from manylora.serving.hosting.engine.adapter_reads import AdapterReads
 from manylora.serving.hosting.engine.observer import Observer
