@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import msgspec
@@ -16,13 +19,15 @@ from msgspec import structs
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError, RequestError
 from manylora.functions.agent.supervise import supervise
+from manylora.functions.controller import store as stores
 from manylora.functions.controller.bill import make_bill, write_csv
 from manylora.functions.controller.controller import LOST_AFTER_S, Controller
-from manylora.functions.controller.server import bind_guarded, make_app
+from manylora.functions.controller.server import ControllerServer, bind_guarded, make_app
 from manylora.functions.controller.store import Store, read_ledger, read_prices
 from manylora.functions.decisions.billing import Usage
 from manylora.functions.deployment import Deployment, FunctionSpec, read_deployment
-from manylora.functions.wire import Account, BackboneState, NodeReport
+from manylora.functions.wire import Account, BackboneState, ControllerSetup, NodeReport
+from manylora.serving.http.listening import bind
 from manylora.serving.metrics.status_report import FunctionStart, FunctionState
 
 FILE = """
@@ -238,3 +243,26 @@ def test_an_open_address_needs_a_token() -> None:
     with pytest.raises(ConfigError, match="without token and certificate"):
         bind_guarded("0.0.0.0", 0, is_guarded=False)
     bind_guarded("127.0.0.1", 0, is_guarded=False).close()
+
+
+def test_a_folder_of_state_has_one_controller(deployment: Deployment, tmp_path: Path) -> None:
+    def begin() -> ControllerServer:
+        with bind("127.0.0.1", 0) as bound:
+            setup = ControllerSetup(
+                config=str(tmp_path / "functions.toml"), folder=str(tmp_path), token=None, socket=os.dup(bound.fileno())
+            )
+            return ControllerServer(setup)
+
+    async def end(one: ControllerServer) -> None:
+        one.drain()
+        await one.serve(lambda: None)
+
+    async def begin_two() -> None:
+        first = begin()
+        with mock.patch.object(stores, "LOCKED_S", 0.1), pytest.raises(ConfigError, match="another controller"):
+            begin()
+        assert json.loads((tmp_path / "controller.json").read_text()) == {"url": first.url}
+        await end(first)
+        await end(begin())
+
+    asyncio.run(begin_two())

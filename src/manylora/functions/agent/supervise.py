@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -29,7 +28,6 @@ from manylora.serving.http.listening import BACKLOG, bind, url_of
 
 __all__ = ["RESTARTS", "Child", "keep_until_stopped", "open_controller", "supervise"]
 
-CONTROLLER = "controller.json"
 RESTARTS = RestartPolicy(max_deaths=10, first_pause_s=0.2, max_pause_s=5.0, healthy_after_s=10.0)
 
 logger = logging.getLogger(__name__)
@@ -109,16 +107,12 @@ class Child:
 
 @contextlib.contextmanager
 def open_controller(setup: ControllerSetup, host: str) -> Iterator[tuple[Child, str, int]]:
-    """Yield a controller that listens on a free port of ``host``, its address, and a pipe that ends with this process.
-
-    The address is in the folder of state, where commands find it.
-    """
+    """Yield a controller on a free port of ``host``, its address, and a pipe that ends with this process."""
     parent_pipe, held = os.pipe()
     try:
         with bind(host, 0) as bound:
             bound.listen(BACKLOG)
             url = url_of(bound, is_tls=setup.tls is not None)
-            (Path(setup.folder) / CONTROLLER).write_text(json.dumps({"url": url}))
             setup = msgspec.structs.replace(setup, socket=bound.fileno(), parent_pipe=parent_pipe)
             yield Child("manylora.functions.controller.server", setup), url, parent_pipe
     finally:

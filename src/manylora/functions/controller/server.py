@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import logging
 import os
 import socket
@@ -54,6 +55,7 @@ from manylora.serving.http.tls import ServerTls
 __all__ = ["LEDGER", "ControllerServer", "bind_guarded", "exit_code_of", "make_app", "member_of", "run_controller"]
 
 LEDGER = "ledger.db"
+ADDRESS = "controller.json"  # in the folder of state, where commands find the controller
 MEMBER = "manylora.member"  # key of a request's scope: the names in the caller's certificate
 
 MAX_SPEC_BYTES = 64 << 10
@@ -157,6 +159,8 @@ class ControllerServer:
             else socket.socket(fileno=setup.socket)
         )
         self.url = url_of(self._socket, is_tls=setup.tls is not None)
+        if setup.socket is not None:  # only the controller that has the ledger says where it is
+            (Path(setup.folder) / ADDRESS).write_text(json.dumps({"url": self.url}))
         self.is_stopping = False
         self._app = make_app(controller, setup.token, has_adapters=setup.has_adapters)
         self._tls = None

@@ -13,7 +13,10 @@ Byte-nanoseconds exceed 64 bits, so amounts are text, and are added in Python wi
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +34,8 @@ __all__ = ["BUCKET_NS", "MachineUse", "NodeEnd", "Store", "read_ledger", "read_p
 BUCKET_NS = 60 * 10**9  # resolution of the ledger: usage of one account within a minute is one row
 
 VERSION = 1
-LOCKED_S = 5.0  # longest wait for another process that writes
+LOCKED_S = 5.0  # longest wait for another process that writes, or for the controller before this one to end
+LOOK_S = 0.05
 
 _SCHEMA = """
 CREATE TABLE functions (name TEXT PRIMARY KEY, spec BLOB NOT NULL, is_configured INTEGER NOT NULL) WITHOUT ROWID;
@@ -71,10 +75,11 @@ class MachineUse(NamedTuple):
 class Store:
     """The database, made if there is none, for one writer: a second one waits, and then fails.
 
-    ``ConfigError`` if the file is no database of this version, or another process writes it.
+    ``ConfigError`` if the file is no database of this version, or another process has it.
     """
 
     def __init__(self, path: Path) -> None:
+        self._lock = _lock_beside(path)
         try:
             self._db = sqlite3.connect(path, timeout=LOCKED_S, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -88,12 +93,16 @@ class Store:
                     self._db.execute(f"PRAGMA user_version = {VERSION}")
                 elif version != VERSION:
                     raise ConfigError(f"Got ledger = {str(path)!r} of version {version}, expected {VERSION}")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ConfigError) as error:
+            os.close(self._lock)
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be used: {error}") from error
 
     def close(self) -> None:
         """Close the database."""
         self._db.close()
+        os.close(self._lock)
 
     # -- desired state -----------------------------------------------------------------------------------------------
 
@@ -221,6 +230,32 @@ class Store:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def _lock_beside(path: Path) -> int:
+    """Return the descriptor of a file beside a database, locked until it is closed or this process ends.
+
+    SQLite locks for a transaction alone: two controllers would forget each other's functions and take turns in giving
+    orders.
+    """
+    got = f"Got ledger = {str(path)!r}"
+    try:
+        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"{got}, which cannot be used: {error}") from error
+    deadline = time.monotonic() + LOCKED_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError as error:
+            if not isinstance(error, BlockingIOError) or time.monotonic() > deadline:
+                os.close(lock)
+                reason = (
+                    "which another controller has" if isinstance(error, BlockingIOError) else f"not locked: {error}"
+                )
+                raise ConfigError(f"{got}, {reason}") from None
+        time.sleep(LOOK_S)
 
 
 @contextlib.contextmanager
