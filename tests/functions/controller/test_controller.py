@@ -6,7 +6,9 @@ import asyncio
 import io
 import json
 import os
+import sqlite3
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -266,3 +268,24 @@ def test_a_folder_of_state_has_one_controller(deployment: Deployment, tmp_path: 
         await end(begin())
 
     asyncio.run(begin_two())
+
+
+def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path) -> None:
+    class Busy(sqlite3.Connection):
+        """Where there is no write-ahead log, a reader that takes long makes a commit fail."""
+
+        is_busy = False
+
+        def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+            if statement == "COMMIT" and self.is_busy:
+                raise sqlite3.OperationalError("database is locked")
+            return super().execute(statement, *values)
+
+    with mock.patch.object(sqlite3, "connect", partial(sqlite3.connect, factory=Busy)):
+        store = Store(tmp_path / "ledger.db")
+    spec = FunctionSpec(backbone="base", adapter="/a")
+    with mock.patch.object(Busy, "is_busy", True), pytest.raises(sqlite3.OperationalError, match="locked"):
+        store.register("lost", spec)
+    store.register("kept", spec)
+    assert list(store.functions()) == ["kept"]
+    store.close()

@@ -226,10 +226,11 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")  # busy, it fails and leaves the transaction open
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # some errors have ended it
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
 
 def _lock_beside(path: Path) -> int:
