@@ -43,10 +43,8 @@ from manylora.serving.http.room import Places
 
 __all__ = ["Peers"]
 
-AGAIN_S = 0.05
-"""Time between two tries to reach a worker that is not there, in seconds."""
-METRICS_S = 1.0
-"""Time that a worker has to tell its metrics; those of one that does not are left out."""
+AGAIN_S = 0.05  # time between two tries to reach a worker that is not there, in seconds
+METRICS_S = 1.0  # time that a worker has to tell its metrics; those of one that does not are left out
 
 logger = logging.getLogger(__name__)
 

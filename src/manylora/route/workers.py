@@ -35,8 +35,7 @@ from manylora.serving.http.listening import EXIT_FORCED
 __all__ = ["RouteWorker", "start_workers"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGALRM)
-READY = signal.SIGUSR1
-"""What the first worker sends its parent once it is ready."""
+READY = signal.SIGUSR1  # what the first worker sends its parent once it is ready
 LEAST_LIFE_S = 1.0
 """A worker that ended sooner waits with others for an alarm after that time, and is started again then."""
 

@@ -44,8 +44,7 @@ HARMLESS_GROUPS = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "
 """Variables of a zygote: those that libraries are set up with."""
 
 WARM_TIMEOUT_S = 300.0
-FORK_TIMEOUT_S = 30.0
-"""Longest waits for a zygote; one that exceeds them is killed, with its functions."""
+FORK_TIMEOUT_S = 30.0  # longest waits for a zygote; one that exceeds them is killed, with its functions
 
 logger = logging.getLogger(__name__)
 

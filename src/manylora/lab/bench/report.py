@@ -14,14 +14,9 @@ __all__ = ["Generator", "LoadReport", "make_report"]
 
 ADAPTERS, BASE = "adapters", "base"
 
-ALL_AT_ONCE = 1e6
-"""Requests per second beyond any real rate: all are sent at once."""
-
-TOO_LATE = 0.1
-"""Share of what it disturbs above which the generator's own delay is worth a warning."""
-
-LEAST_LAG_S = 0.002
-"""Delay that an event loop always has: no warning below it."""
+ALL_AT_ONCE = 1e6  # requests per second beyond any real rate: all are sent at once
+TOO_LATE = 0.1  # share of what it disturbs above which the generator's own delay is worth a warning
+LEAST_LAG_S = 0.002  # delay that an event loop always has: no warning below it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

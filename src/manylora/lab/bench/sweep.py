@@ -31,11 +31,8 @@ from manylora.core.types import AdapterVersion, Request, SamplingParams
 
 __all__ = ["Burst", "draw_burst", "run_sweep", "sweep_live", "write_synthetic_adapter"]
 
-SCALE = 0.01
-"""Size of synthetic weights: small, so that sums over many layers stay finite in every precision."""
-
-WARM_UP = 2
-"""Bursts that are not logged: kernels compile, memory is touched for the first time."""
+SCALE = 0.01  # size of synthetic weights: small, so that sums over many layers stay finite in every precision
+WARM_UP = 2  # bursts that are not logged: kernels compile, memory is touched for the first time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

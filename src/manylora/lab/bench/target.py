@@ -21,8 +21,7 @@ from manylora.lab.workloads import RequestSpec
 
 __all__ = ["ModelNames", "Target", "TextPrompts", "TokenPrompts", "aiohttp_or_fail", "discover_models"]
 
-LEAST_TOKEN = 10
-"""Ids below are left out: many vocabularies begin with tokens that mean something to the server."""
+LEAST_TOKEN = 10  # ids below are left out: many vocabularies begin with tokens that mean something to the server
 
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they")
 

@@ -163,8 +163,7 @@ LORA_KERNELS: dict[str, LoraKernel] = {
 """Families by name; ``s-lora-mbgmm`` is S-LoRA's, with the rate in Chameleon's figure 2."""
 
 
-TABLE_KERNELS = ("padded", "ragged")
-"""Families that find weights by table."""
+TABLE_KERNELS = ("padded", "ragged")  # families that find weights by table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

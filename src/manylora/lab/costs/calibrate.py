@@ -37,28 +37,16 @@ from manylora.lab.costs.profile import (
 
 __all__ = ["fit_profile", "fit_robustly", "noise_of", "predict_times", "regime_of", "split_log", "step_shares"]
 
-LEAST_STEPS = 40
-"""Least number of steps for a fit."""
-
-STRETCH = 20
-"""Steps in a stretch of the log; every fourth stretch is held out."""
-
-IN_SEGMENT = 12
-"""Least number of steps between two knots."""
+LEAST_STEPS = 40  # least number of steps for a fit
+STRETCH = 20  # steps in a stretch of the log; every fourth stretch is held out
+IN_SEGMENT = 12  # least number of steps between two knots
 
 NUM_QUANTILES = 101
 
-HUBER = 1.345
-"""Residuals beyond so many standard deviations count linearly, not squared: Huber's usual choice."""
-
-ROUNDS = 10
-"""Rounds of reweighting; coefficients converge well before."""
-
-RUNS_APART_S = 1e6
-"""Seconds between two runs of a log: longer than any drift component."""
-
-MOST_INTERFERENCE = 0.9
-"""Largest slowdown of a step by a concurrent load."""
+HUBER = 1.345  # residuals beyond so many standard deviations count linearly, not squared: Huber's usual choice
+ROUNDS = 10  # rounds of reweighting; coefficients converge well before
+RUNS_APART_S = 1e6  # seconds between two runs of a log: longer than any drift component
+MOST_INTERFERENCE = 0.9  # largest slowdown of a step by a concurrent load
 
 GUESSED_LOADS = {"host": LoadCost(fixed_s=0.0, byte_s=1 / 2e9), "device": LoadCost(fixed_s=0.0, byte_s=1 / 16e9)}
 """For tiers without a load in the log: an NVMe disk, a PCIe 4 link."""

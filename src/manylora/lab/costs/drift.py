@@ -26,32 +26,21 @@ __all__ = ["Array", "DriftEstimate", "estimate_drift", "fit_nonnegative", "noise
 
 Array = NDArray[np.float64]
 
-LEAST_SIZE = 0.02
-"""Smallest component; smaller ones cannot be measured, and short logs show some by chance."""
+LEAST_SIZE = 0.02  # smallest component; smaller ones cannot be measured, and short logs show some by chance
 
 LARGEST = 4.0
 """Measured over predicted time is clipped to this factor: longer steps were delayed for reasons of their own."""
 
-FIRST_LAG = 2.5
-"""The shortest lag, in steps."""
-
-BIN_RATIO = 1.5
-"""Ratio of a lag bin's end to its begin."""
-
-GRID_RATIO = 2.0
-"""Ratio of neighbouring lengths in the grid of components."""
-
-STEPS_PER_LENGTH = 4
-"""Least length of a component, in steps; shorter ones are noise of single steps."""
-
-LENGTHS_PER_LOG = 6
-"""The longest component that can be measured is this part of the log."""
+FIRST_LAG = 2.5  # the shortest lag, in steps
+BIN_RATIO = 1.5  # ratio of a lag bin's end to its begin
+GRID_RATIO = 2.0  # ratio of neighbouring lengths in the grid of components
+STEPS_PER_LENGTH = 4  # least length of a component, in steps; shorter ones are noise of single steps
+LENGTHS_PER_LOG = 6  # the longest component that can be measured is this part of the log
 
 CHANCE = 4.0
 """Significance of the correlation of neighbours, in standard deviations: one steady log in 30,000 exceeds it."""
 
-NEIGHBOURS = 100
-"""Steps on each side from which the speed in between is estimated."""
+NEIGHBOURS = 100  # steps on each side from which the speed in between is estimated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,11 +29,8 @@ from manylora.lab.workloads.spec import KINDS
 
 __all__ = ["Case", "Curve", "Result", "cases_of", "cdf", "prepare", "read_workload", "reads_traces"]
 
-FORM = 1
-"""Form of the results that are kept; another number makes every case run again."""
-
-FILES = ("hardware", "model", "profile")
-"""Keys of a setup whose values may be paths of files."""
+FORM = 1  # form of the results that are kept; another number makes every case run again
+FILES = ("hardware", "model", "profile")  # keys of a setup whose values may be paths of files
 
 SHARES = (*(index / 50 for index in range(50)), 0.99, 0.995, 1.0)
 DIGITS = 5

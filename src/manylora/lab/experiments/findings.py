@@ -20,27 +20,22 @@ from manylora.lab.measure import Estimate, interval_of_runs
 
 __all__ = ["Comparison", "Findings", "Verdict", "compare", "crossing", "overall"]
 
-LEAST = 0.01
-"""Changes below one per cent have no direction."""
+LEAST = 0.01  # changes below one per cent have no direction
 
 
 class Verdict(Enum):
     """How a published number and ours stand to each other."""
 
-    AGREES = "agrees"
-    """The whole interval is where the claim's tolerance puts it."""
-    OPEN = "open"
-    """A part of the interval is there."""
+    AGREES = "agrees"  # the whole interval is where the claim's tolerance puts it
+    OPEN = "open"  # a part of the interval is there
     DIRECTION = "agrees in direction"
     """Better where it was published to be better, worse where worse; by another amount.
 
     Where seeds disagree on the direction, or it is less than ``LEAST``, it is ``DIFFERS``.
     """
     DIFFERS = "differs"
-    NOT_REACHED = "not reached"
-    """Nothing to compare: the runs do not go that far."""
-    ONE_RUN = "no verdict"
-    """One seed: chance is unknown."""
+    NOT_REACHED = "not reached"  # nothing to compare: the runs do not go that far
+    ONE_RUN = "no verdict"  # one seed: chance is unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from manylora.lab.tables import TableReader, read_table
 
 __all__ = ["CATALOG", "find_experiments", "read_experiment"]
 
-CATALOG = Path(__file__).parent / "catalog"
-"""Suites that come with manylora."""
+CATALOG = Path(__file__).parent / "catalog"  # suites that come with manylora
 
 SUITE = "suite.toml"
 CHANGED = ("workload.", "setup.")  # beginnings of the keys that points change

@@ -16,8 +16,7 @@ from manylora.lab.pool import start_processes
 
 __all__ = ["Runner", "compute"]
 
-Progress = Callable[[int, int], None]
-"""Told how many cases are done, and of how many."""
+Progress = Callable[[int, int], None]  # told how many cases are done, and of how many
 
 
 def compute(case: Case) -> Result:

@@ -21,8 +21,7 @@ from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
 __all__ = ["CLASSES", "run_case"]
 
 CLASSES = ("small", "medium", "large")
-BIN_S = 20.0
-"""Width of the bins of figures over time, in seconds."""
+BIN_S = 20.0  # width of the bins of figures over time, in seconds
 
 
 def run_case(case: Case) -> Result:

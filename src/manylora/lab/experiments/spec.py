@@ -23,8 +23,7 @@ from manylora.core.options import CheckedOptions, option
 
 __all__ = ["Claim", "Experiment", "Plot", "Point", "Table", "merge", "setup_table"]
 
-Table = dict[str, object]
-"""A table as TOML gives it."""
+Table = dict[str, object]  # a table as TOML gives it
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,7 @@ from manylora.lab.workloads import Workload
 
 __all__ = ["FunctionsRun", "FunctionsSimulation"]
 
-RECENT = 0.2
-"""Weight of a batch in the running mean of its engine's batches."""
+RECENT = 0.2  # weight of a batch in the running mean of its engine's batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,7 @@ SIZE = (8.0, 4.0)
 WIDE = (10.0, 4.0)
 NUM_BINS = 100
 
-MAX_POINTS = 2000
-"""Points of a curve; more would only make the file larger."""
+MAX_POINTS = 2000  # points of a curve; more would only make the file larger
 
 
 def can_plot() -> bool:

@@ -15,8 +15,7 @@ from manylora.lab.measure.summary import PercentileSummary, Slo, Summary
 
 __all__ = ["FigureTable", "compare", "failures", "figures", "groups", "latencies", "milliseconds"]
 
-MOST_REASONS = 5
-"""Reasons of failures that are listed."""
+MOST_REASONS = 5  # reasons of failures that are listed
 
 MOST_UNBROKEN = 40
 """Characters of a row's label up to which it stays on one line, so that the titles of other columns break instead."""

@@ -27,8 +27,7 @@ from manylora.lab.workloads.callers import AzureFunctions2019, AzureFunctions202
 
 __all__ = ["LoadTest", "LoadTestRun", "LoadTests", "Objective", "SearchBudget", "at_rate"]
 
-WARM_UP = 0.1
-"""Share of a run's first requests that are not counted, because caches begin empty."""
+WARM_UP = 0.1  # share of a run's first requests that are not counted, because caches begin empty
 
 _WATCHED = ("ttft", "e2e")  # metrics of which a run shows early that too many requests miss the limit
 

@@ -30,20 +30,14 @@ from manylora.lab.workloads import RequestSpec, Workload
 
 __all__ = ["MOST_SIMULATED", "Capacity", "Plan", "TrafficDemand", "expected_load_tests", "find_capacity", "make_plan"]
 
-MOST_SIMULATED = 8
-"""Most replicas that are simulated together; larger numbers are computed by division."""
-
-LEAST_TOLERANCE = 1e-4
-"""Load tests cannot tell closer rates apart."""
-
-WIDEN = 2.0
-"""Factor between rates while there is no bracket."""
+MOST_SIMULATED = 8  # most replicas that are simulated together; larger numbers are computed by division
+LEAST_TOLERANCE = 1e-4  # load tests cannot tell closer rates apart
+WIDEN = 2.0  # factor between rates while there is no bracket
 
 MOST_WIDENINGS = 8
 """Most times the first guess is halved (then no rate meets the SLO) or doubled (then there is no limit)."""
 
-START = 0.6
-"""The first guess, as a share of the rate of a device that is never idle."""
+START = 0.6  # the first guess, as a share of the rate of a device that is never idle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

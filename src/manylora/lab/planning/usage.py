@@ -25,8 +25,7 @@ from manylora.lab.planning.load_test import LoadTest, LoadTestRun, Objective
 
 __all__ = ["OWNERS", "LoadTestUsage", "MemoryUse", "bottleneck_of", "usage_of"]
 
-OWNERS = ("kv", "prefixes", "adapters", "free")
-"""Owners of pages."""
+OWNERS = ("kv", "prefixes", "adapters", "free")  # owners of pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,8 +35,7 @@ from manylora.lab.sim.setup import Setup, make_config
 
 __all__ = ["SimulatedReader", "build_simulated_parts", "find_target", "simulated_parts"]
 
-MEAN_ANSWER_TOKENS = 200
-"""Mean length of synthetic answers without a cap."""
+MEAN_ANSWER_TOKENS = 200  # mean length of synthetic answers without a cap
 
 
 class SimulatedReader:
@@ -94,8 +93,7 @@ class SimulatedReader:
         return check_each(self.read, adapters)
 
 
-_VECTORS = {"use_dora": VectorKind.MAGNITUDE, "lora_bias": VectorKind.SHIFT}
-"""Settings that give each module a vector."""
+_VECTORS = {"use_dora": VectorKind.MAGNITUDE, "lora_bias": VectorKind.SHIFT}  # settings that give each module a vector
 
 
 def _rank_in_memory(settings: Mapping[str, Any]) -> int:

@@ -39,11 +39,8 @@ __all__ = [
     "rate_option",
 ]
 
-rate_option = partial(option, above=0, unit="requests per second")
-"""Makes the option of a rate."""
-
-cov_option = partial(option, at_least=1e-6, at_most=1e6)
-"""Makes the option of a coefficient of variation."""
+rate_option = partial(option, above=0, unit="requests per second")  # makes the option of a rate
+cov_option = partial(option, at_least=1e-6, at_most=1e6)  # makes the option of a coefficient of variation
 
 LEAST_SHAPE = 1e-2  # of Weibull's distribution, whose mean is beyond any number at a two-hundredth
 

@@ -23,8 +23,7 @@ from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = ["LOCALITIES", "Drift", "OrderReplay", "Sessions", "StackDistances"]
 
-MEASURED_STARTS = ZipfShares(s=0.95, q=6.5)
-"""Popularity fitted to the session starts of a production service."""
+MEASURED_STARTS = ZipfShares(s=0.95, q=6.5)  # popularity fitted to the session starts of a production service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from manylora.core.scaling import ReplicaPhase, Scaler, ScalingController, Scali
 
 __all__ = ["ReplicaSpan", "SimulatedScaling", "SimulatedStarts"]
 
-POLL_S = 0.1
-"""Virtual seconds between two looks at a replica that loads adapters or drains."""
+POLL_S = 0.1  # virtual seconds between two looks at a replica that loads adapters or drains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +71,7 @@ class SimulatedStarts:
         seed: int,
     ) -> None:
         self.phases = [ReplicaPhase.IDLE] * scaling.policy.max_replicas
-        self.spans: list[ReplicaSpan] = []
-        """Every life of every replica, in order of their starts."""
+        self.spans: list[ReplicaSpan] = []  # every life of every replica, in order of their starts
         self.decisions: list[tuple[float, ScalingDecision]] = []
         self._scaling = scaling
         self._controller = controller

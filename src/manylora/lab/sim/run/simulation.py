@@ -57,8 +57,7 @@ REPORT_EVERY_S = 1.0
 
 TOKEN, END = SampledToken(token_id=3), SampledToken(token_id=4)
 
-Progress = Callable[[int, float], None]
-"""Called with the number of ended requests, and the virtual time in seconds."""
+Progress = Callable[[int, float], None]  # called with the number of ended requests, and the virtual time in seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,7 @@ __all__ = [
     "read_stack_distances",
 ]
 
-WINDOW_S = 600.0
-"""Seconds of a window of ServeGen."""
+WINDOW_S = 600.0  # seconds of a window of ServeGen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
