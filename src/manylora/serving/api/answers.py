@@ -24,7 +24,7 @@ from manylora.serving.hosting.fleet.versions import NumberedVersion
 from manylora.serving.hosting.links.in_flight import Flush, OutputStream
 from manylora.serving.http.errors import hide_paths
 from manylora.serving.http.room import Places
-from manylora.serving.http.turns import ClientGone
+from manylora.serving.http.turns import ClientGone, until_gone
 from manylora.serving.text import Detokenizer, TextDelta, TokenLogprob
 
 __all__ = ["BeginAnswers", "ConsumeText", "RequestAnswers", "TextPiece", "raise_failure"]
@@ -150,8 +150,7 @@ class RequestAnswers:
         """Watch for a disconnect while inside; cancel unfinished requests on exit."""
 
         async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            await until_gone(receive)
             self._cancel_unfinished()
             if self._stream is not None:
                 self._stream.fail(ClientGone("the client disconnected"))

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -29,6 +29,7 @@ from manylora.serving.hosting.fleet.fleet_versions import PublicationTerms
 from manylora.serving.hosting.fleet.versions import MAX_NUMBER, NumberedVersion, VersionTerms
 from manylora.serving.hosting.spool import AdapterSpool, SpooledAdapter, open_shared
 from manylora.serving.http.errors import HttpError, json_response
+from manylora.serving.http.room import body_parts
 
 __all__ = ["PublishBody", "publish_routes"]
 
@@ -77,7 +78,8 @@ async def put_adapter(request: Request) -> Response:
             await _take_shared(context, arriving, body.shm, moves=body.move)
         elif media_type in TENSORS:
             terms = _query(request)
-            await _receive(request, context, arriving)
+            async for part in body_parts(request, context.engine_config.adapters.max_adapter_bytes):
+                arriving.write(part)
         else:
             raise HttpError(415, f"Got the media type {media_type[:100]!r}, expected {TENSORS[0]} or application/json")
         taken = _terms(context, terms)
@@ -126,22 +128,6 @@ def _terms(context: Context, given: PublishTerms) -> PublicationTerms:
         lease=VersionTerms(keep=keep, ttl_s=given.ttl_s),
         is_settled=False,
     )
-
-
-async def _receive(request: Request, context: Context, arriving: SpooledAdapter) -> None:
-    """Write a body to an adapter's folder as it arrives."""
-    max_bytes = context.engine_config.adapters.max_adapter_bytes
-    too_large = HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    try:
-        async for part in request.stream():
-            if arriving.num_bytes + len(part) > max_bytes:
-                raise too_large
-            arriving.write(part)
-    except ClientDisconnect:
-        raise HttpError(400, "The body ended early") from None
 
 
 async def _take_shared(context: Context, arriving: SpooledAdapter, file: str, *, moves: bool) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import CapacityError, EngineDead, ModelNotFound
@@ -31,7 +31,14 @@ from manylora.serving.hosting.spool import AdapterSpool
 from manylora.serving.http.access import RetryTimes
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.errors import HttpError
-from manylora.serving.http.room import BodyRoom, CallerRoom, WaitingAnswers, default_body_bytes, room_of_engine
+from manylora.serving.http.room import (
+    BodyRoom,
+    CallerRoom,
+    WaitingAnswers,
+    body_parts,
+    default_body_bytes,
+    room_of_engine,
+)
 from manylora.serving.http.tenants import TenantBook
 from manylora.serving.http.turns import FairWork, LoopTurns, next_turn
 from manylora.serving.metrics.prometheus import Metrics
@@ -247,27 +254,18 @@ async def read_body(request: Request, body: type[Body] | Callable[[bytes], type[
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HttpError(415, f"Got the media type {media_type[:100]!r}, expected application/json")
-    declared = request.headers.get("content-length", "")
-    num_bytes = int(declared) if declared.isdigit() else 0
     parts: list[bytes] = []
+    num_bytes = 0
     arriving = context.bodies.enter(caller_of)
     try:
-        if num_bytes <= max_bytes:
-            num_bytes = 0
-            async for part in request.stream():
-                num_bytes += len(part)
-                if num_bytes > max_bytes:
-                    break
-                arriving.grow(num_bytes)
-                parts.append(part)
-        if num_bytes > max_bytes:
-            raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+        async for part in body_parts(request, max_bytes):
+            num_bytes += len(part)
+            arriving.grow(num_bytes)
+            parts.append(part)
         await next_turn()
         data = b"".join(parts)
         kind: type[Body] = body if isinstance(body, type) else body(data)
         made = await parse(data, kind)
-    except ClientDisconnect:
-        raise HttpError(400, "The body ended early") from None
     finally:
         arriving.close()
     asked = model or getattr(made, "model", None)

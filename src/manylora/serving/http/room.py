@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
@@ -38,6 +38,7 @@ __all__ = [
     "CallerUse",
     "Places",
     "WaitingAnswers",
+    "body_parts",
     "default_body_bytes",
     "room_of_engine",
     "short_body",
@@ -71,20 +72,27 @@ def room_of_engine(scheduler: SchedulerConfig) -> int:
     return scheduler.max_num_seqs + scheduler.max_waiting // 2
 
 
-async def short_body(request: Request, max_bytes: int) -> bytes:
-    """Return the body of a request that needs no room, because few bytes are enough for it.
-
-    ``HttpError`` if it is longer (413), or the client has gone (400).
-    """
-    body = bytearray()
+async def body_parts(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+    """Yield the body of a request as it arrives; ``HttpError`` if it is longer (413), or the client has gone (400)."""
+    declared = request.headers.get("content-length", "")
+    num_bytes = 0
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
-                raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+        if not (declared.isdigit() and int(declared) > max_bytes):
+            async for part in request.stream():
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    break
+                yield part
+            else:
+                return
     except ClientDisconnect:
         raise HttpError(400, "The body ended early") from None
-    return bytes(body)
+    raise HttpError(413, f"The body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+
+
+async def short_body(request: Request, max_bytes: int) -> bytes:
+    """Return the body of a request that needs no room, because few bytes are enough; errors as of ``body_parts``."""
+    return b"".join([part async for part in body_parts(request, max_bytes)])
 
 
 async def short_struct(request: Request, kind: type[T], max_bytes: int) -> T:
