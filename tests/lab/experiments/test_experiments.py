@@ -385,6 +385,8 @@ def claim(fields: str) -> str:
         ("use = ['slow']\n[[plots]]\nshow = 'ttft_p50'\nsetups = ['slw']", "did you mean 'slow'"),
         ("use = ['slow']\n[[plots]]\nshow = 'ttft_p50'\nat = ['7']", "point: got '7'"),
         ("[[claims]]\nfigure = 'y'", "no text"),
+        (claim("setup = 'slow'\neach = ['2', '6']"), "each = .*expected tables"),
+        (claim("setup = 'slow'\neach = [{}, {setup = 'slw'}]"), "setup: got 'slw', did you mean 'slow'"),
         ("use = ['slow', 'fast']", "expected one of quick, slow"),
         ("[[points]]\nset = {rate = 3}", "expected keys of workload. and setup."),
         ("num_seeds = 0", "num_seeds = 0, expected 1 or more"),
@@ -394,6 +396,38 @@ def test_mistakes_are_named(catalog, change, message):
     (catalog / "wrong.toml").write_text(change + "\n")
     with pytest.raises(ConfigError, match=message):
         read_experiment(str(catalog / "wrong.toml"))
+
+
+def test_rows_of_an_entry_share_its_keys_and_may_say_them_anew(catalog: Path) -> None:
+    rows = """
+[[plots]]
+show = "ttft_p99"
+log = true
+each = [{}, { show = "ttft_p50" }]
+[[claims]]
+figure = "ttft_p99"
+setup = "slow"
+tolerance = 0.1
+each = [
+    { text = "at 2", point = "2", published = 1.0 },
+    { text = "at 6", point = "6", published = 2.0, tolerance = 0.2 },
+]
+[[claims]]
+text = "alone"
+figure = "ttft_p50"
+setup = "quick"
+published = 3.0
+tolerance = 0.3
+"""
+    (catalog / "rows.toml").write_text(EXPERIMENT.partition("[[plots]]")[0] + rows)
+    experiment = read_experiment(str(catalog / "rows.toml"))
+    assert experiment.plots == (Plot(show="ttft_p99", log=True), Plot(show="ttft_p50", log=True))
+    said = [(one.text, one.figure, one.setup, one.point, one.published, one.tolerance) for one in experiment.claims]
+    assert said == [
+        ("at 2", "ttft_p99", "slow", "2", 1.0, 0.1),
+        ("at 6", "ttft_p99", "slow", "6", 2.0, 0.2),
+        ("alone", "ttft_p50", "quick", "", 3.0, 0.3),
+    ]
 
 
 def test_a_name_that_is_not_there_is_nearly_found():

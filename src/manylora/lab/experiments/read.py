@@ -88,10 +88,21 @@ def _make(name: str, suite: Table, own: Table) -> Experiment:
         "title": own.get("title", name),
         "setups": {one: setup_table(every, one) for one in used},
         "workload": merge(_table(suite, "workload"), _table(own, "workload")),
+        "claims": _rows(own, "claims"),
+        "plots": _rows(own, "plots"),
     }
     experiment = replace(TableReader({}).read(Experiment, settings | made, "experiment"), points=_points(own))
     _check_names(experiment)
     return experiment
+
+
+def _rows(own: Table, key: str) -> list[Table]:
+    """Return a table for each claim or plot; an entry with ``each`` says what its rows, one of them each, share."""
+    rows = []
+    for table in _tables(own, key):
+        shared = {name: value for name, value in table.items() if name != "each"}
+        rows += [{**shared, **row} for row in _tables(table, "each")] or [shared]
+    return rows
 
 
 def _check_names(experiment: Experiment) -> None:

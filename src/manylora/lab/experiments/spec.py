@@ -6,9 +6,9 @@ A *suite* is a folder with a ``suite.toml`` (the set-up that its experiments sha
     fig11.toml     title, source, use (names of setups), [sweep], [[sweep]] or [[points]], [[plots]], [[claims]], why
 
 An experiment runs every setup at every point, with every seed; several sweeps make a point of every combination. A
-*point* changes keys of the workload and of the setups
-by their dotted names; a table that brings a ``kind`` replaces the one it changes, any other is merged into it. A setup
-may be ``like`` another. All of it ends as a list of cases (``cases.py``); nothing here runs anything.
+*point* changes keys of the workload and of the setups by their dotted names; a table that brings a ``kind`` replaces
+the one it changes, any other is merged into it. A setup may be ``like`` another. Claims or plots that differ in little
+are rows of one entry, in its list ``each``. All of it ends as a list of cases (``cases.py``); nothing is run here.
 """
 
 from __future__ import annotations
