@@ -27,8 +27,10 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.execution.checkpoint.open import open_checkpoint
+from manylora.execution.model.load import load_skeleton
 
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 4}
 EVEN = {name: size for name, size in SIZES.items() if name != "head_dim"} | {
@@ -65,13 +67,14 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_each_architecture(tmp_path: Path, architecture: str) -> None:
-    """Weights and configuration are the original's, and those that transformers loads from the file."""
+    """Weights and configuration are the original's, with weights and without, and those that transformers loads."""
     model, path = build(CONFIGS[architecture]), tmp_path / "model.gguf"
     write_gguf(path, model, architecture)
     tied: Any = model.all_tied_weights_keys
     original = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     check_weights(path, original, absolute=1e-6 if architecture in NORMS_PLUS_ONE else 0.0)
-    assert settings_of(open_checkpoint(str(path)).config) == pytest.approx(settings_of(CONFIGS[architecture]))
+    for config in (open_checkpoint(str(path)).config, load_skeleton(ModelConfig(model=str(path))).text_config):
+        assert settings_of(config) == pytest.approx(settings_of(CONFIGS[architecture]))
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=path.name, config=model.config, dtype=torch.float32
     )

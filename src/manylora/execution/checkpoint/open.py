@@ -11,12 +11,15 @@ The names are those of transformers' model class.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,7 +33,6 @@ from manylora.execution.checkpoint.elements import Float8, TorchAo
 from manylora.execution.checkpoint.files import CheckpointFiles, check_checkpoint, find_gguf, is_gguf
 from manylora.execution.checkpoint.gguf import GgufFile, GgufWeights
 from manylora.execution.checkpoint.grouped import Awq, Gptq
-from manylora.execution.checkpoint.mapped import drop_pages
 from manylora.execution.checkpoint.matched import StoredWeights
 from manylora.execution.checkpoint.mxfp4 import mxfp4_converters
 from manylora.execution.checkpoint.stored import Method, QuantisationConfig, StoredTensors, one_line
@@ -54,27 +56,6 @@ CONVERTERS: Mapping[str, Callable[[], Sequence[WeightConverter]]] = {"mxfp4": mx
 _WORDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 
 
-class Weights(Protocol):
-    """Where a checkpoint's weights are read from: views of the mapped files at ``paths``."""
-
-    @property
-    def paths(self) -> Sequence[Path]:
-        """The files."""
-        ...
-
-    def read(self, name: str) -> Codes | torch.Tensor:
-        """Return a parameter or buffer, by the model's name of it."""
-        ...
-
-    def place(self, name: str) -> str:
-        """Return the name of the file that holds it."""
-        ...
-
-    def close(self) -> None:
-        """Drop the files."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """An open checkpoint, whose headers were checked against the model."""
@@ -85,7 +66,7 @@ class Checkpoint:
     names: Collection[str]  # the model's parameters and buffers that the files hold
     is_quantised: bool  # whether some weights are codes
     skeleton: Any  # the model without weights
-    weights: Weights  # the files
+    weights: StoredWeights | GgufWeights  # where they are read from: views of the mapped files
 
     def linear(self, name: str) -> Codes | torch.Tensor:
         """Return a weight as it is stored: codes, or a view of the mapped file; numbers, if it is made of several.
@@ -109,7 +90,7 @@ class Checkpoint:
 
     def drop(self) -> None:
         """Give back memory of the files that was read; views of them stay valid."""
-        drop_pages(self.weights.paths)
+        _drop_pages(self.weights.paths)
 
     def close(self) -> None:
         """Drop the files; views of them that were returned stay valid."""
@@ -162,18 +143,23 @@ def open_checkpoint(
 
 
 def read_config(model: str, revision: str | None, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
-    """Return transformers' configuration of a folder or hub name, without its quantisation, and that.
+    """Return transformers' configuration of a folder, hub name or ``.gguf`` file, without its quantisation, and that.
 
     Raises:
         ConfigError: There is none, or it cannot be read.
     """
+    if is_gguf(model):
+        opened, config = _read_gguf(model, revision)
+        opened.close()
+        return config, None
     check_checkpoint(model, revision)
     got = f"Got model = {model!r}"
     config = _read_config(got, model, "config.json", revision=revision, trust_remote_code=trust_remote_code)
     return config, _take_quantisation(config)
 
 
-def _open_gguf(model: str, revision: str | None, make: Callable[[Any], Any]) -> Checkpoint:
+def _read_gguf(model: str, revision: str | None) -> tuple[GgufFile, Any]:
+    """Return a file and its configuration, which has all that transformers leaves out of it."""
     got, path = f"Got model = {model!r}", find_gguf(model, revision)
     opened = GgufFile.read(model, path)
     config = _read_config(got, str(path.parent), path.name, gguf_file=path.name)
@@ -181,7 +167,12 @@ def _open_gguf(model: str, revision: str | None, make: Callable[[Any], Any]) -> 
         opened.settle(config)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # so do wrong types of fields
         raise ConfigError(f"{got}: {path.name} has fields of wrong types or values: {one_line(error)}") from error
-    skeleton = _build_skeleton(got, config, len(opened.tensors), make)
+    return opened, config
+
+
+def _open_gguf(model: str, revision: str | None, make: Callable[[Any], Any]) -> Checkpoint:
+    opened, config = _read_gguf(model, revision)
+    skeleton = _build_skeleton(f"Got model = {model!r}", config, len(opened.tensors), make)
     weights = GgufWeights(opened, skeleton)
     return Checkpoint(
         model=model,
@@ -241,3 +232,23 @@ def _find_method(settings: QuantisationConfig) -> str:
     if name is None:
         raise settings.refuse("quant_method", f"one of {', '.join(known)}")
     return name
+
+
+def _drop_pages(paths: Iterable[Path]) -> None:
+    """Drop the pages of private mappings of these files; do nothing where the system shows no mappings.
+
+    Pages that were read stay in memory until the system is short of it, and count as the process's, for which a
+    container may be ended. A page that is read again comes from the system's cache; one that was written to has the
+    file's content afterwards: weights are only read.
+    """
+    wanted = {os.path.realpath(path) for path in paths}
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[1] in ("r--p", "rw-p") and fields[5] in wanted:
+            begin, end = (int(place, 16) for place in fields[0].split("-"))
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
@@ -21,7 +21,7 @@ from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError, ManyloraError
 from manylora.execution.attention.call import ATTENTION_NAME, register_attention
 from manylora.execution.checkpoint.codes import Codes
-from manylora.execution.checkpoint.files import find_gguf, is_gguf
+from manylora.execution.checkpoint.files import is_gguf
 from manylora.execution.checkpoint.open import Checkpoint, open_checkpoint, read_config
 from manylora.execution.collectives import Collectives
 from manylora.execution.device import find_device
@@ -104,11 +104,7 @@ def load_skeleton(config: ModelConfig) -> LoadedModel:
             return auto_class(checkpoint).from_config(checkpoint, **options)
 
     builder = _Builder(config)
-    if is_gguf(config.model):
-        path = find_gguf(config.model, config.revision)
-        checkpoint = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    else:
-        checkpoint, _ = read_config(config.model, config.revision, trust_remote_code=config.trust_remote_code)
+    checkpoint, _ = read_config(config.model, config.revision, trust_remote_code=config.trust_remote_code)
     return builder.loaded(builder.build(checkpoint, empty))
 
 
