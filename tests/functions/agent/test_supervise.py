@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
 from manylora.functions.agent import cluster as cluster_module
 from manylora.functions.agent.cluster import _Agents
 from manylora.functions.agent.supervise import keep_until_stopped
-from manylora.serving.hosting.ray.nodes import RayNode
+from manylora.functions.wire import AgentSetup
+from manylora.serving.hosting.ray.nodes import NodeActor, RayNode
 
 
 def test_a_part_that_cannot_be_started_is_an_error_of_the_supervisor() -> None:
@@ -56,3 +61,22 @@ def test_agents_are_kept_while_the_head_of_the_cluster_is_away(monkeypatch: pyte
     with pytest.raises(ConfigError):
         asyncio.run(Agents(cast(Any, None), cast(Any, None), None).keep())
     assert kept == ["id"]
+
+
+def test_an_agent_that_ray_cannot_start_or_kill_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Actor(NodeActor):
+        def _begin(self, method: str, arguments: tuple[Any, ...]) -> Any:
+            self._actor = object()
+            raise ConnectionError("the head is away")
+
+    def kill(actor: object) -> None:
+        raise ConnectionError("the head is still away")
+
+    class Cluster:
+        async def call(self, work: Callable[[], Any]) -> Any:
+            return work()
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(kill=kill))
+    monkeypatch.setattr(cluster_module, "NodeActor", Actor)
+    setup = AgentSetup(node="", controller="", token=None, server=ServerConfig(), folder="", log_level=0)
+    asyncio.run(_Agents(cast(Any, Cluster()), setup, None)._keep_on(RayNode("id", "10.0.0.1")))

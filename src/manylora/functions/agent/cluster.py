@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from manylora.core.config import ServerConfig
-from manylora.core.errors import ConfigError, EngineDead
+from manylora.core.errors import ConfigError
 from manylora.core.server_config import FleetConfig
 from manylora.functions.agent.supervise import RESTARTS, keep_until_stopped, open_controller
 from manylora.functions.controller.credentials import read_token
@@ -158,7 +158,9 @@ class _Agents:
                 deaths = 1 if now() - since >= RESTARTS.healthy_after_s else deaths + 1
                 logger.error("agent_ended node=%s code=%s in_a_row=%d", node.name, code, deaths)
                 await asyncio.sleep(RESTARTS.pause_s(deaths))
-        except EngineDead as error:  # of the actor: if its node lives, the next look finds it again
+        except ConfigError:
+            raise
+        except Exception as error:  # the actor has ended, or Ray's head is away: if its node lives, it is found again
             logger.error("agent_lost node=%s error=%s", node.name, error)
         finally:
             del self._actors[node.node_id]

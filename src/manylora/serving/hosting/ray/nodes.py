@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ from manylora.core.errors import ConfigError
 from manylora.serving.hosting.ray.cluster import RayCluster
 
 __all__ = ["NodeActor", "RayNode", "fitting_nodes", "own_address"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +99,7 @@ class NodeActor:
         if actor is not None:
             import ray
 
-            ray.kill(actor)
+            try:
+                ray.kill(actor)
+            except Exception as error:  # the cluster is away, or gone and the actor with it
+                logger.warning("ray_actor_not_killed node=%s error=%r", self.node.name, error)
