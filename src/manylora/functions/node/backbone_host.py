@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from manylora.core.errors import CapacityError, ConfigError, EngineDead, ManyloraError
+from manylora.core.errors import CapacityError, ConfigError, EngineDead
 from manylora.demo import demo_model_path
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.readings import memory_of
@@ -129,27 +129,25 @@ class BackboneHost:
         """Load the base and warm a zygote, unless both are there; return the zygote.
 
         ``CapacityError`` if the backbone was released meanwhile, ``ConfigError`` if the base cannot be loaded,
-        ``EngineDead`` if the zygote ended.
+        ``EngineDead`` if the zygote ended, ``OSError`` if a process cannot be started.
         """
         if self._zygote is not None and self.is_ready:
             await self._zygote.start()  # a new one, if it has ended
             return self._zygote
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(self._start_ended)  # whether or not a function still waits
         starting = self._starting
-        try:
-            await asyncio.wait({starting})
-            if starting.cancelled():
-                raise CapacityError(f"Backbone {self.name!r} left the memory; please try again.", status=503)
-            return starting.result()
-        except CapacityError:
-            raise
-        except ManyloraError:
+        await asyncio.wait({starting})
+        if starting.cancelled():
+            raise CapacityError(f"Backbone {self.name!r} left the memory; please try again.", status=503)
+        return starting.result()
+
+    def _start_ended(self, starting: asyncio.Task[Zygote]) -> None:
+        if self._starting is starting:
+            self._starting = None
+        if not starting.cancelled() and starting.exception() is not None:
             self._failed_at = time.monotonic()
-            raise
-        finally:
-            if self._starting is starting and starting.done():
-                self._starting = None
 
     def tend(self) -> None:
         """Start the holder again if it has ended; read the zygote's memory."""
@@ -191,12 +189,13 @@ class BackboneHost:
     async def _end_holder(self) -> None:
         holder, self._holder, self.pid = self._holder, None, None
         if holder is not None:
-            holder.terminate()  # it may not listen yet
+            holder.kill()  # it may not listen yet, or be stopped
             await asyncio.to_thread(holder.wait)
         while (pid := holder_of(self._path)) is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(POLL_S)
+        self._path.unlink(missing_ok=True)
 
     async def _start(self) -> Zygote:
         async with self._turn:
@@ -243,8 +242,9 @@ class BackboneHost:
         except TimeoutError:
             raise EngineDead(f"Backbone {self.name!r} was not loaded within {LOAD_TIMEOUT_S:g} s.") from None
         finally:
-            loader.terminate()
+            loader.kill()
             await asyncio.to_thread(loader.wait)
+            loading.unlink(missing_ok=True)
 
     def _hold(self) -> None:
         """Start the process that holds the memory for later agents."""

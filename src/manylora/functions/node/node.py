@@ -154,7 +154,7 @@ class FunctionNode:
     async def _load(self, host: BackboneHost) -> None:
         try:
             await host.ready()
-        except ManyloraError as error:
+        except (ManyloraError, OSError) as error:
             logger.error("backbone_failed name=%s error=%s", host.name, error)
 
     # -- life --------------------------------------------------------------------------------------------------------
