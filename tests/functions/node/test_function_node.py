@@ -747,6 +747,25 @@ def test_a_start_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (restarts.hang_timeout_s, restarts.start_timeout_s) == (None, 0.01)
 
 
+def test_a_start_without_a_limit_fails_by_the_systems_own_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        def __init__(self, *_: object, **options: object) -> None:
+            pass
+
+        async def start(self, modules: object) -> None:
+            raise TimeoutError(110, "Connection timed out")
+
+        async def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(launch_module, "Fleet", Refusing)
+    starting = launcher(ModelConfig(model=str(tmp_path / "base")), tmp_path / "mine", NO_TIMEOUTS)
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        asyncio.run(starting.start_from(cast(Any, None)))
+
+
 def test_a_start_that_is_cancelled_while_a_dead_process_is_cleared_away_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -167,6 +168,22 @@ def test_it_shows_what_is_running_and_answers_while_draining(tokenizer: Path, ga
             gate.open()
             assert (found.state, found.num_in_flight, found.engine) == ("draining", 1, None)
             assert "data: [DONE]" in list(lines)
+
+
+def test_a_server_that_drains_can_be_stopped_at_once(tokenizer: Path, gate: Gate) -> None:
+    config = ServerConfig(port=0, in_process=True, drain_timeout_s=2 * PATIENCE_S)
+    with (
+        BackgroundServer(engine_config(tokenizer), config, builder="reciter:held_parts") as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+    ):
+        body = {"model": "base", "prompt": "say", "max_tokens": 8, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()  # kept: it closes the stream
+            next(lines)
+            server.drain()
+            wait_for(lambda: report(http).state != "serving")
+            threading.Thread(target=server.stop, daemon=True).start()
+            server.wait(PATIENCE_S)
 
 
 def test_metrics_by_adapter(tokenizer: Path, lora_dir: Path) -> None:

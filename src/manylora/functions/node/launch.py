@@ -190,11 +190,13 @@ class Launcher:
             ),
         )
         try:
-            async with asyncio.timeout(self.timeouts.start_s):
+            async with asyncio.timeout(self.timeouts.start_s) as limit:
                 await fleet.start([LoraModule(self.name, self.spec.adapter)])
                 await fleet.adapters.warm(self.name)
         except TimeoutError:
             await fleet.stop()
+            if not limit.expired():  # the system's own, as of a file on a network
+                raise
             raise CapacityError(
                 f"Function {self.name!r} did not start within {self.timeouts.start_s:g} s; it is started again.",
                 retry_after_s=RETRY_AFTER_S,

@@ -114,7 +114,7 @@ class Server:
             self.fleet.adapters.versions.on_freed = self._spool.remove
         self.tenants = None if server.tenants is None else TenantBook(Path(server.tenants).expanduser())
         self._socket, self.url = _listen(server)
-        self._stop = asyncio.Event()
+        self._stop, self._abandoned = asyncio.Event(), asyncio.Event()
         self._drain_timeout_s = server.drain_timeout_s
 
     def drain(self) -> None:
@@ -123,8 +123,8 @@ class Server:
         self._stop.set()
 
     def abandon(self) -> None:
-        """Stop now; requests in flight fail."""
-        self._drain_timeout_s = 0.0
+        """Stop now, drained or not; requests in flight fail."""
+        self._abandoned.set()
         self.drain()
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
@@ -201,11 +201,12 @@ class Server:
         return make(spec, self._shares[spec.config.model.device])
 
     async def _finish_in_flight(self) -> None:
-        try:
-            await asyncio.wait_for(self.fleet.requests.in_progress.ended(), self._drain_timeout_s)
-        except TimeoutError:
-            if self._drain_timeout_s:
-                logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
+        ends = [asyncio.create_task(one) for one in (self.fleet.requests.in_progress.ended(), self._abandoned.wait())]
+        done, _ = await asyncio.wait(ends, timeout=self._drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for one in ends:
+            one.cancel()
+        if not done and self._drain_timeout_s:
+            logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
 
 
 def _observer(metrics: Metrics, usage: UsageLedger | None, traces: Traces | None) -> Callable[[Observations], None]:
