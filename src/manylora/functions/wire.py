@@ -20,7 +20,7 @@ from msgspec import Meta
 from manylora.core.config import ServerConfig
 from manylora.functions.decisions.billing import PriceList, Usage
 from manylora.functions.deployment import BackboneSpec, FunctionSpec, NodeSpec
-from manylora.serving.metrics.status_report import FunctionName, FunctionState
+from manylora.serving.metrics.status_report import FunctionName, FunctionState, MeasureNote
 
 __all__ = [
     "MAX_LOG_LINES",
@@ -35,14 +35,17 @@ __all__ = [
     "Orders",
     "Overview",
     "TlsFiles",
+    "cut_to",
 ]
 
-MAX_REPORT_BYTES = 32 << 20
+MAX_REPORT_BYTES = 64 << 20  # more than the accounts of all functions take
 MAX_LOG_LINES = 200  # last lines of a function that are kept
 
 Nanoseconds = Annotated[int, Meta(ge=0, lt=2**62)]
 Count = Annotated[int, Meta(ge=0, lt=2**62)]
 Text = Annotated[str, Meta(max_length=4096)]
+
+logger = logging.getLogger(__name__)
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +93,38 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     backbones: Annotated[list[BackboneState], Meta(max_length=1024)]
     # Lines that functions have written since the last report, by function.
     lines: dict[FunctionName, Annotated[list[Text], Meta(max_length=MAX_LOG_LINES)]] = {}
+
+
+def cut_to(max_bytes: int, report: NodeReport) -> NodeReport:
+    """Return a report of at most so many bytes, with all its accounts.
+
+    If it is too long, functions have filled it: the reasons that they gave are left out, then their lines and the
+    states of those that sleep, the least called first.
+    """
+    if (num_bytes := len(msgspec.json.encode(report))) <= max_bytes:
+        return report
+    logger.warning("report_cut bytes=%d functions=%d", num_bytes, len(report.functions))
+    functions = [
+        msgspec.structs.replace(
+            one,
+            error=None if one.error is None else "left out: the node's report was too long",
+            missing=tuple([MeasureNote(note.name, "") for note in one.missing]),
+        )
+        for one in report.functions
+    ]
+    report = msgspec.structs.replace(report, functions=functions)
+    if (excess := len(msgspec.json.encode(report)) - max_bytes) > 0:
+        excess -= len(msgspec.json.encode(report.lines))
+        asleep = sorted((one for one in functions if one.state == "asleep"), key=lambda one: one.requests_per_s)
+        dropped = set()
+        for one in asleep:
+            if excess <= 0:
+                break
+            excess -= len(msgspec.json.encode(one))
+            dropped.add(one.name)
+        kept = [one for one in functions if one.name not in dropped]
+        report = msgspec.structs.replace(report, functions=kept, lines={})
+    return report
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from msgspec import structs
+from msgspec import json, structs
 
 from manylora.core import machine
 from manylora.core.config import ServerConfig
@@ -112,6 +112,42 @@ def test_a_state_that_the_controller_refuses_does_not_end_the_agent(
 
     agent: Agent
     asyncio.run(run())
+
+
+def test_a_report_that_functions_have_filled_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too long is refused, and an agent whose report is refused ends with all functions."""
+    note = MeasureNote("files", "\x00" * 1000)
+    loud = [FunctionState(name=f"loud-{i}", state="awake", missing=(note,) * 15, num_deaths=i) for i in range(50)]
+    failed = [FunctionState(name=f"failed-{i}", state="failed", error="\x00" * 4000) for i in range(50)]
+    quiet = [FunctionState(name=f"quiet-{i}", state="asleep", num_starts=1, requests_per_s=i) for i in range(1000)]
+    sent: list[NodeReport] = []
+
+    class Controller:
+        async def report(self, node: str, report: NodeReport) -> Orders:
+            sent.append(report)
+            return Orders(recorded_until_ns=0, generation=1, node=NodeSpec(), backbones={})
+
+    async def send(*bounds: int) -> None:
+        setup = AgentSetup(node="here", controller="", token=None, server=ServerConfig(), folder=str(tmp_path))
+        agent = Agent(setup, cast(Any, Controller()), cast(Any, None))
+        monkeypatch.setattr(agent.node, "states", lambda: [*loud, *failed, *quiet])
+        monkeypatch.setattr(agent.node, "take_lines", lambda: {"loud-0": ["a line"]})
+        for max_bytes in bounds:
+            monkeypatch.setattr(agent_module, "MAX_REPORT_BYTES", max_bytes)
+            assert await agent._send()
+
+    monkeypatch.setattr(agent_module, "url_of", lambda bound: "http://here")
+    asyncio.run(send(1 << 26, 1 << 20, 1 << 16))
+    whole, short, shortest = sent
+    assert whole.functions == [*loud, *failed, *quiet]
+    assert (len(short.functions), short.lines, shortest.lines) == (1100, whole.lines, {})
+    assert 500 < len(shortest.functions) < 700
+    for cut, max_bytes in ((short, 1 << 20), (shortest, 1 << 16)):
+        assert len(json.encode(cut)) <= max_bytes
+        assert [one.num_deaths for one in cut.functions[:50]] == list(range(50))
+        assert {one.name for one in failed} < {one.name for one in cut.functions}
+        assert cut.functions[-1].name == "quiet-999"
+        assert cut.accounts
 
 
 def test_an_agent_that_ends_loads_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

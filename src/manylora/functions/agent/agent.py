@@ -34,7 +34,7 @@ from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.launch import Timeouts
 from manylora.functions.node.node import FunctionNode
-from manylora.functions.wire import Account, AgentSetup, NodeReport, Orders
+from manylora.functions.wire import MAX_REPORT_BYTES, Account, AgentSetup, NodeReport, Orders, cut_to
 from manylora.serving.http.listening import HttpServer, bind, run_until_stopped, url_of
 from manylora.serving.http.rereading import keep_reading
 from manylora.serving.http.tenants import TenantBook
@@ -185,7 +185,7 @@ class Agent:
     async def _send(self) -> bool:
         """Send a report; return whether the controller answered."""
         if self._unsent is None:
-            self._unsent = self._make(*self.node.take())
+            self._unsent = cut_to(MAX_REPORT_BYTES, self._make(*self.node.take()))
         try:
             orders = await self._controller.report(self._name, self._unsent)
         except (CapacityError, CertificateRefused) as error:  # certificates may be replaced while functions are served

@@ -70,7 +70,7 @@ class ControllerClient:
                 if refusal is not None:
                     raise CertificateRefused(f"No connection to the controller at {url}: {refusal}") from error
             raise CapacityError(f"The controller at {url} does not answer: {error!r}") from error
-        if answer.status_code >= 500:
+        if answer.status_code >= 500 or answer.status_code in (408, 429):  # it was slow, or is busy
             raise CapacityError(f"The controller at {url} failed: {answer.status_code}")
         if answer.status_code != 200:
             try:
