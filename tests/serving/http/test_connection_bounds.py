@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 from manylora.core.config import ServerConfig
 from manylora.route.serve import max_connections
 from manylora.serving.http.connections import REPEATED_EVERY_S, ConnectionBounds, client_of
-from manylora.serving.http.http_protocol import ChunkWritingProtocol
+from manylora.serving.http.http_protocol import ChunkWritingProtocol, chunk_writer
 from manylora.serving.server.http_server import connection_bounds
 
 GET = b"GET /%d HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -246,6 +246,59 @@ def test_an_upgrade_is_answered_as_any_other_request() -> None:
         assert b"200 OK" in transport.written
         protocol.connection_lost(None)
         assert not world.bounds.num_of
+
+    scenario(run)
+
+
+@pytest.mark.parametrize("size", [1, 30, 1000])
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 5\r\n\r\nhello", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"]
+)
+def test_a_request_that_asks_for_an_upgrade_keeps_its_body_and_its_connection(framing: bytes, size: int) -> None:
+    bodies = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body, message = b"", {"more_body": True}
+        while message["more_body"]:
+            message = dict(await receive())
+            body += message["body"]
+        bodies.append((scope["method"], scope["path"], body))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def run(world: World) -> None:
+        world.app = app  # type: ignore[method-assign]
+        protocol, transport = world.connect()
+        wish = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+        data = 2 * (b"POST /a HTTP/1.1\r\nHost: here\r\n" + wish + framing) + GET % 0
+        for at in range(0, len(data), size):
+            protocol.data_received(data[at : at + size])
+            await settle()
+        assert bodies == [("POST", "/a", b"hello"), ("POST", "/a", b"hello"), ("GET", "/0", b"")]
+        assert transport.written.count(b"200 OK") == 3
+        protocol.connection_lost(None)
+
+    scenario(run)
+
+
+def test_a_client_of_http_1_0_gets_no_chunks() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        for piece in (b"one ", b"two "):
+            if not chunk_writer(scope)(piece):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"three", "more_body": False})
+
+    async def run(world: World) -> None:
+        world.app = app  # type: ignore[method-assign]
+        protocol, transport = world.connect()
+        protocol.data_received(b"GET / HTTP/1.0\r\n\r\n")
+        await settle()
+        head, _, body = bytes(transport.written).partition(b"\r\n\r\n")
+        assert body == b"one two three"
+        assert b"transfer-encoding" not in head
+        assert transport.is_closing()
+        protocol.connection_lost(None)
 
     scenario(run)
 

@@ -12,6 +12,9 @@ a bound, before the connection is closed.
 ASGI's ``send`` is a coroutine: it needs a task, and waking one for each of two hundred streams costs a third of the
 writes themselves. So each request's scope offers an ASGI extension: a plain function that writes a chunk now. Parsing,
 keep-alive, slow and disconnected clients stay uvicorn's.
+
+httptools ends a request at its head if it asks for another protocol: a POST would have no body. So its head is parsed
+anew without that wish (``dialects.py``).
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from manylora.serving.http.access import Refusals
 from manylora.serving.http.connections import ConnectionBounds, client_of
+from manylora.serving.http.dialects import plain_head, without_chunks
 from manylora.serving.http.errors import HttpError, error_body
 
 __all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer", "connection_breaker"]
@@ -72,6 +76,7 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         self.ws_protocol_class = None  # a connection that changed its protocol would leave the bounds
         self._bounds = bounds
         self._refusals = refusals
+        self.plain_head = b""  # of a request that asks for an upgrade, without that; until it is parsed anew
         self._refusal: bytes | None = None  # of the request that arrives, in place of the application's answer
         self._num_refusals = 0  # in the piece of data that is parsed
         self._running: RequestResponseCycle | None = None  # ``cycle`` is the last that was parsed
@@ -145,12 +150,11 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         self._num_beside += len(data)
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
+            while data:
+                data = _feed(self, data)
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
             return
-        except httptools.HttpParserUpgrade:
-            pass  # a request for an upgrade is answered as any other
         if self._num_beside > self._bounds.max_header_bytes:
             self._refuse_headers()
         elif self._phase is ReadPhase.HEAD:
@@ -197,6 +201,9 @@ class ChunkWritingProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Refuse a request without room; else add the extension to the scope, before the application's task runs."""
+        if self.parser.should_upgrade() and (method := self.parser.get_method()) != b"CONNECT":
+            self.plain_head = plain_head(method, self.url, self.parser.get_http_version(), self.headers)
+            return
         self._phase, self._num_beside = ReadPhase.BODY, 0
         self._stop_waiting()
         if self._refusals is not None and self._can_refuse():
@@ -227,6 +234,8 @@ class ChunkWritingProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End a request: the next begins with its first byte."""
+        if self.plain_head:
+            return
         self._phase, self._num_beside = ReadPhase.IDLE, 0
         self._stop_waiting()
         if self._refusal is None:
@@ -248,6 +257,8 @@ class ChunkWritingProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def _unset_keepalive_if_required(self) -> None:
@@ -324,14 +335,7 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         if self._has_begun_to_answer():
             self.transport.close()
             return
-        body = msgspec.json.encode(error_body(HttpError(status, message)))
-        head = (
-            STATUS_LINE[status]
-            + b"content-type: application/json\r\nconnection: close\r\n"
-            + (b"retry-after: 1\r\n" if status == 503 else b"")
-            + b"content-length: %d\r\n\r\n" % len(body)
-        )
-        self.transport.write(head + body)
+        self.transport.write(_refusal(status, message))
         self.transport.close()
 
     def _has_begun_to_answer(self) -> bool:
@@ -364,6 +368,31 @@ class ChunkWritingProtocol(HttpToolsProtocol):
         self._num_dropped = (self._num_dropped or 0) + num_bytes
         if self._num_dropped > self._bounds.linger_bytes:
             self.transport.close()
+
+
+def _feed(protocol: ChunkWritingProtocol, data: bytes) -> bytes:
+    """Parse data; return the data to be parsed next, behind the head of a request that asked for an upgrade."""
+    try:
+        protocol.parser.feed_data(data)
+    except httptools.HttpParserUpgrade as upgrade:
+        head, protocol.plain_head = protocol.plain_head, b""
+        if head:  # else it is a CONNECT, whose connection has no other request
+            protocol.parser = httptools.HttpRequestParser(protocol)
+            protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            return head + data[upgrade.args[0] :]
+    return b""
+
+
+def _refusal(status: int, message: str) -> bytes:
+    """Return an answer behind which the connection is closed."""
+    body = msgspec.json.encode(error_body(HttpError(status, message)))
+    return (
+        STATUS_LINE[status]
+        + b"content-type: application/json\r\nconnection: close\r\n"
+        + (b"retry-after: 1\r\n" if status == 503 else b"")
+        + b"content-length: %d\r\n\r\n" % len(body)
+        + body
+    )
 
 
 def chunk_writer(scope: Scope) -> WriteChunk:
