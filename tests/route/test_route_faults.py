@@ -263,6 +263,44 @@ def test_a_backend_that_sends_bytes_stays_in_and_a_silent_one_loses_its_requests
     run(test)
 
 
+def test_a_stream_outlives_a_restart_of_the_engine_behind_its_server() -> None:
+    restarted = asyncio.Event()
+
+    async def go_on_later(call: Call) -> None:
+        if call.json.get("prompt") == "wait":
+            await never_answer(call)
+        await call.begin_stream()
+        await call.event("begun")
+        await restarted.wait()
+        await call.event("resumed")
+        await call.end_stream()
+
+    async def restarting(call: Call) -> None:
+        await call.answer(503, "the engine is being restarted")
+
+    async def test() -> None:
+        server, other = FakeServer(behave=go_on_later), FakeServer()
+        options = {"router": "first-fit", "fall": 2}
+        async with servers(server, other) as urls, routing(*urls, **options) as (proxy, client):
+            backend = next(iter(proxy.backends))
+            streaming = asyncio.create_task(client.complete("base", stream=True))
+            body = {"model": "base", "prompt": "wait"}
+            waiting = asyncio.create_task(client.ask("POST", "/v1/completions", body))
+            await until(lambda: len(server.completions) == 2)
+            server.poll = restarting
+            assert (await waiting).status == 200  # it had not begun: answered by the other
+            assert not backend.health.is_up
+            num_polls = len(server.calls)
+            await until(lambda: len(server.calls) >= num_polls + 8)
+            restarted.set()
+            assert b"begun" in (await streaming).body
+            assert b"resumed" in streaming.result().body
+            assert streaming.result().body.endswith(b"data: [DONE]\n\n")
+            assert b'"error"' not in streaming.result().body
+
+    run(test)
+
+
 def test_refusals_of_one_request_are_no_outage_for_others() -> None:
     async def be_full_for_one(call: Call) -> None:
         await (refuse if call.json["prompt"] == "too much" else recite)(call)

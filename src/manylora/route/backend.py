@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from time import monotonic
+from typing import Protocol
 
 import msgspec
 
@@ -31,10 +32,10 @@ from manylora.route.config import ProxyConfig, is_key
 from manylora.route.report import BackendMetrics, Card, ServerKind
 from manylora.route.times import ReportedTimes
 from manylora.route.upstream.address import Address, request_head
-from manylora.route.upstream.connection import Failure, UpstreamConnection
+from manylora.route.upstream.connection import Failure
 from manylora.route.upstream.pool import Pool, fetch
 
-__all__ = ["Backend", "BackendState", "Health"]
+__all__ = ["Attempt", "Backend", "BackendState", "Health"]
 
 HOLD_S = 2.0  # first time that a backend is held out after it failed on requests, in seconds
 MOST_HOLD_S = 60.0
@@ -156,6 +157,17 @@ class Health:
         return True
 
 
+class Attempt(Protocol):
+    """An attempt of a client's request at a backend."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether bytes of the answer's body came: it can no more be sent elsewhere."""
+
+    def cancel(self, failure: Failure) -> None:
+        """End it."""
+
+
 class Backend:
     """One server behind the router; ``is_warm`` as for ``Health``. For the event loop's thread alone."""
 
@@ -182,7 +194,7 @@ class Backend:
         self.num_reads = 0  # counted by exchanges: signs of life of its process
         self.num_pieces = 0  # of answers that are no errors, and reported tokens: signs of life of its engine
         self.avoid_until = 0.0  # by a 429 or 503 with Retry-After
-        self.at_work: set[UpstreamConnection] = set()  # connections with a request of a client
+        self.at_work: set[Attempt] = set()  # attempts of clients' requests
         self._max_in_flight = config.max_in_flight
         self._stale_s = STALE_POLLS * config.poll_s
         self._common_key = config.backend_key
@@ -256,10 +268,11 @@ class Backend:
         self.needs_models = True
         logger.warning("backend_down url=%s reason=%r", self.url, self.health.reason)
 
-    def cancel_all(self, failure: Failure) -> None:
-        """End all exchanges with clients under way."""
-        for connection in list(self.at_work):
-            connection.cancel(failure)
+    def cancel_all(self, failure: Failure, *, but_begun: bool = False) -> None:
+        """End all attempts under way; with ``but_begun`` not those whose answer has begun."""
+        for one in list(self.at_work):
+            if not (but_begun and one.has_begun):
+                one.cancel(failure)
 
     async def call(
         self,

@@ -36,6 +36,10 @@ JITTER = 0.2
 logger = logging.getLogger(__name__)
 
 
+class Unwell(FetchFailed):
+    """A server answers that it cannot serve, as while its engine starts again."""
+
+
 @dataclass(eq=False)
 class Polls:
     """Keeps the set of backends, their health and their reports up to date."""
@@ -104,7 +108,7 @@ class Polls:
         try:
             await self._ask(backend)
         except FetchFailed as error:
-            self._failed(backend, str(error))
+            self._failed(backend, str(error), is_reached=isinstance(error, Unwell))
         except Exception as error:  # else no poll would follow, and the backend would stay up or down for good
             logger.exception("poll_broke url=%s", backend.url)
             self._failed(backend, f"the poll broke: {error!r}")
@@ -117,7 +121,7 @@ class Polls:
         """Read all that a poll reads; ``FetchFailed`` if the backend may have no requests."""
         status, _ = await backend.call(b"/health", timeout_s=self.config.poll_timeout_s, max_bytes=MAX_HEALTH_BYTES)
         if status >= 500:
-            raise FetchFailed(f"/health answered {status}")
+            raise Unwell(f"/health answered {status}")
         if backend.needs_models or backend.num_polls % MODELS_EVERY == 0:
             await self.backends.read_models(backend)
         backend.num_polls += 1
@@ -143,14 +147,15 @@ class Polls:
             raise
         backend.health.answered()
 
-    def _failed(self, backend: Backend, reason: str) -> None:
+    def _failed(self, backend: Backend, reason: str, *, is_reached: bool = False) -> None:
         self.choice.correct(backend, 0, None)
         before = backend.health.state, backend.health.reason
         if backend.health.poll_failed(backend.num_reads, reason):
             if before[0] is BackendState.UP:
                 backend.went_down()
-            # Bytes would have kept it up: its streams are all silent, and would be so for good.
-            backend.cancel_all(Failure.DOWN)
+            # Bytes would have kept it up: its streams are all silent. One that answers may go on with those, and ends
+            # them itself if it cannot; those of another would be silent for good.
+            backend.cancel_all(Failure.DOWN, but_begun=is_reached)
         if before[0] is BackendState.JOINING and before[1] != backend.health.reason:
             logger.info("backend_joining url=%s reason=%r", backend.url, reason)
 

@@ -123,10 +123,15 @@ class Exchange:
         """Whether nothing more will come."""
         return self.is_whole or self.failure is not None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether bytes of the body came."""
+        return bool(self.last)
+
     def begin(self, connection: UpstreamConnection, head: bytes, body: bytes) -> None:
         """Send the request."""
         self._connection = connection
-        self.backend.at_work.add(connection)
+        self.backend.at_work.add(self)
         self._progress()
         self._timer = self._loop.call_later(self.first_byte_s, self._look)
         connection.begin(self, head, body)
@@ -204,9 +209,8 @@ class Exchange:
         self._over()
 
     def _over(self) -> None:
-        if self._connection is not None:
-            self.backend.at_work.discard(self._connection)
-            self._connection = None
+        self.backend.at_work.discard(self)
+        self._connection = None
         if self._timer is not None:
             self._timer.cancel()
         self._wake()
