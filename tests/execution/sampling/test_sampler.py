@@ -368,6 +368,11 @@ def test_the_smallest_nucleus_is_the_most_likely_token() -> None:
     assert sample_ids(logits, sequences) == logits.argmax(-1).tolist()
 
 
+def test_a_vocabulary_of_one_token_is_drawn_from() -> None:
+    sequences = [sequence(SamplingParams(top_p=0.5), seed=i) for i in range(2)]
+    assert sample_ids(torch.zeros(2, 1), sequences) == [0, 0]
+
+
 def test_a_flat_nucleus_wider_than_the_sorted_prefix_is_cut_right() -> None:
     logits = torch.zeros(600, 1000)
     sequences = [sequence(SamplingParams(top_p=0.5), seed=i) for i in range(600)]

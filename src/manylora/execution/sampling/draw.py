@@ -185,7 +185,7 @@ def _largest(x: Tensor, width: int) -> Tensor:
     values = x.numpy()
     if width < x.shape[1]:
         values = np.partition(values, x.shape[1] - width, axis=-1)[:, -width:]
-    return torch.from_numpy(np.ascontiguousarray(np.sort(values, axis=-1)[:, ::-1]))
+    return torch.from_numpy(np.sort(values, axis=-1)[:, ::-1].copy())  # numpy calls a single column contiguous as it is
 
 
 def draw_at(weights: Tensor, uniform: Tensor) -> Tensor:
