@@ -123,3 +123,24 @@ def test_a_terminal_can_be_written_and_not_read() -> None:
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+@pytest.mark.skipif(landlock_version() == 0, reason="needs a kernel with Landlock")
+def test_a_path_that_cannot_be_opened_leaves_the_others_restricted(tmp_path: Path) -> None:
+    """An entry of ``sys.path`` may lie inside an archive, or in a folder that its user may not enter."""
+    (tmp_path / "archive.zip").write_bytes(b"")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "own").mkdir()
+    readable = [str(tmp_path / name) for name in ("archive.zip/inner", "loop", "own")]
+    script = (
+        "import json, os, sys\n"
+        "from manylora.core.isolation import Confinement, confine\n"
+        f"measures = confine(Confinement(readable={readable!r}))\n"
+        "print([(one.is_on, one.note) for one in measures if one.name == 'files'], os.listdir(sys.argv[1]))\n"
+        "print(os.listdir('/'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, readable[-1]], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.startswith("[(True, ") and done.stdout.endswith(" []\n"), done
+    assert "PermissionError" in done.stderr

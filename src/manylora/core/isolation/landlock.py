@@ -46,10 +46,10 @@ class FileRules:
     """Rules that allow reading below some folders and no other use of files; no new TCP, no signals to others.
 
     Made while this process may still open the folders, and put in force later. Descriptors that are open stay usable.
-    Folders and files that do not exist are skipped.
+    Folders and files that cannot be opened now are skipped: they could not be read later either.
 
     Raises:
-        OSError: The kernel has no Landlock, or a folder cannot be opened.
+        OSError: The kernel has no Landlock, or takes no rule for a folder.
     """
 
     def __init__(self, readable: Iterable[str | os.PathLike[str]]) -> None:
@@ -90,7 +90,7 @@ class FileRules:
 def _allow_reading(ruleset: int, path: str | os.PathLike[str]) -> None:
     try:
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except OSError:
         return
     try:
         rights = _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE
