@@ -29,6 +29,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
+from manylora.execution.checkpoint.gguf import GgufFile
 from manylora.execution.checkpoint.open import open_checkpoint
 from manylora.execution.model.load import load_skeleton
 
@@ -191,6 +192,20 @@ def test_scaled_positions(tmp_path: Path, architecture: str, fields: dict[str, A
     path = tmp_path / "model.gguf"
     write_gguf(path, build(CONFIGS[architecture]), architecture, fields=fields)
     assert leaves(open_checkpoint(str(path)).config.rope_parameters) == leaves(wanted)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "wanted"), [("gemma2", 2, 20), ("gemma2", 46, 36), ("gemma3", 6, 20), ("gemma3", 62, 36)]
+)
+def test_the_scale_of_scores_that_no_field_tells(tmp_path: Path, architecture: str, layers: int, wanted: int) -> None:
+    """That of transformers by default is right for heads of 256 alone; the models of 27B have heads of 128."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = type(CONFIGS[architecture])(**SIZES | {"num_hidden_layers": layers})
+    GgufFile.read("tiny", tmp_path / "model.gguf").settle(config)
+    assert config.query_pre_attn_scalar == wanted
 
 
 def test_llamas_by_the_name_of_mistral(tmp_path: Path) -> None:

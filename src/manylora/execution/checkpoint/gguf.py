@@ -12,7 +12,7 @@ The configuration, the names of tensors and the changes that llama.cpp made to t
     Q5_K    256       the same with high bits before codes      int8, group 32, shifts
     Q6_K    256       low bits, high bits, 16 scales, d         int8, group 16
 
-Source: ggml (``ggml-common.h``, ``dequantize_row_*``); the specification of GGUF.
+Source: ggml (``ggml-common.h``, ``dequantize_row_*``); the specification of GGUF; llama.cpp (``load_arch_hparams``).
 """
 
 from __future__ import annotations
@@ -74,6 +74,10 @@ _ROPE_FIELDS = {
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_LENGTH = 8192
 _DIVISORS = "rope_freqs.weight"
+
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models that divide scores by the root of the hidden size per head, where others of their architecture
+take the size of a head. No field tells it; llama.cpp knows them so."""
 
 
 class GgufFile:
@@ -168,6 +172,9 @@ class GgufFile:
                 raise ConfigError(f"Got model = {self.model!r}: {self.path.name} {reason}")
         if config.model_type == "mistral" and "attention.sliding_window" not in given:
             config.sliding_window = None  # as llama.cpp runs it
+        if (layers := _LAYERS_OF_27B.get(self.architecture)) is not None:
+            is_27b = config.num_hidden_layers == layers
+            config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if is_27b else head_dim
         if _DIVISORS in self.tensors:
             self._settle_llama3(config, head_dim)
 
