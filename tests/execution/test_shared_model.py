@@ -27,6 +27,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
 )
 
@@ -110,6 +111,12 @@ def test_what_cannot_be_divided_is_refused_by_name(config: PreTrainedConfig, siz
         share_config(config, size)
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4UnifiedTextConfig"), reason="this transformers is older")
+def test_layers_that_differ_in_their_heads_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="layers of models of type 'gemma4_unified_text' differ in their heads"):
+        share_config(transformers.Gemma4UnifiedTextConfig(num_hidden_layers=2), 2)
+
+
 @pytest.mark.parametrize("kind", ["GPTNeoX", "GPTJ", "CodeGen"])
 def test_heads_whose_size_is_that_of_all_workers_are_refused(kind: str) -> None:
     """Their code divides the hidden size by the number of heads: half the heads would be twice as wide."""
@@ -117,6 +124,16 @@ def test_heads_whose_size_is_that_of_all_workers_are_refused(kind: str) -> None:
     whole, part = skeleton(config), skeleton(share_config(config, 2))
     with pytest.raises(ConfigError, match="which transformers plans to divide, but the configuration has no size"):
         ModelShare.of(whole, part, 0, 2)
+
+
+def test_a_share_that_cannot_run_is_refused_by_the_number_of_workers(tmp_path: Path) -> None:
+    """Norms of OLMoE are over all heads, and their width follows from the hidden size alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_experts": 2}
+    config = OlmoeConfig(**sizes, vocab_size=100, num_hidden_layers=1, max_position_embeddings=64, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    reason = "tensor_parallel_size = 2, but the model cannot be divided so. A worker's share of it: Got a model of type"
+    with pytest.raises(ConfigError, match=reason):
+        build_workers(config_of(tmp_path), WallClock(), 2)
 
 
 def test_what_workers_do_not_do_is_refused() -> None:

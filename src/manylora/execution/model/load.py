@@ -71,8 +71,14 @@ class LoadedModel:
             ConfigError: It cannot be served.
         """
         config = self.text_config
-        with stand_ins(self.model):
-            return probe_model(self.model, architecture=config.model_type, num_layers=config.num_hidden_layers)
+        try:
+            with stand_ins(self.model):
+                return probe_model(self.model, architecture=config.model_type, num_layers=config.num_hidden_layers)
+        except ConfigError as error:
+            if self.share is None:
+                raise
+            got = f"Got tensor_parallel_size = {self.share.size}, but the model cannot be divided so"
+            raise ConfigError(f"{got}. A worker's share of it: {error}") from error
 
 
 def load_model(config: ModelConfig, workers: Collectives | None = None) -> LoadedModel:

@@ -131,20 +131,24 @@ def share_config(config: Any, size: int) -> Any:
     """Return the configuration of a share: heads, inner width and vocabulary of one of ``size`` workers.
 
     Raises:
-        ConfigError: transformers has no plan for the family, or a size cannot be divided.
+        ConfigError: transformers has no plan for the family, its layers differ, or a size cannot be divided.
     """
     share = deepcopy(config)
     text = share.get_text_config()
     got = f"Got tensor_parallel_size = {size}"
     if not getattr(text, "base_model_tp_plan", None):
         raise ConfigError(f"{got}, but transformers has no tensor-parallel plan for models of type {text.model_type!r}")
-    num_keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    try:
+        num_keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    except RuntimeError as error:  # of transformers: there is none for the whole model
+        why = f"layers of models of type {text.model_type!r} differ in their heads"
+        raise ConfigError(f"{got}, but {why}, which workers cannot divide") from error
     for field in ("hidden_size", *_DIVIDED):
         if (value := getattr(text, field, None)) and value % size:
             raise ConfigError(f"{got}, but {field} = {value} is not a multiple of it")
     if num_keys % size and size % num_keys:
         raise ConfigError(f"{got}, but num_key_value_heads = {num_keys} is neither a multiple nor a divisor of it")
-    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     text.num_key_value_heads = max(1, num_keys // size)
     for field in _DIVIDED:
         if value := getattr(text, field, None):
