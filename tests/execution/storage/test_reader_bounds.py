@@ -170,7 +170,9 @@ def test_an_adapter_that_needs_too_much_memory_is_refused_alone(tmp_path: Path) 
         helper.close()
 
 
-def test_a_reader_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [4, 1 << 20])
+def test_a_reader_that_takes_too_long_is_ended(tmp_path: Path, length: int) -> None:
+    """A long question, as that for the headers of many adapters, is more than a pipe holds."""
     good = str(write_good_adapter(tmp_path / "good", BASE))
     helper = ReaderProcess()
     helper.configure(SETTINGS)
@@ -181,7 +183,7 @@ def test_a_reader_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(AdapterError, match=r"took longer than 0\.5 s"):
-            helper.read("slow", good)
+            helper.read("s" * length, good)
         assert process.returncode == -signal.SIGKILL
     finally:
         helper.close()
@@ -329,7 +331,7 @@ def test_a_reader_that_answers_without_an_image_is_given_up(
     helper.configure(replace(SETTINGS, limit_s=0.05))
     monkeypatch.setattr(helper, "_running", lambda: here)
     if dies:
-        monkeypatch.setattr(here, "send", lambda question: there.close())
+        monkeypatch.setattr(reader_process, "ask", lambda pipe, question, limit_s: there.close())
     with pytest.raises(AdapterError, match=reason):
         helper.read("mine", str(folder))
 

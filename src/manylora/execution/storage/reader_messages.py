@@ -6,9 +6,13 @@ nothing else: the reader may have been taken over by a file that it read.
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -31,6 +35,7 @@ __all__ = [
     "Packed",
     "Pages",
     "ReaderSettings",
+    "ask",
     "receive",
     "send",
 ]
@@ -161,6 +166,22 @@ _decode = msgspec.msgpack.Decoder(Answer).decode
 def send(pipe: Connection, answer: Answer) -> None:
     """Send an answer to the engine."""
     pipe.send_bytes(_encode(answer))
+
+
+def ask(pipe: Connection, question: Check | Again | tuple[str, str] | ReaderSettings, limit_s: float) -> None:
+    """Send a question to a reader, or its settings; ``Connection.send`` would wait without an end for one that hangs.
+
+    Raises:
+        TimeoutError: The reader does not take it within ``limit_s`` seconds.
+        OSError: The reader died.
+    """
+    content = ForkingPickler.dumps(question)
+    with socket.socket(fileno=os.dup(pipe.fileno())) as channel:
+        channel.settimeout(limit_s)
+        try:
+            channel.sendall(struct.pack("!i", len(content)) + bytes(content))  # as ``Connection.recv`` takes it
+        finally:
+            channel.settimeout(None)  # the pipe's own as well
 
 
 def receive(pipe: Connection, limit_s: float) -> Answer:

@@ -55,6 +55,7 @@ from manylora.execution.storage.reader_messages import (
     Packed,
     Pages,
     ReaderSettings,
+    ask,
     receive,
 )
 from manylora.execution.storage.registry_process import RegistryTerms, start_registry
@@ -120,7 +121,7 @@ class ReaderProcess:
                 pipe = self._running()
                 limit_s = self._check_limit_s()
                 try:
-                    pipe.send(Check(adapters[len(found) :], is_each))
+                    ask(pipe, Check(adapters[len(found) :], is_each), limit_s)
                     self._receive(pipe)  # it runs
                     while len(found) < len(adapters):
                         self._take_checked(receive(pipe, limit_s), adapters[len(found) :], found)
@@ -141,13 +142,14 @@ class ReaderProcess:
             AdapterError: The adapter cannot be served on this base, or the process died while it read it.
             CapacityError: No process could be started.
         """
+        assert self._settings is not None
         with self._lock:
             if folder is not None and (found := folder.find()) is not None:
                 with suppress(OSError):  # of another size: it is read here
                     return self._take_image(*found)
             pipe = self._running()
             try:
-                pipe.send((name, path))
+                ask(pipe, (name, path), self._settings.limit_s)
                 answer = self._receive(pipe)
                 if isinstance(answer, Packed):
                     return self._receive_image(pipe, answer, folder)
@@ -176,10 +178,11 @@ class ReaderProcess:
             CapacityError: No process could be started.
         """
         digests = b""
+        assert self._settings is not None
         with self._lock:
             pipe = self._running()
             try:
-                pipe.send(Again(version, is_urgent))
+                ask(pipe, Again(version, is_urgent), self._settings.limit_s)
                 answer = self._receive(pipe)
                 if isinstance(answer, Packed):
                     begin(self._receive_image(pipe, answer))
@@ -225,10 +228,12 @@ class ReaderProcess:
                     self._is_configured = True
                 return pipe
             except OSError as error:
-                logger.warning("reader_process_not_started error=%r retry_in_s=%s", error.strerror, wait_s)
+                logger.warning(
+                    "reader_process_not_started error=%r retry_in_s=%s", error.strerror or str(error), wait_s
+                )
                 self._stop()
                 if wait_s is None:
-                    reason = f"The process that reads adapters could not be started: {error.strerror}"
+                    reason = f"The process that reads adapters could not be started: {error.strerror or error}"
                     raise CapacityError(reason, status=503) from error
                 time.sleep(wait_s)
         raise AssertionError("the last attempt returns or raises")
@@ -236,7 +241,7 @@ class ReaderProcess:
     def _send_settings(self, pipe: Connection) -> None:
         """Send the settings, and behind them a pipe to a process that asks registries if any are allowed."""
         assert self._settings is not None and self._process is not None
-        pipe.send(self._settings)
+        ask(pipe, self._settings, self._settings.limit_s)
         if self._settings.registries:
             self._registry, end = start_registry(RegistryTerms.of(self._settings))
             with end:
