@@ -24,11 +24,10 @@ from pathlib import Path
 import msgspec
 
 from manylora.core.errors import CapacityError, CertificateRefused, ConfigError, EngineDead, RequestError
-from manylora.core.logs import configure_logging
 from manylora.core.machine import available_bytes
 from manylora.functions.agent.app import agent_server
 from manylora.functions.controller.client import ControllerClient
-from manylora.functions.controller.server import exit_code_of
+from manylora.functions.controller.server import run_process
 from manylora.functions.decisions.billing import Taken
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
@@ -282,12 +281,5 @@ def run_agent(setup: AgentSetup) -> int:
     return run_until_stopped(make, say_ready, drain_timeout_s=server.drain_timeout_s)
 
 
-def main() -> int:
-    """Run an agent; return the exit code."""
-    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=AgentSetup)
-    configure_logging(setup.log_level, "agent")
-    return exit_code_of(lambda: run_agent(setup))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process("agent", AgentSetup, run_agent))

@@ -43,7 +43,7 @@ from manylora.functions.controller.controller import Controller
 from manylora.functions.controller.credentials import tls_context
 from manylora.functions.controller.store import Store
 from manylora.functions.deployment import FunctionSpec, check_folder, read_deployment
-from manylora.functions.wire import MAX_REPORT_BYTES, ControllerSetup, NodeReport
+from manylora.functions.wire import MAX_REPORT_BYTES, AgentSetup, ControllerSetup, NodeReport
 from manylora.serving.http.auth import Gate
 from manylora.serving.http.connections import ConnectionBounds
 from manylora.serving.http.errors import HttpError, json_response
@@ -52,7 +52,7 @@ from manylora.serving.http.listening import HttpServer, bind, run_until_stopped,
 from manylora.serving.http.room import short_struct
 from manylora.serving.http.tls import ServerTls
 
-__all__ = ["LEDGER", "ControllerServer", "bind_guarded", "exit_code_of", "make_app", "member_of", "run_controller"]
+__all__ = ["LEDGER", "ControllerServer", "bind_guarded", "make_app", "member_of", "run_controller", "run_process"]
 
 LEDGER = "ledger.db"
 ADDRESS = "controller.json"  # in the folder of state, where commands find the controller
@@ -63,7 +63,7 @@ DRAIN_S = 5.0
 MAX_CONNECTIONS = 512  # open connections; an agent has one, and makes another if an idle one is closed
 
 Act: TypeAlias = Callable[[Controller, Request], Awaitable[Any]]
-T = TypeVar("T")
+SetupT = TypeVar("SetupT", AgentSetup, ControllerSetup)
 
 logger = logging.getLogger(__name__)
 
@@ -241,21 +241,19 @@ def run_controller(setup: ControllerSetup) -> int:
     return run_until_stopped(lambda: ControllerServer(setup), say_ready, drain_timeout_s=DRAIN_S)
 
 
-def exit_code_of(run: Callable[[], int]) -> int:
-    """Return the exit code of a process: 2 if its configuration is wrong, which no restart mends."""
+def run_process(role: str, kind: type[SetupT], run: Callable[[SetupT], int]) -> int:
+    """Run a process of the platform by the set-up on its standard input; return the exit code.
+
+    It is 2 if its configuration is wrong, which no restart mends.
+    """
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=kind)
+    configure_logging(setup.log_level, role)
     try:
-        return run()
+        return run(setup)
     except ManyloraError as error:
         logger.error("process_failed error=%s", error)
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def main() -> int:
-    """Run a controller; return the exit code."""
-    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=ControllerSetup)
-    configure_logging(setup.log_level, "controller")
-    return exit_code_of(lambda: run_controller(setup))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process("controller", ControllerSetup, run_controller))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from io import BytesIO
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def _values(findings: Findings, plot: Plot, setup: str, point: Point) -> list[fl
 
 def _lines(axes: Any, findings: Findings, plot: Plot, setups: Seq[str], points: Seq[Point]) -> None:
     """Draw a figure over the points: the mean, and a band from the least to the greatest seed."""
-    for colour, setup in zip(_colours(len(setups)), setups, strict=True):
+    for colour, setup in zip(cycle(COLOURS), setups, strict=False):
         columns = np.array([_values(findings, plot, setup, point) for point in points])
         x = [point.x for point in points]
         axes.plot(x, columns.mean(axis=1), marker="o", markersize=3.5, color=colour, label=setup)
@@ -59,7 +60,7 @@ def _lines(axes: Any, findings: Findings, plot: Plot, setups: Seq[str], points: 
 def _bars(axes: Any, findings: Findings, plot: Plot, setups: Seq[str], points: Seq[Point]) -> None:
     """Draw a figure as groups of bars, a group for each point; whiskers reach to the least and greatest seed."""
     width = 0.8 / len(setups)
-    for place, (colour, setup) in enumerate(zip(_colours(len(setups)), setups, strict=True)):
+    for place, (colour, setup) in enumerate(zip(cycle(COLOURS), setups, strict=False)):
         columns = np.array([_values(findings, plot, setup, point) for point in points])
         means = columns.mean(axis=1)
         reach = np.abs(np.stack([means - columns.min(axis=1), columns.max(axis=1) - means]))
@@ -72,12 +73,8 @@ def _curves(axes: Any, findings: Findings, plot: Plot, setups: Seq[str], points:
     """Draw curves that the runs of the first seed kept, of several names where ``show`` lists them."""
     names = plot.show.split()
     lines = [(setup, point, name) for setup in setups for point in points for name in names]
-    for colour, (setup, point, name) in zip(_colours(len(lines)), lines, strict=True):
+    for colour, (setup, point, name) in zip(cycle(COLOURS), lines, strict=False):
         curve = findings.runs(setup, point.label)[0].curves.get(name)
         if curve is not None:
             parts = [setup] * (len(setups) > 1) + [point.label] * (len(points) > 1) + [name] * (len(names) > 1)
             axes.plot(curve.x, curve.y, color=colour, linewidth=1.4, label=", ".join(parts))
-
-
-def _colours(count: int) -> list[str]:
-    return [COLOURS[place % len(COLOURS)] for place in range(count)]
