@@ -126,8 +126,9 @@ class PromptPart:
         self._token_ids: dict[int, msgspec.Raw] = {}  # JSON, by prompt
         self._listed: dict[int, JsonParts] = {}  # vLLM's list, by answer
         self._echoed: dict[int, list[dict[str, bytes]]] = {}  # the items of OpenAI's lists, likewise
-        num_numbers = sum(map(len, prompts)) * num_answers * ((details.prompt_logprobs or 0) + 1)
-        if details.prompt_logprobs is not None and num_numbers > MAX_PROMPT_LOGPROBS:
+        num_top = details.prompt_logprobs
+        num_numbers = 0 if num_top is None else sum(map(len, prompts)) * num_answers * (num_top + 1)
+        if num_numbers > MAX_PROMPT_LOGPROBS:
             raise RequestError(
                 f"The prompts have {num_numbers} log-probabilities, expected at most {MAX_PROMPT_LOGPROBS} in one "
                 "request: send fewer prompts at a time, or ask for fewer at each token",

@@ -72,13 +72,13 @@ def sampling_params(
         logprobs = 0
     return SamplingParams(
         max_tokens=defaults.cap(max_tokens),
-        min_tokens=_or(body.min_tokens, 0),
+        min_tokens=body.min_tokens or 0,
         temperature=_or(body.temperature, _or(defaults.temperature, 1.0)),
         top_p=_or(body.top_p, _or(defaults.top_p, 1.0)),
         top_k=0 if body.top_k == -1 else _or(body.top_k, defaults.top_k or 0),  # -1 is vLLM's value for all
         min_p=_or(body.min_p, defaults.min_p or 0.0),
-        presence_penalty=_or(body.presence_penalty, 0.0),
-        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_or(body.repetition_penalty, _or(defaults.repetition_penalty, 1.0)),
         seed=None if body.seed == -1 else body.seed,  # -1 is vLLM's value for none
         stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
