@@ -6,14 +6,17 @@ import asyncio
 
 import httpx
 import pytest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from manylora.functions.agent.app import Dispatch
 from manylora.serving.http.auth import Gate
+from manylora.serving.http.errors import HttpError
 from manylora.serving.http.room import BodyRoom
 
 
@@ -60,6 +63,50 @@ def test_one_address_serves_several_backbones() -> None:
             assert (await client.get("/status?backbone=b")).json()["by"] == "b"
 
     asyncio.run(ask())
+
+
+def test_one_scrape_has_the_metrics_of_all_backbones() -> None:
+    def app(name: str) -> Starlette:
+        registry = CollectorRegistry()
+        Gauge("manylora_functions", "Functions.", ["state"], registry=registry).labels("awake").set(len(name))
+        Counter("vllm:prompt_tokens", "Tokens.", ["model_name"], registry=registry).labels(name).inc(2)
+        Histogram("vllm:time_to_first_token_seconds", "Time.", registry=registry, buckets=(1.0,)).observe(0.5)
+        Gauge("process_open_fds", "Descriptors.", registry=registry).set(7)
+        gate = Gate(["secret"])
+
+        async def metrics(request: Request) -> Response:
+            try:
+                gate.check_inference(request)
+            except HttpError as error:
+                return Response(status_code=error.status)
+            assert "openmetrics" not in request.headers.get("accept", "")
+            return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+        return Starlette(routes=[Route("/metrics", metrics)])
+
+    dispatch = Dispatch({"a": app("a"), "bb": app("bb")}, lambda *asked: None, gate=Gate(), max_body_bytes=1000)
+
+    async def ask() -> str:
+        transport = httpx.ASGITransport(dispatch)
+        async with httpx.AsyncClient(transport=transport, base_url="http://agent") as client:
+            assert (await client.get("/metrics")).status_code == 401
+            client.headers["Authorization"] = "Bearer secret"
+            accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+            answer = await client.get("/metrics", headers=accept)
+            assert answer.headers["content-type"] == CONTENT_TYPE_LATEST
+            alone = await client.get("/metrics?backbone=bb", headers={"Accept": ""})
+            assert 'manylora_functions{state="awake"} 2.0' in alone.text
+            return answer.text
+
+    text = asyncio.run(ask())
+    families = list(text_string_to_metric_families(text))
+    assert len({one.name for one in families}) == len(families) == len(text.split("# TYPE")) - 1
+    found = {(sample.name, *sorted(sample.labels.items())): sample.value for one in families for sample in one.samples}
+    assert found["manylora_functions", ("backbone", "a"), ("state", "awake")] == 1
+    assert found["manylora_functions", ("backbone", "bb"), ("state", "awake")] == 2
+    assert found["vllm:prompt_tokens_total", ("backbone", "bb"), ("model_name", "bb")] == 2
+    assert found["vllm:time_to_first_token_seconds_bucket", ("backbone", "a"), ("le", "1.0")] == 1
+    assert [value for key, value in found.items() if key[0] == "process_open_fds"] == [7]
 
 
 def test_bodies_that_stall_before_the_choice_of_a_backbone_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,12 @@
 
 Each backbone has an application of its own, with its tokenizer and its functions. A request that names a model goes to
 the application of the model's backbone. With one backbone, and for requests that name no model, the first application
-answers; ``?backbone=NAME`` chooses another. The list of models is that of all backbones.
+answers; ``?backbone=NAME`` chooses another. The list of models is that of all backbones, and so are the metrics.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -14,11 +15,14 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_model_path
+from manylora.functions.agent.scraped import merged_backbones
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.node import FunctionNode
@@ -166,6 +170,8 @@ class Dispatch:
             await self.apps.get(asked[0], self._default)(scope, receive, send)
         elif path == "/v1/models":
             await self._list(scope, receive, send)
+        elif path == "/metrics":
+            await self._scrape(scope, receive, send)
         elif (caller := self._caller(scope)) is None:
             await self._default(scope, receive, send)
         elif path.startswith("/v1/models/"):
@@ -220,14 +226,26 @@ class Dispatch:
 
     async def _list(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with the models of all applications, or with the first refusal."""
-        cards: list[dict[str, object]] = []
-        for app in self.apps.values():
-            status, body = await _ask(app, Request(scope, receive))
+        if (bodies := await self._ask_all(scope, receive, send)) is not None:
+            cards = [card for body in bodies.values() for card in msgspec.json.decode(body)["data"]]
+            await json_response({"object": "list", "data": cards})(scope, receive, send)
+
+    async def _scrape(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the metrics of all applications, as Prometheus' text, or with the first refusal."""
+        any_format = [one for one in scope["headers"] if one[0] != b"accept"]
+        if (bodies := await self._ask_all({**scope, "headers": any_format}, receive, send)) is not None:
+            text = await asyncio.to_thread(merged_backbones, bodies)
+            await Response(text, media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
+
+    async def _ask_all(self, scope: Scope, receive: Receive, send: Send) -> dict[str, bytes] | None:
+        """Return the answers of all applications, by backbone; pass on the first refusal, and return ``None``."""
+        bodies = {}
+        for name, app in self.apps.items():
+            status, bodies[name] = await _ask(app, Request(scope, receive))
             if status != 200:
                 await app(scope, receive, send)
-                return
-            cards += msgspec.json.decode(body)["data"]
-        await json_response({"object": "list", "data": cards})(scope, receive, send)
+                return None
+        return bodies
 
 
 async def _ask(app: ASGIApp, request: Request) -> tuple[int, bytes]:

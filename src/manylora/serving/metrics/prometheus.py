@@ -37,7 +37,7 @@ from manylora.serving.metrics.scrape import (
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 
-__all__ = ["ADMITTED", "BatchHistogram", "Metrics", "choose_format"]
+__all__ = ["ADMITTED", "BatchHistogram", "Metrics", "Scraped", "choose_format"]
 
 FORMATS: Mapping[str, Callable[[Collector], bytes]] = {
     CONTENT_TYPE_LATEST: as_text,
@@ -245,7 +245,7 @@ class Metrics:
             by_replica(families) if len(fleet.engines.replicas()) > 1 else chain.from_iterable(families.values()),
             self._registry.collect(),
         )
-        return await asyncio.to_thread(FORMATS[kind], _Scraped(chain.from_iterable(scraped)))
+        return await asyncio.to_thread(FORMATS[kind], Scraped(chain.from_iterable(scraped)))
 
     def _add(self, name: str, counts: CountOf[float] | CountOf[int]) -> None:
         add = self._histograms[name].add
@@ -275,13 +275,14 @@ class Metrics:
             self._histograms[name].add(value)
 
 
-class _Scraped(Collector):
+class Scraped(Collector):
     """The metrics of one scrape, as prometheus-client takes them."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
+        """Return them."""
         return self._families
 
 

@@ -1,0 +1,31 @@
+"""The metrics of all backbones as one text, for a Prometheus that asks an agent once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from manylora.serving.metrics.prometheus import Scraped
+
+__all__ = ["merged_backbones"]
+
+
+def merged_backbones(texts: Mapping[str, bytes]) -> bytes:
+    """Return the texts of backbones, by name, as one: their series get the label ``backbone``.
+
+    Those of the process are the same in all, and have no such label.
+    """
+    families: dict[str, Metric] = {}
+    for number, (backbone, text) in enumerate(texts.items()):
+        for family in text_string_to_metric_families(text.decode()):
+            is_of_process = family.name.startswith("process_")
+            if is_of_process and number:
+                continue
+            into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                labels = sample.labels if is_of_process else {**sample.labels, "backbone": backbone}
+                into.add_sample(sample.name, labels, sample.value)
+    return generate_latest(Scraped(families.values()))
