@@ -23,7 +23,7 @@ from manylora.core.ports import SharedBase
 from manylora.functions.processes import zygote as zygote_module
 from manylora.functions.processes.frames import in_memory
 from manylora.functions.processes.link import FunctionLink
-from manylora.functions.processes.messages import Backbone, Exited, Fork, FromZygote, FunctionPlace, Warm
+from manylora.functions.processes.messages import Backbone, Exited, Fork, FromZygote, FunctionPlace, Kill, Warm
 from manylora.functions.processes.zygote import ForkedFunction, Zygote
 from manylora.functions.processes.zygote_process import ZygoteProcess, clean_mappings
 from manylora.serving.hosting.protocol import EngineSpec
@@ -91,6 +91,27 @@ def test_a_function_that_outlives_its_zygote_is_killed_and_its_end_waited_for() 
         assert await asyncio.wait_for(function.exited, 60.0) is None
         assert process.wait() == -signal.SIGKILL
         assert function.process is None
+
+    asyncio.run(scenario())
+
+
+def test_a_function_is_killed_while_its_zygote_is_stopped() -> None:
+    async def scenario() -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with here, there:  # nothing reads what it is told
+            zygote = Zygote(cast(Any, None))
+            zygote._socket = here
+            with sleeper() as process:
+                function = ForkedFunction(1, pid=process.pid, process=os.pidfd_open(process.pid))
+                zygote.kill(function)
+                try:
+                    assert process.wait(60.0) == -signal.SIGKILL
+                finally:
+                    process.kill()
+            zygote.kill(function)  # it has ended, and the zygote has not said so
+            function.end(None)
+            zygote.kill(ForkedFunction(2))  # it is not forked yet
+            assert msgspec.msgpack.decode(there.recv(1 << 16), type=Kill) == Kill(2)
 
     asyncio.run(scenario())
 

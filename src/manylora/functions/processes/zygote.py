@@ -152,8 +152,11 @@ class Zygote:
         return function
 
     def kill(self, function: ForkedFunction) -> None:
-        """End a function at once; ``exited`` follows."""
-        if not function.exited.done():
+        """End a function at once, also while the zygote hangs; ``exited`` follows from the zygote."""
+        if function.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(function.process, signal.SIGKILL)
+        elif not function.exited.done():
             with contextlib.suppress(EngineDead):  # it ended with the zygote
                 self._send(Kill(function.number))
 
