@@ -190,6 +190,16 @@ def test_a_bill_has_every_cost_once(store: Store, deployment: Deployment, tmp_pa
     assert not make_bill(*read_ledger(path, 60 * 10**9, 2**62), read_prices(path), by_tenant=True).lines
 
 
+def test_a_bill_takes_memory_by_its_accounts_and_not_by_its_minutes(store: Store, tmp_path: Path) -> None:
+    minute = 60 * 10**9
+    store.record("n", report(0, 0, is_first=True), {})
+    for begin in range(0, 5 * minute, minute):
+        store.record("n", report(begin, begin + minute), {})
+    accounts, machines = read_ledger(tmp_path / "ledger.db", minute, 4 * minute)
+    assert [(one.name, one.usage.cpu_ns) for one in accounts] == [("two", 3 * minute)]
+    assert (machines.device_ns, machines.cpu_ns, machines.lost_ns) == (3 * minute, 3 * minute, 0)
+
+
 def test_the_controller_asks_for_its_token_and_names_wrong_fields(store: Store, deployment: Deployment) -> None:
     app = make_app(Controller(store, deployment, now=Clock()), "secret")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -67,9 +67,7 @@ class Bill:
         return not self.difference_ns and total.cpu_ns == self.cpu_ns and total.host_byte_ns == self.host_byte_ns
 
 
-def make_bill(
-    accounts: Iterable[Account], machines: Sequence[MachineUse], prices: PriceList, *, by_tenant: bool
-) -> Bill:
+def make_bill(accounts: Iterable[Account], machines: MachineUse, prices: PriceList, *, by_tenant: bool) -> Bill:
     """Return the bill of a ledger, with a line for each tenant (``by_tenant``) or for each function."""
     lines: dict[str, BillLine] = {}
     total = Usage()
@@ -87,10 +85,10 @@ def make_bill(
     return Bill(
         lines=tuple(ordered),
         total=total,
-        device_ns=sum(one.device_ns for one in machines),
-        cpu_ns=sum(one.cpu_ns for one in machines),
-        host_byte_ns=sum(one.host_byte_ns for one in machines),
-        lost_ns=sum(one.lost_ns for one in machines),
+        device_ns=machines.device_ns,
+        cpu_ns=machines.cpu_ns,
+        host_byte_ns=machines.host_byte_ns,
+        lost_ns=machines.lost_ns,
     )
 
 

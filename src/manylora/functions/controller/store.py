@@ -64,12 +64,12 @@ class NodeEnd(NamedTuple):
 
 
 class MachineUse(NamedTuple):
-    """The amounts of a node in one minute, counted apart from the accounts."""
+    """The amounts of nodes, counted apart from the accounts."""
 
     device_ns: int  # time of all its devices
     cpu_ns: int  # time of all its processors
     host_byte_ns: int
-    lost_ns: int  # the part of the minute's recorded time in which no agent reported
+    lost_ns: int  # the part of the recorded time in which no agent reported
 
 
 class Store:
@@ -269,26 +269,30 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
         raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be read: {error}") from None
 
 
-def read_ledger(path: Path, since_ns: int, until_ns: int) -> tuple[list[Account], list[MachineUse]]:
-    """Return the use by account and by node, each of a minute that begins within a time.
+def read_ledger(path: Path, since_ns: int, until_ns: int) -> tuple[list[Account], MachineUse]:
+    """Return the use of each account, and of all nodes, in the minutes that begin within a time.
 
-    ``ConfigError`` if there is no ledger.
+    It is added up row by row: a month of a thousand functions has forty million rows. ``ConfigError`` if there is no
+    ledger.
     """
     within = (-(-since_ns // BUCKET_NS), -(-min(until_ns, 2**62) // BUCKET_NS))
     rows = "WHERE bucket >= ? AND bucket < ?"
+    used: dict[tuple[str, str], tuple[Usage, int, int]] = {}
+    machines = MachineUse(0, 0, 0, 0)
     with _reading(path) as db:
         db.execute("BEGIN")  # both tables at one moment
         accounts = db.execute(f"SELECT account, tenant, usage, num_requests, num_tokens FROM accounts {rows}", within)
-        used = [
-            Account(name=name, tenant=tenant, usage=Usage(*_numbers(usage)), num_requests=requests, num_tokens=tokens)
-            for name, tenant, usage, requests, tokens in accounts
-        ]
-        machines = db.execute(f"SELECT amounts, lost_ns FROM machines {rows}", within)
-        return used, [
-            MachineUse(device_ns, cpu_ns, host_byte_ns, lost_ns)
-            for amounts, lost_ns in machines
-            for device_ns, cpu_ns, host_byte_ns in (_numbers(amounts),)
-        ]
+        for name, tenant, text, num_requests, num_tokens in accounts:
+            usage, requests_before, tokens_before = used.get((name, tenant), (Usage(), 0, 0))
+            total = usage.plus(Usage(*_numbers(text)))
+            used[name, tenant] = total, requests_before + num_requests, tokens_before + num_tokens
+        for amounts, lost_ns in db.execute(f"SELECT amounts, lost_ns FROM machines {rows}", within):
+            added = (*_numbers(amounts), lost_ns)
+            machines = MachineUse(*[before + more for before, more in zip(machines, added, strict=True)])
+    return [
+        Account(name=name, tenant=tenant, usage=usage, num_requests=num_requests, num_tokens=num_tokens)
+        for (name, tenant), (usage, num_requests, num_tokens) in used.items()
+    ], machines
 
 
 def read_prices(path: Path) -> PriceList:
