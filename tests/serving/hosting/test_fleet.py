@@ -32,6 +32,7 @@ from manylora.lab.sim.run.executor import SimulatedWork
 from manylora.serving.hosting.engine.service import BuildParts, EngineService
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
+from manylora.serving.hosting.fleet.fleet_versions import PublicationTerms
 from manylora.serving.hosting.fleet.keeper import EngineState, RestartPolicy
 from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
 from manylora.serving.hosting.links.base_share import BaseShare
@@ -215,6 +216,28 @@ def test_adapters_are_the_same_on_all_engines(tokenizer: Path, lora_dir: Path) -
         for change in (adapters.unload, adapters.warm):
             with pytest.raises(AdapterNotFound):
                 await change("p")
+
+    run(tokenizer, scenario)
+
+
+def test_a_change_of_a_name_that_is_still_moving_is_the_last(tokenizer: Path, lora_dir: Path) -> None:
+    """A publication need not wait for the engines' own names: whatever comes next finds them moved."""
+    unsettled = PublicationTerms(is_settled=False)
+
+    async def scenario(service: Service) -> None:
+        adapters = service.fleet.adapters
+        await adapters.load("p", str(lora_dir / "p"))
+        await adapters.pin("p", True)
+        await adapters.publish("p", str(lora_dir / "q"), unsettled)
+        await adapters.pin("p", False)
+        assert await service.each() == [{"p": False}] * 3
+        await adapters.publish("p", str(lora_dir / "p"), unsettled)
+        await adapters.pin("p@3", True)
+        assert await service.each() == [{"p": False}] * 3
+        await adapters.publish("p", str(lora_dir / "q"), unsettled)
+        await adapters.unload("p")
+        await adapters.versions.settled("p")
+        assert await service.each() == [{}] * 3
 
     run(tokenizer, scenario)
 

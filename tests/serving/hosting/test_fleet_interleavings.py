@@ -137,6 +137,9 @@ class World:
                     await self.fleet.adapters.publish(NAME, "mn"[value % 2], terms)
                 else:
                     await self.fleet.adapters.unload(NAME)
+        elif kind == "pin":
+            with contextlib.suppress(AdapterError, CapacityError, EngineDead):
+                await self.fleet.adapters.pin(NAME if value % 3 else f"{NAME}@{value}", value % 2 == 0)
         elif kind == "kill":
             self.links[value % 2].kill()
         elif kind == "drain":
@@ -156,6 +159,16 @@ class World:
         with contextlib.suppress(CapacityError):
             clients = self.fleet.engines.serving().values()
             await asyncio.gather(*(read_one(client, *way) for client, way in itertools.product(clients, ways)))
+
+    async def check_names(self) -> None:
+        """Check that each engine has the names of the fleet, for the same versions, pinned alike."""
+        adapters = self.fleet.adapters
+        await adapters.versions.settled(NAME)
+        current = adapters.find(NAME)
+        wanted = {} if current is None else {NAME: (current.key, adapters.loaded[NAME].is_pinned)}
+        for client in self.fleet.engines.serving().values():
+            _, statuses = await client.snapshot()
+            assert {one.name: (one.version.key, one.is_pinned) for one in statuses} == wanted
 
     async def num_versions(self) -> set[int]:
         """Return how many versions each engine holds."""
@@ -210,11 +223,14 @@ class World:
         return "whole"
 
 
-KINDS = ("ask", "ask", "ask", "load", "publish", "publish", "unload", "kill", "drain", "pause", "pause")
+KINDS = ("ask", "ask", "ask", "load", "publish", "publish", "pin", "unload", "kill", "drain", "pause", "pause")
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @example([("ask", 1), ("pause", 9), ("unload", 0), ("kill", 0), ("pause", 9), ("pause", 9)])  # a version without names
+@example([("pin", 2), ("publish", 1), ("pin", 1), ("pause", 1)])  # unpinned before the engines' names have moved
+@example([("ask", 1), ("publish", 1), ("unload", 0), ("pause", 1)])  # unloaded before
+@example([("publish", 1), ("publish", 6), ("kill", 0), ("publish", 1), ("publish", 6)])  # published again before
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11)), min_size=4, max_size=24))
 def test_no_loop_ends_and_no_answer_is_lost_that_need_not_be(actions: list[tuple[str, int]]) -> None:
@@ -232,6 +248,7 @@ def test_no_loop_ends_and_no_answer_is_lost_that_need_not_be(actions: list[tuple
                 await asyncio.gather(*world.answers)
                 while world.fleet.engines.state is not EngineState.SERVING:
                     await asyncio.sleep(0.001)
+                await world.check_names()
                 assert await world.answer("base") == "whole"
                 await world.read()
                 await world.fleet.adapters.publish(NAME, "m", PublicationTerms(lease=VersionTerms(keep=0)))

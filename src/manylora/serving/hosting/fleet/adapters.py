@@ -15,7 +15,7 @@ from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
 from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoadedAdapter, LoraModule, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import FleetEngines
 from manylora.serving.hosting.fleet.fleet_versions import AS_LOADED, FleetVersions, PublicationTerms
-from manylora.serving.hosting.fleet.versions import NumberedVersion
+from manylora.serving.hosting.fleet.versions import NumberedVersion, name_of
 from manylora.serving.hosting.links.client import EngineClient
 
 __all__ = ["FleetAdapters"]
@@ -104,6 +104,7 @@ class FleetAdapters:
             self.versions.end(version)
             return
         async with self._book.known(name):
+            await self.versions.settled(name)
             if name not in self.unavailable:
                 await self._engines.everywhere(lambda client: client.unload_adapter(name))
             self._book.forget(name)
@@ -118,6 +119,7 @@ class FleetAdapters:
         given, name = name, self.versions.engine_name(name)
         async with self._book.known(name):
             self.check_available(name)
+            await self.versions.settled(name_of(given))
             is_change = self._book.is_pinned(name) != pinned
             undo = partial(EngineClient.pin_adapter, name=name, pinned=not pinned) if is_change else None
             statuses = await self._engines.everywhere(lambda client: client.pin_adapter(name, pinned), undo=undo)

@@ -68,6 +68,7 @@ class FleetVersions:
         self._book = book
         self._engines = engines
         self._freeing: dict[NumberedVersion, asyncio.Task[None]] = {}
+        self._settling: dict[str, asyncio.Task[AdapterStatus]] = {}  # the last one of a name
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -130,6 +131,7 @@ class FleetVersions:
 
         Errors are those of ``FleetAdapters.load``; ``AdapterExists`` for a number that a version has already as well.
         """
+        await self.settled(name)
         before = self._current(name)
         number = self._number(name, terms)
         held_as = name if before is None else f"{LABEL_MARK}{name}@{number}"
@@ -175,7 +177,7 @@ class FleetVersions:
             self._book.note_pin(name, True)
         logger.info("adapter_loaded name=%s path=%s version=%d", name, path, number)
         if before is not None:
-            settling = self._beside(self._settle(name, held_as, is_pinned=is_pinned))
+            settling = self._settling[name] = self._beside(self._settle(version, status))
             if terms.is_settled:
                 status = await settling
         return version, status
@@ -209,20 +211,31 @@ class FleetVersions:
             self.numbered.end(before, now)  # its files are gone, so it could not be read again
         return version
 
-    async def _settle(self, name: str, held_as: str, *, is_pinned: bool) -> AdapterStatus:
+    async def settled(self, name: str) -> None:
+        """Wait until the engines' own names stand for the version of a name: its next change must not come before."""
+        if (settling := self._settling.get(name)) is not None:
+            await asyncio.wait([settling])
+
+    async def _settle(self, version: NumberedVersion, status: AdapterStatus) -> AdapterStatus:
         """Point the engines' own name to its version, and free the versions that nothing needs any more."""
+        name, held_as = version.name, version.held_as
 
         async def point(client: EngineClient) -> AdapterStatus:
-            status = await client.point_adapter(name, held_as)
-            if is_pinned:
-                status = await client.pin_adapter(name, True)
+            if self.numbered.current(name) is not version:  # an engine that starts has lost it meanwhile
+                return status
+            made = await client.point_adapter(name, held_as)
+            if self._book.is_pinned(name):
+                made = await client.pin_adapter(name, True)
                 await client.pin_adapter(held_as, False)
-            return status
+            return made
 
-        statuses = await self._engines.everywhere(point)
-        self.sweep(name)
-        await asyncio.gather(*[task for version, task in self._freeing.items() if version.name == name])
-        return statuses[0]
+        try:
+            statuses = await self._engines.everywhere(point)
+            self.sweep(name)
+            await asyncio.gather(*[task for version, task in self._freeing.items() if version.name == name])
+            return statuses[0]
+        finally:
+            del self._settling[name]
 
     def engine_name(self, name: str) -> str:
         """Return the name by which engines hold an adapter, or a version by its label."""
