@@ -183,6 +183,23 @@ def test_what_is_refused_together_is_not_counted(tokenizer: Path) -> None:
     run(tokenizer, scenario, [reciter_parts])
 
 
+def test_what_is_refused_together_is_counted_at_no_engine(tokenizer: Path) -> None:
+    """Two engines of three have begun to answer when the third refuses."""
+
+    async def scenario(service: Service) -> None:
+        with pytest.raises(ModelNotFound):
+            await service.fleet.requests.submit(service.requests("base", "base", "nobody", num_tokens=200))
+        left = service.requests("base", num_tokens=200)
+        await service.fleet.requests.submit(left)
+        service.fleet.requests.cancel([left[0].request_id])
+        await until(lambda: _is_idle(service))
+        assert service.under_way() == [0, 0, 0]
+        finished = [request for observed in service.observed for request in observed.finished]
+        assert [one.reason for one in finished] == ["cancelled"], "a client that leaves is counted"
+
+    run(tokenizer, scenario, [slow_reciter_parts] * 3)
+
+
 async def _is_idle(service: Service) -> bool:
     stats, _ = await service.snapshot(0)
     return stats.num_running + stats.num_waiting == 0

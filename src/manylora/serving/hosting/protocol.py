@@ -107,10 +107,15 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Cancel requests, without a reply. ``stopped``: their text reached a stop string, which is a normal end."""
+    """Cancel requests, without a reply.
+
+    ``stopped``: their text reached a stop string, which is a normal end. ``refused``: others of their submission were
+    refused, by another engine, so that they are reported nowhere.
+    """
 
     request_ids: list[str]
     stopped: bool = False
+    refused: bool = False
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):

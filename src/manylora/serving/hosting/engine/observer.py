@@ -93,7 +93,7 @@ class Observer:
                 self._note_move(key, tier, "evicted")
 
     def forget(self, request_ids: list[str]) -> None:
-        """Report no end of these requests: they were refused with others, and have not run."""
+        """Report no end of these requests: they were refused with others."""
         for request_id in request_ids:
             self._in_flight.pop(request_id, None)
 

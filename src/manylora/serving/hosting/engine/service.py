@@ -258,6 +258,8 @@ class EngineService:
 
     def _cancel(self, core: EngineCore, now: float, command: Cancel) -> None:
         reason = FinishReason.STOP if command.stopped else FinishReason.CANCELLED
+        if command.refused:
+            self._observer.forget(command.request_ids)
         for request_id in command.request_ids:
             if request_id in self._preparing:
                 self._preparing[request_id] = True

@@ -107,13 +107,13 @@ class FleetRequests:
         """
         return await self._submit(requests, stream, each=True)
 
-    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
+    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False, refused: bool = False) -> None:
         """Cancel requests wherever they are; no output of them arrives any more.
 
-        Those that have ended are ignored. ``stopped``: their text reached a stop string, which counts as a normal end.
+        Those that have ended are ignored. ``stopped`` and ``refused``: see ``Cancel``.
         """
         for client in self._engines.clients():
-            client.cancel(request_ids, stopped=stopped)
+            client.cancel(request_ids, stopped=stopped, refused=refused)
         for request_id in request_ids:
             self._unanswered.pop(request_id, None)
         self._resumer.cancel(request_ids)
@@ -147,10 +147,10 @@ class FleetRequests:
         try:
             for errors in await asyncio.gather(*submitted):
                 refused |= errors
-        except BaseException:
+        except BaseException as error:
             for submission in submitted:  # one whose engine is lost yet must not go on elsewhere
                 submission.cancel()
-            self.cancel([request.request_id for request in requests])
+            self.cancel([request.request_id for request in requests], refused=isinstance(error, ManyloraError))
             raise
         return refused
 

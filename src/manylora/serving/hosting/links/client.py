@@ -196,16 +196,15 @@ class EngineClient:
         self._num_since += len(requests)
         return self._consent(call, answer, [one.request_id for one in requests])
 
-    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False) -> None:
+    def cancel(self, request_ids: Sequence[str], *, stopped: bool = False, refused: bool = False) -> None:
         """Cancel requests; no output of them arrives any more.
 
-        Those that have ended, or belong to other engines, are ignored. ``stopped``: their text reached a stop string,
-        which counts as a normal end.
+        Those that have ended, or belong to other engines, are ignored. ``stopped`` and ``refused``: see ``Cancel``.
         """
         in_flight = [request_id for request_id in request_ids if request_id in self._in_flight]
         if in_flight:
             self._forget(in_flight)
-            self.link.send(Cancel(in_flight, stopped))
+            self.link.send(Cancel(in_flight, stopped, refused))
 
     async def load_adapter(
         self, name: str, path: str, *, replace: bool = False, by_header: bool = False
