@@ -212,6 +212,9 @@ class SharedExecutor:
         """Start a load on the other workers alone."""
         number, ended = next(self._numbers), Future[LoadResult]()
         with self._lock:
+            if self._lost is not None:  # no worker will answer
+                ended.set_exception(EngineDead(self._lost))
+                return ended
             self._loads[number] = ended, []
         self._send(Load(number, load))
         return ended
@@ -224,6 +227,8 @@ class SharedExecutor:
     def answered(self, answer: Loaded) -> None:
         """Note that a peer has ended a load; on any thread."""
         with self._lock:
+            if answer.number not in self._loads:  # another worker is lost
+                return
             ended, results = self._loads[answer.number]
             results.append(answer.result)
             if len(results) < len(self._peers):
