@@ -203,6 +203,24 @@ def test_after_its_first_byte_an_answer_ends_visibly_and_is_never_sent_again(is_
     run(test)
 
 
+@pytest.mark.parametrize("pieces", [(b"\r\n\r\n",), (b"\r\n", b"\r\n"), (b"\n", b"\n"), (b"\r\n\r", b"\n")])
+def test_events_may_end_in_any_line_ends_and_in_any_pieces(pieces: tuple[bytes, ...]) -> None:
+    async def half(call: Call) -> None:
+        await call.begin_stream()
+        for piece in (b'data: {"choices":[]}', *pieces):
+            await call.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await asyncio.sleep(0.02)
+        call.writer.close()
+
+    async def test() -> None:
+        async with servers(FakeServer(behave=half)) as urls, routing(*urls) as (_, client):
+            answer = await client.complete("base", stream=True)
+            assert answer.is_whole and answer.body.endswith(b"data: [DONE]\n\n")
+            assert b"The backend was lost in the middle" in answer.body
+
+    run(test)
+
+
 def test_an_answer_shorter_than_its_length_is_broken_for_the_client_too() -> None:
     async def short(call: Call) -> None:
         await call.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this")

@@ -29,6 +29,8 @@ __all__ = ["Client", "ClientClosed", "Exchange", "read_fields", "with_fields"]
 
 MAX_HELD_BYTES = 256 * 1024  # bytes of a body that are held before the backend's connection is no longer read
 
+MAX_END_BYTES = 4  # of a line that ends, and an empty one
+
 MAX_SALT_BYTES = 1024
 _NONE = msgspec.Raw(b"")
 
@@ -104,7 +106,7 @@ class Exchange:
     headers: Headers = field(default_factory=list)
     failure: Failure | None = None
     is_whole: bool = False
-    last: bytes = b""  # the last piece, for the end of a stream that breaks off; empty before the first
+    last: bytes = b""  # the last piece, with those before a short one; empty before the first
     # Whether the backend sent nothing to any other request either, within the time limit that this attempt met.
     is_backend_silent: bool = False
     _is_paused: bool = False
@@ -117,6 +119,11 @@ class Exchange:
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._changed: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def ends_an_event(self) -> bool:
+        """Whether the last event of a stream of server-sent events is whole: another may follow."""
+        return self.last.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
 
     @property
     def is_over(self) -> bool:
@@ -188,7 +195,7 @@ class Exchange:
         if self._timer is not None and not self.last:
             self._timer.cancel()
             self._timer = self._loop.call_later(self.idle_s, self._look)
-        self.last = piece
+        self.last = piece if len(piece) > MAX_END_BYTES else self.last[-MAX_END_BYTES:] + piece
         if self._write is not None and not self._pieces and self._write(piece):
             return
         self._pieces.append(piece)

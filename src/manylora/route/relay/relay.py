@@ -309,7 +309,7 @@ async def pass_on(
         raise ClientClosed
     if exchange.is_whole:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-    elif _is_event_stream(exchange.headers) and exchange.last.endswith(b"\n\n"):
+    elif _is_event_stream(exchange.headers) and exchange.ends_an_event:
         error = HttpError(502, "The backend was lost in the middle of this answer.", kind="BadGatewayError")
         if exchange.failure is Failure.STALLED:
             error = _timed_out(idle_timeout_s)
