@@ -105,7 +105,7 @@ def test_every_report_can_be_read_while_answers_of_an_unloaded_adapter_go_on():
 def test_another_version_or_none_is_an_error():
     asked, tokens = whole()
     rig = make_rig()
-    with pytest.raises(AdapterReplaced, match="adapter 'a': it was unloaded"):
+    with pytest.raises(AdapterReplaced, match="adapter 'a': it was unloaded before this answer was complete"):
         rig.add(begun(asked, tokens[:4]))
     rig.register("a", key="v2")
     with pytest.raises(AdapterReplaced, match="adapter 'a': it was replaced"):

@@ -81,7 +81,7 @@ class AdapterCatalog:
         if key in self._cache.residencies:
             return self._name_for(model, key), self._cache.residencies[key].version
         state = "was replaced" if model in self._registry else "was unloaded"
-        raise AdapterReplaced(model, f"it {state} while an engine that answered with it ended; please ask again")
+        raise AdapterReplaced(model, f"it {state} before this answer was complete; please ask again")
 
     def _name_for(self, model: str, key: AdapterKey) -> str:
         """Return the name under which a version answers: the request's, or one of its own if that is not known."""
