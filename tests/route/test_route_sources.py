@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from proxying import Call, FakeServer, routing, run, servers, until
 
 from manylora.core.errors import ConfigError
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.names import Arm, arms_in_order, conversation_key, parse_names
-from manylora.route.fleet.sources import Pods, parse_source
+from manylora.route.fleet.sources import Pods, Sources, parse_source, resolve
+from manylora.route.outbox import Listed, Said
 from manylora.route.serve import _reloaded, reload_on_change
+from manylora.route.upstream.address import Address
 from manylora.serving.http.rereading import stamp_of
 
 ADMIN = {"authorization": "Bearer admin"}
@@ -354,6 +360,76 @@ def test_ready_pods_are_backends_through_every_trouble_of_a_watch(
 
     with caplog.at_level(logging.INFO):
         run(test)
+
+
+class Worker:
+    """The sources of one worker of three, and what is on its way from it to the others, in order."""
+
+    def __init__(self) -> None:
+        self.urls: set[str] = set()
+        self.under_way: dict[int, list[Said | Listed]] = {}
+        self.sources = Sources(60.0, resolve, watch_nothing, self.update, {}, self)  # type: ignore[arg-type]
+
+    def update(self, found: Mapping[str, Address]) -> None:
+        self.urls = {f"{url} {address.key_from}" for url, address in found.items()}
+
+    def tell(self, said: Said) -> None:
+        for messages in self.under_way.values():
+            messages.append(said)
+
+
+async def watch_nothing(pods: Pods, update: Callable[[Iterable[Address]], None]) -> None:
+    """No test here has pods."""
+
+
+ACTS = st.lists(
+    st.tuples(st.sampled_from(["add", "remove", "hear", "hear", "hear", "meet", "fresh"]), st.integers(0, 99))
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ACTS)
+def test_workers_that_are_told_different_things_at_once_end_with_the_same(acts: list[tuple[str, int]]) -> None:
+    """Whatever the order in which they hear of each other, and who begins anew or loses a connection meanwhile."""
+
+    async def test() -> None:
+        workers = [Worker() for _ in range(3)]
+
+        def meet(one: int, other: int) -> None:
+            workers[one].under_way[other] = [workers[one].sources.listed()]
+
+        for one, other in itertools.permutations(range(3), 2):
+            meet(one, other)
+
+        def hear(one: int, other: int) -> None:
+            if messages := workers[one].under_way[other]:
+                message, heard = messages.pop(0), workers[other].sources
+                heard.heed(message) if isinstance(message, Said) else heard.adopt(message)
+
+        last: dict[str, str | None] = {}
+        for kind, value in acts:
+            one, other = list(itertools.permutations(range(3), 2))[value % 6]
+            url = f"http://gpu{value // 6 % 3}:80"
+            if kind == "add":
+                workers[one].sources.add(url, f"k{value}")
+                last[url] = f"{url} key:k{value}"
+            elif kind == "remove" and workers[one].sources.remove(url):
+                last[url] = None
+            elif kind == "hear":
+                hear(one, other)
+            elif kind == "meet":
+                meet(one, other)
+            elif kind == "fresh" and not any(workers[one].under_way.values()):  # else what it said is lost with it
+                workers[one] = Worker()
+                for peer in {0, 1, 2} - {one}:
+                    meet(one, peer)
+                    meet(peer, one)
+        while any(any(worker.under_way.values()) for worker in workers):
+            for one, other in itertools.permutations(range(3), 2):
+                hear(one, other)
+        assert [worker.urls for worker in workers] == [set(filter(None, last.values()))] * 3
+
+    asyncio.run(test())
 
 
 def test_a_client_that_leaves_while_it_sends_a_backend_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import count
 
@@ -79,14 +79,14 @@ class Said(_Told):
 
     url: str
     key: str | None
+    at: float  # when, in monotonic seconds: of two changes of one backend the later one counts
 
 
 class Listed(_Told):
-    """The backends that were added (their keys by URL) and removed so far, after so many changes."""
+    """The last change of each backend; of those that were removed, and are in no source since, its time by URL."""
 
-    num_changes: int
-    added: Mapping[str, str]
-    removed: list[str]
+    said: list[Said]
+    gone: dict[str, float]
 
 
 class Hello(_Told):

@@ -17,9 +17,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from time import monotonic
 
 from manylora.core.errors import ConfigError
 from manylora.route.config import is_key
@@ -29,6 +31,7 @@ from manylora.route.upstream.address import Address, parse_backend
 __all__ = ["Pods", "Resolve", "Sources", "parse_source", "resolve"]
 
 KEY_SOURCES = ("env", "file")
+MAX_SAID = 1000  # backends whose last change is remembered, beyond those that were added
 FIRST_S = 5.0  # time that the start waits for the first list of pods, in seconds
 
 logger = logging.getLogger(__name__)
@@ -67,10 +70,10 @@ class Sources:
     on_change: Callable[[Mapping[str, Address]], None]  # called with the addresses of all sources, by URL
     environment: Mapping[str, str]  # environment variables, for keys
     outbox: WorkerOutbox | None = None  # tells the other workers of the router what was added and removed
-    _num_changes: int = 0  # of what was added and removed
     _configured: dict[str, dict[str, Address]] = field(default_factory=dict)  # addresses by URL, of each text
     _added: dict[str, Address] = field(default_factory=dict)
     _removed: set[str] = field(default_factory=set)
+    _said_at: dict[str, float] = field(default_factory=dict)  # time of the last change of each, the latest last
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def configure(self, texts: Iterable[str]) -> None:
@@ -98,41 +101,61 @@ class Sources:
             raise ConfigError(f"Got backend = {text.partition('#')[0]!r}, expected the URL of one server and no more")
         if key is not None and not is_key(key):
             raise ConfigError("Got a key that is not printable ASCII, or empty")
-        self._say(Said(address.url, key or ""))
+        self._say(Said(address.url, key or "", monotonic()))
         return address
 
     def remove(self, url: str) -> bool:
         """Remove a backend, until it is added or the configuration is read again; return whether there was one."""
         if url not in self._all():
             return False
-        self._say(Said(url, None))
+        self._say(Said(url, None, monotonic()))
         return True
 
     def heed(self, said: Said) -> None:
-        """Add or remove a backend, as this worker was told, or another one: changes of two at once add up."""
-        before = self.listed()
+        """Add or remove a backend, as this worker was told, or another one; a change that a later one overtook is none.
+
+        So all workers end with the same, in whichever order they hear of the changes of two.
+        """
+        if not self._is_news(said.url, said.at):
+            return
         if said.key is None:
             self._removed.add(said.url)
         else:
             self._added[said.url] = _added(said.url, said.key)
             self._removed.discard(said.url)
         self._changed()
-        if self.listed() != before:
-            self._num_changes += 1
 
     def listed(self) -> Listed:
         """Return what was added and removed, for other workers."""
-        added = {url: address.key_from.removeprefix("key:") for url, address in self._added.items()}
-        return Listed(self._num_changes, added, sorted(self._removed))
+        keys = {url: address.key_from.removeprefix("key:") for url, address in self._added.items()}
+        listed = Listed([], {})
+        for url, at in self._said_at.items():
+            if url in keys or url in self._removed:
+                listed.said.append(Said(url, None if url in self._removed else keys[url], at))
+            else:
+                listed.gone[url] = at
+        return listed
 
     def adopt(self, listed: Listed) -> None:
-        """Take over what another worker was told, if it was told more: this one has just begun, or did not hear it."""
-        if listed.num_changes <= self._num_changes:
-            return
-        self._num_changes = listed.num_changes
-        self._added = {url: _added(url, key) for url, key in listed.added.items()}
-        self._removed = set(listed.removed)
+        """Take over what another worker was told: this one has just begun, or did not hear it."""
+        for said in listed.said:
+            self.heed(said)
+        for url, at in listed.gone.items():
+            if self._is_news(url, at):
+                self._added.pop(url, None)
+                self._removed.discard(url)
         self._changed()
+
+    def _is_news(self, url: str, at: float) -> bool:
+        """Whether a change is later than all others of its backend; it is the last one from then on."""
+        if at <= self._said_at.get(url, -math.inf):
+            return False
+        self._said_at.pop(url, None)
+        self._said_at[url] = at
+        if len(self._said_at) > MAX_SAID:
+            gone = (one for one in self._said_at if one not in self._added and one not in self._removed)
+            self._said_at.pop(next(gone, url))
+        return True
 
     async def stop(self) -> None:
         """End all look-ups and watches."""
