@@ -133,6 +133,17 @@ def test_groups_without_a_kernel_are_widened(caplog: pytest.LogCaptureFixture) -
     assert "weight_widened group=24" in caplog.text
 
 
+@pytest.mark.parametrize("group", [32, 96])
+def test_shifts_beside_scales_of_bfloat16_keep_their_digits(group: int) -> None:
+    """One that is off by a quarter of a step moves all weights of a group alike."""
+    stored = codes("int8", group)
+    scales = stored.scales.bfloat16()
+    own = make_codes("int8", stored.codes, scales, group, torch.full(scales.shape, 101.0))
+    (kept,) = keep("stored", own)
+    steps = scales.float().repeat_interleave(group, dim=1)
+    assert float(((numbers_of(kept) - own.dequantise()) / steps).abs().max()) < 0.05
+
+
 def test_scales_that_float16_does_not_hold_stay() -> None:
     own = make_codes("int8", torch.full((4, 32), 255, dtype=torch.uint8), torch.full((4, 1), 1e-9), 32)
     torch.testing.assert_close(numbers_of(keep("stored", own)[0]), own.dequantise(), rtol=1e-6, atol=0.0)

@@ -107,7 +107,10 @@ class Precision:
         """Return one weight in the numbers of ``base``."""
         if isinstance(stored, Codes) and base in ("stored", stored.numbers):
             if stored.group >= stored.codes.shape[1] or stored.group % HALF_BLOCK == 0:
-                return replace(stored, scales=_halved(stored.scales, stored.group))
+                # Shifts take the type of scales. They may be a hundred steps, of which bfloat16 holds no quarter.
+                is_coarse = stored.shifts is not None and stored.scales.dtype is torch.bfloat16
+                scales = stored.scales.float() if is_coarse else stored.scales
+                return replace(stored, scales=_halved(scales, stored.group))
             logger.warning("weight_widened group=%d reason=no kernel reads groups of this size", stored.group)
             base = "float32"
         weight = stored.dequantise() if isinstance(stored, Codes) else stored
