@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import hashlib
 import json
@@ -14,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from proxying import Call, FakeServer, recite, routing, run, servers
-from serving import wait_for
+from proxying import Call, FakeServer, recite, routing, run, servers, until
+from serving import PATIENCE_S, wait_for
 
 from manylora.route import serve
 from manylora.route.config import ProxyConfig
@@ -213,6 +214,35 @@ def test_a_tenant_cannot_hide_its_tokens_by_compression(tmp_path: Path) -> None:
         async with servers(FakeServer(behave=compress)) as urls, routing(*urls, **options) as (_, client):
             answer = await client.complete("base", **bearer("acme"), **{"accept-encoding": "gzip"})
             assert json.loads(answer.body)["usage"]["completion_tokens"] == 700
+
+    run(scenario)
+    ((_, _, num_prompt, _, num_output, _),) = read_usage(tmp_path / "usage.db", ("tenant",))
+    assert (num_prompt, num_output) == (3, 700)
+
+
+def test_a_tenant_that_leaves_within_a_whole_answer_has_used_its_tokens(tmp_path: Path) -> None:
+    whole = {"choices": [{"text": "x" * 100_000}], "usage": {"prompt_tokens": 3, "completion_tokens": 700}}
+    body, has_left, is_sent = json.dumps(whole).encode(), asyncio.Event(), asyncio.Event()
+
+    async def answer_slowly(call: Call) -> None:
+        await call.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
+        await call.write(b"content-length: %d\r\n\r\n" % len(body) + body[:1000])
+        await has_left.wait()
+        await call.write(body[1000:])
+        is_sent.set()
+
+    async def scenario() -> None:
+        options = {"tenants": tenants_file(tmp_path), "usage": str(tmp_path / "usage.db")}
+        async with servers(FakeServer(behave=answer_slowly)) as urls, routing(*urls, **options) as (proxy, client):
+            asked = {"model": "base", "prompt": "hi"}
+            reader, writer = await client.open("POST", "/v1/completions", asked, **bearer("acme"))
+            await reader.readuntil(b"xxx")
+            writer.transport.abort()
+            assert proxy._http is not None
+            await until(lambda: not proxy._http.server_state.connections)
+            has_left.set()
+            async with asyncio.timeout(PATIENCE_S):
+                await is_sent.wait()
 
     run(scenario)
     ((_, _, num_prompt, _, num_output, _),) = read_usage(tmp_path / "usage.db", ("tenant",))

@@ -25,7 +25,7 @@ from manylora.serving.http.errors import HttpError
 from manylora.serving.http.http_protocol import WriteChunk
 from manylora.serving.http.room import ArrivingBody
 
-__all__ = ["Client", "ClientClosed", "Exchange", "read_fields", "with_fields"]
+__all__ = ["Client", "ClientClosed", "Exchange", "is_event_stream", "read_fields", "with_fields"]
 
 MAX_HELD_BYTES = 256 * 1024  # bytes of a body that are held before the backend's connection is no longer read
 
@@ -85,6 +85,11 @@ def with_fields(body: bytes, model: str, tenant: str | None = None) -> bytes:
     return msgspec.json.encode(fields | {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in given.items()})
 
 
+def is_event_stream(headers: Headers) -> bool:
+    """Return whether an answer comes as server-sent events."""
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
 def _num_tokens(raw: bytes) -> int:
     inner = raw[1:32].lstrip()
     if raw[:1] == b"[" and (inner[:1].isdigit() or inner[:1] == b"["):
@@ -109,6 +114,7 @@ class Exchange:
     last: bytes = b""  # the last piece, with those before a short one; empty before the first
     # Whether the backend sent nothing to any other request either, within the time limit that this attempt met.
     is_backend_silent: bool = False
+    drops: bool = False  # the client has left, and the rest of the answer is read for its count of tokens
     _is_paused: bool = False
     _timer: asyncio.TimerHandle | None = None
     _connection: UpstreamConnection | None = None
@@ -151,6 +157,21 @@ class Exchange:
             self.failed(failure)
         else:
             self._connection.cancel(failure)
+
+    def client_left(self) -> None:
+        """End the attempt, unless its answer is whole and its tokens are counted: they stand at its end.
+
+        Such an answer is made already, and the rest of it is read and dropped.
+        """
+        is_whole = self.has_begun and self.status < 400 and not is_event_stream(self.headers)
+        if self.read is None or self.is_over or not is_whole or self._connection is None:
+            self.cancel()
+            return
+        self.drops, self._write = True, None
+        self._pieces.clear()
+        self._is_paused = False
+        self._progress()
+        self._connection.resume()
 
     async def started(self) -> None:
         """Wait for the first bytes of the body, of an error for all that are held, or the end."""
@@ -196,6 +217,8 @@ class Exchange:
             self._timer.cancel()
             self._timer = self._loop.call_later(self.idle_s, self._look)
         self.last = piece if len(piece) > MAX_END_BYTES else self.last[-MAX_END_BYTES:] + piece
+        if self.drops:
+            return
         if self._write is not None and not self._pieces and self._write(piece):
             return
         self._pieces.append(piece)
@@ -216,8 +239,9 @@ class Exchange:
         self._over()
 
     def _over(self) -> None:
-        self.backend.at_work.discard(self)
-        self._connection = None
+        if self._connection is not None:
+            self.backend.at_work.discard(self)
+            self._connection = None
         if self._timer is not None:
             self._timer.cancel()
         self._wake()
@@ -305,4 +329,4 @@ class Client:
             pass
         self.is_gone = True
         if self._exchange is not None:
-            self._exchange.cancel()
+            self._exchange.client_left()

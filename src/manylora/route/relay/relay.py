@@ -22,7 +22,7 @@ from manylora.route.fleet.adapters import AdapterPlacement
 from manylora.route.fleet.members import Backends, Found
 from manylora.route.fleet.names import conversation_key
 from manylora.route.metrics import AttemptEnd, ProxyMetrics
-from manylora.route.relay.exchange import Client, ClientClosed, Exchange, read_fields, with_fields
+from manylora.route.relay.exchange import Client, ClientClosed, Exchange, is_event_stream, read_fields, with_fields
 from manylora.route.relay.selection import RelayedRequest, Selection
 from manylora.route.relay.tenants import RoutedTenants
 from manylora.route.report import ServerKind
@@ -289,7 +289,8 @@ async def pass_on(
     request: RelayedRequest, client: Client, send: Send, exchange: Exchange, *, idle_timeout_s: float
 ) -> None:
     """Send an answer to the client, from its first byte to its end."""
-    client.waits_for(exchange)
+    if not exchange.drops:
+        client.waits_for(exchange)
     scope, headers = request.scope, answer_headers(exchange.headers)
     if request.call is not None:
         headers = request.call.headers(headers)
@@ -309,7 +310,7 @@ async def pass_on(
         raise ClientClosed
     if exchange.is_whole:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-    elif _is_event_stream(exchange.headers) and exchange.ends_an_event:
+    elif is_event_stream(exchange.headers) and exchange.ends_an_event:
         error = HttpError(502, "The backend was lost in the middle of this answer.", kind="BadGatewayError")
         if exchange.failure is Failure.STALLED:
             error = _timed_out(idle_timeout_s)
@@ -332,10 +333,6 @@ class _Refused(ManyloraError):
         """Pass it on."""
         await send(self._start)
         await send(self._body)
-
-
-def _is_event_stream(headers: Headers) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
 def _retry_after_s(headers: Headers) -> float:
