@@ -15,6 +15,7 @@ ManyloraError
 │   ├── AdapterUnavailable 503 its registry does not answer now
 │   └── WeightsMissing   400 its file lacks weights of a module that it targets
 ├── CapacityError    429/503 no room now; says when to try again
+│   ├── CallerLimit    429   the caller has as much as it may; others are not refused
 │   └── NoPlace        503   no node of the cluster has room for an engine
 ├── SnapshotFailed   500     a read of an engine's state failed; the engine goes on
 ├── EngineDead       500     the engine process is gone, and no other took the request over
@@ -33,6 +34,7 @@ __all__ = [
     "AdapterNotFound",
     "AdapterReplaced",
     "AdapterUnavailable",
+    "CallerLimit",
     "CapacityError",
     "CertificateRefused",
     "ConfigError",
@@ -172,6 +174,10 @@ class CapacityError(ManyloraError):
         self.retry_after_s = retry_after_s
         self.every_s = every_s
         self.status = status
+
+
+class CallerLimit(CapacityError):
+    """A caller has as much under way as it may, or took as much in a minute; others are not refused for that."""
 
 
 class NoPlace(CapacityError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,6 +214,9 @@ def test_a_refusal_states_the_limit_and_when_to_try_again(served):
     refused = ask(http, "one")
     assert refused.status_code == 429 and 50 <= int(refused.headers["retry-after"]) <= 60
     assert "1 requests a minute" in refused.json()["error"]["message"]
+    figures = http.get("/metrics", headers={"Authorization": "Bearer root"}).text
+    counts = dict(re.findall(r'^vllm:admission_rejections_total\{.*reason="(\w+)"\} (\S+)', figures, re.MULTILINE))
+    assert counts == {"caller_limit": "1.0", "max_num_queued_reqs": "0.0"}
     assert ask(http, "all").status_code == 200
 
 

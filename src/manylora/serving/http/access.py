@@ -145,6 +145,7 @@ class Refusals:
     gate: Gate  # checks API keys: a caller with a wrong one learns of that first
     retries: RetryTimes  # chooses ``Retry-After``
     count: Callable[[str, str, int], None]  # called with method, route and status of each refusal
+    count_refusal: Callable[[CapacityError], None] = lambda error: None  # called with each as well
     monotonic_s: Callable[[], float]  # returns a time in seconds that never steps back
     names_all: bool  # name each answer, also to clients that sent no name
     _num_unlogged: int = 0
@@ -185,6 +186,7 @@ class Refusals:
 
     def _refuse(self, path: str, headers: Headers, error: CapacityError) -> bytes:
         self.count("POST", path, error.status)
+        self.count_refusal(error)
         now = self.monotonic_s()
         self._log(now)
         body = msgspec.json.encode(error_body(error))

@@ -24,7 +24,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from manylora.core.config import SchedulerConfig
-from manylora.core.errors import CapacityError
+from manylora.core.errors import CallerLimit
 from manylora.serving.http.errors import HttpError
 
 __all__ = [
@@ -157,10 +157,10 @@ class Allowance:
         return self._taken
 
     def check(self, limit: int, num: int, now: float) -> None:
-        """Raise ``CapacityError`` (429) unless ``num`` more are left; more than the limit need all of it."""
+        """Raise ``CallerLimit`` unless ``num`` more are left; more than the limit need all of it."""
         over = self.taken(limit, now) + min(num, limit) - limit
         if over > 0:
-            raise CapacityError(
+            raise CallerLimit(
                 f"This caller may have {limit} {self.of} a minute, and asks for {num} more than it took already: "
                 f"{max(0, limit - math.ceil(self._taken))} are left",
                 retry_after_s=over * 60.0 / limit,
@@ -229,7 +229,7 @@ class CallerRoom:
         return bool(self._full)
 
     def check(self, caller: str) -> None:
-        """Raise ``CapacityError`` (429) if a caller has no place or request left, at next to no cost."""
+        """Raise ``CallerLimit`` if a caller has no place or request left, at next to no cost."""
         if (one := self._callers.get(caller)) is not None:
             if caller in self._full:
                 self._check_places(one, caller, 1)
@@ -237,7 +237,7 @@ class CallerRoom:
                 one.requests.check(most, 1, self.now())
 
     def take(self, caller: str, num: int, *, num_tokens: int = 0, adapter: str | None = None) -> Places:
-        """Take places for ``num`` answers of a request, all or none; ``CapacityError`` (429) if a limit is exceeded.
+        """Take places for ``num`` answers of a request, all or none; ``CallerLimit`` if a limit is exceeded.
 
         The prompts have ``num_tokens``. ``adapter`` answers; ``None`` for the base.
         """
@@ -245,7 +245,7 @@ class CallerRoom:
         self._check_places(one, caller, num)
         num_adapters = len(one.adapters) + (adapter is not None and adapter not in one.adapters)
         if limits.num_adapters is not None and num_adapters > limits.num_adapters:
-            raise CapacityError(
+            raise CallerLimit(
                 f"This caller has answers of {len(one.adapters)} adapters under way, of {limits.num_adapters} at most: "
                 "try again when some have ended"
             )
@@ -313,10 +313,10 @@ class CallerRoom:
         return most if own is None else min(most, own)
 
     def _check_places(self, one: _Caller, caller: str, num: int) -> None:
-        """Raise ``CapacityError`` (429) unless a caller has so many places left."""
+        """Raise ``CallerLimit`` unless a caller has so many places left."""
         most = self._most(caller)
         if one.num_answers + num > most:
-            raise CapacityError(
+            raise CallerLimit(
                 f"This caller has {one.num_answers} answers under way and asks for {num} more, of {most} at most: "
                 "try again when some have ended"
             )

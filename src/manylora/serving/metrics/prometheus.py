@@ -21,6 +21,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from manylora.core.config import EngineConfig
+from manylora.core.errors import CallerLimit, ManyloraError
 from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.snapshot import Snapshot
 from manylora.serving.hosting.protocol import FinishedRequest, Observations
@@ -37,7 +38,7 @@ from manylora.serving.metrics.scrape import (
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 
-__all__ = ["ADMITTED", "BatchHistogram", "Metrics", "Scraped", "choose_format"]
+__all__ = ["BatchHistogram", "Metrics", "Scraped", "choose_format"]
 
 FORMATS: Mapping[str, Callable[[Collector], bytes]] = {
     CONTENT_TYPE_LATEST: as_text,
@@ -78,9 +79,6 @@ Older dashboards ask for names that vLLM has renamed since; those with the same 
 
 
 MAX_MOVES = 8192  # moves of adapters that are kept, of all of them
-
-ADMITTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations"})
-"""Routes whose requests wait in a queue, which is full when they are refused with a 429."""
 
 
 class BatchHistogram(Collector):
@@ -157,9 +155,10 @@ class Metrics:
 
         self._finished = counter("vllm:request_success", "Ended requests.", "model_name", "finished_reason")
         self._responses = counter("http_requests", "HTTP responses.", "method", "status", "handler")
-        self._rejections = counter(
-            "vllm:admission_rejections", "Requests refused because too many wait.", "model_name", "reason"
-        ).labels(served_name, "max_num_queued_reqs")
+        rejections = counter("vllm:admission_rejections", "Requests for answers that got 429.", "model_name", "reason")
+        self._full, self._beyond_limit = (
+            rejections.labels(served_name, reason) for reason in ("max_num_queued_reqs", "caller_limit")
+        )
         self._failed_loads = counter("manylora_adapter_load_failures", "Adapter loads that failed.")
         loads = Histogram(
             "vllm:lora_adapter_load_seconds",
@@ -210,8 +209,10 @@ class Metrics:
         ``route`` is its path with names in place of values, so that their number is bounded.
         """
         self._responses.labels(method, f"{status // 100}xx", route).inc()
-        if status == 429 and route in ADMITTED:
-            self._rejections.inc()
+
+    def count_refusal(self, error: ManyloraError) -> None:
+        """Count a request for answers that gets a 429: the server is full, or its caller has as much as it may."""
+        (self._beyond_limit if isinstance(error, CallerLimit) else self._full).inc()
 
     async def render(
         self,

@@ -130,6 +130,7 @@ def _refusals(context: Context) -> Refusals | None:
         gate=context.gate,
         retries=context.retries,
         count=context.metrics.count_response,
+        count_refusal=context.metrics.count_refusal,
         monotonic_s=context.monotonic_s,
         names_all=web.request_id_headers,
     )
@@ -158,8 +159,10 @@ def connection_bounds(config: ServerConfig) -> ConnectionBounds:
 async def _on_error(request: Request, error: Exception) -> Response:
     """Answer with a ``ManyloraError``; Starlette calls this."""
     assert isinstance(error, ManyloraError)
+    context, scope = context_of(request), request.scope
+    if error.status == 429 and scope["path"].removeprefix(scope.get("root_path", "")) in ROOM_PATHS:
+        context.metrics.count_refusal(error)
     if isinstance(error, CapacityError):
-        context = context_of(request)
         error.retry_after_s = context.retries.after_s(error, context.monotonic_s())
     return error_response(error)
 
