@@ -12,10 +12,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm_standin import make_folder
 
 from manylora.cli.commands.check_vllm import check_vllm
 from manylora.core.errors import ConfigError
 from manylora.vllm.gate import RequestGate
+from manylora.vllm.messages import Report
 from manylora.vllm.plugin import CONNECTOR, MANAGER, check_engine, check_release, chosen_options, read_options
 
 
@@ -170,7 +172,7 @@ def connector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.delitem(sys.modules, f"manylora.vllm.{name}", raising=False)
     kind = import_module("manylora.vllm.connector").ManyloraConnector
     made = kind.__new__(kind)  # without a whole configuration of vLLM
-    made._held_back = set()
+    made._held_back, made._waiting = set(), {}
     made._gate = RequestGate(read_options({}, max_loras=2, max_cpu_loras=2, max_num_seqs=4, max_num_batched_tokens=64))
     yield made
     for name in ("connector", "worker", "metrics"):
@@ -183,5 +185,22 @@ def test_a_request_that_cannot_run_waits_for_no_slot(connector: Any, tmp_path: P
     request = SimpleNamespace(request_id="r", lora_request=lora, num_prompt_tokens=8, max_tokens=3, priority=0)
     request.skip_reading_prefix_cache = False
     connector.on_new_request(request)
+    assert request.lora_request is None
+    assert connector.get_num_new_matched_tokens(request, 0) == (1, True), "a transfer that will fail"
+
+
+def test_a_request_whose_adapter_fails_to_load_waits_for_no_slot(
+    connector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("manylora.vllm.connector.LoRARequest", lambda *args, **kwargs: SimpleNamespace())
+    lora = SimpleNamespace(lora_name="a", lora_path=str(make_folder(tmp_path, "a")), is_3d_lora_weight=False)
+    request = SimpleNamespace(request_id="r", lora_request=lora, num_prompt_tokens=8, max_tokens=3, priority=0)
+    request.skip_reading_prefix_cache = False
+    connector.on_new_request(request)
+    while not connector._gate.doomed:
+        assert connector.get_num_new_matched_tokens(request, 0) == (None, False)
+        assert request.lora_request is not None
+        done = {order.number: ("damaged",) for order in connector._gate.end_step(0.0).orders if order.work == "load"}
+        connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=Report(done)))
     assert request.lora_request is None
     assert connector.get_num_new_matched_tokens(request, 0) == (1, True), "a transfer that will fail"

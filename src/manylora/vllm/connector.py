@@ -51,6 +51,7 @@ class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ign
         if self._is_scheduler:
             self._gate = RequestGate(options)
             self._figures: dict[str, Any] = {}  # the last ones
+            self._waiting: dict[str, Any] = {}  # vLLM's requests of adapters that have not been scheduled yet
             self._held_back: set[str] = set()  # they skip the prefix cache, and with it vLLM's question
             self._last_step: tuple[int, float] | None = None  # tokens, and the time of its scheduling
         else:
@@ -69,6 +70,7 @@ class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ign
             request.lora_request = None  # of no adapter, or doomed: vLLM would not ask while others have all slots
         else:
             request.lora_request = LoRARequest(ref.name, ref.number, ref.path, is_3d_lora_weight=lora.is_3d_lora_weight)
+            self._waiting[request.request_id] = request
             if ref.name != lora.lora_name:
                 request.block_hashes = []  # made of the name
                 request.update_block_hashes()
@@ -94,6 +96,7 @@ class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ign
         """Learn that a request got its blocks."""
         if (error := self._gate.doomed.get(request.request_id)) is not None:
             logger.error("request_failed request=%s error=%s", request.request_id, escape(error))
+        self._waiting.pop(request.request_id, None)
         self._gate.scheduled(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> OrdersMetadata:
@@ -109,11 +112,14 @@ class ManyloraConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ign
         """Take in the report of workers."""
         if (report := connector_output.kv_connector_worker_meta) is not None:
             self._gate.learn(report, time.monotonic())
+            for request_id in self._gate.doomed.keys() & self._waiting.keys():
+                self._waiting.pop(request_id).lora_request = None  # as of one that is doomed from the first
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Take out a request that ended, for any reason."""
         is_whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         self._held_back.discard(request.request_id)
+        self._waiting.pop(request.request_id, None)
         self._gate.finish(request.request_id, request.num_output_tokens, time.monotonic(), is_whole=is_whole)
         return False, None
 
