@@ -10,8 +10,10 @@ from functools import partial
 import psutil
 import pytest
 from proxying import Call, Client, FakeServer, recite, routing, run, servers, until
+from serving import PATIENCE_S
 
 from manylora.route.backend import Backend
+from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import RoutedAdapters
 from manylora.route.serve import Proxy
 from manylora.route.upstream import connection
@@ -653,6 +655,20 @@ def test_a_poll_that_breaks_is_a_failed_poll_and_others_follow(
 
     run(test)
     assert any("poll_broke" in record.message for record in caplog.records)
+
+
+def test_a_stop_does_not_wait_for_the_first_polls() -> None:
+    async def test() -> None:
+        silent = FakeServer(poll=never_answer)
+        async with servers(silent) as urls:
+            proxy = Proxy(ProxyConfig(backends=tuple(urls), port=0, poll_timeout_s=3600.0))
+            serving = asyncio.create_task(proxy.serve(lambda: None))
+            await until(lambda: bool(silent.calls))
+            proxy.drain()
+            async with asyncio.timeout(PATIENCE_S):
+                await serving
+
+    run(test)
 
 
 def test_a_router_is_replaced_under_load_and_no_request_is_lost() -> None:

@@ -112,6 +112,7 @@ class Proxy:
             self._app = TraceLayer(self._app, self._traces, PASSED_ON)
         self._config = config
         self._http: HttpServer | None = None
+        self._starting: asyncio.Task[None] | None = None
         self.is_stopping = False
         self._socket = worker.bound if worker is not None else bind_port(config)
         self.url = url_of(self._socket, is_tls=self._tls is not None)
@@ -121,6 +122,8 @@ class Proxy:
         self.is_stopping = self._routes.is_stopping = True
         if self._http is None:
             self._socket.close()  # it starts, and will not listen
+            if self._starting is not None:
+                self._starting.cancel()
         else:
             self._http.should_exit = True
 
@@ -143,12 +146,13 @@ class Proxy:
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
         """Serve until drained."""
+        self._starting = asyncio.create_task(self._start())
         try:
-            await self._sources.configure(self._config.backends)
-            await self._polls.start()
-            if self._peers is not None:
-                await self._peers.start()
+            await asyncio.wait({self._starting})
+            if not self._starting.cancelled():  # by a stop
+                self._starting.result()
         except BaseException:
+            self._starting.cancel()
             self._socket.close()
             raise
         watching: list[asyncio.Task[None]] = []
@@ -175,6 +179,12 @@ class Proxy:
                 await self._traces.close()
             if self._usage is not None:
                 await self._usage.close()
+
+    async def _start(self) -> None:
+        await self._sources.configure(self._config.backends)
+        await self._polls.start()
+        if self._peers is not None:
+            await self._peers.start()
 
     async def _own_metrics(self) -> bytes:
         return self.metrics.render(self.backends)
