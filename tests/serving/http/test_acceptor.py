@@ -38,7 +38,7 @@ class World:
             bounds=self.bounds,
             num_open=lambda: len(self.opened),
             backlog=1024,
-            tls=tls,
+            tls=None if tls is None else lambda: tls,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import ssl
 import stat
 from collections.abc import Iterator
@@ -180,6 +181,20 @@ def test_a_path_before_all_routes(tokenizer: Path, lora_dir: Path) -> None:
         assert http.get("/openapi.json").json()["servers"] == [{"url": "/llm"}]
 
 
+def send_hello(server: BackgroundServer, name: bytes) -> None:
+    """Begin a handshake with a name of six bytes, and return when the server has ended it."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    began = ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="nobody")
+    with pytest.raises(ssl.SSLWantReadError):
+        began.do_handshake()
+    host, _, port = server.url.removeprefix("https://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(outgoing.read().replace(b"nobody", name))
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
+
+
 def test_tls_with_a_certificate_that_is_renewed_and_one_that_is_none(
     tokenizer: Path,
     lora_dir: Path,
@@ -222,6 +237,11 @@ def test_tls_with_a_certificate_that_is_renewed_and_one_that_is_none(
         with client(server, verify=old) as again, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             again.get("/health")
         assert http.get("/health").status_code == 200  # the connection that was there goes on
+        with monkeypatch.context() as patched:
+            unraisable: list[object] = []
+            patched.setattr("sys.unraisablehook", unraisable.append)
+            send_hello(server, b"n\x90body")
+            assert not unraisable
     key.write_text("no key")
     with pytest.raises(ConfigError, match=r"chain\.pem"), serving(tokenizer, lora_dir, **web):
         raise AssertionError

@@ -59,7 +59,7 @@ class Acceptor:
     bounds: ConnectionBounds
     num_open: Callable[[], int]
     backlog: int
-    tls: ssl.SSLContext | None = None
+    tls: Callable[[], ssl.SSLContext] | None = None  # returns the settings of TLS for the next handshake
     _queues: CallerQueues[socket.socket] = field(default_factory=CallerQueues)  # by client
     _num_of: Counter[str] = field(default_factory=Counter)  # connections in the queues, or being opened
     _num: int = 0  # of them in all
@@ -161,9 +161,9 @@ class Acceptor:
         Without TLS that takes a pass, and is not cancelled: uvloop would close a connection that its protocol knows
         already, and never tell it of the end.
         """
-        timeout_s = None if self.tls is None else self.bounds.header_timeout_s
+        tls, timeout_s = (None, None) if self.tls is None else (self.tls(), self.bounds.header_timeout_s)
         transport, _ = await self._loop.connect_accepted_socket(
-            self.make_protocol, one, ssl=self.tls, ssl_handshake_timeout=timeout_s
+            self.make_protocol, one, ssl=tls, ssl_handshake_timeout=timeout_s
         )
         if self._is_closed:
             transport.close()

@@ -84,7 +84,6 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=max(1, int(drain_s)),
         )
         config.load()
-        config.ssl = None if tls is None else tls.context
         super().__init__(config)
         self._bounds = bounds
         self._tls = tls
@@ -107,14 +106,15 @@ class HttpServer(uvicorn.Server):
         make = functools.partial(protocol, config=config, server_state=self.server_state, app_state=self.lifespan.state)
         if listening.family == socket.AF_UNIX:  # its callers have no address to take turns by
             loop = asyncio.get_running_loop()
-            return await loop.create_unix_server(make, sock=listening, ssl=config.ssl, backlog=config.backlog)
+            tls = None if self._tls is None else self._tls.for_listening()
+            return await loop.create_unix_server(make, sock=listening, ssl=tls, backlog=config.backlog)
         return Acceptor(
             listening,
             make,
             bounds=self._bounds,
             num_open=self.server_state.connections.__len__,
             backlog=config.backlog,
-            tls=config.ssl,
+            tls=None if self._tls is None else self._tls.present,
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,8 +1,11 @@
 """TLS of a listening socket: its settings, and certificates that are renewed while it listens.
 
 An authority issues certificates for weeks, and a program beside the server replaces their files. A context of ``ssl``
-cannot forget what it has read, so changed files make a new one. A socket keeps the context that it listens with; each
-handshake takes the present one, in the callback for the client's name, which is called without a name as well.
+cannot forget what it has read, so changed files make a new one, which each handshake takes from then on.
+
+A Unix socket keeps the context that it listens with. There a handshake takes the present one in the callback for the
+client's name, which is called without a name as well. Clients of other sockets are not trusted with it: a name that is
+no ASCII is written to the standard error, with a traceback, before the callback is asked.
 """
 
 from __future__ import annotations
@@ -34,8 +37,17 @@ class ServerTls:
         self._make = make
         self._files = files
         self._stamp = self._stamp_of()  # before they are read: a change meanwhile is seen the next time
-        self.context = self._present = make()  # to listen with
-        self.context.sni_callback = self._choose
+        self._present = make()
+
+    def present(self) -> ssl.SSLContext:
+        """Return the settings for the next handshake."""
+        return self._present
+
+    def for_listening(self) -> ssl.SSLContext:
+        """Return settings to listen with, whose handshakes take the present ones."""
+        context = self._make()
+        context.sni_callback = self._choose
+        return context
 
     def reread(self) -> None:
         """Read the files again if one has changed; a mistake is logged, and changes nothing."""
