@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from dataclasses import MISSING, fields
+from typing import Any, cast, get_type_hints
 
 import pytest
-from msgspec import structs
+from msgspec import ValidationError, structs
 
 from manylora.core.config import EngineConfig, ModelConfig
+from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.errors import EngineDead
 from manylora.core.isolation import Measure
-from manylora.core.types import Output, PromptLogprobs, Request, SampledToken, SamplingParams
-from manylora.functions.processes.checks import MAX_ENTRIES, MAX_NOTE_CHARS, NUM_EMPTY, MessageCheck
+from manylora.core.types import (
+    AdapterKey,
+    AdapterVersion,
+    Output,
+    PromptLogprobs,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Tier,
+)
+from manylora.functions.processes.checks import MAX_ENTRIES, MAX_NOTE_CHARS, MAX_PARTS, NUM_EMPTY, MessageCheck
 from manylora.functions.processes.frames import FrameError
 from manylora.functions.processes.link import FunctionLink
 from manylora.functions.processes.messages import FunctionPlace
 from manylora.functions.processes.zygote import ForkedFunction, Zygote
 from manylora.serving.hosting.links.client import EngineClient
 from manylora.serving.hosting.protocol import (
+    AdapterIdentity,
+    AdapterMove,
     EngineInfo,
+    EngineRoom,
     EngineSpec,
     Fault,
     FinishedRequest,
@@ -30,6 +44,8 @@ from manylora.serving.hosting.protocol import (
     StartRefused,
     StartReport,
     Turn,
+    decode_message,
+    encode,
 )
 
 NAN = float("nan")
@@ -52,6 +68,23 @@ def turn(**seen: Any) -> Turn:
 
 def finished(**changes: Any) -> Turn:
     return turn(finished=[structs.replace(GOOD, **changes)])
+
+
+def status(name: str) -> AdapterStatus:
+    numbers: dict[str, Any] = dict.fromkeys(("num_running", "num_waiting", "num_requests", "num_hits", "generation"), 0)
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("rank", "num_modules", "num_pages", "weight_bytes", "host_bytes", "disk_bytes"), 0
+    )
+    version = AdapterVersion(key=AdapterKey("k"), source="", target_modules=(), **sizes)
+    return AdapterStatus(
+        name=name, version=version, tier=Tier.DISK, state="disk", is_pinned=False, last_used_s=None, **numbers
+    )
+
+
+def stats(**changes: Any) -> EngineStats:
+    hints = get_type_hints(EngineStats)
+    needed = [one.name for one in fields(EngineStats) if one.default is MISSING]
+    return EngineStats(**{name: 0 if hints[name] is int else () for name in needed}, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +110,15 @@ def finished(**changes: Any) -> Turn:
         Reply(1, refused={"r": Fault(kind="CapacityError", message="", status=200)}),
         turn(queue_s=[0.1] * (MAX_ENTRIES + 1)),
         turn(step_tokens=[1] * (MAX_ENTRIES + 1)),
+        turn(moves=[AdapterMove(AdapterKey("k"), Tier.HOST, "loaded", took_s=NAN)]),
+        turn(moves=[AdapterMove(AdapterKey("k" * 5000), Tier.HOST, "loaded")]),
+        finished(load_s=NAN),
+        Turn([Output(request_id="other")] * (MAX_ENTRIES + 1), Observations()),
+        Turn([], Observations(), EngineRoom(1, Fault(kind="CapacityError", message="", status=200))),
+        Turn([], Observations(), EngineRoom(-1, Fault(kind="CapacityError", message=""))),
+        Reply(1, registered={"mine": AdapterIdentity(1, AdapterKey("k" * 5000), "", "")}),
+        Reply(1, statuses=(status("mine"),) * 3),
+        Reply(1, stats=stats(resident_adapters=("mine",) * (MAX_PARTS + 1))),
     ],
 )
 def test_a_lie_is_no_message(message: Message) -> None:
@@ -89,6 +131,30 @@ def test_a_lie_is_no_message(message: Message) -> None:
 
 def answer(num_tokens: int, **changes: Any) -> Turn:
     return Turn([Output(request_id="r", tokens=(SampledToken(token_id=1),) * num_tokens, **changes)], Observations())
+
+
+def test_a_message_of_too_many_names_is_not_read() -> None:
+    """A decoder takes seconds for some millions, and the agent waits."""
+    names: dict[str, Any] = {str(number): [] for number in range(2**18 + 1)}
+    fault = Fault(kind="RequestError", message="")
+    for message in (
+        turn(ttft_s=names),
+        turn(inter_token_s=names),
+        Reply(1, refused=dict.fromkeys(names, fault)),
+        Reply(1, registered=dict.fromkeys(names, AdapterIdentity(1, AdapterKey("k"), "", ""))),
+    ):
+        with pytest.raises(ValidationError, match="length <="):
+            decode_message(encode(message))
+
+
+def test_moves_of_adapters_are_kept_with_short_reasons() -> None:
+    check = MessageCheck({"", "mine"})
+    moves = [AdapterMove(AdapterKey("k"), Tier.HOST, "failed", error="e" * 10_000)] * (MAX_PARTS + 1)
+    checked = check.checked(turn(moves=moves))
+    assert isinstance(checked, Turn)
+    assert (
+        checked.observations.moves == [AdapterMove(AdapterKey("k"), Tier.HOST, "failed", error="e" * 1000)] * MAX_PARTS
+    )
 
 
 def test_an_answer_is_no_longer_than_was_asked_for() -> None:

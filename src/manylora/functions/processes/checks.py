@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from manylora.core.isolation import MEASURES, Measure
 from manylora.core.types import FinishReason, Output, Request
@@ -35,6 +36,8 @@ MAX_SECONDS = 1e9
 MAX_COUNT = 2**31 - 1
 MAX_CHARS = 4096
 MAX_ENTRIES = 2**17  # most values of one kind in a message: more than the requests that a function may have
+
+MAX_PARTS = 4096  # most values of one kind in a snapshot, which has some of each
 
 MAX_NOTE_CHARS = 1000
 MAX_FAULT_CHARS = 2**16
@@ -98,12 +101,13 @@ class MessageCheck:
                 raise FrameError("it starts twice")
             self._has_started = True
             _check_all("info", message.info)
-            return msgspec.structs.replace(
-                message, base=None, start=None if message.start is None else _start(message.start)
-            )
+            return structs.replace(message, base=None, start=None if message.start is None else _start(message.start))
         if isinstance(message, Turn):
             self._check_outputs(message.outputs)
             self._check_observations(message.observations)
+            if message.room is not None:
+                _check_range("room", (message.room.num,), MAX_COUNT)
+                _check_fault(message.room.beyond)
         elif isinstance(message, StartRefused):
             _check_fault(message.fault)
         elif isinstance(message, Reply):
@@ -115,19 +119,24 @@ class MessageCheck:
             _check_fault(fault)
         asked = self._calls.pop(message.call, ())
         self.forget(message.refused if message.fault is None else asked)
+        if (num := len(message.statuses)) > len(self.names):
+            raise FrameError(f"it has {num} statuses, of {len(self.names)} adapters at most")
         self._check_names((*message.registered, *(one.name for one in message.statuses)))
+        _check_all("registered", message.registered)
         if (stats := message.stats) is not None:
-            self._check_names((*stats.running_adapters, *stats.waiting_adapters, *stats.resident_adapters))
             _check_all("stats", stats)
+            self._check_names((*stats.running_adapters, *stats.waiting_adapters, *stats.resident_adapters))
         for status in message.statuses:
             _check_known("state", status.state, STATES)
             _check_all("statuses", status)
         if message.observations is not None:
             self._check_observations(message.observations)
 
-    def _check_outputs(self, outputs: Iterable[Output]) -> None:
+    def _check_outputs(self, outputs: Collection[Output]) -> None:
         """Check that outputs are no more than was asked for: a client that does not read has them waiting here."""
         left_of = self._left
+        if len(outputs) > MAX_ENTRIES:
+            raise FrameError(f"a turn has {len(outputs)} outputs, at most {MAX_ENTRIES}")
         for output in outputs:
             left = left_of.get(output.request_id)
             if left is None:
@@ -166,11 +175,15 @@ class MessageCheck:
             _check_known("reason", one.reason, REASONS)
             if one.tenant not in self._tenants:
                 raise FrameError("it tells the usage of a tenant that it had no request of")
-            seconds = (one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0, one.engine_s)
+            seconds = (one.e2e_s, one.prefill_s or 0.0, one.decode_s or 0.0, one.engine_s, one.load_s)
             _check_range("seconds of a request", seconds, MAX_SECONDS)
             counts = (one.num_prompt_tokens, one.num_output_tokens, one.num_cached_tokens, one.max_tokens)
             _check_range("tokens of a request", counts, MAX_COUNT)
             _check_range("num_preemptions", (one.num_preemptions,), MAX_COUNT)
+        if seen.moves:  # thousands are kept for the live page
+            seen.moves = [structs.replace(one, error=one.error[:MAX_NOTE_CHARS]) for one in seen.moves[:MAX_PARTS]]
+            _check_all("moves", seen.moves)
+            _check_range("took_s", [one.took_s for one in seen.moves], MAX_SECONDS)
 
     def _check_names(self, names: Collection[str]) -> None:
         if not self.names.issuperset(names):
@@ -241,6 +254,8 @@ def _check_all(what: str, value: Any) -> None:
             _check_all(what, key)
             _check_all(what, one)
     elif isinstance(value, tuple | list):
+        if len(value) > MAX_PARTS:
+            raise FrameError(f"{what} has {len(value)} values, at most {MAX_PARTS}")
         for one in value:
             _check_all(what, one)
 

@@ -15,9 +15,10 @@ message is paid per step and not per token.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 import manylora.core.errors as errors
 from manylora.core.config import EngineConfig
@@ -56,6 +57,11 @@ __all__ = [
     "decode_message",
     "encode",
 ]
+
+T = TypeVar("T")
+
+ByName: TypeAlias = Annotated[dict[str, T], Meta(max_length=2**18)]
+"""Values by name, more than an engine has adapters. A decoder takes microseconds for each, and counts them first."""
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -244,9 +250,9 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     queue_s: list[float] = msgspec.field(default_factory=list)  # waiting time of each admitted request
     # Times to first token, by adapter's name; the base has the empty name.
-    ttft_s: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    ttft_s: ByName[list[float]] = msgspec.field(default_factory=dict)
     # Gaps between tokens, by adapter's name.
-    inter_token_s: dict[str, list[float]] = msgspec.field(default_factory=dict)
+    inter_token_s: ByName[list[float]] = msgspec.field(default_factory=dict)
     finished: list[FinishedRequest] = msgspec.field(default_factory=list)
     device_loads_s: list[float] = msgspec.field(default_factory=list)  # durations of adapter copies to the device
     host_loads_s: list[float] = msgspec.field(default_factory=list)  # durations of adapter reads to the host tier
@@ -258,7 +264,7 @@ class Observations(msgspec.Struct, kw_only=True, omit_defaults=True):
 class StartReport(msgspec.Struct, frozen=True, kw_only=True):
     """The start of an isolated function."""
 
-    took_s: dict[str, float]  # seconds of each stage, in order: ``fork``, ``confine``, ``map``, ``build``
+    took_s: ByName[float]  # seconds of each stage, in order: ``fork``, ``confine``, ``map``, ``build``
     measures: tuple[Measure, ...]  # the measures of isolation, and whether each is in force
 
 
@@ -297,9 +303,9 @@ class Reply(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     call: int
     fault: Fault | None = None
     # Errors of requests that were not added, by id, or of adapters that were not registered, by name.
-    refused: dict[str, Fault] = msgspec.field(default_factory=dict)
+    refused: ByName[Fault] = msgspec.field(default_factory=dict)
     # The adapters of ``LoadAdapters`` that were registered, by name.
-    registered: dict[str, AdapterIdentity] = msgspec.field(default_factory=dict)
+    registered: ByName[AdapterIdentity] = msgspec.field(default_factory=dict)
     statuses: tuple[AdapterStatus, ...] = ()
     stats: EngineStats | None = None
     observations: Observations | None = None  # the observations since the last message
