@@ -19,10 +19,11 @@ import pytest
 from msgspec import structs
 
 from manylora.core.config import ServerConfig
-from manylora.core.errors import ConfigError, RequestError
+from manylora.core.errors import CapacityError, ConfigError, RequestError
 from manylora.functions.agent.supervise import supervise
 from manylora.functions.controller import store as stores
 from manylora.functions.controller.bill import make_bill, write_csv
+from manylora.functions.controller.client import ControllerClient
 from manylora.functions.controller.controller import LOST_AFTER_S, Controller
 from manylora.functions.controller.server import ControllerServer, bind_guarded, make_app
 from manylora.functions.controller.store import Store, read_ledger, read_prices
@@ -299,3 +300,21 @@ def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path) -> None:
     store.register("kept", spec)
     assert list(store.functions()) == ["kept"]
     store.close()
+
+
+def test_a_caller_tells_a_refusal_from_a_controller_that_is_not_there() -> None:
+    """An agent whose report is refused ends with all its functions."""
+    answers = [(200, "<html>Welcome</html>"), (200, "{}"), (408, "late"), (429, "busy"), (500, "broken")]
+
+    async def ask(status: int, text: str) -> None:
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, text=text))
+        async with ControllerClient("http://controller", None) as client:
+            await client._http.aclose()
+            client._http = httpx.AsyncClient(transport=transport, base_url="http://controller")
+            await client.report("n", report(0, 1))
+
+    for status, text in answers:
+        with pytest.raises(CapacityError, match="http://controller"):
+            asyncio.run(ask(status, text))
+    with pytest.raises(RequestError, match="refused POST /v1/nodes/n/report: no"):
+        asyncio.run(ask(400, '{"error": "no"}'))

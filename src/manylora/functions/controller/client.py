@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from typing import TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -15,6 +16,8 @@ from manylora.functions.wire import NodeReport, Orders, Overview, TlsFiles
 __all__ = ["ControllerClient"]
 
 TIMEOUT_S = 10.0
+
+T = TypeVar("T")
 
 
 class ControllerClient:
@@ -37,20 +40,20 @@ class ControllerClient:
     async def report(self, node: str, report: NodeReport) -> Orders:
         """Send a report.
 
-        ``CapacityError`` if the controller does not answer now; ``CertificateRefused`` if one side refuses the other's
-        certificate; ``RequestError`` if the controller refuses the report.
+        ``CapacityError`` if the controller does not answer now, or another program answers; ``CertificateRefused`` if
+        one side refuses the other's certificate; ``RequestError`` if the controller refuses the report.
         """
         body = await self._send("POST", f"/v1/nodes/{quote(node)}/report", msgspec.json.encode(report))
-        return msgspec.json.decode(body, type=Orders)
+        return self._decoded(body, Orders)
 
     async def overview(self) -> Overview:
         """Return the platform's state, or raise an error like ``report``."""
-        return msgspec.json.decode(await self._send("GET", "/v1/functions"), type=Overview)
+        return self._decoded(await self._send("GET", "/v1/functions"), Overview)
 
     async def logs(self, name: str) -> list[str]:
         """Return the last lines that a function has written, or raise an error like ``report``."""
-        lines: list[str] = msgspec.json.decode(await self._send("GET", f"/v1/functions/{quote(name)}/logs"))["lines"]
-        return lines
+        answer = self._decoded(await self._send("GET", f"/v1/functions/{quote(name)}/logs"), dict[str, list[str]])
+        return answer.get("lines", [])
 
     async def __aenter__(self) -> ControllerClient:
         """Return itself."""
@@ -59,6 +62,12 @@ class ControllerClient:
     async def __aexit__(self, *error: object) -> None:
         """Close the connections."""
         await self._http.aclose()
+
+    def _decoded(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # a proxy before it, or one of another version
+            raise CapacityError(f"What answers at {self._http.base_url} is no controller: {error}") from error
 
     async def _send(self, method: str, path: str, content: bytes | None = None) -> bytes:
         url = self._http.base_url
