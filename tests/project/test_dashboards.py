@@ -74,6 +74,15 @@ def test_every_metric_of_the_dashboard_and_the_alerts_is_exported(exported: set[
     assert told <= exported
 
 
+def test_every_metric_of_our_own_is_documented(exported: set[str]) -> None:
+    """By its name, or by its end behind a name of the same beginning: `manylora_adapters_registered`, `_resident`."""
+    text = "\n".join(path.read_text() for path in (DEPLOY.parent / "docs").glob("*.md"))
+    names = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in exported if name.startswith("manylora_")}
+    ends = {name: [name[at:] for at, char in enumerate(name) if char == "_"] for name in names}
+    missing = {name for name in names if name not in text and not any(f"`{end}" in text for end in ends[name])}
+    assert missing == set()
+
+
 def test_panels_have_numbers_and_places_of_their_own() -> None:
     panels = DASHBOARD["panels"]
     assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1))
