@@ -34,6 +34,7 @@ from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.instance import FunctionInstance, FunctionPhase
 from manylora.functions.node.launch import Launcher, Timeouts
 from manylora.functions.node.node import FunctionNode
+from manylora.functions.node.readings import MemoryReading
 from manylora.functions.node.room import NodeRoom
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.resumption import ResumeStats
@@ -223,6 +224,32 @@ def test_a_batch_waits_on_a_busy_device_until_it_is_full(tmp_path: Path, monkeyp
         rig.finish("a")  # the device is idle: nothing to wait for
         assert await late == "stream"
         assert rig.num_launches == 2
+
+    run(scenario)
+
+
+def test_a_function_that_took_all_memory_keeps_none_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those that were never awake, by what a process takes, nor its own next process."""
+
+    def take(num_bytes: int) -> None:
+        monkeypatch.setattr(room_module, "memory_of", lambda *_: MemoryReading(1, num_bytes, 1))
+
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        rig.pid = os.getpid()
+        take(100 * PROCESS_BYTES)
+        assert await rig.ask("a", "1") == "stream"
+        assert rig.node.functions["a"].own_bytes == 100 * PROCESS_BYTES
+        rig.finish("a")
+        await rig.node.functions["a"].sleep("idle")
+        take(2 * PROCESS_BYTES)
+        assert await rig.ask("a", "2") == "stream"
+        assert await rig.ask("b", "3") == "stream"
+        rig.finish("a")
+        assert await rig.ask("c", "4") == "stream"  # two processes of twice the least fill the node
+        assert rig.node.functions["a"].phase is FunctionPhase.ASLEEP
 
     run(scenario)
 

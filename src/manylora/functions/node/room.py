@@ -17,7 +17,7 @@ from manylora.functions.node.readings import memory_of
 __all__ = ["NodeRoom"]
 
 MAX_WAIT_S = 10.0  # longest wait for memory of a function that wakes
-LEAST_BYTES = 64 << 20  # memory that a process is expected to take before any was read
+LEAST_BYTES = 64 << 20  # memory that a process is expected to take before any was read, and at least
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class NodeRoom:
     woken: Mapping[str, FunctionInstance]  # functions that have been awake
     # Functions with a process, or about to have one; removed ones too, until their process has ended.
     present: Collection[FunctionInstance]
-    _usual_bytes: int = LEAST_BYTES
+    # The least that a process took, once one was read: what others need is no matter of the largest one.
+    _usual_bytes: int | None = None
     _reserved: dict[FunctionInstance, None] = field(default_factory=dict)  # functions that memory is reserved for
     _making_room: asyncio.Lock = field(default_factory=asyncio.Lock)
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,7 +51,8 @@ class NodeRoom:
     def bytes_of(self, instance: FunctionInstance) -> int:
         """Return the memory that a process takes, or is expected to; at least its full pool and its adapter."""
         spec = instance.spec
-        return max(instance.own_bytes or self._usual_bytes, spec.kv_bytes + spec.adapter_bytes)
+        usual_bytes = max(LEAST_BYTES, self._usual_bytes or 0)
+        return max(instance.own_bytes or usual_bytes, spec.kv_bytes + spec.adapter_bytes)
 
     def read_memory(self, instance: FunctionInstance) -> None:
         """Read the memory of a function's process."""
@@ -61,7 +63,7 @@ class NodeRoom:
         reading = memory_of(pid, num_sharers, host.zygote_bytes, host.num_bytes)
         if reading is not None:
             instance.pss_bytes, instance.own_bytes = reading.pss, reading.own
-            self._usual_bytes = max(self._usual_bytes, reading.own)
+            self._usual_bytes = min(self._usual_bytes or reading.own, reading.own)
 
     def changed(self, instance: FunctionInstance | None) -> None:
         """Let the functions that wait for memory look again, after something on the node ended or is no longer used."""
@@ -75,7 +77,12 @@ class NodeRoom:
         ``CapacityError`` if all memory is in use, and none came free; or it needs more than there is.
         """
         host = instance.host
-        needed = self.bytes_of(instance) + (host.num_bytes + host.zygote_bytes or host.expected_bytes)
+        base = host.num_bytes + host.zygote_bytes or host.expected_bytes
+        if (
+            self.bytes_of(instance) + base > self.num_bytes
+        ):  # by the memory that processes took before, which may be less
+            instance.own_bytes = LEAST_BYTES
+        needed = self.bytes_of(instance) + base
         if needed > self.num_bytes:  # others that wake would wait behind it for nothing
             raise CapacityError(
                 f"Function {instance.name!r} and its backbone need {needed} bytes, of the node's {self.num_bytes}",
