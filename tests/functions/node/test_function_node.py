@@ -450,15 +450,22 @@ def test_a_function_without_requests_yields_the_processors(tmp_path: Path, monke
 
 
 def test_files_that_are_read_ahead_may_be_of_any_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.mkfifo(tmp_path / "a.safetensors")
-    (tmp_path / "b.safetensors").write_bytes(b"weights")
+    pipe, mine = tmp_path / "pipe", tmp_path / "mine"
+    for folder in (pipe, mine):
+        folder.mkdir()
+    os.mkfifo(pipe / "adapter_model.safetensors")
+    (mine / "adapter_model.safetensors").write_bytes(b"weights")
+    for number in range(3):  # there may be millions
+        (mine / f"{number}.safetensors").write_bytes(b"other")
     advised: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *_: advised.append(os.fstat(file).st_size))
-    reading = threading.Thread(target=node_module._read_ahead, args=([tmp_path],), daemon=True)
+    reading = threading.Thread(target=node_module._read_ahead, args=([pipe, mine],), daemon=True)
     reading.start()
     reading.join(60.0)
     assert not reading.is_alive()  # a pipe without a writer would hold it for ever
     assert advised == [7]
+    assert instance_module._bytes_of_weights(mine) == 7
+    assert instance_module._bytes_of_weights(tmp_path) == 0
 
 
 def test_a_zygote_that_ends_during_a_start_is_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ next step takes them in.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -20,6 +21,7 @@ from typing import Protocol
 
 from msgspec import structs
 
+from manylora.core.adapters.folder import WEIGHT_FILES
 from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError
 from manylora.core.types import Request
 from manylora.functions.decisions.batching import RequestRate
@@ -313,7 +315,7 @@ class FunctionInstance:
         began, at = loop.time(), time.time()
         begun_from = self.host.begun_from
         self.log = self.log or FunctionLog(self.name)
-        self._adapter_bytes = _bytes_of_weights(Path(self.spec.adapter))
+        self._adapter_bytes = await asyncio.to_thread(_bytes_of_weights, Path(self.spec.adapter))
         launcher = Launcher(
             name=self.name,
             spec=self.spec,
@@ -379,10 +381,11 @@ class FunctionInstance:
 
 
 def _bytes_of_weights(folder: Path) -> int:
-    try:
-        return sum(one.stat().st_size for one in folder.glob("*.safetensors"))
-    except OSError:
-        return 0
+    """Return the size of the weights, by their names: the tenant may have any number of other files beside them."""
+    for file in WEIGHT_FILES:
+        with contextlib.suppress(OSError):
+            return (folder / file).stat().st_size
+    return 0
 
 
 def _missing_measures(engine: AwakeFunction) -> tuple[MeasureNote, ...]:

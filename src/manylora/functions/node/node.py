@@ -18,6 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from manylora.core.adapters.folder import WEIGHT_FILES
 from manylora.core.errors import CapacityError, ConfigError, ManyloraError
 from manylora.functions.decisions.batching import most_urgent
 from manylora.functions.decisions.billing import PriceList, Taken
@@ -317,7 +318,7 @@ def _log_unreadable(functions: Mapping[str, FunctionSpec]) -> None:
 
 def _read_ahead(folders: Iterable[Path]) -> None:
     """Ask the kernel for the files of adapters, which are not opened by any parser here."""
-    for file in itertools.chain.from_iterable(folder.glob("*.safetensors") for folder in folders):
+    for file in (folder / name for folder in folders for name in WEIGHT_FILES):
         with contextlib.suppress(OSError):
             descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a tenant's pipe has no writer
             try:
