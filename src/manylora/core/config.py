@@ -322,7 +322,7 @@ class AdapterConfig(CheckedOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(CheckedOptions):
     """All options of an engine."""
 
     model: ModelConfig
@@ -369,9 +369,6 @@ class EngineConfig:
         metavar="FILE",
         help="Append a line per step and per load, for [bold]manylora calibrate[/bold]; some hundred bytes each.",
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,6 @@ from manylora.core.config import SchedulerConfig
 from manylora.core.engine.steps.running import RunningSet
 from manylora.core.errors import CapacityError
 from manylora.core.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus
-from manylora.core.scheduling.prediction.predictor import LengthEstimate
 
 __all__ = ["QueueWait", "num_starts", "play", "quantiles"]
 
@@ -187,15 +186,12 @@ class QueueWait:
         request_id, num_output = sequence.request.request_id, sequence.num_output_tokens
         lengths = self._lengths.get(request_id)
         if lengths is None or lengths[0] <= num_output:
-            left = _left_of(self._predictor.predict(sequence), num_output)
+            estimate = self._predictor.predict(sequence)
+            p50 = max(1, estimate.p50 - num_output)
+            left = quantiles(p50, max(p50, estimate.p90 - num_output))
             self._lengths[request_id] = tuple([one + num_output for one in left])
             return left
         return tuple([one - num_output for one in lengths])
-
-
-def _left_of(estimate: LengthEstimate, num_output: int) -> tuple[int, ...]:
-    p50 = max(1, estimate.p50 - num_output)
-    return quantiles(p50, max(p50, estimate.p90 - num_output))
 
 
 def _in_parts(lengths: Iterable[tuple[int, ...]], num_parts: int) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -20,7 +20,7 @@ from manylora.core.plugins import find_factory, made_by, options_for, takes
 from manylora.core.routing.auto import AutoRouter
 from manylora.core.routing.rank_aware import RankAwareRouter
 from manylora.core.routing.rank_placement import RankPlacementRouter
-from manylora.core.routing.router import Rendezvous, Router
+from manylora.core.routing.router import Rendezvous, Router, least_loaded
 from manylora.core.routing.view import ReplicaView
 from manylora.core.types import Request
 
@@ -62,7 +62,7 @@ class LeastLoadedRouter:
 
     def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Compare all replicas."""
-        return _least_loaded(replicas, among)
+        return least_loaded(replicas, among)
 
 
 class FirstFitRouter:
@@ -79,7 +79,7 @@ class FirstFitRouter:
         for index in among:
             if replicas[index].load < self._max_num_seqs:
                 return index
-        return _least_loaded(replicas, among)
+        return least_loaded(replicas, among)
 
 
 class PowerOfTwoRouter:
@@ -95,7 +95,7 @@ class PowerOfTwoRouter:
         """Compare two replicas that are drawn at random."""
         if len(among) == 1:
             return among[0]
-        return _least_loaded(replicas, self._rng.sample(among, 2))
+        return least_loaded(replicas, self._rng.sample(among, 2))
 
 
 class AffinityRouter:
@@ -115,7 +115,7 @@ class AffinityRouter:
     def choose(self, request: Request, replicas: Seq[ReplicaView], among: Seq[int]) -> int:
         """Return the first replica with room in the adapter's order; one always is at or below the mean."""
         if request.model in ("", self._base_name):
-            return _least_loaded(replicas, among)
+            return least_loaded(replicas, among)
         num_requests = 1 + sum([replicas[index].load for index in among])
         most = math.ceil(OVERLOAD * num_requests / len(among))
         order = self._rendezvous.order(request.model, len(replicas))
@@ -196,7 +196,3 @@ def make_router(name: str, context: RouterContext, given: Mapping[str, object] |
     return made_by(
         "router", name, find_factory("router", name, ROUTERS), replace(context, options=options), seam=Router
     )
-
-
-def _least_loaded(replicas: Seq[ReplicaView], among: Iterable[int]) -> int:
-    return min(among, key=lambda index: (replicas[index].load, replicas[index].num_prompt_tokens, index))

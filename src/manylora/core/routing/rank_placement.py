@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from random import Random
 
+from manylora.core.routing.router import least_loaded
 from manylora.core.routing.view import ReplicaView
 from manylora.core.types import Request
 
@@ -57,7 +58,7 @@ class RankPlacementRouter:
             self._place(among)
         parts = self._parts.get(request.model)
         if parts is None:
-            return min(among, key=lambda index: (replicas[index].load, replicas[index].num_prompt_tokens, index))
+            return least_loaded(replicas, among)
         draw = self._rng.random()
         return next(replica for replica, end in parts if draw < end)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -11,7 +12,7 @@ from manylora.core.options import CheckedOptions, option
 from manylora.core.routing.view import ReplicaView
 from manylora.core.types import Request
 
-__all__ = ["Rendezvous", "Router", "SloOptions"]
+__all__ = ["Rendezvous", "Router", "SloOptions", "least_loaded"]
 
 MOST_KEPT = 65_536  # orders that are kept: names come from clients, so there is no limit to their number
 
@@ -28,6 +29,11 @@ class Router(Protocol):
             among: Indices of the replicas that can serve, rising; at least one. An outage should move only the requests
                 of the replica that is out.
         """
+
+
+def least_loaded(replicas: Seq[ReplicaView], among: Iterable[int]) -> int:
+    """Return the replica with the fewest requests in flight; of equals, the one with the fewest prompt tokens."""
+    return min(among, key=lambda index: (replicas[index].load, replicas[index].num_prompt_tokens, index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import textwrap
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from manylora.execution.attention.call import ATTENTION_NAME, register_attention
 from manylora.execution.checkpoint.codes import Codes
 from manylora.execution.checkpoint.files import is_gguf
 from manylora.execution.checkpoint.open import Checkpoint, open_checkpoint, read_config
+from manylora.execution.checkpoint.stored import one_line
 from manylora.execution.collectives import Collectives
 from manylora.execution.device import find_device
 from manylora.execution.model.probe import ModelProbe, probe_model, stand_ins
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 # Rotary embeddings whose frequencies change once any position of the *batch* passes the trained length: one long
 # sequence would change the others, so such models are served up to that length.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-
-MAX_REASON_CHARS = 200  # most characters of a library's own error in a message
 
 _FIXED_ATTENTION = (
     "which is not supported: its attention is part of the layer's code in transformers, and cannot be replaced by "
@@ -169,7 +167,7 @@ class _Builder:
         except Exception as error:  # wrong numbers in configurations raise many kinds
             if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
                 raise ConfigError(f"{got}, {_FIXED_ATTENTION}") from error
-            raise ConfigError(f"{got}, which cannot be loaded: {_reason(error)}") from error
+            raise ConfigError(f"{got}, which cannot be loaded: {one_line(error)}") from error
         if model._is_stateful and not has_mixers(model):
             raise ConfigError(f"{got}, which is not supported: its layers keep a state that is not keys and values")
         if checkpoint.model_type == "falcon":
@@ -238,12 +236,6 @@ def _make_linears(model: nn.Module) -> None:
             linear = nn.Linear(module.nx, module.nf, device="meta")
             linear.weight, linear.bias = nn.Parameter(module.weight.t()), module.bias
             model.set_submodule(name, linear)
-
-
-def _reason(error: Exception) -> str:
-    """Return a library's message in one line; it may be paragraphs, or a word that means little without its kind."""
-    text = textwrap.shorten(str(error), MAX_REASON_CHARS)
-    return text if isinstance(error, OSError | ValueError | ImportError) and text else f"{type(error).__name__}: {text}"
 
 
 def context_limit(text_config: Any) -> int:

@@ -34,7 +34,7 @@ from manylora.core.adapters.remote import RemoteHead
 from manylora.core.adapters.sources import check_registry, resolve_url
 from manylora.core.errors import AdapterError, AdapterNotFound, AdapterUnavailable
 from manylora.execution.storage.http_deadline import DeadlineTransport
-from manylora.execution.storage.registry_addresses import Addresses, BrokenOff, FileAddress
+from manylora.execution.storage.registry_addresses import Addresses, BrokenOff, FileAddress, file_of
 
 __all__ = ["FIRST_BYTES", "HttpRegistry"]
 
@@ -102,7 +102,7 @@ class HttpRegistry:
                 try:
                     return ask()
                 except (httpx.TransportError, BrokenOff) as error:
-                    self._wait(name, _file(url), waits, error)
+                    self._wait(name, file_of(url), waits, error)
 
     def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
         """Return a range of a file; see ``Registry.read``."""
@@ -126,7 +126,7 @@ class HttpRegistry:
                         waits = iter(self._retries_s)
                         yield part
                 except (httpx.TransportError, BrokenOff) as error:
-                    self._wait(name, f"{_file(url)} from byte {offset} on", waits, error)
+                    self._wait(name, f"{file_of(url)} from byte {offset} on", waits, error)
 
     def extend(self) -> None:
         """Give the range that is coming the time of a new question: for a caller that asks for it bit by bit."""
@@ -142,12 +142,12 @@ class HttpRegistry:
         with closing(answer):
             size = _size(answer)
             if size is None:
-                raise AdapterError(name, f"the server does not say how many bytes {_file(url)} has")
+                raise AdapterError(name, f"the server does not say how many bytes {file_of(url)} has")
             if size > max_bytes:
-                raise AdapterError(name, f"{_file(url)} has {size} bytes, at most {max_bytes} are accepted")
+                raise AdapterError(name, f"{file_of(url)} has {size} bytes, at most {max_bytes} are accepted")
             etag, modified = _identity(answer, address)
             if not (etag or modified):
-                raise AdapterError(name, f"the server sends neither ETag nor Last-Modified for {_file(url)}")
+                raise AdapterError(name, f"the server sends neither ETag nor Last-Modified for {file_of(url)}")
             length = min(size, FIRST_BYTES)
             if answer.status_code == 206:
                 length = _length(name, answer, 0, length)
@@ -214,7 +214,7 @@ class HttpRegistry:
         try:
             question = self._http.build_request("GET", address.url, headers=headers)
         except httpx.InvalidURL:
-            raise AdapterError(name, f"the address of {_file(url)} is malformed") from None
+            raise AdapterError(name, f"the address of {file_of(url)} is malformed") from None
         answer = self._http.send(question, stream=True)
         try:
             if answer.status_code in (401, 403) and self._addresses.renew(url):
@@ -296,25 +296,21 @@ class _WholeBody:
             self._answer = None
 
 
-def _file(url: str) -> str:
-    return url.rpartition("/")[2]
-
-
 def _check_status(name: str, url: str, answer: httpx.Response) -> None:
     """Raise unless an answer has bytes of the file."""
     status = answer.status_code
     if status == 404:
-        raise AdapterNotFound(name, f"there is no {_file(url)}")
+        raise AdapterNotFound(name, f"there is no {file_of(url)}")
     if status == 412:
         raise _changed(name, url)
     if status == 429 or status >= 500:
         raise BrokenOff(f"the server answers {status}")
     if 300 <= status < 400:
-        raise AdapterError(name, f"the server answers {status} to {_file(url)}, and redirects are not followed")
+        raise AdapterError(name, f"the server answers {status} to {file_of(url)}, and redirects are not followed")
     if status not in (200, 206):
-        raise AdapterError(name, f"the server answers {status} to {_file(url)}")
+        raise AdapterError(name, f"the server answers {status} to {file_of(url)}")
     if answer.headers.get("content-encoding", "identity") != "identity":
-        raise AdapterError(name, f"the server sends {_file(url)} encoded, which was not asked for")
+        raise AdapterError(name, f"the server sends {file_of(url)} encoded, which was not asked for")
 
 
 def _size(answer: httpx.Response) -> int | None:
@@ -344,8 +340,8 @@ def _length(name: str, answer: httpx.Response, begin: int, end: int) -> int:
 
 def _not_kept(name: str, url: str, error: OSError) -> AdapterUnavailable:
     reason = error.strerror or error
-    return AdapterUnavailable(name, f"its server ignores ranges, and {_file(url)} cannot be kept meanwhile: {reason}")
+    return AdapterUnavailable(name, f"its server ignores ranges, and {file_of(url)} cannot be kept meanwhile: {reason}")
 
 
 def _changed(name: str, url: str) -> AdapterError:
-    return AdapterError(name, f"{_file(url)} changed while it was read; register it again")
+    return AdapterError(name, f"{file_of(url)} changed while it was read; register it again")

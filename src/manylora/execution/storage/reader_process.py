@@ -85,7 +85,6 @@ class ReaderProcess:
     """
 
     def __init__(self) -> None:
-        self._settings: ReaderSettings | None = None
         self._is_configured = False  # the running process
         self._roots: list[tuple[int, int] | None] = []  # identities of the folders that it may read
         self._lock = threading.Lock()
@@ -101,8 +100,7 @@ class ReaderProcess:
             self._start()
 
     def configure(self, settings: ReaderSettings) -> None:
-        """Set the settings; once."""
-        assert self._settings is None
+        """Set the settings; once, before all but ``start``."""
         self._settings = settings
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:
@@ -142,7 +140,6 @@ class ReaderProcess:
             AdapterError: The adapter cannot be served on this base, or the process died while it read it.
             CapacityError: No process could be started.
         """
-        assert self._settings is not None
         with self._lock:
             if folder is not None and (found := folder.find()) is not None:
                 with suppress(OSError):  # of another size: it is read here
@@ -178,7 +175,6 @@ class ReaderProcess:
             CapacityError: No process could be started.
         """
         digests = b""
-        assert self._settings is not None
         with self._lock:
             pipe = self._running()
             try:
@@ -210,7 +206,6 @@ class ReaderProcess:
 
     def _running(self) -> Connection:
         """Return the pipe to a live process; replace one that died since its last answer."""
-        assert self._settings is not None, "configure comes first"
         for wait_s in (*RETRIES_S, None):
             try:
                 for process in (self._process, self._registry):
@@ -240,7 +235,7 @@ class ReaderProcess:
 
     def _send_settings(self, pipe: Connection) -> None:
         """Send the settings, and behind them a pipe to a process that asks registries if any are allowed."""
-        assert self._settings is not None and self._process is not None
+        assert self._process is not None
         ask(pipe, self._settings, self._settings.limit_s)
         if self._settings.registries:
             self._registry, end = start_registry(RegistryTerms.of(self._settings))
@@ -248,12 +243,10 @@ class ReaderProcess:
                 send_handle(pipe, end.fileno(), self._process.pid)
 
     def _receive(self, pipe: Connection) -> Answer:
-        assert self._settings is not None
         return receive(pipe, self._settings.limit_s)
 
     def _check_limit_s(self) -> float:
         """Return the time for the next header: less, once headers have taken much of this engine's time."""
-        assert self._settings is not None
         limit_s = CHECK_S if self._slow_s < SLOW_CHECKS_S else HURRIED_CHECK_S
         return min(limit_s, self._settings.limit_s)
 
@@ -269,7 +262,6 @@ class ReaderProcess:
         logger.warning("reader_process_lost adapter=%r error=%r", name, error)
         self._stop()
         if isinstance(error, TimeoutError):
-            assert self._settings is not None
             limit_s = self._settings.limit_s if limit_s is None else limit_s
             reason = f"reading it took longer than {limit_s:g} s, and was given up"
             if is_url(path):
@@ -296,7 +288,6 @@ class ReaderProcess:
         self._is_configured = False
 
     def _receive_image(self, pipe: Connection, packed: Packed, folder: PublishedFolder | None = None) -> PackedAdapter:
-        assert self._settings is not None
         if not pipe.poll(self._settings.limit_s):
             raise TimeoutError
         try:
@@ -315,7 +306,6 @@ class ReaderProcess:
 
     def _take_image(self, packed: Packed, descriptor: int) -> PackedAdapter:
         """Map an image; the descriptor is closed."""
-        assert self._settings is not None
         layout = self._lay_out(packed.ranks, packed.dtype, packed.vectors, packed.replaced)
         page = self._settings.base.page
         memory = _map(descriptor, layout.num_pages * page.num_bytes)
@@ -325,7 +315,6 @@ class ReaderProcess:
         self, ranks: tuple[tuple[str, int], ...], dtype: str, vectors: Vectors, replaced: Replacements
     ) -> AdapterLayout:
         """Repeat the process's layout, a pure function; adapters of one shape share the result."""
-        assert self._settings is not None
         return lay_out(dict(ranks), self._settings.base, dtype, vectors, replaced)
 
 

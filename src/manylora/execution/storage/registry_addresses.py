@@ -34,7 +34,7 @@ from manylora.core.errors import AdapterError, AdapterNotFound
 if TYPE_CHECKING:
     from huggingface_hub import HfFileMetadata
 
-__all__ = ["Addresses", "BrokenOff", "FileAddress"]
+__all__ = ["Addresses", "BrokenOff", "FileAddress", "file_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,9 @@ def _on_hub(name: str, url: str) -> FileAddress:
     elif there.scheme == "https" and any(host == one or host.endswith(f".{one}") for one in HUB_HOSTS):
         headers = {}
     else:
-        raise AdapterError(name, f"the hub sends to {host[:100]!r}, which is no host of a hub, for {_last(place.path)}")
+        raise AdapterError(
+            name, f"the hub sends to {host[:100]!r}, which is no host of a hub, for {file_of(place.path)}"
+        )
     return FileAddress(found.location, headers, f'"{found.etag}"' if found.etag else "", found.commit_hash or "")
 
 
@@ -173,7 +175,7 @@ def _ask_hub(name: str, place: HubPlace, ask: Callable[[], HfFileMetadata]) -> H
     try:
         return ask()
     except errors.EntryNotFoundError:
-        raise AdapterNotFound(name, f"there is no {_last(place.path)}") from None
+        raise AdapterNotFound(name, f"there is no {file_of(place.path)}") from None
     except errors.RevisionNotFoundError:
         raise AdapterNotFound(name, f"{place.repo} has no revision {place.revision!r}") from None
     except errors.GatedRepoError:
@@ -186,7 +188,7 @@ def _ask_hub(name: str, place: HubPlace, ask: Callable[[], HfFileMetadata]) -> H
         status = error.response.status_code
         if status == 429 or status >= 500:
             raise BrokenOff(f"the hub answers {status}") from None
-        raise AdapterError(name, f"the hub answers {status} to {_last(place.path)}") from None
+        raise AdapterError(name, f"the hub answers {status} to {file_of(place.path)}") from None
     except Exception as error:  # of the HTTP library, another one in each version
         raise BrokenOff(f"the hub does not answer ({type(error).__name__})") from None
 
@@ -209,5 +211,6 @@ def _parse_netrc(path: str, changed_ns: int) -> Mapping[str, tuple[str, str, str
         return {}
 
 
-def _last(path: str) -> str:
-    return path.rpartition("/")[2]
+def file_of(url: str) -> str:
+    """Return the name of the file that a URL or a path ends in."""
+    return url.rpartition("/")[2]

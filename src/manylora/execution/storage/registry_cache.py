@@ -37,6 +37,7 @@ from manylora.core.adapters.remote import RemoteHead, changed_at
 from manylora.core.adapters.sources import HubPlace, is_moving
 from manylora.core.errors import AdapterError, AdapterUnavailable
 from manylora.execution.storage.http_registry import FIRST_BYTES, HttpRegistry
+from manylora.execution.storage.registry_addresses import file_of
 
 __all__ = ["CachedRegistry", "DiskFolder"]
 
@@ -290,7 +291,7 @@ class CachedRegistry:
             head = self._free().open(name, url, max_bytes)
             self._keep(url, head)
         if head.size > max_bytes:
-            raise AdapterError(name, f"{_file(url)} has {head.size} bytes, at most {max_bytes} are accepted")
+            raise AdapterError(name, f"{file_of(url)} has {head.size} bytes, at most {max_bytes} are accepted")
         if len(head.first) == head.size:
             _compare(name, url, hashlib.sha256(head.first).hexdigest(), digest, head)
         return head
@@ -319,7 +320,7 @@ class CachedRegistry:
         except OSError as error:
             logger.warning("registry_cache_failed error=%r", error.strerror or error)
         if digest:
-            raise AdapterUnavailable(name, f"{_file(url)} cannot be compared with its checksum: no room in the cache")
+            raise AdapterUnavailable(name, f"{file_of(url)} cannot be compared with its checksum: no room in the cache")
         yield from self._free().parts(name, url, head, offset, end - offset)
 
     def close(self) -> None:
@@ -422,7 +423,7 @@ def _is_settled(head: RemoteHead) -> bool:
 def _compare(name: str, url: str, found: str, digest: str, head: RemoteHead) -> None:
     for expected in filter(None, (digest, _digest_of_hub(url, head))):
         if found != expected:
-            raise AdapterError(name, f"{_file(url)} has the SHA-256 {found}, expected {expected}")
+            raise AdapterError(name, f"{file_of(url)} has the SHA-256 {found}, expected {expected}")
 
 
 def _digest_of_hub(url: str, head: RemoteHead) -> str:
@@ -454,8 +455,6 @@ def boot_id() -> str:
 
 
 def _offline(name: str, url: str) -> AdapterUnavailable:
-    return AdapterUnavailable(name, f"{_file(url)} is not in the cache, and registries are not asked (--lora-offline)")
-
-
-def _file(url: str) -> str:
-    return url.rpartition("/")[2]
+    return AdapterUnavailable(
+        name, f"{file_of(url)} is not in the cache, and registries are not asked (--lora-offline)"
+    )

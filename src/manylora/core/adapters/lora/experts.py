@@ -186,7 +186,7 @@ def _stacked(name: str, one: Located, settings: LoraSettings, targeting: Targeti
         fail(f"its experts have {len(settled)} pairs of rank and scale, expected one")
     total, types = rank * len(linears), {half.dtype for half in (*a, *b)}
     dtype = types.pop() if len(types) == 1 else "F32"
-    folded_a = FoldedTensor((total, module.in_features), tuple(a), _above, dtype)
+    folded_a = FoldedTensor((total, module.in_features), tuple(a), lambda *parts: np.concatenate(parts), dtype)
     folded_b = FoldedTensor((module.out_features, total), tuple(b), partial(_diagonal, module.out_features), dtype)
     return ModuleWeights(module, total, scale, folded_a, folded_b)
 
@@ -214,10 +214,6 @@ def _linears(name: str, one: Located) -> Iterator[str]:
     if places:
         extra = next(iter(places.values()))
         raise AdapterError(name, f"module {shown(extra)} does not exist in the base")
-
-
-def _above(*parts: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.concatenate(parts)
 
 
 def _diagonal(num_out: int, *parts: NDArray[np.float32]) -> NDArray[np.float32]:

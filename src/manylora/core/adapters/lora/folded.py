@@ -63,10 +63,6 @@ class _Case:
     config: Mapping[str, Any]  # the content of ``adapter_config.json``
     base: BaseShape
 
-    def pair(self, a: Tensor, b: Tensor, rank: int, scale: float) -> ModuleWeights:
-        """Return the weights of the module, of A, B, their rank and the scale of their product."""
-        return ModuleWeights(self.one.module, rank, scale, a, b)
-
     def tensor(self, part: str, *shape: int) -> StoredTensor:
         """Return a tensor of the module that must have this shape."""
         tensor = self.one.parts.get(part)
@@ -206,11 +202,7 @@ def _fold_adalora(case: _Case) -> ModuleWeights | None:
     # PEFT divides by the rank at the start of training, whatever was kept, plus a hundred-thousandth, in float32.
     start, alpha = case.config["init_r"], case.config["lora_alpha"]
     scale = float(np.float32(alpha if alpha > 0 else start) / (np.float32(start) + np.float32(1e-5)))
-    return case.pair(a, FoldedTensor(b.shape, (b, e), _times_columns), rank, scale)
-
-
-def _times_columns(b: Matrix, e: Matrix) -> Matrix:
-    return b * e.reshape(1, -1)
+    return ModuleWeights(module, rank, scale, a, FoldedTensor(b.shape, (b, e), lambda b, e: b * e.reshape(1, -1)))
 
 
 # --- VeRA
@@ -238,24 +230,14 @@ def _fold_vera(case: _Case) -> ModuleWeights:
         shape = (rank, max(least, _size(shared, 1))) if axis else (max(least, _size(shared, 0)), rank)
         check_tensor(case.name, part, shared, shape)
     d, b = case.tensor("vera_lambda_d", rank), case.tensor("vera_lambda_b", module.out_features)
-    return case.pair(
-        FoldedTensor((rank, module.in_features), (case.shared["vera_A"], d), _vera_a(module.in_features)),
-        FoldedTensor((module.out_features, rank), (case.shared["vera_B"], b), _vera_b(module.out_features)),
-        rank,
-        1.0,
-    )
+    num_in, num_out = module.in_features, module.out_features
+    folded_a = FoldedTensor((rank, num_in), (case.shared["vera_A"], d), lambda a, d: a[:, :num_in] * d[:, None])
+    folded_b = FoldedTensor((num_out, rank), (case.shared["vera_B"], b), lambda b, own: b[:num_out] * own[:, None])
+    return ModuleWeights(module, rank, 1.0, folded_a, folded_b)
 
 
 def _size(tensor: StoredTensor, axis: int) -> int:
     return tensor.shape[axis] if len(tensor.shape) == 2 else 0
-
-
-def _vera_a(in_features: int) -> Callable[[Matrix, Matrix], Matrix]:
-    return lambda shared, d: shared[:, :in_features] * d[:, None]
-
-
-def _vera_b(out_features: int) -> Callable[[Matrix, Matrix], Matrix]:
-    return lambda shared, b: shared[:out_features] * b[:, None]
 
 
 # --- LoHa
@@ -270,12 +252,9 @@ def _fold_loha(case: _Case) -> ModuleWeights:
     module, r = case.one.module, case.targeting.rank(case.one.stored_name)
     left = tuple(case.tensor(f"hada_w{number}_a", module.out_features, r) for number in (1, 2))
     right = tuple(case.tensor(f"hada_w{number}_b", r, module.in_features) for number in (1, 2))
-    return case.pair(
-        FoldedTensor((r * r, module.in_features), right, _row_products),
-        FoldedTensor((module.out_features, r * r), left, lambda w1, w2: _row_products(w1.T, w2.T).T),
-        r * r,
-        case.targeting.scale(case.one.stored_name),
-    )
+    a = FoldedTensor((r * r, module.in_features), right, _row_products)
+    b = FoldedTensor((module.out_features, r * r), left, lambda w1, w2: _row_products(w1.T, w2.T).T)
+    return ModuleWeights(module, r * r, case.targeting.scale(case.one.stored_name), a, b)
 
 
 def _row_products(w1: Matrix, w2: Matrix) -> Matrix:
@@ -298,12 +277,9 @@ def _fold_lokr(case: _Case) -> ModuleWeights:
     rank = ranks[0] * ranks[1]
     a_sources = tuple(source for side in sides for source in side.a_sources)
     b_sources = tuple(source for side in sides for source in side.b_sources)
-    return case.pair(
-        FoldedTensor((rank, module.in_features), a_sources, partial(_kron, [side.a for side in sides])),
-        FoldedTensor((module.out_features, rank), b_sources, partial(_kron, [side.b for side in sides])),
-        rank,
-        case.targeting.scale(case.one.stored_name),
-    )
+    a = FoldedTensor((rank, module.in_features), a_sources, partial(_kron, [side.a for side in sides]))
+    b = FoldedTensor((module.out_features, rank), b_sources, partial(_kron, [side.b for side in sides]))
+    return ModuleWeights(module, rank, case.targeting.scale(case.one.stored_name), a, b)
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class PlainSettings(NamedSettings):
         forms = _PAIR + _DORA * settings.use_dora + _LORA_BIAS * settings.lora_bias
         forms += _BIAS * (settings.bias != "none" or bool(settings.saved)) + _TOKENS * bool(settings.tokens)
         forms += _SAVED * bool(settings.saved)
-        modules = gather_parts(self.name, tensors, _compiled(forms))
+        modules = gather_parts(self.name, tensors, re.compile(rf"base_model\.model\.(?P<module>.+?)\.(?:{forms})"))
         for module, parts in modules.items():
             halves = {part for part in parts if part not in (*_ALONE, "lora_bias", "magnitude")}
             if len({"embedding" in half for half in halves}) > 1:
@@ -185,8 +185,10 @@ class PlainSettings(NamedSettings):
         if "bias" in given:
             if not module.has_bias:
                 raise AdapterError(name, f"{where} has a trained bias, but none in the base")
-            both = tuple(given[part] for part in ("bias", "lora_bias") if part in given)
-            bias = both[0] if len(both) == 1 else FoldedTensor(shape, both, partial(_sum, scale))
+            bias: Tensor = given["bias"]
+            if "lora_bias" in given:
+                both = given["bias"], given["lora_bias"]
+                bias = FoldedTensor(shape, both, lambda own, lora: own + _times(scale, lora))
             vectors[VectorKind.BIAS] = of_every_head(module, given["bias"]) if is_norm else bias
         elif "lora_bias" in given:
             vectors[VectorKind.SHIFT] = FoldedTensor(shape, (given["lora_bias"],), partial(_times, scale))
@@ -226,16 +228,8 @@ def parse_plain(name: str, config: Mapping[str, Any]) -> PlainSettings:
     return PlainSettings(name, parse_lora(name, config))
 
 
-def _compiled(forms: str) -> re.Pattern[str]:
-    return re.compile(rf"base_model\.model\.(?P<module>.+?)\.(?:{forms})")
-
-
 def _times(scale: float, vector: NDArray[np.float32]) -> NDArray[np.float32]:
     return vector * np.float32(scale)
-
-
-def _sum(scale: float, bias: NDArray[np.float32], lora_bias: NDArray[np.float32]) -> NDArray[np.float32]:
-    return bias + _times(scale, lora_bias)
 
 
 def _check_copy(name: str, one: Located, copy: StoredTensor) -> None:

@@ -15,6 +15,7 @@ from bisect import insort
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.loader import LoadsInFlight
@@ -26,6 +27,8 @@ from manylora.core.scheduling import Policy, Sequence, SequenceStatus
 from manylora.core.types import AdapterKey
 
 __all__ = ["LateSequences", "RunningSet"]
+
+_BY_ARRIVAL = attrgetter("seq_id")
 
 
 @dataclass(eq=False)
@@ -52,7 +55,7 @@ class RunningSet:
 
     def start(self, sequence: Sequence, placement: Placement, now: float) -> None:
         """Add a sequence that was admitted, with its adapter's weights at ``placement``."""
-        insort(self.sequences, sequence, key=_by_arrival)
+        insort(self.sequences, sequence, key=_BY_ARRIVAL)
         if sequence.adapter is not None:
             self._cache.hold(sequence.adapter, now, placement)
             self._cache.unwant(sequence.adapter, now)
@@ -161,7 +164,3 @@ class LateSequences:
             if not sequence.num_in_flight and sequence.status is SequenceStatus.RUNNING and sequence.ending is None:
                 self._running.preempt(sequence, now)
         self.sequences = left
-
-
-def _by_arrival(sequence: Sequence) -> int:
-    return sequence.seq_id

@@ -8,6 +8,7 @@ blocks depend on their adapter. ``published.py`` has policies that rank adapters
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 
 from manylora.core.memory.eviction.costs import LinearCost, ReloadCosts
 from manylora.core.memory.eviction.fastlibra import FastLibraEviction
@@ -30,17 +31,13 @@ __all__ = [
 ]
 
 
-def _idle_since(item: IdleItem) -> float:
-    return item.idle_since
-
-
 EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "chameleon": lambda costs: ByAge(WeightedScore(0.45, 0.10, 0.45)),
     "fair": lambda costs: ByAge(WeightedScore(1 / 3, 1 / 3, 1 / 3)),
     "fastlibra": FastLibraEviction,
     "gdsf": lambda costs: ByAge(GdsfScore(costs)),
-    "lru": lambda costs: KeyedEviction(_idle_since),
-    "none": lambda costs: KeyedEviction(_idle_since, keeps_idle_adapters=False),
+    "lru": lambda costs: KeyedEviction(attrgetter("idle_since")),
+    "none": lambda costs: KeyedEviction(attrgetter("idle_since"), keeps_idle_adapters=False),
     "price": PriceEviction,
 }
 

@@ -71,7 +71,7 @@ class ByAge(EvictionPolicy):
 
     def __init__(self, score: AdapterScore) -> None:
         self._score = score
-        self._blocks = Ranking(_idle_since)
+        self._blocks = Ranking(lambda item, now: item.idle_since)
         self._adapters = {depth: Ranking(score.worth) for depth in Depth}
 
     def used(self, key: ItemKey, now: float) -> None:
@@ -223,7 +223,3 @@ class WeightedScore(AdapterScore):
             self._num_with.pop(self._most_uses, None)
             self._most_uses -= 1
         self._moved[key] = None
-
-
-def _idle_since(item: IdleItem, now: float) -> float:
-    return item.idle_since

@@ -50,6 +50,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 from itertools import islice
+from operator import attrgetter
 
 from manylora.core.scheduling.policies.fair_shares import LEAST_CHUNK, OWED, ChargedSequence, FairShares, TenantShare
 from manylora.core.scheduling.policies.fifo import LOOK_AHEAD, MAX_BYPASS
@@ -130,7 +131,7 @@ class FairPolicy(FairShares):
                 lacks -= 1
                 its = (each.sequence for each in reversed(self._running.values()) if each.tenant is giver)
                 # Its tokens are computed again: of those with the fewest, the last.
-                squashed.append(min((each for each in its if each not in squashed), key=_num_computed))
+                squashed.append(min((each for each in its if each not in squashed), key=attrgetter("num_computed")))
         return squashed
 
     def _is_owed(self, tenant: TenantShare, sequence: Sequence, giver: TenantShare) -> bool:
@@ -293,7 +294,3 @@ class FairPolicy(FairShares):
         if len(self._tenants) == 1:
             return next(iter(self._tenants.values())).policy.queues()
         return (QueueStatus(num_waiting=self._num_waiting, num_running=len(self._running)),)
-
-
-def _num_computed(sequence: Sequence) -> int:
-    return sequence.num_computed
