@@ -102,7 +102,6 @@ class Peer(Protocol):
 
     def send(self, message: Message) -> None:
         """Send a message; on any thread."""
-        ...
 
 
 class _Window:

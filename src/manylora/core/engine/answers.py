@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.cold_starts import ColdStarts
 from manylora.core.engine.queue_wait import QueueWait
+from manylora.core.engine.status import Telemetry
 from manylora.core.engine.steps.running import RunningSet
-from manylora.core.engine.telemetry import Telemetry
 from manylora.core.events import RequestFinished
 from manylora.core.plan import ARRIVING, PromptRows, StepResult
 from manylora.core.scheduling import LengthPredictor, Policy, Sequence, SequenceStatus

@@ -33,12 +33,11 @@ from manylora.core.engine.answers import Answers
 from manylora.core.engine.integrity import check_integrity
 from manylora.core.engine.queue_wait import QueueWait
 from manylora.core.engine.snapshot import take_snapshot
-from manylora.core.engine.status import EngineStats
+from manylora.core.engine.status import EngineStats, Telemetry
 from manylora.core.engine.steps.admission import Admission
 from manylora.core.engine.steps.in_flight import Step, StepsInFlight
 from manylora.core.engine.steps.planner import StepPlanner
 from manylora.core.engine.steps.running import LateSequences, RunningSet
-from manylora.core.engine.telemetry import Telemetry
 from manylora.core.errors import RequestError
 from manylora.core.events import EventSink, StepFinished, StepLaunched, TokensEmitted
 from manylora.core.memory import Depth, PageCache, ReloadCosts, num_blocks

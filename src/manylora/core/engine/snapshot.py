@@ -14,8 +14,7 @@ from manylora.core.costs.rank_fit import StepFit
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.registry import AdapterRegistry
 from manylora.core.engine.adapters.residency import TierState
-from manylora.core.engine.status import ColdStartStatus, EngineStats
-from manylora.core.engine.telemetry import Counters
+from manylora.core.engine.status import ColdStartStatus, Counters, EngineStats
 from manylora.core.memory import Owner, PageAllocator
 from manylora.core.scheduling import Policy, Sequence, SequenceStatus
 from manylora.core.types import AdapterKey

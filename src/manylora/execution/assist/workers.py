@@ -76,31 +76,24 @@ class DeviceStream(Protocol):
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """Return zeros ``[num_bytes]``, uint8, page-locked and mapped where the device needs that."""
-        ...
 
     def write_value(self, words: Words, index: int, value: int) -> None:
         """Write a word. A thread that sees it sees the copies before it."""
-        ...
 
     def wait_value(self, words: Words, index: int, value: int) -> None:
         """Let the stream go on once the word is at ``value`` or behind it (``protocol.is_reached``)."""
-        ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between the device and host memory; both are contiguous and of one type."""
-        ...
 
     def join(self) -> None:
         """Let the device's further work come after the operations so far."""
-        ...
 
     def wait(self) -> None:
         """Return once the operations so far have been executed; an error of the device is raised."""
-        ...
 
     def close(self) -> None:
         """Execute the operations and end."""
-        ...
 
 
 class GrowingMemory:

@@ -108,7 +108,6 @@ class AttentionSink(Protocol):
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Store the layer's K and V, then attend every row to its own sequence; ``[T, heads, value_dim]``."""
-        ...
 
 
 class StepAttention(AttentionSink, Protocol):
@@ -117,7 +116,6 @@ class StepAttention(AttentionSink, Protocol):
     @property
     def positions(self) -> torch.Tensor:
         """Position of each row in its sequence ``[rows]``, int64."""
-        ...
 
 
 class AttentionKernel(Protocol):
@@ -125,11 +123,9 @@ class AttentionKernel(Protocol):
 
     def prepare(self, sequences: Sequence[PlannedSequence]) -> StepAttention:
         """Return the attention of a step; its rows are the tokens of ``sequences``, in their order."""
-        ...
 
     def release(self, seq_ids: Sequence[int]) -> None:
         """Drop the state of sequences that have left the engine."""
-        ...
 
 
 def choose_attention(name: str, device: torch.device) -> str:

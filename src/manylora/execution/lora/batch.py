@@ -137,7 +137,6 @@ class StepLora(Protocol):
 
     def parts(self, group: str, *, is_sampled: bool = False) -> GroupParts | None:
         """Return the parts of ``group``, ``None`` if no adapter of the step has it."""
-        ...
 
 
 @dataclass(slots=True)

@@ -70,7 +70,6 @@ class AssistedReply(Protocol):
 
     def add_to(self, out: torch.Tensor, scale: torch.Tensor | float | None = None) -> None:
         """Add the LoRA, times ``scale``, to its rows in ``out`` ``[rows, out]``, behind the device's queued work."""
-        ...
 
 
 class Assist(Protocol):
@@ -82,4 +81,3 @@ class Assist(Protocol):
         The reply is to be added before the next inputs are sent. ``x`` ``[..., in]`` are the inputs of all rows of the
         step (with ``is_sampled``, of the sampled rows), or the token ids if the group is an embedding.
         """
-        ...

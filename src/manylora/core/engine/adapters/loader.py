@@ -22,7 +22,7 @@ from manylora.core.config import AdapterConfig
 from manylora.core.costs.cold_start import Route
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.residency import HostCopies, Residencies, Residency, TierState
-from manylora.core.engine.telemetry import Telemetry
+from manylora.core.engine.status import Telemetry
 from manylora.core.events import AdapterLoaded, AdapterLoadStarted
 from manylora.core.memory import Depth, PageCache, ReloadCosts, make_eviction_policy
 from manylora.core.plan import ARRIVING, AdapterLoad, LoadResult

@@ -37,7 +37,7 @@ from manylora.core.engine.adapters.forecast import Forecast
 from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.residency import TierState
 from manylora.core.engine.adapters.traffic import Traffic
-from manylora.core.engine.telemetry import Counters
+from manylora.core.engine.status import Counters
 from manylora.core.memory import Depth, PageCache
 from manylora.core.scheduling import Policy, Sequence, StepComposition
 from manylora.core.types import AdapterKey, AdapterVersion, Tier

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from manylora.core.config import AdapterConfig
-from manylora.core.engine.telemetry import Telemetry
+from manylora.core.engine.status import Telemetry
 from manylora.core.events import AdapterEvicted
 from manylora.core.ports import Executor
 from manylora.core.types import AdapterKey, AdapterVersion, Tier

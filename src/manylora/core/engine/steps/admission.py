@@ -18,8 +18,8 @@ from manylora.core.engine.adapters.cold_starts import ColdStarts
 from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.registry import AdapterRegistry
 from manylora.core.engine.adapters.residency import Residency, TierState
+from manylora.core.engine.status import Telemetry
 from manylora.core.engine.steps.running import RunningSet
-from manylora.core.engine.telemetry import Telemetry
 from manylora.core.events import AdapterAwaited, RequestAdmitted
 from manylora.core.memory import Depth, PageCache, num_blocks
 from manylora.core.plan import ARRIVING, IN_HOST, ON_DEVICE, Placement

@@ -19,7 +19,7 @@ from operator import attrgetter
 
 from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.loader import LoadsInFlight
-from manylora.core.engine.telemetry import Telemetry
+from manylora.core.engine.status import Telemetry
 from manylora.core.events import RequestPreempted, RequestSquashed
 from manylora.core.memory import Depth, PageCache
 from manylora.core.plan import Placement
