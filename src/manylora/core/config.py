@@ -29,8 +29,7 @@ __all__ = [
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
-DEFAULT_HOST_BYTES = 4 * GIB
-"""Host memory for adapters where no machine says how much there is: in simulations."""
+DEFAULT_HOST_BYTES = 4 * GIB  # host memory for adapters where no machine says how much there is: in simulations
 
 _model, _memory, _scheduling, _adapters, _http = (
     partial(option, panel=name) for name in ("Model", "Memory", "Scheduling", "Adapters", "HTTP")

@@ -39,8 +39,7 @@ __all__ = [
 
 USUAL_LOGPROBS = 20
 """Most log-probabilities of a token in OpenAI's API, and from a server that is not told to give more."""
-MAX_LOGPROBS = 1024
-"""Most log-probabilities of a token: so many take a millisecond to become JSON."""
+MAX_LOGPROBS = 1024  # most log-probabilities of a token: so many take a millisecond to become JSON
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_STOPS = 16
@@ -65,12 +64,9 @@ class Tier(Enum):
 class ColdStart(Enum):
     """How a request starts whose adapter is not on the device."""
 
-    WAIT = "wait"
-    """It is admitted when all weights are on the device."""
-    ASSIST = "assist"
-    """It is computed from the image in host memory while that is copied to the device."""
-    LAYERS = "layers"
-    """It runs while the weights arrive; each step waits at each layer until that layer is there."""
+    WAIT = "wait"  # it is admitted when all weights are on the device
+    ASSIST = "assist"  # it is computed from the image in host memory while that is copied to the device
+    LAYERS = "layers"  # it runs while the weights arrive; each step waits at each layer until that layer is there
 
 
 class FinishReason(Enum):

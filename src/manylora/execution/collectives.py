@@ -21,8 +21,7 @@ PATIENCE_S = 30.0
 """Time that a worker waits for the others in a collective, and the engine for a sign of life of a worker. All run the
 same step, so they are apart by what their cores lose to other processes."""
 
-Store: TypeAlias = Any
-"""A store of ``torch.distributed``, which exports none of its types."""
+Store: TypeAlias = Any  # a store of ``torch.distributed``, which exports none of its types
 
 Purpose = Literal["base", "lora"]
 BASE: Purpose = "base"

@@ -59,17 +59,13 @@ __all__ = [
 MAX_TILE_ROWS = 16  # most rows in a tile: the height of a matrix instruction, so that a kernel never splits one
 MAX_SHAPES = 64  # layouts that are remembered: some hundred kilobytes each
 
-Vectors: TypeAlias = tuple[tuple[str, tuple[VectorKind, ...]], ...]
-"""The modules that have vectors, by name, and which."""
+Vectors: TypeAlias = tuple[tuple[str, tuple[VectorKind, ...]], ...]  # the modules that have vectors, by name, and which
 
 Replacements: TypeAlias = tuple[tuple[str, Replaced], ...]
 """The modules whose weights take the place of the base's, by name."""
 
-VECTOR_BYTES = 4
-"""Bytes of a number of a vector."""
-
-ALIGN_BYTES = 64
-"""Pieces start on cache lines, which are also aligned for vector loads."""
+VECTOR_BYTES = 4  # bytes of a number of a vector
+ALIGN_BYTES = 64  # pieces start on cache lines, which are also aligned for vector loads
 
 
 @dataclass(frozen=True, slots=True)

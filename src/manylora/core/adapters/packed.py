@@ -39,8 +39,7 @@ __all__ = [
     "pack_groups",
 ]
 
-Allocate = Callable[[int], mmap.mmap | NDArray[np.uint8]]
-"""Returns zeroed memory of a given number of bytes."""
+Allocate = Callable[[int], mmap.mmap | NDArray[np.uint8]]  # returns zeroed memory of a given number of bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,7 @@ MAX_MATCHED = 16
 MAX_OUTCOMES = 4096
 """Outcomes that ``HeaderReader`` keeps, each of about a kilobyte: their keys are digests of what tenants wrote."""
 
-Shape: TypeAlias = tuple[bytes, bytes, int]
-"""Digests of configuration and header, and the size of the file."""
+Shape: TypeAlias = tuple[bytes, bytes, int]  # digests of configuration and header, and the size of the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

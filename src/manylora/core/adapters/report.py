@@ -22,8 +22,7 @@ from manylora.core.types import AdapterVersion
 
 __all__ = ["AdapterReport", "ModuleVerdict", "check_folders", "explain_adapter", "inspect_adapter"]
 
-MAX_EXPLAINED = 4096
-"""Modules of a file that are explained one by one: the largest models have fewer."""
+MAX_EXPLAINED = 4096  # modules of a file that are explained one by one: the largest models have fewer
 
 _PARTS = "lora_|vera_|hada_|lokr_|ia3_|token_adapter|modules_to_save|original_module|base_layer|weight$|bias$"
 _SHARED = re.compile(r"base_model\.(?:model\.)?vera_[AB](?:\..*)?")  # matrices of VeRA, of all modules

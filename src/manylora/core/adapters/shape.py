@@ -19,14 +19,9 @@ __all__ = [
     "TargetModule",
 ]
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per element, by dtype, of adapters."""
-
-INPUT = ".input"
-"""Behind the name of a linear, the name of its input."""
-
-SCALE_BYTES = 4
-"""Bytes of the scale behind a vector of KV in int8."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element, by dtype, of adapters
+INPUT = ".input"  # behind the name of a linear, the name of its input
+SCALE_BYTES = 4  # bytes of the scale behind a vector of KV in int8
 
 
 class ModuleKind(Enum):
@@ -38,8 +33,7 @@ class ModuleKind(Enum):
     """The output of a norm, or the input of a linear (``INPUT``): each number by itself, no products."""
     EXPERTS = "experts"
     """The linears of a mixture's experts as one parameter, of which a row uses those of the experts chosen for it."""
-    ROUTER = "router"
-    """A product by a bare weight whose outputs choose a row's experts."""
+    ROUTER = "router"  # a product by a bare weight whose outputs choose a row's experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,7 @@ MAX_PATH_CHARS = 4096
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_ ./:@+=()\[\]-]*[A-Za-z0-9_)\]+])?")
 MAX_URL_CHARS = 2048
 NO_REGISTRY = "reading adapters from a registry is off; allow its URL with --lora-registry URL"
-STORES = ("s3", "gs", "az")
-"""Schemes of object stores."""
+STORES = ("s3", "gs", "az")  # schemes of object stores
 
 _SCHEMES = tuple(f"{scheme}://" for scheme in ("http", "https", "hf", *STORES))
 _PORTS = {"http": "80", "https": "443"}

@@ -67,8 +67,7 @@ FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {
 }
 """Supported types of weights, by safetensors' names, and the numpy type of their bits where numpy lacks the type."""
 
-Place: TypeAlias = tuple[int, int]
-"""A range of bytes in a file."""
+Place: TypeAlias = tuple[int, int]  # a range of bytes in a file
 
 
 def _float8_values() -> NDArray[np.float32]:
@@ -86,18 +85,13 @@ _FLOAT8 = _float8_values()
 class VectorKind(StrEnum):
     """What a vector of a module's outputs does, in the formula of ``method``."""
 
-    FACTOR = "factor"
-    """Multiplies the sum of base and LoRA."""
-    GAIN = "gain"
-    """Takes the place of the weight of a norm: the factor is the ratio of the two norms' outputs."""
+    FACTOR = "factor"  # multiplies the sum of base and LoRA
+    GAIN = "gain"  # takes the place of the weight of a norm: the factor is the ratio of the two norms' outputs
     MAGNITUDE = "magnitude"
     """Length that each row of the weight with LoRA is brought to (DoRA): the factor follows from the base's weight."""
-    SHIFT = "shift"
-    """Added behind the bias of the base."""
-    BIAS = "bias"
-    """Takes the place of the bias of the base: the shift is the difference of the two."""
-    BIAS_FACTOR = "factor of the bias"
-    """Multiplies the bias of the base: the shift is what that adds to it."""
+    SHIFT = "shift"  # added behind the bias of the base
+    BIAS = "bias"  # takes the place of the bias of the base: the shift is the difference of the two
+    BIAS_FACTOR = "factor of the bias"  # multiplies the bias of the base: the shift is what that adds to it
 
     @property
     def is_factor(self) -> bool:
@@ -244,8 +238,7 @@ class StoredModule:
     num_elements: int  # elements of all its tensors
 
 
-Parts = dict[str, StoredTensor]
-"""The tensors of one module, by the names that its method has for them."""
+Parts = dict[str, StoredTensor]  # the tensors of one module, by the names that its method has for them
 
 
 @dataclass(frozen=True, slots=True)

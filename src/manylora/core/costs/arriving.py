@@ -33,8 +33,7 @@ __all__ = ["MAX_WAIT_S", "WaitBudget", "count_on_cpu", "left_to_workers", "remai
 
 ItemT = TypeVar("ItemT")
 
-MAX_WAIT_S = 1.0
-"""Longest wait of a step for the layers of its adapters, in seconds."""
+MAX_WAIT_S = 1.0  # longest wait of a step for the layers of its adapters, in seconds
 
 
 def takes_over(arrives_at: float, begins_at: float) -> bool:

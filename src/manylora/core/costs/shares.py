@@ -34,14 +34,12 @@ CORE_FLOPS_PER_S = 230e9
 CORE_BYTES_PER_S = 10e9
 """Rate at which a core reads weights of adapters that no cache holds, beside the arithmetic of rows."""
 
-ROW_BYTES_PER_S = 26.6e9
-"""The same for one row alone, whose arithmetic the read hides."""
+ROW_BYTES_PER_S = 26.6e9  # the same for one row alone, whose arithmetic the read hides
 
 HANDOFF_S = 10e-6
 """A wait, a copy and a sum of one exchange, in seconds, on a GPU's stream and in the thread that launches them."""
 
-MAX_WORKERS = 16
-"""Workers of an engine at most, however many cores it has."""
+MAX_WORKERS = 16  # workers of an engine at most, however many cores it has
 
 
 @dataclass(frozen=True, slots=True)

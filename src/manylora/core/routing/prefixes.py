@@ -30,20 +30,15 @@ from manylora.core.routing.view import ReplicaView
 
 __all__ = ["BYTES_PER_TOKEN", "MOST_BYTES", "PromptBlocks", "SentPrefixes", "text_blocks", "token_blocks"]
 
-BYTES_PER_TOKEN = 4
-"""Of text, on average; token ids are cut as if they were text."""
-
-SIZES = (256,) * 16 + (1024,) * 28 + (4096,) * 24
-"""Bytes of each block."""
+BYTES_PER_TOKEN = 4  # of text, on average; token ids are cut as if they were text
+SIZES = (256,) * 16 + (1024,) * 28 + (4096,) * 24  # bytes of each block
 EDGES = tuple(accumulate(SIZES, initial=0))
 TOKEN_EDGES = tuple(edge // BYTES_PER_TOKEN for edge in EDGES)
 MOST_BYTES = EDGES[-1]
 
-MOST_BLOCKS = 2**18
-"""Blocks that are kept for all replicas together, which take 64 MiB at most."""
+MOST_BLOCKS = 2**18  # blocks that are kept for all replicas together, which take 64 MiB at most
 MOST_BLOCKS_EACH = 4096
-USUAL_KV_TOKENS = 2**18
-"""Tokens that a replica's cache is taken to hold if it does not report them."""
+USUAL_KV_TOKENS = 2**18  # tokens that a replica's cache is taken to hold if it does not report them
 
 
 class PromptBlocks(NamedTuple):

@@ -32,8 +32,7 @@ FADE = 0.5  # of demand, from one placement to the next
 LEAST_S = 1e-3  # demand that is forgotten
 BATCH = 32  # sequences that a decode step's fixed cost is divided by
 
-Parts = list[tuple[int, float]]
-"""Replicas of an adapter, each with the end of its part in [0, 1]."""
+Parts = list[tuple[int, float]]  # replicas of an adapter, each with the end of its part in [0, 1]
 
 
 class RankPlacementRouter:

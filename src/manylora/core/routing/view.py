@@ -23,8 +23,7 @@ from manylora.core.engine.status import EngineStats
 
 __all__ = ["AnswerLengths", "ReplicaReport", "ReplicaView", "Sent", "StepTimes"]
 
-MEAN_ANSWER_TOKENS = 200.0
-"""Length of an answer before any answer has ended."""
+MEAN_ANSWER_TOKENS = 200.0  # length of an answer before any answer has ended
 
 MEMORY = 1000.0  # answers over which their mean length is taken
 PRIOR_ANSWERS = 4.0  # weight of the assumed mean length, in answers

@@ -11,8 +11,7 @@ BACK_OFF = 0.95  # part of a rate that broke the SLO which is taken to keep it
 NEWEST = 0.1  # weight of the newest prediction: the requests in flight are a small sample
 STEP = 0.9  # largest change by one contradiction: it may have another cause, as cold adapters
 
-LEAST, MOST = 0.1, 4.0
-"""Bounds of the correction."""
+LEAST, MOST = 0.1, 4.0  # bounds of the correction
 
 
 def predict_capacity(

@@ -40,14 +40,10 @@ class Outcome(Enum):
     """The outcome of an offer."""
 
     ADMITTED = "admitted"
-    NO_PAGES = "no_pages"
-    """No room for its KV."""
-    ADAPTER_LOADING = "adapter_loading"
-    """Its adapter is on the way to the device and has its pages."""
-    ADAPTER_NO_PAGES = "adapter_no_pages"
-    """Its adapter is not on the device and there is no room for it."""
-    ADAPTER_CAP = "adapter_cap"
-    """The limit of distinct adapters in a step is reached."""
+    NO_PAGES = "no_pages"  # no room for its KV
+    ADAPTER_LOADING = "adapter_loading"  # its adapter is on the way to the device and has its pages
+    ADAPTER_NO_PAGES = "adapter_no_pages"  # its adapter is not on the device and there is no room for it
+    ADAPTER_CAP = "adapter_cap"  # the limit of distinct adapters in a step is reached
 
 
 class Nearness(IntEnum):

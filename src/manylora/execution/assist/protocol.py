@@ -55,8 +55,7 @@ __all__ = [
 MODULUS = 1 << 32
 STEP = 2
 RELEASED = 1 << 30
-FAR = 1 << 29
-"""More than the numbers of a step's exchanges: ``last`` is so far ahead while a step is being launched."""
+FAR = 1 << 29  # more than the numbers of a step's exchanges: ``last`` is so far ahead while a step is being launched
 
 POLL, SERVE, REST, LEAVE = range(4)
 """Decisions of a worker: look again, compute the next exchange, wait for another step, end."""

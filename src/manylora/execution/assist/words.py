@@ -38,11 +38,8 @@ __all__ = [
     "write_word",
 ]
 
-Words = NDArray[np.uint32]
-"""Words on the host that the stream, a worker and other threads read and write."""
-
-POSTED, DONE, LAST, NUM_WORDS = 0, 16, 32, 48
-"""Places of a worker's words: each in a cache line of its own."""
+Words = NDArray[np.uint32]  # words on the host that the stream, a worker and other threads read and write
+POSTED, DONE, LAST, NUM_WORDS = 0, 16, 32, 48  # places of a worker's words: each in a cache line of its own
 
 RESULT, RESULT_BYTES, FIRST_KERNEL, FIRST_POINTERS, SECOND_KERNEL, SECOND_POINTERS, TASK_FIELDS = range(7)
 """Fields of a task: the result, which is zeroed first, and up to two kernels with their arguments; 0 for none."""

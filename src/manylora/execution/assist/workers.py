@@ -57,8 +57,7 @@ EXCHANGE_LIMIT_S = 10.0
 
 CHECK_S = 0.002  # time between two checks of the supervisor while a step is assisted
 
-Serve = Callable[[Words, NDArray[np.int64], int], int]
-"""``serve(words, tasks, number)``, as in ``words.serve``."""
+Serve = Callable[[Words, NDArray[np.int64], int], int]  # ``serve(words, tasks, number)``, as in ``words.serve``
 
 
 def count_workers(num_engines: int = 1) -> int:

@@ -14,8 +14,7 @@ import torch
 
 __all__ = ["MIDDLES", "Codes", "find_problem", "make_codes", "spread", "unpack_nibbles", "unpack_words"]
 
-MIDDLES: Mapping[str, int] = {"int8": 128, "int4": 8}
-"""The code of zero, by the kind of integer."""
+MIDDLES: Mapping[str, int] = {"int8": 128, "int4": 8}  # the code of zero, by the kind of integer
 
 _FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 

@@ -26,8 +26,7 @@ from manylora.execution.checkpoint.stored import FLOATS, Method, QuantisationCon
 
 __all__ = ["ACTIVATION_SCALES", "FLOAT8", "Float8", "TorchAo", "from_integers", "read_blocks", "read_elements"]
 
-FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-"""Kinds of numbers, by safetensors' names of the types."""
+FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}  # kinds of numbers, by safetensors' names of the types
 
 _DEFAULT_BLOCK = (128, 128)  # outputs and inputs of a block of transformers' ``fp8`` where the configuration gives none
 

@@ -24,8 +24,7 @@ from manylora.execution.checkpoint.files import CheckpointFiles
 
 __all__ = ["FLOATS", "Method", "QuantisationConfig", "StoredTensors", "check_names", "one_line"]
 
-FLOATS = ("F32", "F16", "BF16")
-"""Types of scales, by safetensors' names; kernels take them as they are."""
+FLOATS = ("F32", "F16", "BF16")  # types of scales, by safetensors' names; kernels take them as they are
 
 MAX_REASON_CHARS = 200  # most characters of a library's own error in a message
 

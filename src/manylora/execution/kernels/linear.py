@@ -96,8 +96,7 @@ class WeightEntry(msgspec.Struct, frozen=True, kw_only=True):
     form: NarrowForm | RowForm | None = None  # the form of a weight that is narrow, or kept by row
 
 
-Weight: TypeAlias = torch.Tensor | NarrowWeight | RowWeight
-"""A weight in any format."""
+Weight: TypeAlias = torch.Tensor | NarrowWeight | RowWeight  # a weight in any format
 
 
 def write_weight(

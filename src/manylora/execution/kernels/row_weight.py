@@ -55,8 +55,7 @@ FEW_SHAPES = {
 """By codes of a byte and by most rows: rows and outputs of a block, most splits, warps, stages. Chosen on an H100 with
 Llama 3 8B's shapes, and on an H200 the number of programs: twice those that fill it."""
 
-MIN_SPLIT_BLOCKS = 4
-"""Least blocks in a split of the inputs: fewer do not pay for a program."""
+MIN_SPLIT_BLOCKS = 4  # least blocks in a split of the inputs: fewer do not pay for a program
 
 _FOUR_BITS = ("int4", "table4")
 _ALIGNMENT = 16

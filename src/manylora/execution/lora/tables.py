@@ -51,11 +51,8 @@ class RowBlocks(NamedTuple):
         return self.decode if max(stop - start for start, stop, _ in rows) <= self.decode else self.prompt
 
 
-RAGGED = RowBlocks(16, PROMPT_ROWS)
-"""The height of a matrix instruction, and enough rows to keep the matrix units busy."""
-
-PADDED = RowBlocks(1, 1)
-"""Every row by itself, at the largest rank of the step: the kernel for comparisons."""
+RAGGED = RowBlocks(16, PROMPT_ROWS)  # the height of a matrix instruction, and enough rows to keep the matrix units busy
+PADDED = RowBlocks(1, 1)  # every row by itself, at the largest rank of the step: the kernel for comparisons
 
 
 class Tiling(NamedTuple):
@@ -82,8 +79,7 @@ PROMPT_TILING = Tiling(2048, 128, 4, 4, 2048, 2, 128, 4096, 2048, 3, 8, 128)
 MAX_SPLITS = 8
 PROMPT_SPLIT_ROWS = 8192  # rows whose blocks fill a device without splits of K
 
-TableRows = tuple[int, int, AdapterTable]
-"""Rows ``[start, stop)`` take this adapter."""
+TableRows = tuple[int, int, AdapterTable]  # rows ``[start, stop)`` take this adapter
 
 
 class Choices(NamedTuple):

@@ -38,16 +38,14 @@ logger = logging.getLogger(__name__)
 GROUP_8 = 128
 GROUP_4 = 32
 
-Stored: TypeAlias = torch.Tensor | Codes
-"""A weight as a checkpoint holds it."""
+Stored: TypeAlias = torch.Tensor | Codes  # a weight as a checkpoint holds it
 
 Kept: TypeAlias = torch.Tensor | tuple[NarrowForm | RowForm, NDArray[np.uint8]]
 """A weight as it is kept: numbers, or a form and bytes."""
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 
-_LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0
-"""Magnitudes that float16 holds to 11 bits."""
+_LEAST_HALF, _MOST_HALF = 2.0**-14, 65504.0  # magnitudes that float16 holds to 11 bits
 
 
 @dataclass(frozen=True, slots=True)

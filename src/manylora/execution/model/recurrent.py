@@ -39,11 +39,8 @@ __all__ = ["Mixer", "MixerWatch", "StatefulAttention", "adapt_mixers", "has_mixe
 
 logger = logging.getLogger(__name__)
 
-STATE_BYTES = 4
-"""Bytes of a number of a state: float32, whatever the type of KV, since errors of a recurrence add up."""
-
-StateKey = tuple[str, int]
-"""``conv`` or ``recurrent``, and transformers' number of the state."""
+STATE_BYTES = 4  # bytes of a number of a state: float32, whatever the type of KV, since errors of a recurrence add up
+StateKey = tuple[str, int]  # ``conv`` or ``recurrent``, and transformers' number of the state
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ __all__ = ["ALIGNMENT", "MemoryWriter", "SealedMemory"]
 
 MADV_POPULATE_READ = 22  # since Linux 5.14
 
-ALIGNMENT = 64
-"""Bytes; a cache line, and the alignment of the kernels' vector loads."""
+ALIGNMENT = 64  # bytes; a cache line, and the alignment of the kernels' vector loads
 
 
 class SealedMemory:

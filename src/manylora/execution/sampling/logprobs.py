@@ -16,8 +16,7 @@ __all__ = ["TokenReport", "finite", "most_likely", "most_likely_by_keys", "repor
 
 _TOKENS = 2**31 - 1  # no token has a larger number
 
-LEAST_LOGPROB = -9999.0
-"""Log-probability reported for a token of probability zero, as by vLLM: JSON has no infinity."""
+LEAST_LOGPROB = -9999.0  # log-probability reported for a token of probability zero, as by vLLM: JSON has no infinity
 
 
 def reportable(logprobs: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -53,8 +53,7 @@ class _Row:
     run: Callable[[], None]
     account: TimeAccount
     free_s: float
-    clock: Clock | None = None
-    """The clock of its thread, while it runs."""
+    clock: Clock | None = None  # the clock of its thread, while it runs
     began_s: float = 0.0
 
     def over_s(self) -> float:

@@ -45,17 +45,10 @@ __all__ = [
 
 ResultT = TypeVar("ResultT")
 
-FileReader: TypeAlias = ReaderProcess | InlineReader
-"""Reads one adapter at a time."""
-
-NUM_REMOTE = 4
-"""Most reads from registries at once: a slow server may hold each up for minutes."""
-
-NUM_PER_HOST = 2
-"""Most reads from one host at once: a host that hangs leaves places for the other hosts."""
-
-NUM_READERS = NUM_REMOTE + 1
-"""Most reader processes; one is always left for adapters on disk."""
+FileReader: TypeAlias = ReaderProcess | InlineReader  # reads one adapter at a time
+NUM_REMOTE = 4  # most reads from registries at once: a slow server may hold each up for minutes
+NUM_PER_HOST = 2  # most reads from one host at once: a host that hangs leaves places for the other hosts
+NUM_READERS = NUM_REMOTE + 1  # most reader processes; one is always left for adapters on disk
 
 
 def open_processes() -> list[FileReader]:

@@ -47,8 +47,7 @@ HEADER_BYTES = 8192
 MOST_RANGES = 200  # ranges that a header remembers; further ones are fetched again
 NOTED_BYTES = 8 * 1024 * 1024  # a download that is killed loses fewer
 PART_BYTES = 256 * 1024
-SPARED = 7 / 8
-"""Share of the limit to which files are removed at once, so that few files in many cost a look at all."""
+SPARED = 7 / 8  # share of the limit to which files are removed at once, so that few files in many cost a look at all
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -62,8 +62,7 @@ class AdapterMemory:
     prepared: dict[str, object] = field(default_factory=dict)
 
 
-AdapterRows = tuple[int, int, AdapterMemory]
-"""Rows ``[start, stop)`` of a step take the adapter in that memory."""
+AdapterRows = tuple[int, int, AdapterMemory]  # rows ``[start, stop)`` of a step take the adapter in that memory
 
 
 class ResidentGroup:

@@ -30,8 +30,7 @@ from manylora.execution.storage.reader_messages import Packed
 __all__ = ["PublishedFolder", "SharedImages"]
 
 NOTE = "packed"
-MOST_HELD = 64
-"""Descriptors that an engine keeps open for the others, which map an image within a second or never."""
+MOST_HELD = 64  # descriptors that an engine keeps open for the others, which map an image within a second or never
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):

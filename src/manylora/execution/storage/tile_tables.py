@@ -70,8 +70,7 @@ ranks; address of the tile."""
 PART_FIELDS = 5
 """A row block and a module: first row, rows, address of the first tile of B, its tiles, planes of the group's A."""
 
-RANGE_WIDTHS = 4
-"""Widths of the ranges into which a group's columns are divided, each half of the one before."""
+RANGE_WIDTHS = 4  # widths of the ranges into which a group's columns are divided, each half of the one before
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,8 +213,7 @@ class PlainSettings(NamedSettings):
         return ModuleWeights(module, rank, targeting.scale(one.parameter or one.stored_name), a, b)
 
 
-_ALONE = ("bias", "saved", "tokens")
-"""Parts that a module may have without being a target."""
+_ALONE = ("bias", "saved", "tokens")  # parts that a module may have without being a target
 
 _SPOKEN = {"magnitude": "lora_magnitude_vector", "lora_bias": "bias of lora_B", "bias": "bias"}
 

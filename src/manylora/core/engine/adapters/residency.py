@@ -33,8 +33,7 @@ class TierState(Enum):
     ABSENT = "absent"
     LOADING = "loading"
     RESIDENT = "resident"
-    FAILED = "failed"
-    """The load failed, and a step in flight still uses its pages; on the device only."""
+    FAILED = "failed"  # the load failed, and a step in flight still uses its pages; on the device only
 
 
 @dataclass(slots=True)

@@ -41,8 +41,7 @@ PROMPT_SHARE = 0.2
 
 LEAST_TOKENS = 16  # smallest chunk, in tokens
 
-_Prompts = list[tuple[Sequence, int]]
-"""Sequences with unfinished prompts, and the tokens of each in the step."""
+_Prompts = list[tuple[Sequence, int]]  # sequences with unfinished prompts, and the tokens of each in the step
 
 _Planned = tuple[list[Sequence], _Prompts]
 """The sequences of a step: those that decode, with one token each, and in the batch behind them those with prompts."""

@@ -19,8 +19,7 @@ from manylora.core.types import AdapterKey
 
 __all__ = ["Depth", "EvictionPolicy", "IdleItem", "ItemKey"]
 
-ItemKey = AdapterKey | int
-"""An adapter's key, or the page number of a prefix block."""
+ItemKey = AdapterKey | int  # an adapter's key, or the page number of a prefix block
 
 
 class Depth(IntEnum):
@@ -48,8 +47,7 @@ class EvictionPolicy(Protocol):
     A class that inherits from it learns nothing from uses and has no price.
     """
 
-    keeps_idle_adapters: bool = True
-    """Whether an adapter stays on the device when no sequence uses or waits for it."""
+    keeps_idle_adapters: bool = True  # whether an adapter stays on the device when no sequence uses or waits for it
 
     def used(self, key: ItemKey, now: float) -> None:
         """Record that a request needs an item, present or not."""

@@ -35,8 +35,7 @@ from manylora.core.scheduling.sequence import Sequence
 
 __all__ = ["BoostPolicy"]
 
-SHORTEST_S, LONGEST_S = 0.05, 5.0
-"""The backlog that counts lies between these, in seconds."""
+SHORTEST_S, LONGEST_S = 0.05, 5.0  # the backlog that counts lies between these, in seconds
 
 STALE = 1.25  # keys are computed again when the backlog has changed by this factor
 

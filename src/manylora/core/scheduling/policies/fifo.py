@@ -27,8 +27,7 @@ from manylora.core.scheduling.sequence import Sequence
 __all__ = ["LOOK_AHEAD", "MAX_BYPASS", "Bypass", "FifoPolicy", "Line", "StrictFifoPolicy"]
 
 MAX_BYPASS = 64
-LOOK_AHEAD = 256
-"""Most waiting sequences looked at in one step: bounds the cost of a step when thousands wait."""
+LOOK_AHEAD = 256  # most waiting sequences looked at in one step: bounds the cost of a step when thousands wait
 
 _BY_ARRIVAL = attrgetter("seq_id")
 

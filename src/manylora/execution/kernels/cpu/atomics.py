@@ -22,8 +22,7 @@ __all__ = ["call", "compare_exchange", "load_word", "pointer_to", "relax", "stor
 _WORD_BYTES = 4
 _IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
-yield_core = types.ExternalFunction("sched_yield", types.int32())
-"""Let another thread have the core."""
+yield_core = types.ExternalFunction("sched_yield", types.int32())  # let another thread have the core
 
 
 def _place(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -22,8 +22,7 @@ __all__ = [
     "NarrowForm",
 ]
 
-TILE = 64
-"""Outputs of a tile."""
+TILE = 64  # outputs of a tile
 
 BLOCK = 32
 """Inputs whose activations share a scale; half as many beside weights whose groups have ``HALF_BLOCK`` inputs."""
@@ -39,8 +38,7 @@ BITS = dict(zip(NUMBERS, (8, 4, 16, 16, 8, 8, 4), strict=True))
 
 _SCALE_DTYPES = ("float32", "bfloat16", "float16")
 
-NUM_SIZES = 8
-"""Numbers of ``NarrowForm.sizes``."""
+NUM_SIZES = 8  # numbers of ``NarrowForm.sizes``
 
 
 class NarrowForm(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):

@@ -50,8 +50,7 @@ _FEATURES = llvmlite.binding.get_host_cpu_features()
 HAS_INTEGER_DOTS = bool(_FEATURES.get("avx512vnni" if LANES == 16 else "avxvnni"))
 """Whether the processor multiplies four bytes at a time."""
 
-MOST_ROWS = 4 if LANES == 16 else 2
-"""Rows that are multiplied together: their integer sums stay in registers."""
+MOST_ROWS = 4 if LANES == 16 else 2  # rows that are multiplied together: their integer sums stay in registers
 
 _VECTORS = 4
 

@@ -64,8 +64,7 @@ __all__ = [
 
 _STREAM_VECTORS = 8  # weights of a run, in vectors; what does not fill one goes vector by vector
 
-GROUP = 4
-"""Rows of ``stream_dots`` and ``stream_adds``, which load weights once for all of them."""
+GROUP = 4  # rows of ``stream_dots`` and ``stream_adds``, which load weights once for all of them
 
 _LINE_BYTES = 64
 
@@ -73,14 +72,12 @@ _LINE_BYTES = 64
 DOT_ROWS, DOT_RANKS = (4, 4) if HAS_32_REGISTERS else (2, 4)
 AXPY_ROWS, _AXPY_VECTORS = (8, 2) if HAS_32_REGISTERS else (4, 2)
 
-AXPY_WIDTH = _AXPY_VECTORS * LANES
-"""Columns of ``axpy_tile`` and ``axpy_row``."""
+AXPY_WIDTH = _AXPY_VECTORS * LANES  # columns of ``axpy_tile`` and ``axpy_row``
 
 # A row of a wide tile has sums enough to be added without waiting for one another.
 WIDE_ROWS, _WIDE_VECTORS = (4, 4) if HAS_32_REGISTERS else (2, 4)
 
-WIDE_WIDTH = _WIDE_VECTORS * LANES
-"""Columns of ``wide_tile`` and ``wide_row``."""
+WIDE_WIDTH = _WIDE_VECTORS * LANES  # columns of ``wide_tile`` and ``wide_row``
 
 
 def _prefetch_run(builder: Any, pointer: Any, first: Any, dtype: Any, number: int) -> None:

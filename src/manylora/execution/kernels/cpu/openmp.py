@@ -33,8 +33,7 @@ __all__ = [
     "thread_num",
 ]
 
-FAST_MATH = {"reassoc", "contract", "nsz"}
-"""Sums may be taken in any order; NaN and infinity keep their meaning."""
+FAST_MATH = {"reassoc", "contract", "nsz"}  # sums may be taken in any order; NaN and infinity keep their meaning
 
 # By name, not by address, so that numba can cache compiled kernels on disk between processes.
 thread_num = types.ExternalFunction("omp_get_thread_num", types.int32())

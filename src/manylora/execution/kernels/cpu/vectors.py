@@ -45,8 +45,7 @@ __all__ = [
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 
-LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4
-"""Float32 numbers in a vector."""
+LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx") else 4  # float32 numbers in a vector
 
 HAS_32_REGISTERS = LANES != 8
 """Whether the processor has 32 vector registers, or 16. (With four lanes, only old x86 has 16.)"""

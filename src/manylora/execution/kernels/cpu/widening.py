@@ -20,8 +20,7 @@ from manylora.execution.kernels.cpu.vectors import INT, LANES, VECTOR, address, 
 
 __all__ = ["CHUNK", "widen_block", "widen_tile"]
 
-CHUNK = 128
-"""Inputs of a tile that are widened together: 32 KiB."""
+CHUNK = 128  # inputs of a tile that are widened together: 32 KiB
 
 AHEAD = 1024  # words between those that are widened and those that are prefetched
 

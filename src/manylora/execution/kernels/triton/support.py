@@ -26,8 +26,7 @@ BLOCK_FIELDS = 6
 """A query block: first row of the batch, its tokens, position of the first, line of the page table, and the first
 position of the context that it attends to and one past the last."""
 
-SAMPLING_NUMBERS = 5
-"""What a row draws with, float64: temperature (0 is greedy), min_p, top_k, top_p, a uniform number."""
+SAMPLING_NUMBERS = 5  # what a row draws with, float64: temperature (0 is greedy), min_p, top_k, top_p, a uniform number
 
 PROGRAMS_PER_PROCESSOR = 4
 

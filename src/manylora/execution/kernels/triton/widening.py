@@ -13,11 +13,8 @@ from functools import cache
 
 __all__ = ["widening_ptx"]
 
-_PAIRS = ((0, "0x4140"), (1, "0x4342"))
-"""Selectors of two bytes as the low halves of two words of 16 bits."""
-
-_HIGH_PAIRS = ((0, "0x1404"), (1, "0x3424"))
-"""The same as the high halves."""
+_PAIRS = ((0, "0x4140"), (1, "0x4342"))  # selectors of two bytes as the low halves of two words of 16 bits
+_HIGH_PAIRS = ((0, "0x1404"), (1, "0x3424"))  # the same as the high halves
 
 _INTEGERS = {
     # The upper byte of a float whose last bits count ones; what is taken off, twice.
