@@ -71,8 +71,7 @@ NO_DEFAULTS = GenerationDefaults()
 def parse_generation_config(content: bytes, place: str) -> tuple[GenerationDefaults, tuple[str, ...]]:
     """Return the defaults in the content of a file, ``place``, and the names of its settings that have no effect here.
 
-    Raises:
-        ConfigError: The content is no JSON object, or a value is of a wrong type or out of range.
+    ``ConfigError`` if the content is no JSON object, or a value is of a wrong type or out of range.
     """
     try:
         values = json.loads(content)
@@ -104,8 +103,7 @@ def parse_generation_config(content: bytes, place: str) -> tuple[GenerationDefau
 def read_generation_config(file: Path) -> tuple[GenerationDefaults, tuple[str, ...]]:
     """Return the same of a file.
 
-    Raises:
-        ConfigError: As ``parse_generation_config``, or it cannot be read, or is larger than a mebibyte.
+    ``ConfigError`` as ``parse_generation_config``, or it cannot be read, or is larger than a mebibyte.
     """
     try:
         with open(file, "rb") as opened:

@@ -85,8 +85,7 @@ def find_factory(kind: str, name: str, ours: Mapping[str, Callable[..., T]]) -> 
 def made_by(kind: str, name: str, factory: Callable[..., T], *arguments: object, seam: type) -> T:
     """Call a factory of ``find_factory`` and check that the result has the members of the Protocol ``seam``.
 
-    Raises:
-        ConfigError: The call failed, or a member of the Protocol is missing.
+    ``ConfigError`` if the call failed, or a member of the Protocol is missing.
     """
     try:
         made = factory(*arguments)

@@ -25,8 +25,7 @@ class Work(Protocol):
     def poll(self, now: float) -> StepResult | LoadResult | None:
         """Return the result once complete, else ``None``. Never blocks.
 
-        Raises:
-            Exception: The step failed on the device; the engine must be restarted.
+        ``Exception`` if the step failed on the device; the engine must be restarted.
         """
 
 
@@ -58,8 +57,7 @@ class AdapterReader(Protocol):
     def read(self, name: str, path: str) -> AdapterVersion:
         """Read, check and pack the adapter in the directory ``path``. Blocks on the disk; safe from any thread.
 
-        Raises:
-            AdapterError: The adapter cannot be served on this base; gives ``name`` and the reason.
+        ``AdapterError`` if the adapter cannot be served on this base; gives ``name`` and the reason.
         """
 
     def check(self, adapters: Sequence[tuple[str, str]]) -> list[AdapterVersion | AdapterError]:

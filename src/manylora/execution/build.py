@@ -200,8 +200,7 @@ def _start_others(config: EngineConfig, clock: Clock, undo: ExitStack) -> Worker
 def _of_worker(config: EngineConfig, workers: Collectives) -> EngineConfig:
     """Return the configuration of one of several workers: its device, and its part of the machine's cores and memory.
 
-    Raises:
-        ConfigError: There are fewer devices than workers.
+    ``ConfigError`` if there are fewer devices than workers.
     """
     device = find_device(config.model.device)
     if device.type == "cpu":
@@ -398,8 +397,7 @@ def _reader_settings(config: EngineConfig, model: _Model) -> ReaderSettings:
 def _kv_dtype(wanted: str, loaded: LoadedModel, weights: BaseWeights) -> torch.dtype:
     """Return the type of KV in pages; refuse one that no kernel here reads.
 
-    Raises:
-        ConfigError: ``wanted`` is another type than the model's, and attention reads no other.
+    ``ConfigError`` if ``wanted`` is another type than the model's, and attention reads no other.
     """
     is_free = loaded.device.type == "cpu" and loaded.dtype is torch.float32
     if wanted == "auto":

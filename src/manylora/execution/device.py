@@ -58,8 +58,7 @@ class DeviceOps:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record ``work`` once it has run; return a function that repeats it on the current values of its tensors.
 
-        Raises:
-            RuntimeError: The work cannot be recorded.
+        ``RuntimeError`` if the work cannot be recorded.
         """
         return work
 
@@ -137,8 +136,7 @@ class CudaOps(DeviceOps):
 def find_device(name: str) -> torch.device:
     """Return the device of that name, a GPU with its number; ``auto`` is the GPU if there is one.
 
-    Raises:
-        ConfigError: There is no such device.
+    ``ConfigError`` if there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -63,10 +63,8 @@ def bytes_for_pages(
 def count_pages(config: EngineConfig, base: BaseShape, loaded: LoadedModel, memory_of_base: DeviceMemory | None) -> int:
     """Return the configured number of pages, or the number that fit beside weights and activations.
 
-    ``memory_of_base`` is the memory of the weights on a GPU, if it is the driver's.
-
-    Raises:
-        ConfigError: There is no room for two pages, or the pages are larger than the memory of the device.
+    ``memory_of_base`` is the memory of the weights on a GPU, if it is the driver's. ``ConfigError`` if there is no room
+    for two pages, or the pages are larger than the memory of the device.
     """
     memory = config.memory
     if memory.num_pages is not None:
@@ -121,8 +119,7 @@ def _check_room(asked: str, num_bytes: int, device: torch.device) -> None:
 def fit_context(base: BaseShape, num_pages: int, *, is_asked: bool) -> BaseShape:
     """Return ``base`` with a context that the pages can hold.
 
-    Raises:
-        ConfigError: The context does not fit, and the configuration names it (``is_asked``).
+    ``ConfigError`` if the context does not fit, and the configuration names it (``is_asked``).
     """
     room = (num_pages - base.num_state_pages) * base.page.block_size
     if base.max_model_len <= room:

@@ -85,8 +85,7 @@ def compare(answer: GivenAnswer, reference: NDArray[np.float32], tolerance: floa
 class Reference:
     """A base with one adapter, by transformers and PEFT, in float32 on the CPU.
 
-    Raises:
-        ModuleNotFoundError: PEFT is not installed.
+    ``ModuleNotFoundError`` if PEFT is not installed.
     """
 
     def __init__(self, base: str, adapter: str) -> None:

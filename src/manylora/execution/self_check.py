@@ -28,8 +28,7 @@ _TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.3, "int8": 0.3}
 def check_sequences_are_separate(runner: ModelRunner, base: BaseShape, num_pages: int) -> None:
     """Compare two sequences alone, together, and in chunks, in empty pages; do nothing with too few pages for two.
 
-    Raises:
-        ConfigError: The logits depend on the other sequences of the batch.
+    ``ConfigError`` if the logits depend on the other sequences of the batch.
     """
     num_tokens = min(NUM_TOKENS, base.max_model_len)
     pages_each = base.num_state_pages - (-num_tokens // base.page.block_size)

@@ -46,8 +46,7 @@ class WorkerSetup:
 class WorkerGroup:
     """The processes of workers 1 to N-1; for the process of worker 0, with ``tensor_parallel_size`` above 1.
 
-    Raises:
-        OSError: A process could not be started.
+    ``OSError`` if a process could not be started.
     """
 
     def __init__(self, config: EngineConfig, clock: Clock) -> None:
@@ -94,9 +93,7 @@ class WorkerGroup:
     def _meet(self) -> Store:
         """Wait until every worker has its weights; return the store where their groups meet.
 
-        Raises:
-            ConfigError: A worker refused the configuration.
-            EngineDead: A worker ended.
+        ``ConfigError`` if a worker refused the configuration; ``EngineDead`` if a worker ended.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None or self._num_loaded == len(self._processes))

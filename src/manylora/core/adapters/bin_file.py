@@ -58,10 +58,8 @@ class _BoundedReads:
 def describe_bin(name: str, file: BinaryIO, max_bytes: int) -> dict[str, StoredTensor]:
     """Return every tensor of a PyTorch weight file, without its bytes and without executing it.
 
-    Messages name the adapter ``name``. The tensors together may have at most ``max_bytes`` bytes.
-
-    Raises:
-        AdapterError: The file is damaged, too large, compressed, older than PyTorch 1.6, or holds more than tensors.
+    Messages name the adapter ``name``. The tensors together may have at most ``max_bytes`` bytes. ``AdapterError`` if
+    the file is damaged, too large, compressed, older than PyTorch 1.6, or holds more than tensors.
     """
     bounded = _BoundedReads(file, "directory", MAX_DIRECTORY_BYTES)
     try:

@@ -81,8 +81,7 @@ class OpenFile(Protocol):
     def read(self, offset: int, length: int) -> bytes:
         """Return a range of it, all of ``length`` bytes. Blocks.
 
-        Raises:
-            AdapterError: The range lies beyond its end, or cannot be read.
+        ``AdapterError`` if the range lies beyond its end, or cannot be read.
         """
 
     def close(self) -> None:
@@ -141,9 +140,8 @@ class Folder(Protocol):
     def open(self, file: str, max_bytes: int) -> OpenFile:
         """Open a file of at most ``max_bytes`` bytes.
 
-        Raises:
-            AdapterError: The file is missing, unreadable, or too large.
-            AdapterForbidden: The file lies outside of all places that are allowed.
+        ``AdapterError`` if the file is missing, unreadable, or too large; ``AdapterForbidden`` if the file lies outside
+        of all places that are allowed.
         """
 
     def find_weights(self) -> str:
@@ -195,11 +193,8 @@ class AdapterFolder:
 def open_regular(name: str, path: Path, max_bytes: int, roots: Collection[str] | None = None) -> BinaryIO:
     """Open a regular file of at most ``max_bytes`` bytes; never blocks.
 
-    Messages name the adapter ``name``.
-
-    Raises:
-        AdapterError: The file is missing, unreadable, not regular, or too large.
-        AdapterForbidden: The file lies outside the roots.
+    Messages name the adapter ``name``. ``AdapterError`` if the file is missing, unreadable, not regular, or too large;
+    ``AdapterForbidden`` if the file lies outside the roots.
     """
     try:
         # O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
@@ -265,8 +260,7 @@ def read_config(folder: Folder) -> dict[str, Any]:
 def read_config_file(folder: Folder) -> bytes:
     """Return the content of the configuration in an adapter's folder.
 
-    Raises:
-        AdapterError: The file is missing or too large.
+    ``AdapterError`` if the file is missing or too large.
     """
     return folder.read(CONFIG_FILE, MAX_CONFIG_BYTES)
 
@@ -274,8 +268,7 @@ def read_config_file(folder: Folder) -> bytes:
 def parse_config(name: str, content: bytes) -> dict[str, Any]:
     """Return the configuration in the content of its file.
 
-    Raises:
-        AdapterError: The file is malformed; names the adapter ``name``.
+    ``AdapterError`` if the file is malformed; names the adapter ``name``.
     """
 
     def constant(word: str) -> NoReturn:
@@ -294,8 +287,7 @@ def parse_config(name: str, content: bytes) -> dict[str, Any]:
 def unique_pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object's members, for ``json.loads``; of two with one name a reader could take either.
 
-    Raises:
-        ValueError: A name appears twice.
+    ``ValueError`` if a name appears twice.
     """
     unique = dict(items)
     if len(unique) != len(items):

@@ -30,19 +30,13 @@ class AdapterSettings(Protocol):
         """The tokens that activate the adapter; empty if it is always active."""
 
     def stored_modules(self, tensors: Mapping[str, StoredTensor]) -> tuple[StoredModule, ...]:
-        """Return the modules in a weight file, sorted by name.
-
-        Raises:
-            AdapterError: A tensor is not understood.
-        """
+        """Return the modules in a weight file, sorted by name; ``AdapterError`` if a tensor is not understood."""
 
     def match(self, tensors: Mapping[str, StoredTensor], base: BaseShape) -> tuple[ModuleWeights, ...]:
         """Return the weights of every module, in the base's module order; at least one.
 
-        Types and shapes decide: the bytes of a tensor may not have been read yet.
-
-        Raises:
-            AdapterError: A tensor would not be applied, a tensor that the settings name is missing, or sizes disagree.
+        Types and shapes decide: the bytes of a tensor may not have been read yet. ``AdapterError`` if a tensor would
+        not be applied, a tensor that the settings name is missing, or sizes disagree.
         """
 
 
@@ -52,8 +46,7 @@ class AdapterMethod(Protocol):
     def parse(self, name: str, config: Mapping[str, Any]) -> AdapterSettings:
         """Check the content of ``adapter_config.json``; ``name`` is the adapter, for messages.
 
-        Raises:
-            AdapterError: The configuration is malformed or unsupported.
+        ``AdapterError`` if the configuration is malformed or unsupported.
         """
 
 

@@ -66,10 +66,8 @@ def pack(
 ) -> NDArray[Any]:
     """Return the image (as in ``PackedAdapter``) of the weights of every module in ``layout``.
 
-    The scale is multiplied into B in float32, before the only rounding to the layout's dtype.
-
-    Raises:
-        AdapterError: A number is too large for the layout's dtype; names the adapter ``name``.
+    The scale is multiplied into B in float32, before the only rounding to the layout's dtype. ``AdapterError`` if a
+    number is too large for the layout's dtype; names the adapter ``name``.
     """
     image = image_of(allocate(layout.num_pages * page.num_bytes), layout, page)
     pack_groups(name, image, layout.groups.values(), weights, layout.dtype)

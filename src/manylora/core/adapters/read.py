@@ -101,10 +101,8 @@ class ReadRules:
 def read_adapter(name: str, path: str | Path, rules: ReadRules, allocate: Allocate = own_memory) -> PackedAdapter:
     """Read and check a PEFT directory or URL, and pack its weights for a base. Blocks; safe from any thread.
 
-    ``allocate`` returns the memory for the image.
-
-    Raises:
-        AdapterError: The adapter cannot be served on this base, with the reason.
+    ``allocate`` returns the memory for the image. ``AdapterError`` if the adapter cannot be served on this base, with
+    the reason.
     """
     folder, base = rules.open(name, path), rules.base
     settings = parse_settings(name, read_config(folder))
@@ -159,10 +157,8 @@ class MatchedShapes:
     def match(self, name: str, config: bytes, file: WeightFile) -> MatchedWeights:
         """Return the weights of an open file; it may hold another version than the registered version.
 
-        ``config`` is the content of its configuration.
-
-        Raises:
-            AdapterError: They cannot be served on this base, as far as configuration and header show.
+        ``config`` is the content of its configuration. ``AdapterError`` if they cannot be served on this base, as far
+        as configuration and header show.
         """
         shape = None if file.header is None else (digest_text(config), digest_text(file.header), file.num_bytes)
         known = None if shape is None else self._known.get(shape)
@@ -194,8 +190,7 @@ class HeaderReader:
     def read(self, name: str, path: str | Path) -> AdapterVersion:
         """Return the version of an adapter, by content hash if that is known, else with a provisional key.
 
-        Raises:
-            AdapterError: The adapter cannot be served on this base, as far as its header shows.
+        ``AdapterError`` if the adapter cannot be served on this base, as far as its header shows.
         """
         folder = self._rules.open(name, path)
         config = read_config_file(folder)

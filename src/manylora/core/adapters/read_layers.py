@@ -48,10 +48,8 @@ LEAST_AHEAD_BYTES = 1024 * 1024
 class LayerReader:
     """A registered version whose files are open; a context, which closes them.
 
-    ``shapes`` remembers shapes from one reader to the next.
-
-    Raises:
-        AdapterError: Its files are gone or broken, or belong to another version now.
+    ``shapes`` remembers shapes from one reader to the next. ``AdapterError`` if its files are gone or broken, or belong
+    to another version now.
     """
 
     def __init__(self, version: AdapterVersion, rules: ReadRules, shapes: MatchedShapes | None = None) -> None:
@@ -103,8 +101,7 @@ class LayerReader:
     def pack(self, image: NDArray[Any]) -> Iterator[int]:
         """Fill an image of the layout; yield the number of its pages, from the first on, that hold their final content.
 
-        Raises:
-            AdapterError: A layer cannot be read, or holds other weights than those that were registered.
+        ``AdapterError`` if a layer cannot be read, or holds other weights than those that were registered.
         """
         digests: list[bytes] = []
         exact: list[str] = []

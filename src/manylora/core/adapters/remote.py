@@ -45,25 +45,20 @@ class Registry(Protocol):
     def pin(self, name: str, url: str) -> str:
         """Return the URL of the same folder of a hub in the commit that its branch or tag names now.
 
-        Raises:
-            AdapterNotFound: There is no adapter.
-            AdapterError: As for ``open``.
+        ``AdapterNotFound`` if there is no adapter; ``AdapterError`` as for ``open``.
         """
 
     def open(self, name: str, url: str, max_bytes: int) -> RemoteHead:
         """Return the head of a file.
 
-        Raises:
-            AdapterNotFound: There is no such file.
-            AdapterForbidden: The URL is not in a registry that is allowed.
-            AdapterError: The file is too large, has no identity, or the server does not answer.
+        ``AdapterNotFound`` if there is no such file; ``AdapterForbidden`` if the URL is not in a registry that is
+        allowed; ``AdapterError`` if the file is too large, has no identity, or the server does not answer.
         """
 
     def read(self, name: str, url: str, head: RemoteHead, offset: int, length: int) -> bytes:
         """Return a range of a file, all of it.
 
-        Raises:
-            AdapterError: The file is another file now than ``head`` describes, or cannot be read.
+        ``AdapterError`` if the file is another file now than ``head`` describes, or cannot be read.
         """
 
 

@@ -54,10 +54,7 @@ class AdapterReport:
 def check_folders(paths: Mapping[str, str], *, max_bytes: int) -> None:
     """Check adapters' folders, given by name, as far as that needs no base: configuration and header of the weights.
 
-    URLs are left to the engine's readers.
-
-    Raises:
-        AdapterError: A folder is missing, or no base can serve what is in it.
+    URLs are left to the engine's readers. ``AdapterError`` if a folder is missing, or no base can serve what is in it.
     """
     for name, path in paths.items():
         if not is_url(path):
@@ -88,10 +85,7 @@ def explain_adapter(
 
     The reader refuses an adapter for its first fault. If it does, it is asked about the tensors of each module by
     themselves, beside those that all modules share. Of more than ``MAX_EXPLAINED`` modules those beyond are judged
-    together.
-
-    Raises:
-        AdapterError: The folder or its weight file cannot be read.
+    together. ``AdapterError`` if the folder or its weight file cannot be read.
     """
     name = str(path)
     folder = open_folder(name, path, registry=registry)
@@ -139,8 +133,7 @@ def inspect_adapter(
 ) -> AdapterReport:
     """Report on an adapter directory or URL with a weight file of at most ``max_bytes``, and whether it fits ``base``.
 
-    Raises:
-        AdapterError: The adapter cannot be read for any base. One that does not fit ``base`` is only reported.
+    ``AdapterError`` if the adapter cannot be read for any base. One that does not fit ``base`` is only reported.
     """
     name = str(path)
     folder = open_folder(name, path, registry=registry)

@@ -86,9 +86,7 @@ def check_name(name: str) -> str:
     """Return ``name`` if it is a valid adapter name.
 
     Allowed are letters, digits, ``_ . - / : @ + = ( ) [ ]`` and inner spaces, with a letter, digit or underscore first.
-
-    Raises:
-        AdapterError: The name is empty, too long, or has other characters.
+    ``AdapterError`` if the name is empty, too long, or has other characters.
     """
     if not 1 <= len(name) <= MAX_NAME_CHARS:
         shown = name if not name else name[:32] + "..."
@@ -108,10 +106,8 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
     A relative path is looked up below each root in turn, never below the working directory. Symbolic links, of the
     directory and of the files that will be read, are followed and must also end below a root (the Hugging Face cache
     consists of links within itself). The check is safe as long as the requester cannot write below the roots.
-
-    Raises:
-        AdapterForbidden: The path is malformed, or it or a file in it lies outside the roots.
-        AdapterNotFound: There is no such directory below the roots.
+    ``AdapterForbidden`` if the path is malformed, or it or a file in it lies outside the roots; ``AdapterNotFound`` if
+    there is no such directory below the roots.
     """
     shown = path if len(path) <= 256 else path[:253] + "..."
     if not path or len(path) > MAX_PATH_CHARS or not path.isprintable() or path != path.strip():
@@ -175,8 +171,7 @@ def host_of(path: str) -> str | None:
 def check_registry(prefix: str) -> str:
     """Return the normal form of a value of ``--lora-registry``.
 
-    Raises:
-        ConfigError: It is no such URL; it has a checksum, or a revision: from that a commit could not be told.
+    ``ConfigError`` if it is no such URL; it has a checksum, or a revision: from that a commit could not be told.
     """
     normal = _normal(prefix)
     if normal is None or "#" in normal or (normal.startswith("hf://") and "@" in normal):
@@ -197,9 +192,7 @@ def resolve_url(name: str, url: str, prefixes: Iterable[str]) -> str:
     """Return the normal form of a URL of a folder or file, without a slash at its end.
 
     It must lie below one of ``prefixes``, values of ``--lora-registry``; messages name the adapter ``name``.
-
-    Raises:
-        AdapterForbidden: The URL is malformed, or below none of them.
+    ``AdapterForbidden`` if the URL is malformed, or below none of them.
     """
     allowed = [check_registry(prefix) for prefix in prefixes]
     if not allowed:
@@ -233,9 +226,8 @@ def open_folder(
 ) -> Folder:
     """Return the folder at a path, or at a URL if there is a ``registry`` to ask.
 
-    Raises:
-        AdapterNotFound: There is no folder.
-        AdapterForbidden: The path lies outside the roots, or no registry is allowed.
+    ``AdapterNotFound`` if there is no folder; ``AdapterForbidden`` if the path lies outside the roots, or no registry
+    is allowed.
     """
     if isinstance(path, str) and is_url(path):
         if registry is None:

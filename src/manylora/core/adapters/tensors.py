@@ -256,10 +256,7 @@ def gather_parts(name: str, tensors: Mapping[str, StoredTensor], key: re.Pattern
     """Return a file's tensors by module.
 
     ``key`` matches the keys of the method: its group ``module`` is the module, and the last other group that matches is
-    the name of the part.
-
-    Raises:
-        AdapterError: A key is unknown, a tensor is stored twice, or there are none.
+    the name of the part. ``AdapterError`` if a key is unknown, a tensor is stored twice, or there are none.
     """
     if len(tensors) > MAX_TENSORS:
         raise AdapterError(name, f"its weight file holds {len(tensors)} tensors, at most {MAX_TENSORS} are accepted")
@@ -288,11 +285,7 @@ def gather_parts(name: str, tensors: Mapping[str, StoredTensor], key: re.Pattern
 
 
 def check_tensor(name: str, what: str, tensor: StoredTensor, shape: tuple[int, ...]) -> StoredTensor:
-    """Return a tensor that holds numbers of some shape.
-
-    Raises:
-        AdapterError: It has another type or shape.
-    """
+    """Return a tensor that holds numbers of some shape; ``AdapterError`` if it has another type or shape."""
     if tensor.dtype not in FLOAT_DTYPES:
         raise AdapterError(name, f"{what} holds {tensor.dtype}, expected one of {', '.join(FLOAT_DTYPES)}")
     if tensor.shape != shape:

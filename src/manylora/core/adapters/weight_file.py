@@ -42,10 +42,8 @@ _BITS: Mapping[str, int] = (
 class WeightFile:
     """The open weight file of a folder; a context, which closes it.
 
-    ``admit`` takes the identity of the open file before it is parsed, and raises to refuse it.
-
-    Raises:
-        AdapterError: The file is missing, unreadable, too short for its header, or larger than ``max_bytes``.
+    ``admit`` takes the identity of the open file before it is parsed, and raises to refuse it. ``AdapterError`` if the
+    file is missing, unreadable, too short for its header, or larger than ``max_bytes``.
     """
 
     def __init__(
@@ -80,22 +78,14 @@ class WeightFile:
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Its tensors by key, without their bytes.
-
-        Raises:
-            AdapterError: The header is damaged.
-        """
+        """Its tensors by key, without their bytes; ``AdapterError`` if the header is damaged."""
         if self._tensors is None:
             assert self.header is not None
             self._tensors = parse_header(self._name, self.header, self.num_bytes)
         return self._tensors
 
     def fetch(self, weights: Sequence[ModuleWeights]) -> Sequence[ModuleWeights]:
-        """Return weights of its tensors with their bytes.
-
-        Raises:
-            AdapterError: They cannot be read.
-        """
+        """Return weights of its tensors with their bytes; ``AdapterError`` if they cannot be read."""
         return fetch(self._source, weights)
 
     def close(self) -> None:
@@ -130,8 +120,7 @@ def check_size(name: str, weights: Sequence[ModuleWeights], base: BaseShape, max
 def read_header_bytes(name: str, source: OpenFile) -> bytes:
     """Return the header of a safetensors file, without its length.
 
-    Raises:
-        AdapterError: It is no safetensors file, or cut.
+    ``AdapterError`` if it is no safetensors file, or cut.
     """
     length = int.from_bytes(source.read(0, 8), "little") if source.size >= 8 else source.size
     if length > source.size - 8:
@@ -145,9 +134,7 @@ def parse_header(name: str, header: bytes, num_bytes: int, *, file: str = WEIGHT
     """Return the tensors that a header (without its length) lists, by key, each with its range in the file.
 
     They fill the file, of ``num_bytes``, to the last byte, without holes. Messages name the adapter and the file.
-
-    Raises:
-        AdapterError: It is no header of a safetensors file of that size.
+    ``AdapterError`` if it is no header of a safetensors file of that size.
     """
     entries, _ = _parse(name, header, file)
     front = 8 + len(header)

@@ -210,8 +210,7 @@ class StepLog:
 def open_step_log(path: str | Path, parts: EngineParts, model: ModelConfig) -> Iterator[StepLog]:
     """Append the work of the engine of ``parts`` and ``model`` to a log; unbuffered, so a killed engine loses no line.
 
-    Raises:
-        ConfigError: The file cannot be written.
+    ``ConfigError`` if the file cannot be written.
     """
     with ExitStack() as stack:
         try:
@@ -234,8 +233,7 @@ def write_step_log(path: str | Path, lines: Iterable[LogLine]) -> None:
 def read_step_log(path: str | Path) -> Iterator[LogLine]:
     """Yield the lines of a log, its header first.
 
-    Raises:
-        ConfigError: The file cannot be read, is empty, does not begin with a header, or has an invalid line.
+    ``ConfigError`` if the file cannot be read, is empty, does not begin with a header, or has an invalid line.
     """
     decode = msgspec.json.Decoder(LogLine).decode
     number = 0

@@ -49,11 +49,10 @@ class Acceptance:
     def accept(self, request: Request, now: float) -> Sequence:
         """Return the sequence of a request.
 
-        Raises:
-            ModelNotFound: Neither the base nor an adapter has that name.
-            AdapterReplaced: The request is the rest of an answer of an adapter version that is not here.
-            RequestError: The request can never be served: empty, unknown tokens, or too long for the model or the pool.
-            CapacityError: Too many requests wait, or it would wait for too long (429).
+        ``ModelNotFound`` if neither the base nor an adapter has that name; ``AdapterReplaced`` if the request is the
+        rest of an answer of an adapter version that is not here; ``RequestError`` if the request can never be served:
+        empty, unknown tokens, or too long for the model or the pool; ``CapacityError`` if too many requests wait, or it
+        would wait for too long (429).
         """
         begun = request.continuation
         if begun is not None and begun.tokens:
@@ -94,9 +93,8 @@ class Acceptance:
     def _check_limits(self, request: Request, version: AdapterVersion | None) -> int:
         """Return how many tokens a request may generate with an adapter.
 
-        Raises:
-            RequestError: The request is empty, has unknown tokens, is too long for the model or the pool, or its answer
-                has all tokens already.
+        ``RequestError`` if the request is empty, has unknown tokens, is too long for the model or the pool, or its
+        answer has all tokens already.
         """
         self._check_tokens(request)
         num_prompt, asked = len(request.prompt), request.sampling.max_tokens

@@ -62,10 +62,8 @@ class EngineCore:
     """One replica's scheduler, cache and memory; its parts are live or simulated.
 
     Options of the model in ``config`` are not read. ``served_name`` is the base's name in requests. Sinks receive every
-    event, in order. The predictor is by default the one that ``config`` names.
-
-    Raises:
-        ConfigError: No policy or predictor has the given name, or the executor cannot do the cold starts asked for.
+    event, in order. The predictor is by default the one that ``config`` names. ``ConfigError`` if no policy or
+    predictor has the given name, or the executor cannot do the cold starts asked for.
     """
 
     def __init__(
@@ -139,11 +137,10 @@ class EngineCore:
     def add_request(self, request: Request, now: float) -> None:
         """Accept a request.
 
-        Raises:
-            ModelNotFound: Neither the base nor an adapter has that name.
-            AdapterReplaced: The request is the rest of an answer of an adapter version that is not here.
-            RequestError: The request can never be served: empty, unknown tokens, or too long for the model or the pool.
-            CapacityError: Too many requests wait, or it would wait for too long (429).
+        ``ModelNotFound`` if neither the base nor an adapter has that name; ``AdapterReplaced`` if the request is the
+        rest of an answer of an adapter version that is not here; ``RequestError`` if the request can never be served:
+        empty, unknown tokens, or too long for the model or the pool; ``CapacityError`` if too many requests wait, or it
+        would wait for too long (429).
         """
         if request.request_id in self._sequences:
             raise RequestError(f"Got request_id = {request.request_id!r}, which is in flight", param="request_id")
@@ -177,8 +174,7 @@ class EngineCore:
     def collect(self, now: float) -> list[Output]:
         """Process completed work; return the outputs of requests since the last call.
 
-        Raises:
-            Exception: The device failed in a step; the engine is lost.
+        ``Exception`` if the device failed in a step; the engine is lost.
         """
         if self._loader.loads.in_flight:
             ended = self._loader.poll(now)

@@ -89,9 +89,8 @@ class EngineLoop:
     def run(self) -> None:
         """Run until stopped, or (unless live) until no request is left.
 
-        Raises:
-            Stalled: Requests are left, and no step, load or arrival is pending.
-            Exception: The device, or a plug-in, failed; of a plug-in, a note has the name and the line.
+        ``Stalled`` if requests are left, and no step, load or arrival is pending; ``Exception`` if the device, or a
+        plug-in, failed; of a plug-in, a note has the name and the line.
         """
         core = self._core
         while not self._is_stopping:

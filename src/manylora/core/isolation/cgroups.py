@@ -25,9 +25,7 @@ class Cgroup:
     Its name is unique on the machine: letters, digits and ``-``. A process that needs more memory is ended by the
     kernel. With ``has_share`` it is a group for processor time without a limit of it; in version 1 of the interface,
     where controllers have hierarchies of their own, of no other controller: the process stays in its groups for them.
-
-    Raises:
-        OSError: Groups cannot be made here; with the reason.
+    ``OSError`` if groups cannot be made here; with the reason.
     """
 
     def __init__(
@@ -69,11 +67,7 @@ class Cgroup:
             raise
 
     def add(self, pid: int) -> None:
-        """Put a process into the group.
-
-        Raises:
-            OSError: The process has ended.
-        """
+        """Put a process into the group; ``OSError`` if the process has ended."""
         for folder in self._folders:
             (folder / "cgroup.procs").write_text(str(pid))
 
@@ -100,8 +94,7 @@ def remove_groups_of_the_dead(prefix: str, root: Path = ROOT) -> None:
 def cpu_group_of(pid: int | str, root: Path = ROOT) -> Path | None:
     """Return the folder of the group whose processor time a process shares; ``None`` for the group of all.
 
-    Raises:
-        OSError: The process has ended.
+    ``OSError`` if the process has ended.
     """
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -117,8 +110,7 @@ def cpu_group_of(pid: int | str, root: Path = ROOT) -> Path | None:
 def enter_own_share() -> None:
     """Make this process a session of its own, whose share does not grow with its threads.
 
-    Raises:
-        OSError: The kernel shares the processors by thread here.
+    ``OSError`` if the kernel shares the processors by thread here.
     """
     os.setsid()
     if _group_of("self", ROOT) is None and not (_IS_ENABLED.exists() and _IS_ENABLED.read_text().strip() == "1"):
@@ -129,10 +121,7 @@ class ProcessorShare:
     """The share of one process that has entered its own; only root may change it.
 
     The kernel's file is opened once: after the end of the process a change fails, and does not reach another one that
-    got its number.
-
-    Raises:
-        OSError: The process has ended, it has no share of its own, or this user may not.
+    got its number. ``OSError`` if the process has ended, it has no share of its own, or this user may not.
     """
 
     def __init__(self, pid: int, root: Path = ROOT) -> None:
@@ -147,8 +136,7 @@ class ProcessorShare:
     def set_background(self, is_background: bool) -> None:
         """Leave the process the time that no other one wants, or give it its share again; cheap without a change.
 
-        Raises:
-            OSError: The process has ended.
+        ``OSError`` if the process has ended.
         """
         if is_background != self._is_background:
             os.write(self._file, self._values[is_background])

@@ -99,10 +99,7 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
     """Confine this process for good; return what is in force.
 
     Call it before the first byte of a tenant is read, and while there is one thread: the kernel restricts files by
-    thread.
-
-    Raises:
-        RuntimeError: There are other threads.
+    thread. ``RuntimeError`` if there are other threads.
     """
     if _num_threads() != 1:
         raise RuntimeError(f"cannot be confined with {_num_threads()} threads: the others would stay free")
@@ -131,10 +128,7 @@ def confine(to: Confinement) -> tuple[Measure, ...]:
 def start_on_pipe(module: str, environment: Mapping[str, str] = {}) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that runs ``main(descriptor)`` of a module; return it, and the other end of its pipe.
 
-    ``environment`` is added to this process's own.
-
-    Raises:
-        OSError: The process could not be started.
+    ``environment`` is added to this process's own. ``OSError`` if the process could not be started.
     """
     import subprocess  # here, since a process that may start none does without
 
@@ -155,9 +149,8 @@ def start_on_pipe(module: str, environment: Mapping[str, str] = {}) -> tuple[sub
 def receive_answer(pipe: Connection, limit_s: float, decode: Callable[[bytes], T], *, max_bytes: int) -> T:
     """Return the next answer of a process that handles hostile input, of at most ``max_bytes``; it may die of it.
 
-    Raises:
-        TimeoutError: It is not there, to its last byte, within ``limit_s`` seconds.
-        OSError: The process died, or its answer cannot be read.
+    ``TimeoutError`` if it is not there, to its last byte, within ``limit_s`` seconds; ``OSError`` if the process died,
+    or its answer cannot be read.
     """
     clock = WallClock()
     until = clock.now() + limit_s

@@ -27,8 +27,7 @@ _MADE_AT = "/tmp"  # folder that the new root is made over; each process that ma
 def enter_namespaces(kinds: int) -> str:
     """Enter new namespaces of some kinds; return a note on the way.
 
-    Raises:
-        OSError: This user, the kernel or the container has no right to.
+    ``OSError`` if this user, the kernel or the container has no right to.
     """
     try:
         unshare(kinds)
@@ -47,10 +46,8 @@ def enter_namespaces(kinds: int) -> str:
 def enter_own_root(readable: Collection[str]) -> None:
     """Enter a file system that has some folders and files, for reading, and nothing else: all other paths do not exist.
 
-    They are where they were, and where links on the way to them lead. Those that do not exist are left out.
-
-    Raises:
-        OSError: The kernel refused; the file system is as before.
+    They are where they were, and where links on the way to them lead. Those that do not exist are left out. ``OSError``
+    if the kernel refused; the file system is as before.
     """
     places = {os.path.abspath(one) for one in readable} | {os.path.realpath(one) for one in readable}
     places = {one for one in places if os.path.exists(one) and not any(_is_in(one, other) for other in places)}

@@ -189,8 +189,7 @@ DEFAULT_ROUTER = "auto"
 def make_router(name: str, context: RouterContext, given: Mapping[str, object] | None = None) -> Router:
     """Make a router by its name in ``ROUTERS``, or a plug-in (``plugins.py``), with its options.
 
-    Raises:
-        ConfigError: No router has that name, or an option is wrong.
+    ``ConfigError`` if no router has that name, or an option is wrong.
     """
     options = options_for("router", name, ROUTERS, given or {})
     return made_by(

@@ -84,10 +84,8 @@ STEP_COMPOSITIONS: dict[str, Callable[[], StepComposition]] = {
 def make_policy(name: str, context: PolicyContext) -> Policy:
     """Make a scheduling policy by its name in ``POLICIES``, or a plug-in (``plugins.py``).
 
-    ``options`` and ``inner`` of the context are set here, from the configuration.
-
-    Raises:
-        ConfigError: No policy has that name, it lacks a method, or an option of it is wrong.
+    ``options`` and ``inner`` of the context are set here, from the configuration. ``ConfigError`` if no policy has that
+    name, it lacks a method, or an option of it is wrong.
     """
     return _policy_maker(name, context)()
 
@@ -102,8 +100,7 @@ def _policy_maker(name: str, context: PolicyContext) -> Callable[[], Policy]:
 def make_step_composition(name: str) -> StepComposition:
     """Make a step composition by its name in ``STEP_COMPOSITIONS``, or a plug-in (``plugins.py``), in its first state.
 
-    Raises:
-        ConfigError: No step composition has that name, or it lacks a method.
+    ``ConfigError`` if no step composition has that name, or it lacks a method.
     """
     factory = find_factory("step_composition", name, STEP_COMPOSITIONS)
     return made_by("step_composition", name, factory, seam=StepComposition)
@@ -112,8 +109,7 @@ def make_step_composition(name: str) -> StepComposition:
 def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
     """Make the predictor that the configuration names, one of ``PREDICTORS`` or a plug-in (``plugins.py``).
 
-    Raises:
-        ConfigError: No predictor has that name, or an option is wrong.
+    ``ConfigError`` if no predictor has that name, or an option is wrong.
     """
     factory = find_factory("predictor", config.predictor, PREDICTORS)
     options = options_for("predictor", config.predictor, PREDICTORS, config.predictor_options)

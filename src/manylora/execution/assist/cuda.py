@@ -130,8 +130,7 @@ def _load_library() -> Any:
 def open_stream(device: torch.device) -> CudaStream | None:
     """Return the stream with the fastest operations that work here, ``None`` if there are none.
 
-    Raises:
-        EngineDead: A stream of the device hangs: this process cannot use the device any more.
+    ``EngineDead`` if a stream of the device hangs: this process cannot use the device any more.
     """
     try:
         from cuda.bindings import driver
@@ -154,9 +153,7 @@ def open_stream(device: torch.device) -> CudaStream | None:
 def _probe(stream: CudaStream, device: torch.device) -> None:
     """Exchange two words with the device, on a stream of its own.
 
-    Raises:
-        EngineDead: The stream hangs.
-        RuntimeError: The driver refuses an operation, or a word does not arrive.
+    ``EngineDead`` if the stream hangs; ``RuntimeError`` if the driver refuses an operation, or a word does not arrive.
     """
     attributes = stream._driver.CUdevice_attribute
     for wanted in (
@@ -186,8 +183,7 @@ def _probe(stream: CudaStream, device: torch.device) -> None:
 def _release(stream: CudaStream, device: torch.device, words: Words, is_done: torch.cuda.Event) -> None:
     """Let a stream that waits for a word pass by the device's own write: it reads the memory that we free.
 
-    Raises:
-        EngineDead: The stream still waits. A wait for all work of the device, as its allocator does, would hang.
+    ``EngineDead`` if the stream still waits. A wait for all work of the device, as its allocator does, would hang.
     """
     with torch.cuda.stream(torch.cuda.Stream(device)):
         stream.write_value(words, 0, 1)

@@ -55,10 +55,8 @@ def read_elements(
     """Return a weight whose codes are elements of the tensor ``codes``, of one of ``dtypes`` (safetensors' names).
 
     ``shape`` is outputs and inputs, ``block`` those that share a scale. ``zero`` names zero points, if there may be
-    some; an integer has ``bits``, 4 or 8.
-
-    Raises:
-        ConfigError: A tensor is missing, or of another type or shape, or an integer has more bits.
+    some; an integer has ``bits``, 4 or 8. ``ConfigError`` if a tensor is missing, or of another type or shape, or an
+    integer has more bits.
     """
     elements = stored.read(codes, dtypes, shape)
     scales = read_blocks(stored, scale, (*FLOATS, "F8_E8M0"), shape, block)

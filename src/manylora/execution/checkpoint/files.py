@@ -59,8 +59,7 @@ def is_gguf(name: str) -> bool:
 def find_gguf(name: str, revision: str | None = None) -> Path:
     """Return the path of a ``.gguf`` file, which may be at the hub (``owner/name/file.gguf``).
 
-    Raises:
-        ConfigError: There is none.
+    ``ConfigError`` if there is none.
     """
     path = Path(name)
     owner, model, file = (*name.split("/", 2), "", "")[:3]
@@ -81,10 +80,8 @@ def check_checkpoint(name: str, revision: str | None = None) -> None:
 
     A model that the hub has but does not deliver (gated, or a server error) passes; the loader reports it.
 
-    ``name`` is a path of a folder or of a ``.gguf`` file, or a name at the hub.
-
-    Raises:
-        ConfigError: The model or tokenizer does not exist; the message names the places that were searched.
+    ``name`` is a path of a folder or of a ``.gguf`` file, or a name at the hub. ``ConfigError`` if the model or
+    tokenizer does not exist; the message names the places that were searched.
     """
     if is_gguf(name):
         find_gguf(name, revision)
@@ -134,8 +131,7 @@ class CheckpointFiles:
     def read(cls, model: str, revision: str | None, named: str | None = None) -> CheckpointFiles:
         """Read the headers of all weight files, or of the file ``named``; of a model at the hub, fetch the files first.
 
-        Raises:
-            ConfigError: A file is missing, cannot be read or is damaged, or the index does not match the files.
+        ``ConfigError`` if a file is missing, cannot be read or is damaged, or the index does not match the files.
         """
         got = f"Got model = {model!r}"
         if _find(model, revision, "adapter_config.json") is not None:
@@ -174,9 +170,7 @@ class CheckpointFiles:
         """Refuse a model that differs from the files, as transformers found (``output_loading_info``).
 
         Tied weights, non-persistent buffers, and the names that the architecture's own class ignores may differ.
-
-        Raises:
-            ConfigError: A tensor is missing, left over, or has another shape or type than the model's.
+        ``ConfigError`` if a tensor is missing, left over, or has another shape or type than the model's.
         """
         got = f"Got model = {self.model!r}"
         for name, stored, expected in sorted(differences["mismatched_keys"]):

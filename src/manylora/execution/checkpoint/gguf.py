@@ -96,8 +96,7 @@ class GgufFile:
     def read(cls, model: str, path: Path) -> GgufFile:
         """Read a header.
 
-        Raises:
-            ConfigError: The file is damaged, or of an architecture or a kind of blocks that is not supported.
+        ``ConfigError`` if the file is damaged, or of an architecture or a kind of blocks that is not supported.
         """
         got = f"Got model = {model!r}"
         try:
@@ -141,8 +140,7 @@ class GgufFile:
     def settle(self, config: Any) -> None:
         """Set what transformers leaves out when it makes a configuration of a header.
 
-        Raises:
-            ConfigError: A field asks for what the model of transformers cannot do.
+        ``ConfigError`` if a field asks for what the model of transformers cannot do.
         """
         rope = config.rope_parameters.get("full_attention", config.rope_parameters)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -54,11 +54,7 @@ class GgufHeader:
         self._items = 0
 
     def walk(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-        """Return fields and tensors.
-
-        Raises:
-            ConfigError: The header is damaged.
-        """
+        """Return fields and tensors; ``ConfigError`` if the header is damaged."""
         if self._content[:4] != b"GGUF":
             raise self._damaged("it does not begin with GGUF")
         self._take(4)

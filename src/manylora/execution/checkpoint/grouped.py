@@ -128,10 +128,7 @@ def sort_groups(stored: StoredTensors, name: str, codes: Codes, *, is_sorted: bo
     """Return codes whose columns are sorted by the groups of their inputs.
 
     The tensor ``name`` has the group of each input, ``[in]``; all -1 says that they are sorted, and so may its absence
-    with ``is_sorted``.
-
-    Raises:
-        ConfigError: The tensor is missing, or has other groups than those of ``codes``.
+    with ``is_sorted``. ``ConfigError`` if the tensor is missing, or has other groups than those of ``codes``.
     """
     if is_sorted and name not in stored:
         return codes

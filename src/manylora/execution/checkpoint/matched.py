@@ -103,8 +103,7 @@ class StoredWeights:
     def _convert(self, merge: Merge, *, is_empty: bool = False) -> dict[str, torch.Tensor]:
         """Return what a conversion makes; of tensors without numbers if ``is_empty``.
 
-        Raises:
-            ConfigError: A tensor is missing, or of a type or shape that the others do not have.
+        ``ConfigError`` if a tensor is missing, or of a type or shape that the others do not have.
         """
         dtype = self._own[merge.first].dtype
 
@@ -177,8 +176,7 @@ class StoredWeights:
     def _check_merge(self, merge: Merge) -> None:
         """Take over what a conversion makes, if the model has parameters of these names and shapes.
 
-        Raises:
-            ConfigError: It has not, or other tensors make one of them as well.
+        ``ConfigError`` if it has not, or other tensors make one of them as well.
         """
         for name, made in self._convert(merge, is_empty=True).items():
             expected = self._own.get(name)

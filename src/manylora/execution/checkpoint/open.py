@@ -71,9 +71,8 @@ class Checkpoint:
     def linear(self, name: str) -> Codes | torch.Tensor:
         """Return a weight as it is stored: codes, or a view of the mapped file; numbers, if it is made of several.
 
-        Raises:
-            ConfigError: The files lack it, or hold it in tensors of another type or shape than announced, or one of
-                its numbers would be infinite or none.
+        ``ConfigError`` if the files lack it, or hold it in tensors of another type or shape than announced, or one of
+        its numbers would be infinite or none.
         """
         if name not in self.names:
             raise ConfigError(f"Got model = {self.model!r}: its files lack {name!r}")
@@ -107,10 +106,8 @@ def open_checkpoint(
     """Open a folder of safetensors files, a model at the hub, or a ``.gguf`` file (at the hub too); read headers alone.
 
     ``build`` makes the model of transformers, without weights, from its configuration; by default the one of its
-    architecture.
-
-    Raises:
-        ConfigError: The checkpoint does not exist, is damaged, or is of a format or architecture that is not supported.
+    architecture. ``ConfigError`` if the checkpoint does not exist, is damaged, or is of a format or architecture that
+    is not supported.
     """
     make = build or partial(_build, trust_remote_code=trust_remote_code)
     got = f"Got model = {model!r}"
@@ -145,8 +142,7 @@ def open_checkpoint(
 def read_config(model: str, revision: str | None, *, trust_remote_code: bool = False) -> tuple[Any, Any]:
     """Return transformers' configuration of a folder, hub name or ``.gguf`` file, without its quantisation, and that.
 
-    Raises:
-        ConfigError: There is none, or it cannot be read.
+    ``ConfigError`` if there is none, or it cannot be read.
     """
     if is_gguf(model):
         opened, config = _read_gguf(model, revision)
@@ -211,8 +207,7 @@ def _build(config: Any, **options: Any) -> Any:
 def _build_skeleton(got: str, config: Any, num_tensors: int, make: Callable[[Any], Any]) -> Any:
     """Return the model without weights, from ``make``.
 
-    Raises:
-        ConfigError: transformers has no such model, or the files cannot hold as many layers as it would have.
+    ``ConfigError`` if transformers has no such model, or the files cannot hold as many layers as it would have.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if not isinstance(layers, int) or layers > num_tensors:

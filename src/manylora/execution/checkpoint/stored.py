@@ -54,8 +54,7 @@ class StoredTensors:
     def read(self, name: str, dtypes: Collection[str], shape: Sequence[int] | None = None) -> torch.Tensor:
         """Return a tensor of one of ``dtypes`` (safetensors' names) and of ``shape``, if it is given.
 
-        Raises:
-            ConfigError: The tensor is missing, or of another type or shape.
+        ``ConfigError`` if the tensor is missing, or of another type or shape.
         """
         if name not in self:
             raise ConfigError(f"{self.got}: {self.files.source} lacks tensor {name!r}")
@@ -93,10 +92,7 @@ def check_names(
     """Refuse files that lack a tensor of the model, hold it in another shape or type, or hold further tensors.
 
     ``shapes`` has the sizes of each parameter and buffer that the files hold, by the model's name; ``unexpected``
-    tensors are no part of the model.
-
-    Raises:
-        ConfigError: The files differ from the model; the error names the tensor.
+    tensors are no part of the model. ``ConfigError`` if the files differ from the model; the error names the tensor.
     """
     own, tied = skeleton.state_dict(), skeleton.all_tied_weights_keys
     ties = {target for target, source in tied.items() if source in shapes}
@@ -137,8 +133,7 @@ class QuantisationConfig:
     def get(self, field: str, default: Any = None, *, among: Collection[Any] = (), kind: type = object) -> Any:
         """Return a field of a type, ``among`` the values that it may have; the default where it is missing or null.
 
-        Raises:
-            ConfigError: The value is of another type, or not among the allowed values.
+        ``ConfigError`` if the value is of another type, or not among the allowed values.
         """
         value = self._fields.get(field)
         if value is None:
@@ -236,8 +231,7 @@ class Method(ABC):
     def read(self, stored: StoredTensors, name: str, module: nn.Module, shape: tuple[int, int]) -> Codes:
         """Return the weight of a module, by its name in the files, of outputs and inputs ``shape``.
 
-        Raises:
-            ConfigError: A tensor is missing, or of another type or shape.
+        ``ConfigError`` if a tensor is missing, or of another type or shape.
         """
 
 

@@ -173,8 +173,7 @@ def side_by_side(names: tuple[str, ...], parts: Sequence[torch.Tensor], buffer: 
 def map_weight(buffer: torch.Tensor, entry: WeightEntry) -> Weight:
     """Return the weight over its bytes in ``buffer`` ``[num_bytes]``; a packed one does not keep the buffer alive.
 
-    Raises:
-        RuntimeError: The weight is packed, and this build of torch does not read such weights.
+    ``RuntimeError`` if the weight is packed, and this build of torch does not read such weights.
     """
     if entry.packing:
         return packed_over(buffer.data_ptr() + entry.offset, entry.shape, entry.packing)
@@ -278,11 +277,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def reorder(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``weight`` packed, whatever its size.
-
-    Raises:
-        RuntimeError: This build of torch has no oneDNN.
-    """
+    """Return ``weight`` packed, whatever its size; ``RuntimeError`` if this build of torch has no oneDNN."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return packed
 
@@ -302,8 +297,7 @@ def packed_layout(weight: torch.Tensor) -> bytes:
 def packed_over(address: int, shape: Sequence[int], layout: bytes) -> torch.Tensor:
     """Return a packed float32 weight of ``shape`` ``(out, in)`` over memory at ``address``; the caller keeps it alive.
 
-    Raises:
-        RuntimeError: This build of torch does not make such tensors.
+    ``RuntimeError`` if this build of torch does not make such tensors.
     """
     torch_cpu, new_capsule = _interface()
     sizes = (ctypes.c_int64 * len(shape))(*shape)

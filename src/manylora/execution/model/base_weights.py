@@ -76,10 +76,7 @@ class BaseWeights:
         """Return the weights that another process exported, without a copy.
 
         ``buffer`` is the same memory, mapped here, perhaps read-only: by ``SealedMemory.map``, or of ``memory`` on a
-        GPU.
-
-        Raises:
-            ConfigError: The buffer does not match, or this build of torch cannot read packed weights.
+        GPU. ``ConfigError`` if the buffer does not match, or this build of torch cannot read packed weights.
         """
         if buffer.dtype is not torch.uint8 or buffer.ndim != 1 or buffer.numel() != manifest.num_bytes:
             raise ConfigError(f"Got a buffer of {buffer.nbytes} bytes, expected {manifest.num_bytes}, one-dimensional")
@@ -134,8 +131,7 @@ def share_weights(weights: BaseWeights) -> SharedBase | None:
 def map_weights(shared: SharedBase) -> BaseWeights:
     """Map weights that another process shared; the file is closed.
 
-    Raises:
-        ConfigError: As ``attach``; or they are on a GPU that this process does not see, or may not map.
+    ``ConfigError`` as ``attach``; or they are on a GPU that this process does not see, or may not map.
     """
     manifest = msgspec.msgpack.decode(shared.manifest, type=WeightsManifest)
     memory = SealedMemory(shared.file, shared.num_bytes)  # closes the file

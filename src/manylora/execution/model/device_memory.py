@@ -71,8 +71,7 @@ class DeviceMemory:
     def open(cls, device: torch.device, fd: int, num_bytes: int) -> DeviceMemory:
         """Return memory that was made by another process, mapped read-only; ``fd`` stays open.
 
-        Raises:
-            RuntimeError: The driver refuses.
+        ``RuntimeError`` if the driver refuses.
         """
         driver = _Driver(device)
         with driver.imported(fd) as handle:
@@ -110,11 +109,7 @@ def gpu_identity(device: torch.device) -> str:
 
 
 def find_gpu(identity: str) -> torch.device:
-    """Return the device with this identity.
-
-    Raises:
-        ConfigError: This process does not see it.
-    """
+    """Return the device with this identity; ``ConfigError`` if this process does not see it."""
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         if gpu_identity(device) == identity:
@@ -125,9 +120,7 @@ def find_gpu(identity: str) -> torch.device:
 class _Driver:
     """The driver's calls for memory of one device, with their errors raised.
 
-    Raises:
-        ImportError: There are no bindings.
-        RuntimeError: The device's memory cannot be shared by descriptor.
+    ``ImportError`` if there are no bindings; ``RuntimeError`` if the device's memory cannot be shared by descriptor.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -23,8 +23,7 @@ __all__ = ["plain_linears", "register_falcon"]
 def register_falcon(config: Any) -> None:
     """Let transformers build models of this configuration with our attention; may be repeated.
 
-    Raises:
-        ConfigError: Its attention is of another kind (ALiBi).
+    ``ConfigError`` if its attention is of another kind (ALiBi).
     """
     if config.alibi:
         raise ConfigError(

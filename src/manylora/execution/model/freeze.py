@@ -51,10 +51,7 @@ def load_weights(
     """Return the module tree of a checkpoint without weights, and the weights.
 
     ``load`` is another function for a model without a folder. In the folder ``cache`` weights on a CPU may be found
-    (``PackedCache``), and are kept for the next start.
-
-    Raises:
-        ConfigError: The model cannot be served.
+    (``PackedCache``), and are kept for the next start. ``ConfigError`` if the model cannot be served.
     """
     packed = None
     if cache is not None and load is load_model and (device := find_device(config.device)).type == "cpu":
@@ -151,9 +148,7 @@ def freeze(
     """Probe a model, then fuse, pack and freeze its weights; the model has none afterwards.
 
     ``buffer`` and ``device_memory`` are of ``gather``, with the weights in it; by default a new one on the CPU.
-
-    Raises:
-        ConfigError: The model cannot be served, or a weight is not finite.
+    ``ConfigError`` if the model cannot be served, or a weight is not finite.
     """
     model = loaded.model
     if buffer is None:

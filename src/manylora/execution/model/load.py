@@ -63,11 +63,7 @@ class LoadedModel:
         return weight if self.share is None else self.share.cut(name, weight)
 
     def probe(self) -> ModelProbe:
-        """Find out how the model behaves, without its weights.
-
-        Raises:
-            ConfigError: It cannot be served.
-        """
+        """Find out how the model behaves, without its weights; ``ConfigError`` if it cannot be served."""
         config = self.text_config
         try:
             with stand_ins(self.model):
@@ -82,8 +78,7 @@ class LoadedModel:
 def load_model(config: ModelConfig, workers: Collectives | None = None) -> LoadedModel:
     """Open the base model, whose weights are read one at a time later; of several workers, this one's share of it.
 
-    Raises:
-        ConfigError: The model does not exist or cannot be served.
+    ``ConfigError`` if the model does not exist or cannot be served.
     """
     builder = _Builder(config)
     checkpoint = open_checkpoint(
@@ -99,8 +94,7 @@ def load_model(config: ModelConfig, workers: Collectives | None = None) -> Loade
 def load_skeleton(config: ModelConfig) -> LoadedModel:
     """Build the same model without reading its weights: every tensor is on the ``meta`` device.
 
-    Raises:
-        ConfigError: The model does not exist or cannot be served.
+    ``ConfigError`` if the model does not exist or cannot be served.
     """
 
     def empty(checkpoint: Any, options: dict[str, Any]) -> Any:
@@ -146,8 +140,7 @@ class _Builder:
     def build(self, checkpoint: Any, make: Callable[[Any, dict[str, Any]], Any] = _without_weights) -> Any:
         """Return the model that ``make`` returns for a configuration and options.
 
-        Raises:
-            ConfigError: The model cannot be served, or ``make`` raises anything.
+        ``ConfigError`` if the model cannot be served, or ``make`` raises anything.
         """
         config = self._config
         got = f"Got model = {config.model!r} of type {checkpoint.model_type!r}"

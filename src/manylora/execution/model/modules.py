@@ -258,8 +258,7 @@ def _adapt_output(norm: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Te
 def _base_linear(weights: Mapping[str, Weight], name: str) -> BaseLinear:
     """Return the linear of a module or group from its weight, or from its parts' weights.
 
-    Raises:
-        ConfigError: There is no weight of that name: another process shared an incomplete table.
+    ``ConfigError`` if there is no weight of that name: another process shared an incomplete table.
     """
     own = weights.get(f"{name}.weight")
     numbered = (weights.get(f"{name}.weight.{number}") for number in count())

@@ -61,8 +61,7 @@ class Precision:
     def choose(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Precision:
         """Return the precision that the options ask for, as far as this machine has kernels for it.
 
-        Raises:
-            ConfigError: They ask for numbers that no kernel here multiplies.
+        ``ConfigError`` if they ask for numbers that no kernel here multiplies.
         """
         wanted, activations = config.base_dtype, config.activation_dtype
         kernels = find_compiled() if device.type == "cpu" and dtype is torch.float32 else None

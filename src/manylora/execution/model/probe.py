@@ -141,10 +141,7 @@ def _mixed(places: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> ModelProbe:
     """Run the model, with our attention, once on a few tokens and report its behaviour; it is not changed.
 
-    Without weights, it is run within ``stand_ins``.
-
-    Raises:
-        ConfigError: Its behaviour is not supported.
+    Without weights, it is run within ``stand_ins``. ``ConfigError`` if its behaviour is not supported.
     """
     sink, calls, mixers = _ProbeSink(architecture), _ModuleCalls(), MixerWatch()
     if model.base_model is model:
@@ -182,8 +179,7 @@ def probe_model(model: nn.Module, *, architecture: str, num_layers: int) -> Mode
 def _kv_shape(sink: _ProbeSink, mixers: MixerWatch, num_layers: int) -> tuple[int, int, int]:
     """Return the heads of K and V of the layers with attention, and their sizes.
 
-    Raises:
-        ConfigError: They differ, there are none, or a layer has neither attention nor a known state.
+    ``ConfigError`` if they differ, there are none, or a layer has neither attention nor a known state.
     """
     kept = sink.layers.keys() | mixers.found.keys()
     missing = [layer for layer in range(num_layers) if layer not in kept]

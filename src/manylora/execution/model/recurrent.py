@@ -158,8 +158,7 @@ class MixerWatch:
     ) -> torch.Tensor:
         """Run a mixer, and note its states and the linears before and behind them.
 
-        Raises:
-            ConfigError: It is of another form.
+        ``ConfigError`` if it is of another form.
         """
         states: dict[StateKey, tuple[int, ...]] = {}
         calls: list[tuple[str, bool, torch.Tensor]] = []  # name, whether before the states, output

@@ -120,8 +120,7 @@ class Settling:
     def __call__(self, num_pages: int) -> int:
         """Settle the groups that lie in the first ``num_pages``; return how many of these are final.
 
-        Raises:
-            AdapterError: A vector does not go with the base.
+        ``AdapterError`` if a vector does not go with the base.
         """
         waiting = []
         for group, weights in self.pending:

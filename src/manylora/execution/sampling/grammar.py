@@ -71,9 +71,8 @@ def check_available(constraint: Constraint) -> None:
 def check_constraint(constraint: Constraint) -> None:
     """Check that a constraint can be enforced, before its request is sent to an engine.
 
-    Raises:
-        RequestError: The extra is missing, the text is malformed, or a JSON schema's keyword cannot be enforced. A
-            keyword that would be ignored is refused too, because the answer could then break the schema.
+    ``RequestError`` if the extra is missing, the text is malformed, or a JSON schema's keyword cannot be enforced. A
+    keyword that would be ignored is refused too, because the answer could then break the schema.
     """
     check_available(constraint)
     from llguidance import LLMatcher
@@ -89,10 +88,8 @@ def check_constraint(constraint: Constraint) -> None:
 def try_constraint(constraint: Constraint, tokenizer: GrammarTokenizer) -> None:
     """Check a constraint, compile it and follow it for a few tokens: all that an engine does before its first step.
 
-    It may take any time and memory, so a stranger's constraint is tried in a process of its own.
-
-    Raises:
-        RequestError: The extra is missing, the constraint is malformed, or it cannot be enforced with this tokenizer.
+    It may take any time and memory, so a stranger's constraint is tried in a process of its own. ``RequestError`` if
+    the extra is missing, the constraint is malformed, or it cannot be enforced with this tokenizer.
     """
     check_constraint(constraint)
     try:
@@ -111,8 +108,7 @@ def _make_matcher(constraint: Constraint, tokenizer: GrammarTokenizer) -> Any:
 def _begin_answer(constraint: Constraint, matcher: Any) -> None:
     """Follow a form for a few tokens: one that is too ambiguous fails here, in no step that others share.
 
-    Raises:
-        RequestError: The form is too ambiguous, or fails otherwise.
+    ``RequestError`` if the form is too ambiguous, or fails otherwise.
     """
     for _ in range(NUM_TRIED):
         if matcher.is_error():
@@ -259,8 +255,7 @@ class Grammars:
     def prepare(self, constraint: Constraint) -> None:
         """Compile a constraint for requests that follow; blocks.
 
-        Raises:
-            RequestError: The constraint cannot be enforced with this tokenizer.
+        ``RequestError`` if the constraint cannot be enforced with this tokenizer.
         """
         try:
             matcher = self._compile(constraint)

@@ -44,16 +44,14 @@ class AdapterFiles:
     def check(self, name: str, path: str) -> AdapterVersion:
         """Return the version of an adapter from its header.
 
-        Raises:
-            AdapterError: The adapter cannot be served on this base.
+        ``AdapterError`` if the adapter cannot be served on this base.
         """
         return self._headers.read(name, self._pin(name, path))
 
     def read(self, name: str, path: str, allocate: Allocate = own_memory) -> PackedAdapter:
         """Return the adapter in ``path``, packed in memory of ``allocate``.
 
-        Raises:
-            AdapterError: The adapter cannot be served on this base, or its files changed meanwhile.
+        ``AdapterError`` if the adapter cannot be served on this base, or its files changed meanwhile.
         """
         path = self._pin(name, path)
         file_key, changed_at = self._file_key(name, path)

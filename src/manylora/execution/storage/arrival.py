@@ -91,8 +91,7 @@ class Arrival:
     def wait(self, num_pages: int, limit_s: float | None = None) -> Any:
         """Wait for the first ``num_pages`` or a failure; return the event that a stream has to wait for, if any.
 
-        Raises:
-            TimeoutError: Neither came within ``limit_s`` seconds.
+        ``TimeoutError`` if neither came within ``limit_s`` seconds.
         """
         with self._changed:
             has_come = self._changed.wait_for(

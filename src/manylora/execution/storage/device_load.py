@@ -99,9 +99,7 @@ class DeviceLoad:
     def arriving(self, wait_budget: WaitBudget) -> ArrivingAdapter:
         """Return the adapter as a step sees it, once its layout is known. Blocks as long as the step may wait.
 
-        Raises:
-            AdapterGone: The adapter will not arrive.
-            TimeoutError: Its layout came too late.
+        ``AdapterGone`` if the adapter will not arrive; ``TimeoutError`` if its layout came too late.
         """
         with waiting(wait_budget) as limit_s:
             weights, groups = self._views.result(limit_s)

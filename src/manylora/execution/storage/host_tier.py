@@ -77,8 +77,7 @@ class HostAdapter:
     def advance(self, num_pages: int) -> None:
         """Take pages up to ``num_pages``, which a reader process has filled.
 
-        Raises:
-            AdapterError: They do not go with the base's weights.
+        ``AdapterError`` if they do not go with the base's weights.
         """
         if self._settling is not None:
             num_pages = self._settling(num_pages)
@@ -160,8 +159,7 @@ class HostTier:
     def put(self, packed: PackedAdapter) -> HostAdapter:
         """Keep an adapter and return the kept one; the same content again changes nothing.
 
-        Raises:
-            AdapterError: It does not go with the base's weights.
+        ``AdapterError`` if it does not go with the base's weights.
         """
         adapter = self.begin(packed)
         if not adapter.arrival.is_complete:

@@ -65,10 +65,7 @@ class KeptImages:
     """The images that one engine keeps on disk, within ``most_bytes``; safe from any thread.
 
     Every fault of the disk is logged and costs a read of the adapter's files, never an error. ``page`` is the engine's
-    page, and ``clock`` returns seconds.
-
-    Raises:
-        OSError: No file can be made in ``folder``, or it would be in memory.
+    page, and ``clock`` returns seconds. ``OSError`` if no file can be made in ``folder``, or it would be in memory.
     """
 
     def __init__(

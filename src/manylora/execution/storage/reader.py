@@ -113,8 +113,7 @@ class HostReader:
     def read(self, name: str, path: str) -> AdapterVersion:
         """Read an adapter and keep it in the host tier.
 
-        Raises:
-            AdapterError: The adapter cannot be served on this base.
+        ``AdapterError`` if the adapter cannot be served on this base.
         """
         with nullcontext() if self._images is None else self._images.locked(path) as folder:
             with self._free_reader(host_of(path)) as reader:
@@ -144,10 +143,8 @@ class HostReader:
         """Bring a registered version into the host tier, layer by layer, and return it when it is complete.
 
         ``begun`` is called with the adapter before its first page is there, or with one that is complete already. A
-        read that ``is_urgent`` runs at the priority of steps, which may wait for it.
-
-        Raises:
-            AdapterError: Its directory is gone or broken, or holds other weights now.
+        read that ``is_urgent`` runs at the priority of steps, which may wait for it. ``AdapterError`` if its directory
+        is gone or broken, or holds other weights now.
         """
         if self._kept is not None and (packed := self._kept.find(version)) is not None:
             kept = self.host.put(packed)
@@ -237,8 +234,7 @@ class ReadQueue:
     def submit(self, work: Callable[[], ResultT], *, is_urgent: bool, host: str | None) -> Future[ResultT]:
         """Run a read, from a registry if it has a host; urgent ones run before all that wait.
 
-        Raises:
-            RuntimeError: The queue is closed.
+        ``RuntimeError`` if the queue is closed.
         """
         result: Future[ResultT] = Future()
         with self._lock:

@@ -187,9 +187,8 @@ def ask(pipe: Connection, question: Check | Again | tuple[str, str] | ReaderSett
 def receive(pipe: Connection, limit_s: float) -> Answer:
     """Return the next answer of a reader.
 
-    Raises:
-        TimeoutError: There is none within ``limit_s`` seconds.
-        OSError: The reader died, or its answer cannot be read.
+    ``TimeoutError`` if there is none within ``limit_s`` seconds; ``OSError`` if the reader died, or its answer cannot
+    be read.
     """
     answer: Answer = receive_answer(pipe, limit_s, _decode, max_bytes=MAX_ANSWER_BYTES)
     return answer

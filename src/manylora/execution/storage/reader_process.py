@@ -108,9 +108,7 @@ class ReaderProcess:
 
         A header costs a millisecond, or a few requests to a registry. One that takes seconds is refused without the
         others. A folder with many such headers delays a start by little: then later headers have less time.
-
-        Raises:
-            CapacityError: No process could be started.
+        ``CapacityError`` if no process could be started.
         """
         found: list[AdapterVersion | AdapterError] = []
         is_each = False
@@ -136,9 +134,8 @@ class ReaderProcess:
     def read(self, name: str, path: str, folder: PublishedFolder | None = None) -> PackedAdapter:
         """Return the adapter in ``path``; of a published one, the image that another engine has packed if there is one.
 
-        Raises:
-            AdapterError: The adapter cannot be served on this base, or the process died while it read it.
-            CapacityError: No process could be started.
+        ``AdapterError`` if the adapter cannot be served on this base, or the process died while it read it;
+        ``CapacityError`` if no process could be started.
         """
         with self._lock:
             if folder is not None and (found := folder.find()) is not None:
@@ -347,10 +344,8 @@ def _refusal(name: str, answer: Answer) -> AdapterError:
 def _map(descriptor: int, num_bytes: int) -> NDArray[np.uint8]:
     """Map a memory file of so many bytes and close it: Python's own mapping would keep a descriptor open for each.
 
-    Its size is sealed first: pages that the reader took away would kill a step.
-
-    Raises:
-        OSError: The file has another size.
+    Its size is sealed first: pages that the reader took away would kill a step. ``OSError`` if the file has another
+    size.
     """
     import torch  # here, since a test of this module does without
 

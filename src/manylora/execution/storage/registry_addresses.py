@@ -73,10 +73,8 @@ class Addresses:
     def of(self, name: str, url: str) -> FileAddress:
         """Return the address of a file of the adapter ``name``, at an allowed URL in its normal form.
 
-        Raises:
-            AdapterNotFound: There is no such file.
-            AdapterError: There is no address for it, with the reason.
-            BrokenOff: The hub does not answer now.
+        ``AdapterNotFound`` if there is no such file; ``AdapterError`` if there is no address for it, with the reason;
+        ``BrokenOff`` if the hub does not answer now.
         """
         scheme = url.partition("://")[0]
         if scheme not in ("hf", *STORES):

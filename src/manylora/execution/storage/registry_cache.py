@@ -140,10 +140,8 @@ class DiskFolder:
     def locked(self, url: str, head: RemoteHead | None = None) -> Iterator[DiskFile | None]:
         """Open and lock the file of a URL; ``None`` if it is not here.
 
-        With a ``head`` the file is made, or emptied if it had another one; ``None`` if there is no room.
-
-        Raises:
-            OSError: The folder cannot be used.
+        With a ``head`` the file is made, or emptied if it had another one; ``None`` if there is no room. ``OSError`` if
+        the folder cannot be used.
         """
         descriptor = self._lock(hashlib.sha256(url.encode()).hexdigest(), is_made=head is not None)
         if descriptor is None:

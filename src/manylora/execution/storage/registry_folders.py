@@ -25,9 +25,7 @@ MAX_BYTES = {CONFIG_FILE: MAX_CONFIG_BYTES, WEIGHT_FILES[0]: 16 << 30}
 def copy_adapter(name: str, registries: Sequence[str], parent: Path) -> Path | None:
     """Return a folder below ``parent`` with the files of an adapter, from the first registry that has it, if any does.
 
-    Raises:
-        AdapterUnavailable: A registry does not answer.
-        AdapterError: A file is refused.
+    ``AdapterUnavailable`` if a registry does not answer; ``AdapterError`` if a file is refused.
     """
     with closing(HttpRegistry(registries)) as http:
         for registry in registries:

@@ -160,8 +160,7 @@ class PipedRegistry:
 def start_registry(terms: RegistryTerms) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start a process that asks registries; return it, and the end of its pipe for a ``PipedRegistry``.
 
-    Raises:
-        OSError: The process could not be started.
+    ``OSError`` if the process could not be started.
     """
     process, pipe = start_on_pipe(__name__)
     try:

@@ -91,10 +91,8 @@ def name_parameters(
 ) -> dict[str, Parts]:
     """Return tensors by module, with those of ``experts``, the base's in the file's names, by parameter.
 
-    The pairs of single experts become parts of their parameter, by the names of their linears.
-
-    Raises:
-        AdapterError: Tensors of experts belong to no target, are no pair, or are stored twice.
+    The pairs of single experts become parts of their parameter, by the names of their linears. ``AdapterError`` if
+    tensors of experts belong to no target, are no pair, or are stored twice.
     """
     if not experts:
         return dict(modules)
@@ -135,9 +133,8 @@ def name_parameters(
 def expert_weights(name: str, one: Located, settings: LoraSettings, targeting: Targeting) -> ModuleWeights:
     """Return the pairs of the experts of a parameter, checked, one behind the other.
 
-    Raises:
-        WeightsMissing: Some of the experts have none.
-        AdapterError: A tensor has another type or shape, or would be applied otherwise than by PEFT.
+    ``WeightsMissing`` if some of the experts have none; ``AdapterError`` if a tensor has another type or shape, or
+    would be applied otherwise than by PEFT.
     """
     if "lora_A" not in one.parts:
         return _stacked(name, one, settings, targeting)

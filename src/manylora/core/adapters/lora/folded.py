@@ -96,8 +96,7 @@ class FoldedMethod:
     def parse(self, name: str, config: Mapping[str, Any]) -> FoldedSettings:
         """Check the content of ``adapter_config.json``.
 
-        Raises:
-            AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
+        ``AdapterError`` if the configuration is malformed or unsupported; names the adapter ``name``.
         """
         settings = parse_lora(name, self.as_lora(name, {**config, "peft_type": "LORA"}))
         keys = ("use_dora", "lora_bias", "trainable_token_indices", "modules_to_save", "alora_invocation_tokens")

@@ -221,8 +221,7 @@ _SPOKEN = {"magnitude": "lora_magnitude_vector", "lora_bias": "bias of lora_B", 
 def parse_plain(name: str, config: Mapping[str, Any]) -> PlainSettings:
     """Check a configuration of LoRA; settings that are not supported are refused by name.
 
-    Raises:
-        AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
+    ``AdapterError`` if the configuration is malformed or unsupported; names the adapter ``name``.
     """
     return PlainSettings(name, parse_lora(name, config))
 
@@ -255,10 +254,8 @@ def locate_modules(
     """Return ranks and scales, the base's modules that the file has tensors of, and the targets that it has none of.
 
     Modules are in the base's order. ``modules`` are the tensors as in the file; of a module that is no target there may
-    be the parts ``extra`` alone.
-
-    Raises:
-        AdapterError: A module does not exist in the base, or tensors belong to no target.
+    be the parts ``extra`` alone. ``AdapterError`` if a module does not exist in the base, or tensors belong to no
+    target.
     """
     wrapper = _find_wrapper(modules, base)
     experts = [replace(m, name=_as_stored(m.name, wrapper)) for m in base.modules if m.kind is ModuleKind.EXPERTS]

@@ -42,8 +42,7 @@ __all__ = ["check_replaced", "of_every_head", "trained_tokens", "trained_weight"
 def trained_tokens(name: str, one: Located, settings: LoraSettings) -> ModuleWeights:
     """Return the pair that puts trained tokens in the place of the base's: its rank is their number.
 
-    Raises:
-        AdapterError: The settings do not name the module, or the tokens do not go with it.
+    ``AdapterError`` if the settings do not name the module, or the tokens do not go with it.
     """
     module, where = one.module, f"module {one.stored_name!r}"
     ids = next((ids for at, ids in settings.tokens if _is_named(at, one)), None)
@@ -61,8 +60,7 @@ def trained_tokens(name: str, one: Located, settings: LoraSettings) -> ModuleWei
 def trained_weight(name: str, one: Located, settings: LoraSettings) -> ModuleWeights:
     """Return the pair of a module that was trained whole, or the gain of a norm.
 
-    Raises:
-        AdapterError: The settings do not name the module, or its weight has another shape than the base's.
+    ``AdapterError`` if the settings do not name the module, or its weight has another shape than the base's.
     """
     module, where = one.module, f"module {one.stored_name!r}"
     if not one.stored_name.endswith(settings.saved):
@@ -88,9 +86,7 @@ def check_replaced(
 ) -> list[ModuleWeights]:
     """Return the weights, in the base's order, with the tokens of a tied embedding in the head too.
 
-    Raises:
-        WeightsMissing: The settings name what the file does not hold.
-        AdapterError: The head has other weights.
+    ``WeightsMissing`` if the settings name what the file does not hold; ``AdapterError`` if the head has other weights.
     """
     for saved in settings.saved:
         whole = {one.module.name for one in located if "saved" in one.parts and one.stored_name.endswith(saved)}

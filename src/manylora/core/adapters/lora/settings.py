@@ -82,8 +82,7 @@ class LoraSettings:
 def parse_lora(name: str, config: Mapping[str, Any]) -> LoraSettings:
     """Return the settings in ``config``, the content of ``adapter_config.json``.
 
-    Raises:
-        AdapterError: The configuration is malformed or unsupported; names the adapter ``name``.
+    ``AdapterError`` if the configuration is malformed or unsupported; names the adapter ``name``.
     """
     return _Parser(name, config).parse()
 

@@ -47,8 +47,7 @@ _AMBIGUOUS = re.compile(r"\{(?!\d+(?:,\d*)?\}|,\d*\})|\[:")
 class Targeting:
     """Targets, ranks and scales of one adapter; ``all_linear`` are the targets of ``target_modules="all-linear"``.
 
-    Raises:
-        AdapterError: A pattern is malformed or unsupported, or (from the methods) takes too long to match.
+    ``AdapterError`` if a pattern is malformed or unsupported, or (from the methods) takes too long to match.
     """
 
     def __init__(self, name: str, settings: LoraSettings, all_linear: Collection[str]) -> None:
@@ -166,8 +165,7 @@ class Budget:
     def spend(self) -> Iterator[float]:
         """Charge the processor time of a ``with`` block to the budget; yield the seconds that are left.
 
-        Raises:
-            PatternError: No time is left.
+        ``PatternError`` if no time is left.
         """
         if self._left <= 0:
             raise PatternError(TOO_LONG)
@@ -190,8 +188,7 @@ class Budget:
 class Pattern:
     """A compiled regular expression in Python's syntax.
 
-    Raises:
-        PatternError: The pattern is malformed, too long, or uses unsupported syntax.
+    ``PatternError`` if the pattern is malformed, too long, or uses unsupported syntax.
     """
 
     def __init__(self, source: str, budget: Budget) -> None:
@@ -247,8 +244,7 @@ class Names:
     def first(self, module: str) -> int | None:
         """Return the least number of a name that matches the module; ``None`` if none does.
 
-        Raises:
-            PatternError: The budget is spent.
+        ``PatternError`` if the budget is spent.
         """
         found: list[int] = []
         with self._budget.spend():

@@ -49,11 +49,9 @@ class AdapterCatalog:
     def resolve(self, model: str, key: AdapterKey | None = None) -> tuple[str, AdapterVersion | None]:
         """Return the name and version of the adapter that a request names; an empty name and ``None`` are the base.
 
-        An exact name wins over ``base:adapter``. With a key, that version answers, whatever the name stands for here:
-        a fleet's names move on all engines at once, and the engines learn of it one by one.
-
-        Raises:
-            ModelNotFound: No adapter has that name or key; there is no fallback to the base.
+        An exact name wins over ``base:adapter``. With a key, that version answers, whatever the name stands for here: a
+        fleet's names move on all engines at once, and the engines learn of it one by one. ``ModelNotFound`` if no
+        adapter has that name or key; there is no fallback to the base.
         """
         if key is not None and (known := self._cache.residencies.get(key)) is not None:
             return self._name_for(model, key), known.version
@@ -70,9 +68,7 @@ class AdapterCatalog:
         """Return the adapter of an answer that another engine began: the same version, under any name.
 
         A version that has lost its last name goes on under the name in the request, while other answers run on it.
-
-        Raises:
-            AdapterReplaced: The version is not here: the name has other weights now, or is gone.
+        ``AdapterReplaced`` if the version is not here: the name has other weights now, or is gone.
         """
         if key is None:
             if model in ("", self._registry.base_name):
@@ -92,14 +88,12 @@ class AdapterCatalog:
     ) -> AdapterStatus:
         """Point a name to a version whose weights the executor holds in the host tier, or that is on disk.
 
-        Earlier requests keep the version that the name had then. If the version is refused, its host copy is dropped.
-        A version on disk is read when a sequence needs it, or in the background. One that takes the place of a version
+        Earlier requests keep the version that the name had then. If the version is refused, its host copy is dropped. A
+        version on disk is read when a sequence needs it, or in the background. One that takes the place of a version
         with requests in flight is copied to the device at once: the next of those that come will need it.
-
-        Raises:
-            AdapterExists: The name is taken (and ``replace`` is not set), or the base's.
-            AdapterError: The version is larger than one adapter may be.
-            CapacityError: Too many adapters, or the name is pinned and there is no room to pin the new version.
+        ``AdapterExists`` if the name is taken (and ``replace`` is not set), or the base's; ``AdapterError`` if the
+        version is larger than one adapter may be; ``CapacityError`` if too many adapters, or the name is pinned and
+        there is no room to pin the new version.
         """
         try:
             is_pinned = self._check_can_register(name, version, replace=replace)
@@ -123,9 +117,8 @@ class AdapterCatalog:
     def point(self, name: str, to: str, now: float) -> AdapterStatus:
         """Point a name, which may be new, to the version of another one; earlier requests keep the version it had.
 
-        Raises:
-            AdapterExists: The name is the base's.
-            CapacityError: Too many adapters, or the name is pinned and there is no room to pin the version.
+        ``AdapterExists`` if the name is the base's; ``CapacityError`` if too many adapters, or the name is pinned and
+        there is no room to pin the version.
         """
         return self.register(name, self._registry.get(to).version, now, replace=True, tier=Tier.DISK)
 
@@ -136,8 +129,7 @@ class AdapterCatalog:
     def pin(self, name: str, pinned: bool, now: float) -> AdapterStatus:
         """Load an adapter to the device and keep it there, or undo that.
 
-        Raises:
-            CapacityError: Pinning it would leave too little room for a request in flight.
+        ``CapacityError`` if pinning it would leave too little room for a request in flight.
         """
         version = self._registry.get(name).version
         if pinned and not self._registry.is_pinned(version.key):
@@ -151,8 +143,7 @@ class AdapterCatalog:
     def warm(self, name: str, now: float) -> AdapterStatus:
         """Start loading an adapter to the device before any request for it.
 
-        Raises:
-            CapacityError: There is no idle memory for it.
+        ``CapacityError`` if there is no idle memory for it.
         """
         residency = self._loader.warm(self._registry.get(name).version, now)
         if residency.tier is not Tier.DEVICE and not residency.is_loading:

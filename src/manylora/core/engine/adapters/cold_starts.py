@@ -76,10 +76,8 @@ class _Sums:
 class ColdStarts:
     """Chooses modes and learns from first tokens. Times are in seconds.
 
-    ``choices`` has the mode of each cold request, by ``seq_id``, until its first token.
-
-    Raises:
-        ConfigError: The executor cannot do the mode that is asked for.
+    ``choices`` has the mode of each cold request, by ``seq_id``, until its first token. ``ConfigError`` if the executor
+    cannot do the mode that is asked for.
     """
 
     # Say what the executor can do, the layers of the base, and whether steps run on a device beside the CPU.

@@ -112,9 +112,8 @@ class AdapterRegistry:
     def check_can_add(self, name: str, *, replace: bool) -> None:
         """Check that ``add`` would succeed.
 
-        Raises:
-            AdapterExists: The name is the base model's, or taken and ``replace`` is not set.
-            CapacityError: Too many names.
+        ``AdapterExists`` if the name is the base model's, or taken and ``replace`` is not set; ``CapacityError`` if too
+        many names.
         """
         if name == self.base_name:
             raise AdapterExists(name, "the base model has that name")

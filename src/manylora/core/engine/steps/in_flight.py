@@ -56,8 +56,7 @@ class StepsInFlight:
     def take_completed(self, now: float) -> tuple[Step, StepResult] | None:
         """Remove and return the oldest step if it is complete. Call ``begin_next`` once its result is processed.
 
-        Raises:
-            Exception: The device failed in it; the engine is lost.
+        ``Exception`` if the device failed in it; the engine is lost.
         """
         if not self.in_flight or (result := self.in_flight[0].work.poll(now)) is None:
             return None

@@ -45,10 +45,8 @@ EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
 def make_eviction_policy(name: str, costs: ReloadCosts, given: Mapping[str, object] | None = None) -> EvictionPolicy:
     """Return an eviction policy by its name in ``EVICTION_POLICIES``, or a plug-in (``plugins.py``), with its options.
 
-    The adapter cache and the core keep ``costs`` up to date.
-
-    Raises:
-        ConfigError: The name is unknown or no eviction policy, or an option is wrong.
+    The adapter cache and the core keep ``costs`` up to date. ``ConfigError`` if the name is unknown or no eviction
+    policy, or an option is wrong.
     """
     factory = find_factory("eviction", name, EVICTION_POLICIES)
     options = options_for("eviction", name, EVICTION_POLICIES, given or {})
