@@ -35,21 +35,10 @@ from manylora.execution.kernels.cpu.vectors import (
     zero_sums,
 )
 
-__all__ = ["find_peaks", "find_steps", "pack_words", "packed_bytes", "padded", "round_weights", "tile_groups"]
+__all__ = ["find_peaks", "find_steps", "pack_words", "round_weights", "tile_groups"]
 
 _WIDEST = 0.2
 """Steps of 4-bit codes are tried from the one that reaches a group's largest number to those smaller by this part."""
-
-
-def padded(num_out: int, num_in: int) -> tuple[int, int]:
-    """Return the sizes of a matrix whose tiles and blocks are full."""
-    return -(-num_out // TILE) * TILE, -(-num_in // BLOCK) * BLOCK
-
-
-def packed_bytes(num_out: int, num_in: int, bits: int) -> int:
-    """Return the bytes of a packed matrix, without its scales."""
-    rows, columns = padded(num_out, num_in)
-    return rows * columns * bits // 8
 
 
 def tile_groups(numbers: NDArray[Any]) -> NDArray[Any]:
