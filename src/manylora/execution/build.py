@@ -36,7 +36,7 @@ from manylora.execution.attention.call import AttentionKernel, choose_attention
 from manylora.execution.attention.paged import TorchAttentionKernel
 from manylora.execution.attention.triton import TritonAttentionKernel
 from manylora.execution.collectives import Collectives
-from manylora.execution.device import DeviceOps, describe_machine, find_device, make_device_ops
+from manylora.execution.device import DeviceOps, describe_machine, dtype_name, find_device, make_device_ops
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.fusion.layers import fuse_launches
 from manylora.execution.kernels.cpu.support import find_compiled, release_threads
@@ -441,7 +441,7 @@ def _adapter_dtype(wanted: str, dtype: torch.dtype, kernel: str) -> str:
     """Return the type to keep adapters in, ``auto`` where each may have its own; refuse a type no kernel here reads."""
     if dtype is torch.float32 and kernel not in TABLE_KERNELS:
         return wanted
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if wanted not in ("auto", name):
         raise ConfigError(f"Got adapter_dtype = {wanted!r}, but here adapters have the type of activations, {name}")
     return name

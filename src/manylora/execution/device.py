@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from manylora.core.errors import ConfigError
 from manylora.core.isolation.system import yield_to_others
 
-__all__ = ["DeviceOps", "describe_machine", "find_device", "make_device_ops"]
+__all__ = ["DeviceOps", "describe_machine", "dtype_name", "find_device", "make_device_ops"]
 
 
 class DeviceOps:
@@ -149,6 +149,11 @@ def find_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError(f"Got device = {name!r}, but no CUDA device is available")
     return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a type, as ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def make_device_ops(device: torch.device) -> DeviceOps:

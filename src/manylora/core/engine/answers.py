@@ -37,12 +37,7 @@ __all__ = ["Answers"]
 
 @dataclass(eq=False)
 class Answers:
-    """Collects outputs, and ends requests.
-
-    Attributes:
-        outputs: Outputs since the last ``take``.
-        reports: The log-probabilities so far of each prompt that is reported, by ``seq_id``, a part per step.
-    """
+    """Collects outputs, and ends requests."""
 
     _sequences: dict[str, Sequence]  # all requests in flight by id; a request that ends is removed
     _running: RunningSet
@@ -52,7 +47,8 @@ class Answers:
     _predictor: LengthPredictor  # learns the lengths of answers
     _queue_wait: QueueWait  # learns of requests that ended
     _telemetry: Telemetry
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)  # since the last ``take``
+    # The log-probabilities so far of each prompt that is reported, by ``seq_id``, a part per step.
     reports: dict[int, list[PromptLogprobs]] = field(default_factory=dict)
     _released: list[int] = field(default_factory=list)
 

@@ -169,9 +169,6 @@ class BlockTable:
 
     With a ``fork``, a position and its ``fork_mark``, the block of that position and those behind it are set apart.
     They are the ``adapter``'s then; without one, all blocks are.
-
-    Attributes:
-        full_at: Number of computed tokens from which on there is a block to index.
     """
 
     __slots__ = ("_adapter", "_digests", "_fork", "_root", "block_size", "full_at", "pages")
@@ -189,7 +186,7 @@ class BlockTable:
         self._fork = fork
         self.block_size = block_size
         self._digests: list[bytes] = []
-        self.full_at = block_size
+        self.full_at = block_size  # number of computed tokens from which on there is a block to index
 
     def match(self, tokens: Seq[int], index: PrefixIndex, most: int | None = None) -> list[int]:
         """Return pages that hold the longest computed prefix of ``tokens``, at most ``most`` tokens of it.

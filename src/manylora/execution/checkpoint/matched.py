@@ -31,22 +31,14 @@ _EXPERT = nn.Linear(1, 1, device="meta")
 
 
 class StoredWeights:
-    """Weights in safetensors files, which were matched with the model.
-
-    Attributes:
-        names: The model's parameters and buffers that the files hold, in its order.
-        plain: The tensor that is a parameter or buffer, by the model's name.
-        coded: The module in the files whose tensors are the codes of a parameter, by the model's name.
-        merged: The conversion that makes a parameter, by the model's name.
-        transposed: The parameters that the files hold as ``[in, out]`` (GPT-2), which the model has as linears.
-    """
+    """Weights in safetensors files, which were matched with the model; ``names`` are its own, in its order."""
 
     def __init__(
         self, stored: StoredTensors, method: Method | None, skeleton: Any, converters: Sequence[WeightConverter] = ()
     ) -> None:
-        self.plain: dict[str, str] = {}
-        self.coded: dict[str, str] = {}
-        self.merged: dict[str, Merge] = {}
+        self.plain: dict[str, str] = {}  # the tensor that is a parameter or buffer, by the model's name
+        self.coded: dict[str, str] = {}  # the module in the files whose tensors are the codes of a parameter, likewise
+        self.merged: dict[str, Merge] = {}  # the conversion that makes a parameter, likewise
         self.paths = stored.paths
         self._stored = stored
         self._method = method
@@ -54,6 +46,7 @@ class StoredWeights:
         self._own: dict[str, torch.Tensor] = skeleton.state_dict()
         marks = () if method is None else method.marks
         self._modules = {_owner(tensor, leaf) for tensor in stored.files.files for leaf in marks} - {None}
+        # The parameters that the files hold as ``[in, out]`` (GPT-2), which the model has as linears.
         self.transposed = {f"{name}.weight" for name, one in skeleton.named_modules() if isinstance(one, Conv1D)}
         merges, unexpected = self._match(converters)
         for merge in merges:

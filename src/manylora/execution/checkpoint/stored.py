@@ -203,21 +203,13 @@ class QuantisationConfig:
 
 
 class Method(ABC):
-    """How a quantisation method stores the weight of a module, in tensors named after it.
+    """How a quantisation method stores the weight of a module, in tensors named after it."""
 
-    Attributes:
-        marks: Names of tensors beside a module's, any of which shows that its weight is in codes.
-        parts: Names of tensors that belong to such a weight as well.
-        unused: Names of tensors for a purpose that does not concern weights, such as scales of activations.
-        unlisted: Fields of the settings that list modules without codes.
-        format: Name and precision, for logs.
-    """
-
-    marks: tuple[str, ...]
-    parts: tuple[str, ...] = ("weight",)
-    unused: tuple[str, ...] = ()
-    unlisted: tuple[str, ...] = ("modules_to_not_convert",)
-    format: str
+    marks: tuple[str, ...]  # names of tensors beside a module's, any of which shows that its weight is in codes
+    parts: tuple[str, ...] = ("weight",)  # names of tensors that belong to such a weight as well
+    unused: tuple[str, ...] = ()  # names of tensors that do not concern weights, such as scales of activations
+    unlisted: tuple[str, ...] = ("modules_to_not_convert",)  # fields of the settings that list modules without codes
+    format: str  # name and precision, for logs
 
     def __init__(self, settings: QuantisationConfig, stored: StoredTensors) -> None:
         self.settings = settings

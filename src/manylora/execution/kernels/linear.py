@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from manylora.execution.device import dtype_name
 from manylora.execution.kernels.cpu.forms import NarrowForm
 from manylora.execution.kernels.narrow import NarrowWeight
 from manylora.execution.kernels.row_weight import RowForm, RowWeight
@@ -114,7 +115,7 @@ def write_weight(
         content = weight.reshape(-1).view(torch.uint8).numpy()
     return WeightEntry(
         names=names,
-        dtype=_dtype_name(weight),
+        dtype=dtype_name(weight.dtype),
         shape=tuple(weight.shape),
         strides=() if packing else weight.stride(),
         offset=append(content),
@@ -162,7 +163,7 @@ def side_by_side(names: tuple[str, ...], parts: Sequence[torch.Tensor], buffer: 
     shape = first.shape if len(parts) == 1 else (sum(len(part) for part in parts), *first.shape[1:])
     return WeightEntry(
         names=names,
-        dtype=_dtype_name(first),
+        dtype=dtype_name(first.dtype),
         shape=tuple(shape),
         strides=first.stride(),
         offset=starts[0] - buffer.data_ptr(),
@@ -372,7 +373,3 @@ def _interface() -> tuple[ctypes.CDLL, Any]:
     torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     return torch_cpu, prototype(("PyCapsule_New", ctypes.pythonapi))
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

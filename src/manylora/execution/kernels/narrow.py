@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from manylora.execution.device import dtype_name
 from manylora.execution.kernels.cpu.forms import BITS, BLOCK, TILE, NarrowForm
 from manylora.execution.kernels.cpu.support import find_compiled
 
@@ -118,7 +119,7 @@ def write_narrow(
         num_in=num_in,
         numbers=numbers,
         group=group,
-        scale_dtype="float32" if scales is None else str(scales.dtype).removeprefix("torch."),
+        scale_dtype="float32" if scales is None else dtype_name(scales.dtype),
         has_shift=shifts is not None,
         has_order=order is not None,
         is_rounded=is_rounded,

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from manylora.execution.device import dtype_name
 from manylora.execution.kernels.triton.support import is_interpreted, num_programs, power_of_two
 from manylora.execution.kernels.triton.widening import widening_ptx
 
@@ -168,7 +169,7 @@ class RowWeight:
         )
         low, high = "", ""
         if not is_interpreted() and torch.version.hip is None:  # PTX is NVIDIA's
-            low, high = (widening_ptx(form.numbers, half, _name(rows.dtype)) for half in range(2))
+            low, high = (widening_ptx(form.numbers, half, dtype_name(rows.dtype)) for half in range(2))
         num_programs_wide = -(-form.num_out // block_n)
         wanted = min(2 * num_programs(self.device) // num_programs_wide, form.num_blocks // MIN_SPLIT_BLOCKS)
         splits = min(most_splits, power_of_two(wanted))
@@ -234,8 +235,8 @@ def write_rows(
         num_in=num_in,
         numbers=numbers,
         group=-(-num_in // (2 * MOST_SPAN)) * 2 * MOST_SPAN if group >= num_in else group,
-        scale_dtype=_name(scales.dtype),
-        dtype=_name(dtype),
+        scale_dtype=dtype_name(scales.dtype),
+        dtype=dtype_name(dtype),
         has_shift=shifts is not None,
         has_order=order is not None,
     )
@@ -257,7 +258,3 @@ def write_rows(
             content = part.contiguous().reshape(-1).view(torch.uint8).numpy()
             place[: content.size] = content
     return form, data
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from manylora.core.adapters.shape import INPUT, BaseShape, ModuleKind, PageShape, TargetModule
+from manylora.execution.device import dtype_name
 from manylora.execution.model.experts import expert_sizes
 from manylora.execution.model.load import LoadedModel
 from manylora.execution.model.probe import ModelProbe
@@ -47,7 +48,7 @@ def describe_model(
         head_dim=probe.head_dim,
         value_dim=None if probe.value_dim == probe.head_dim else probe.value_dim,
         element_bytes=kv_dtype.itemsize,
-        dtype=str(kv_dtype).removeprefix("torch."),
+        dtype=dtype_name(kv_dtype),
     )
     if not adapts_experts:
         probe = replace(probe, experts=())

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.execution.checkpoint.codes import Codes
+from manylora.execution.device import dtype_name
 from manylora.execution.kernels.cpu.forms import HALF_BLOCK, NarrowForm
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.kernels.narrow import write_narrow
@@ -118,7 +119,7 @@ class Precision:
     def _written(self, weight: Stored) -> Kept:
         if isinstance(weight, torch.Tensor):
             if weight.dtype in _SIXTEEN and not self.is_by_row:
-                return write_narrow(str(weight.dtype).removeprefix("torch."), weight.contiguous())
+                return write_narrow(dtype_name(weight.dtype), weight.contiguous())
             return weight.to(self.dtype)
         parts: dict[str, Any] = {name: getattr(weight, name) for name in ("scales", "shifts", "table", "order")}
         if self.is_by_row:
@@ -134,7 +135,7 @@ def _has_codes_on_gpu(wanted: str, dtype: torch.dtype, device: torch.device) -> 
     Raises:
         ConfigError: ``wanted`` names codes that no kernel here multiplies, or numbers of another type than activations.
     """
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     if wanted not in ("auto", "int8", "int4"):
         if wanted != name:
             raise ConfigError(

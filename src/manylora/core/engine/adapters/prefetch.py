@@ -141,14 +141,10 @@ class Prefetcher:
 
 
 class BackgroundReads:
-    """Reads versions in order of registration. Times are in seconds.
-
-    Attributes:
-        queue: Versions that may be left to read.
-    """
+    """Reads versions in order of registration. Times are in seconds."""
 
     def __init__(self, cache: AdapterCache, loader: AdapterLoader) -> None:
-        self.queue: deque[AdapterKey] = deque()
+        self.queue: deque[AdapterKey] = deque()  # versions that may be left to read
         self._cache = cache
         self._loader = loader
         self._reading: AdapterKey | None = None

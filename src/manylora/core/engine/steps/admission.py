@@ -31,11 +31,7 @@ __all__ = ["Admission", "most_pages_together"]
 
 @dataclass(eq=False)
 class Admission:
-    """Admits waiting sequences to the running set, one by one.
-
-    Attributes:
-        again_at: Time at which a sequence that waits for its adapter is to be looked at again, in seconds.
-    """
+    """Admits waiting sequences to the running set, one by one."""
 
     config: InitVar[EngineConfig]
     _running: RunningSet
@@ -47,7 +43,7 @@ class Admission:
     _telemetry: Telemetry
 
     def __post_init__(self, config: EngineConfig) -> None:
-        self.again_at = math.inf
+        self.again_at = math.inf  # when a sequence that waits for its adapter is to be looked at again, in seconds
         self._max_loras = config.scheduler.max_loras
         self._reserves_peak = config.scheduler.reserve_output == "peak"
         self._prefix_caching = config.memory.prefix_caching

@@ -33,22 +33,17 @@ _BY_ARRIVAL = attrgetter("seq_id")
 
 @dataclass(eq=False)
 class RunningSet:
-    """Running sequences, oldest arrival first.
-
-    Attributes:
-        sequences: The running sequences, and sequences that have ended while a step in flight uses their pages.
-        first_in_line: The policy's first in line of the last step, if it was not admitted.
-        is_full: Whether a sequence was refused in the last step although seats are free, and not for a copy of its
-            adapter.
-    """
+    """Running sequences, oldest arrival first."""
 
     _page_cache: PageCache
     _cache: AdapterCache
     _loads: LoadsInFlight
     _policy: Policy  # the waiting sequences
     _telemetry: Telemetry
+    # Those that run, and those that have ended while a step in flight uses their pages.
     sequences: list[Sequence] = field(default_factory=list)
-    first_in_line: Sequence | None = None
+    first_in_line: Sequence | None = None  # the policy's first in line of the last step, if it was not admitted
+    # Whether a sequence was refused in the last step although seats are free, and not for a copy of its adapter.
     is_full: bool = False
 
     # -- in and out --------------------------------------------------------------------------------------------------
@@ -133,13 +128,10 @@ class LateSequences:
         step n        waits, goes on without them         --> late: no token, no valid KV
         step n + 1    was planned ahead, may have them    --> left out by the executor
         after both    they wait again, for the whole adapter: no step begins on the layers of that load any more
-
-    Attributes:
-        sequences: The late sequences that were not sent back yet.
     """
 
     def __init__(self, running: RunningSet, cache: AdapterCache) -> None:
-        self.sequences: list[Sequence] = []
+        self.sequences: list[Sequence] = []  # those that were not sent back yet
         self._running = running
         self._cache = cache
 
