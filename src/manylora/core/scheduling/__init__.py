@@ -15,7 +15,12 @@ from manylora.core.scheduling.policies.fair import FairPolicy
 from manylora.core.scheduling.policies.fifo import FifoPolicy, StrictFifoPolicy
 from manylora.core.scheduling.policies.keyed import KeyedPolicy, PriorityPolicy, ShortestFirstPolicy
 from manylora.core.scheduling.policy import Nearness, Outcome, Policy, PolicyContext, QueueStatus
-from manylora.core.scheduling.prediction.predictor import LengthPredictor, NoisyPredictor, OraclePredictor
+from manylora.core.scheduling.prediction.predictor import (
+    LengthEstimate,
+    LengthPredictor,
+    NoisyPredictor,
+    OraclePredictor,
+)
 from manylora.core.scheduling.prediction.quantile import QuantilePredictor
 from manylora.core.scheduling.sequence import Sequence, SequenceStatus
 from manylora.core.scheduling.step_composition import (
@@ -31,7 +36,9 @@ __all__ = [
     "POLICIES",
     "PREDICTORS",
     "STEP_COMPOSITIONS",
+    "FifoPolicy",
     "KeyedPolicy",
+    "LengthEstimate",
     "LengthPredictor",
     "Nearness",
     "Outcome",
