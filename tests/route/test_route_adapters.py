@@ -145,6 +145,50 @@ def test_a_backend_that_comes_up_during_a_load_gets_the_adapter() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("own", [{}, {"kept": "/own"}], ids=["none", "its own"])
+def test_a_backend_that_restarts_between_two_polls_gets_its_adapters_back(own: dict[str, str]) -> None:
+    """Its counters begin anew, or its list has an adapter from another path: it was never out."""
+
+    def counted(num: int) -> str:
+        return f'# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total{{engine="0"}} {num}.0\n'
+
+    async def test() -> None:
+        fakes = FakeServer(), FakeServer(metrics=counted(100))
+        options = {"manage_adapters": True, "router": "random"}
+        async with servers(*fakes) as urls, routing(*urls, **options) as (proxy, client):
+            assert await load(client, "kept", "/kept") == 200
+            assert await load(client, "gone", "/gone") == 200
+            assert await unload(client, "gone") == 200
+            (backend,) = [one for one in proxy.backends if one.url == urls[1]]
+            await until(lambda: backend.metrics.num_tokens == 100)
+            fakes[1].adapters = dict(own)
+            fakes[1].metrics = None if own else counted(0)
+            await until(lambda: fakes[1].adapters == {"kept": "/kept"} and not backend.outdated)
+            while not fakes[1].completions:
+                assert (await client.complete("kept")).status == 200
+            assert (backend.health.num_joins, proxy.backends.num_up) == (1, 2)
+
+    run(test)
+
+
+def test_an_unload_that_was_made_although_it_failed_leaves_nothing_out() -> None:
+    async def test() -> None:
+        fakes = FakeServer(), FakeServer()
+
+        async def fail(call: Call) -> None:
+            fakes[1].adapters.clear()
+            await call.answer(503, "no")
+
+        async with servers(*fakes) as urls, routing(*urls, manage_adapters=True) as (proxy, client):
+            assert await load(client, "sql", "/1") == 200
+            fakes[1].change = fail
+            assert await unload(client, "sql") == 503
+            await until(lambda: not any(backend.outdated for backend in proxy.backends))
+            assert [fake.adapters for fake in fakes] == [{}, {}]
+
+    run(test)
+
+
 def test_placements_at_once_stay_within_their_bound() -> None:
     async def test() -> None:
         can_load = asyncio.Event()

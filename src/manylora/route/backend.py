@@ -182,6 +182,7 @@ class Backend:
         self.cards: Mapping[str, Card] = {}
         self.raw_cards: Mapping[str, msgspec.Raw] = {}
         self.outdated: set[str] = set()  # adapters that it lacks, or has in another version; see ``Catalog.hide``
+        self.has_restarted = False  # unnoticed by its polls: its adapters are to be looked at before the next requests
         self.needs_models = True  # its list of models is to be read at the next poll
         self.models_body = b""
         self.models_read_at = -float("inf")

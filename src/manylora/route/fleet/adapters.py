@@ -26,6 +26,7 @@ from manylora.serving.http.errors import HttpError
 
 __all__ = ["AdapterPlacement", "RoutedAdapters"]
 
+MAX_BACK = 64  # changes that are made at once on a backend that lost them
 MAX_AGAIN = 4  # failed changes that are tried again on one backend at one poll
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,14 @@ class AdapterPlacement:
             change = self.changes.log.get(name)
             if change is None or account.has_made(name, change):
                 account.forget_failure(name)
-            elif name != self._blocked and most:
+            elif most:
                 most -= 1
-                self.place(account.backend, name)
+                self.place_again(account.backend, name)
+
+    def place_again(self, backend: Backend, name: str) -> None:
+        """Begin to make the last change of an adapter on a backend, unless the next one is under way."""
+        if name != self._blocked:
+            self.place(backend, name)
 
     @contextlib.asynccontextmanager
     async def blocked(self, name: str) -> AsyncIterator[None]:
@@ -210,17 +216,31 @@ class RoutedAdapters:
         """Make the changes that a backend has missed; return whether it may have requests.
 
         It may have them without an adapter that it cannot load, for which it then gets none. On a backend that is up,
-        try failed changes again.
+        try failed changes again, unless it has restarted between two polls.
         """
         account = self.changes.account_of(backend)
+        self.changes.note_current(backend)
         if backend.health.is_up:
+            if backend.has_restarted or self.changes.has_lost_one(backend):
+                self._bring_back(backend)
             self.placement.try_again(account, MAX_AGAIN)
             return True
         await self.placement.ended(lambda other, name: other is backend)
         account.rejoin()
         if missed := self.changes.missed(backend):
             await self.changes.make(backend, missed, in_place=True)
+        backend.has_restarted = False
         return not self.changes.missed(backend)  # the log may have changed meanwhile
+
+    def _bring_back(self, backend: Backend) -> None:
+        """Make the changes that a backend has lost while it was up; until then it gets no requests for them."""
+        missed = self.changes.missed(backend)
+        for name, _ in missed:
+            self.backends.catalog.hide(backend, name)
+        for name, _ in missed[:MAX_BACK]:
+            self.placement.place_again(backend, name)
+        # A change that is under way may have been made there before: it is not in the log yet.
+        backend.has_restarted = bool(missed) or self._one_at_a_time.locked()
 
     async def _everywhere(
         self, name: str, change: Change, concerns: Callable[[Backend], bool], *, in_place: bool = False

@@ -116,6 +116,11 @@ class AdapterAccount:
             return False
         return card.root in (None, name, change.path, made.root)
 
+    def has_lost(self, name: str, change: Change) -> bool:
+        """Whether the backend had made a change, and has lost it since."""
+        made = self._made.get(name)
+        return made is not None and made.generation == change.generation and not self.has_made(name, change)
+
     def note_made(self, name: str, change: Change) -> None:
         """Learn that the backend has made a change."""
         card = self.backend.cards.get(name)
@@ -211,6 +216,17 @@ class BackendChanges:
             for name, change in self.log
             if not account.has_made(name, change) and not account.is_left_out(name)
         ]
+
+    def has_lost_one(self, backend: Backend) -> bool:
+        """Whether a backend lists an adapter from another path than it had after its last change."""
+        account, cards = self.account_of(backend), backend.cards
+        return any(one.path is not None and name in cards and account.has_lost(name, one) for name, one in self.log)
+
+    def note_current(self, backend: Backend) -> None:
+        """Count a backend among the holders of the adapters that it has, whatever failed before."""
+        for name in list(backend.outdated):
+            if name != self.account_of(backend).leaving and self.is_current(backend, name):
+                self.backends.catalog.show(backend, name)
 
     async def make(
         self, backend: Backend, changes: Sequence[tuple[str, Change]], *, in_place: bool

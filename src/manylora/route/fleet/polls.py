@@ -126,6 +126,8 @@ class Polls:
             await self.backends.read_models(backend)
         backend.num_polls += 1
         await self._read_metrics(backend)
+        if backend.has_restarted:
+            await self.backends.read_models(backend)
         if not await self.adapters.prepare(backend):
             raise FetchFailed("adapters could not be loaded")
         if backend.health.wants_probe(monotonic()):
@@ -175,6 +177,10 @@ class Polls:
         metrics = reader.result()
         if metrics.num_tokens > backend.metrics.num_tokens:
             backend.num_pieces += 1
+        elif metrics.num_tokens < backend.metrics.num_tokens:
+            logger.warning("backend_restarted url=%s", backend.url)
+            backend.has_restarted = True
+            self.choice.returned(backend)
         backend.metrics, backend.metrics_at = metrics, monotonic()
         self.choice.learn_ranks(metrics.ranks)
         self.choice.correct(backend, num_own, metrics)
