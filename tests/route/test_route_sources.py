@@ -362,6 +362,36 @@ def test_ready_pods_are_backends_through_every_trouble_of_a_watch(
         run(test)
 
 
+def test_a_backend_of_a_replaced_source_stays_while_the_new_one_is_looked_up() -> None:
+    """Its source gets a key: other backends come and go meanwhile."""
+
+    async def test() -> None:
+        is_known = asyncio.Event()
+        is_known.set()
+        seen: list[dict[str, str]] = []
+
+        async def look_up(name: str, port: int) -> set[str]:
+            await is_known.wait()
+            return {"10.0.0.1"}
+
+        def note(found: Mapping[str, Address]) -> None:
+            seen.append({url: address.key_from for url, address in found.items()})
+
+        sources = Sources(60.0, look_up, watch_nothing, note, {"KEY": "secret"})
+        await sources.configure(["dns:vllm:8000"])
+        is_known.clear()
+        configuring = asyncio.create_task(sources.configure(["dns:vllm:8000#env:KEY"]))
+        await asyncio.sleep(0)
+        sources.add("http://other:80")
+        assert seen[-1] == {"http://10.0.0.1:8000": "", "http://other:80": ""}
+        is_known.set()
+        await configuring
+        assert seen[-1] == {"http://10.0.0.1:8000": "key:secret", "http://other:80": ""}
+        await sources.stop()
+
+    asyncio.run(test())
+
+
 class Worker:
     """The sources of one worker of three, and what is on its way from it to the others, in order."""
 

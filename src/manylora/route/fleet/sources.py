@@ -82,13 +82,14 @@ class Sources:
         ``ConfigError`` if a text is malformed; nothing has changed.
         """
         parsed = {text: parse_source(text, self.environment) for text in texts}
+        new = [text for text in parsed if text not in self._configured]
+        await asyncio.gather(*(self._begin(text, parsed[text]) for text in new))
+        # Only now: a backend that both have must not leave while the first look at a new source takes its time.
         for text in [text for text in self._configured if text not in parsed]:
             del self._configured[text]
             if (task := self._tasks.pop(text, None)) is not None:
                 task.cancel()
         self._removed.clear()
-        new = [text for text in parsed if text not in self._configured]
-        await asyncio.gather(*(self._begin(text, parsed[text]) for text in new))
         self._changed()
 
     def add(self, text: str, key: str | None = None) -> Address:
