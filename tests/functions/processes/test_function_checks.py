@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 from typing import Any, cast, get_type_hints
 
 import pytest
@@ -32,6 +33,8 @@ from manylora.serving.hosting.links.client import EngineClient
 from manylora.serving.hosting.protocol import (
     AdapterIdentity,
     AdapterMove,
+    AddRequests,
+    Cancel,
     EngineInfo,
     EngineRoom,
     EngineSpec,
@@ -131,6 +134,34 @@ def test_a_lie_is_no_message(message: Message) -> None:
 
 def answer(num_tokens: int, **changes: Any) -> Turn:
     return Turn([Output(request_id="r", tokens=(SampledToken(token_id=1),) * num_tokens, **changes)], Observations())
+
+
+def test_a_message_is_no_longer_than_what_was_asked_for() -> None:
+    """The agent holds what has arrived of it: 64 MiB for each function would fill its memory."""
+
+    engine = EngineSpec(config=EngineConfig(model=ModelConfig(model="m")), served_name="base", builder="")
+    transport = SimpleNamespace(is_closing=lambda: False, write=len, get_write_buffer_size=lambda: 0)
+
+    async def scenario() -> None:
+        link = FunctionLink(engine, cast(Zygote, None), FunctionPlace(readable=[]))
+        link._transport = cast(Any, transport)
+        prompt = SamplingParams(prompt_logprobs=20)
+        long = Request(request_id="long", prompt=(1,) * 100_000, sampling=prompt)
+        short = Request(request_id="short", prompt=(1,), sampling=SamplingParams(logprobs=5))
+        longest = []
+        for asked in ((), (short,), (long,)):
+            if asked:
+                link.send(AddRequests(1, list(asked)))
+            longest.append(link._buffer.max_bytes)
+        link.send(Cancel(["long"]))
+        assert longest[0] == 1 << 20
+        assert longest[0] + 4096 < longest[1] < longest[0] + 10_000
+        assert longest[2] == link._buffer.max_bytes == 64 << 20  # a part may be on its way
+        other = FunctionLink(engine, cast(Zygote, None), FunctionPlace(readable=[]))
+        other._take((2 << 20).to_bytes(4, "big"))
+        assert other._lost.result() == "Got a message of 2097152 bytes, expected at most 1048576"
+
+    asyncio.run(scenario())
 
 
 def test_a_message_of_too_many_names_is_not_read() -> None:

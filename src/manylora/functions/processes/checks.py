@@ -17,7 +17,7 @@ from msgspec import structs
 
 from manylora.core.isolation import MEASURES, Measure
 from manylora.core.types import FinishReason, Output, Request
-from manylora.functions.processes.frames import FrameError
+from manylora.functions.processes.frames import MAX_FRAME_BYTES, FrameError
 from manylora.serving.hosting.fleet.snapshot import STATES
 from manylora.serving.hosting.protocol import (
     Fault,
@@ -36,6 +36,11 @@ MAX_SECONDS = 1e9
 MAX_COUNT = 2**31 - 1
 MAX_CHARS = 4096
 MAX_ENTRIES = 2**17  # most values of one kind in a message: more than the requests that a function may have
+
+FRAME_BYTES = 1 << 20  # most of a message without what requests ask for
+REQUEST_BYTES = 4096  # most of it for a request, its texts included
+TOKENS_AT_ONCE = 16  # most tokens of an answer in a message
+LOGPROB_BYTES = 32  # most bytes of a log-probability and its token
 
 MAX_PARTS = 4096  # most values of one kind in a snapshot, which has some of each
 
@@ -63,6 +68,8 @@ class MessageCheck:
         self.names = set(names)
         self._tenants = {""}  # those whose requests it has had, whose usage it tells
         self._has_started = False
+        self._asked_bytes: dict[str, int] = {}  # of a message, by request
+        self.max_bytes = FRAME_BYTES  # most of a message: a request that was cancelled may have part of one on its way
         self._left: dict[str, int] = {}  # tokens that each request may still get
         self._tops: dict[str, int] = {}  # log-probabilities of a token that each may get, if any
         self._prompts: set[str] = set()  # requests that may get the log-probabilities of their prompts
@@ -82,6 +89,9 @@ class MessageCheck:
                 self._tops[one.request_id] = num_top
             if one.sampling.prompt_logprobs is not None:
                 self._prompts.add(one.request_id)
+            self._asked_bytes[one.request_id] = _message_bytes(one)
+        needed = FRAME_BYTES + sum(self._asked_bytes.values())
+        self.max_bytes = max(self.max_bytes, min(MAX_FRAME_BYTES, needed))
         self._calls[call] = tuple(one.request_id for one in requests)
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -89,6 +99,7 @@ class MessageCheck:
         for request_id in request_ids:
             self._left.pop(request_id, None)
             self._tops.pop(request_id, None)
+            self._asked_bytes.pop(request_id, None)
             self._prompts.discard(request_id)
 
     def checked(self, message: Message) -> Message:
@@ -189,6 +200,15 @@ class MessageCheck:
         if not self.names.issuperset(names):
             other = min(set(names) - self.names)
             raise FrameError(f"it reports on adapter {other[:100]!r}, which is not its own")
+
+
+def _message_bytes(one: Request) -> int:
+    """Return the most that a request takes of a message, with the log-probabilities that it asks for."""
+    sampling = one.sampling
+    num = TOKENS_AT_ONCE * (1 + (len(sampling.logprob_token_ids) or sampling.logprobs or 0))
+    if sampling.prompt_logprobs is not None:
+        num += len(one.prompt) * (1 + sampling.prompt_logprobs)
+    return REQUEST_BYTES + LOGPROB_BYTES * num
 
 
 def _start(report: StartReport) -> StartReport:

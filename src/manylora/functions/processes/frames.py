@@ -28,7 +28,7 @@ class FrameBuffer:
     """Cuts a stream of bytes from a process that is not trusted into frames."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes  # of a frame; the holder may change it
         self._bytes = bytearray()
 
     def feed(self, received: bytes) -> list[bytes]:
@@ -39,8 +39,8 @@ class FrameBuffer:
         start = 0
         while len(held) - start >= _PREFIX_BYTES:
             size = int.from_bytes(held[start : start + _PREFIX_BYTES], "big")
-            if size > self._max_bytes:
-                raise FrameError(f"Got a message of {size} bytes, expected at most {self._max_bytes}")
+            if size > self.max_bytes:
+                raise FrameError(f"Got a message of {size} bytes, expected at most {self.max_bytes}")
             end = start + _PREFIX_BYTES + size
             if len(held) < end:
                 break

@@ -133,13 +133,13 @@ class FunctionLink(asyncio.Protocol):
     report: StartReport | None = None  # its start and the measures in force; ``None`` before it is ready
     _function: ForkedFunction | None = None
     _transport: asyncio.Transport | None = None
-    _buffer: FrameBuffer = field(default_factory=FrameBuffer)
     _time: TimeBudget = field(default_factory=TimeBudget)
     _deliver: Callable[[Sequence[Message]], None] = lambda messages: None
 
     def __post_init__(self) -> None:
         self._log = self.log or FunctionLog(self.engine.served_name)
         self._check = MessageCheck({"", self.engine.served_name})
+        self._buffer = FrameBuffer(self._check.max_bytes)
         self._lost: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -171,6 +171,7 @@ class FunctionLink(asyncio.Protocol):
             return
         if isinstance(command, AddRequests):
             self._check.expect(command.call, command.requests)
+            self._buffer.max_bytes = self._check.max_bytes
         elif isinstance(command, Cancel):
             self._check.forget(command.request_ids)
         elif isinstance(command, LoadAdapter):
