@@ -166,6 +166,31 @@ def test_limits_of_tenants_hold_over_all_workers(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_worker_that_starts_again_has_the_limits_that_are_left(tmp_path: Path) -> None:
+    async def test() -> None:
+        fake, options = FakeServer({"b-own": "/b"}), {"tenants": tenants_file(tmp_path)}
+        gate = Gate()
+        async with servers(fake) as urls, working(tmp_path, *urls, numbers=(0,), **options) as ((one, client),):
+            fake.behave = gate.stream
+            stream = asyncio.ensure_future(client.complete("b-own", stream=True, **bearer("beta")))
+            await until(lambda: in_flight(one) == [1])
+            async with working(tmp_path, *urls, numbers=(1,), **options) as ((two, other),):
+                await until(lambda: in_flight(two) == [1])
+                gate.is_open.set()
+                await stream
+                answer = await other.complete("b-own", **bearer("beta"))  # the second of two requests a minute
+                assert (answer.status, answer.headers["x-ratelimit-remaining-requests"]) == (200, "0")
+            assert one._peers is not None
+            one._peers._outbox._listeners[1].abort()  # as a process that ends does
+            async with working(tmp_path, *urls, numbers=(1,), **options) as ((two, other),):
+                assert two._peers is not None
+                tenants: Any = two._peers._tenants
+                await until(lambda: bool(tenants.taken()))
+                assert (await other.complete("b-own", **bearer("beta"))).status == 429
+
+    run(test)
+
+
 def test_backends_that_one_worker_is_told_of_join_and_leave_all(tmp_path: Path) -> None:
     async def test() -> None:
         fakes = [FakeServer() for _ in range(3)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import count
 
@@ -90,12 +90,16 @@ class Listed(_Told):
 
 
 class Hello(_Told):
-    """The first message: who speaks, since when (monotonic seconds), and its backends by place."""
+    """The first message: who speaks, since when (monotonic seconds), its backends by place, and what tenants took.
+
+    The latter are requests and tokens of the last minute, by caller, with those of the places that are told with it.
+    """
 
     worker: int
     since: float
     places: list[str | None]
     listed: Listed
+    taken: Mapping[str, tuple[float, float]]
 
 
 class Asked(_Told):

@@ -116,7 +116,9 @@ class Peers:
             with contextlib.suppress(OSError):  # it is not there yet, or has ended
                 reader, writer = await asyncio.open_unix_connection(self._worker.path(number))
                 try:
-                    hello = Hello(self._worker.number, self._since, self._choice.places(), self._sources.listed())
+                    taken = {} if self._tenants is None else self._tenants.taken()
+                    places, listed = self._choice.places(), self._sources.listed()
+                    hello = Hello(self._worker.number, self._since, places, listed, taken)
                     self._outbox.join(number, writer.transport, hello)
                     await reader.read()  # it says nothing here: returns when it has gone
                 finally:
@@ -131,10 +133,11 @@ class Peers:
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "big")
-                for message in self._decode(await reader.readexactly(size)):
-                    if isinstance(message, Hello):
-                        speaker = message.worker
-                    self._take(message, speaker, counted)
+                messages = self._decode(await reader.readexactly(size))
+                if is_first := isinstance(messages[0], Hello):
+                    speaker = messages[0].worker
+                for message in messages:
+                    self._take(message, speaker, counted, is_first=is_first)
         except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):  # the last: this worker ends itself
             logger.info("worker_left worker=%d", speaker)
         finally:
@@ -142,7 +145,7 @@ class Peers:
                 _end(one)
             writer.close()
 
-    def _take(self, message: Message, speaker: int, counted: dict[int, Ticket | Places]) -> None:
+    def _take(self, message: Message, speaker: int, counted: dict[int, Ticket | Places], *, is_first: bool) -> None:
         match message:
             case Begun():
                 ticket = self._choice.count(message)
@@ -153,7 +156,7 @@ class Peers:
                     one.started()
             case PlaceTaken():
                 if self._tenants is not None:
-                    counted[message.serial] = self._tenants.count(message)
+                    counted[message.serial] = self._tenants.count(message, is_new=not is_first)
             case Ended():
                 if (one := counted.pop(message.serial, None)) is not None:
                     _end(one, message.num_tokens)
@@ -161,6 +164,8 @@ class Peers:
                 if message.since < self._since:  # it knows the backends' places, this one has just begun
                     self._choice.arrange(message.places)
                 self._sources.adopt(message.listed)
+                if self._tenants is not None:
+                    self._tenants.adopt(message.taken)
             case Said():
                 self._sources.heed(message)
             case Asked():

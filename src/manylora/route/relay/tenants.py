@@ -18,7 +18,7 @@ count of tokens there. So these counts are read in their place alone: in ``usage
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from manylora.route.config import ProxyConfig
@@ -181,6 +181,16 @@ class RoutedTenants:
             call.serial = self._outbox.taken(caller, found.adapter or None, num_prompt_tokens)
         return call
 
-    def count(self, taken: PlaceTaken) -> Places:
-        """Count the place of a request that another worker has let in."""
-        return self._room.count(taken.caller, 1, num_tokens=taken.num_tokens, adapter=taken.adapter)
+    def count(self, taken: PlaceTaken, *, is_new: bool) -> Places:
+        """Count the place of a request that another worker has let in; of one that is not new, nothing a minute."""
+        return self._room.count(
+            taken.caller, 1, num_tokens=taken.num_tokens, adapter=taken.adapter, takes_allowance=is_new
+        )
+
+    def taken(self) -> dict[str, tuple[float, float]]:
+        """Return the requests and tokens that each caller took in the last minute."""
+        return self._room.taken()
+
+    def adopt(self, taken: Mapping[str, tuple[float, float]]) -> None:
+        """Take over what callers took by another worker's account, where it is more: this one may have just begun."""
+        self._room.adopt(taken)

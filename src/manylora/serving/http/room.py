@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
@@ -170,6 +170,10 @@ class Allowance:
         """Take so many; what is not left is owed."""
         self._taken = self.taken(limit, now) + num
 
+    def adopt(self, limit: int, taken: float, now: float) -> None:
+        """Count so much as taken, unless it is more already."""
+        self._taken = max(self.taken(limit, now), taken)
+
     def headers(self, limit: int, now: float) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers about the limit."""
         taken = self.taken(limit, now)
@@ -255,12 +259,17 @@ class CallerRoom:
             one.tokens.check(limits.tokens, num_tokens, now)
         return self.count(caller, num, num_tokens=num_tokens, adapter=adapter)
 
-    def count(self, caller: str, num: int, *, num_tokens: int = 0, adapter: str | None = None) -> Places:
-        """Take places whatever is left: of a request that another process has let in; arguments as of ``take``."""
+    def count(
+        self, caller: str, num: int, *, num_tokens: int = 0, adapter: str | None = None, takes_allowance: bool = True
+    ) -> Places:
+        """Take places whatever is left: of a request that another process has let in; arguments as of ``take``.
+
+        Without ``takes_allowance`` the request is in the limits a minute already.
+        """
         one, limits, now = self._callers.setdefault(caller, _Caller()), self.limits_of(caller), self.now()
-        if limits.tokens is not None:
+        if limits.tokens is not None and takes_allowance:
             one.tokens.take(limits.tokens, num_tokens, now)
-        if limits.requests is not None:
+        if limits.requests is not None and takes_allowance:
             one.requests.take(limits.requests, 1, now)
         one.num_answers += num
         if adapter is not None:
@@ -282,6 +291,27 @@ class CallerRoom:
                 del one.adapters[adapter]
         if not one.num_answers and limits.requests is None and limits.tokens is None:
             del self._callers[caller]
+
+    def taken(self) -> dict[str, tuple[float, float]]:
+        """Return the requests and tokens that each caller took of its limits a minute, and that do not fill up yet."""
+        now, found = self.now(), dict[str, tuple[float, float]]()
+        for name, one in self._callers.items():
+            limits = self.limits_of(name)
+            requests = 0.0 if limits.requests is None else one.requests.taken(limits.requests, now)
+            tokens = 0.0 if limits.tokens is None else one.tokens.taken(limits.tokens, now)
+            if requests or tokens:
+                found[name] = requests, tokens
+        return found
+
+    def adopt(self, taken: Mapping[str, tuple[float, float]]) -> None:
+        """Count what callers took by another account, where that is more."""
+        now = self.now()
+        for name, (requests, tokens) in taken.items():
+            one, limits = self._callers.setdefault(name, _Caller()), self.limits_of(name)
+            if limits.requests is not None:
+                one.requests.adopt(limits.requests, requests, now)
+            if limits.tokens is not None:
+                one.tokens.adopt(limits.tokens, tokens, now)
 
     def in_use(self, most: int) -> list[CallerUse]:
         """Return the use of callers that have taken something lately: those with most answers under way."""
