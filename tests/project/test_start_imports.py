@@ -36,7 +36,7 @@ ENGINE = """
 import manylora.serving.hosting.engine.process
 from manylora.serving.hosting.engine.startup import TORCH_BUILDER
 from manylora.serving.hosting.engine.service import load_builder
-load_builder(TORCH_BUILDER)
+load_builder(TORCH_BUILDER, is_alone=True)
 """
 READER = "import manylora.execution.storage.reader_service"
 HELP = "from manylora.cli.app import make_app; make_app()"
@@ -48,7 +48,11 @@ OTHERS: dict[str, tuple[str, list[str]]] = {
     ),
     "engine": (
         ENGINE,
-        ["numba", "prometheus_client", "rich", "starlette", "typer", "uvicorn", "manylora.serving.server"],
+        [
+            *["PIL", "accelerate", "numba", "scipy", "sympy", "triton"],
+            *["torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor"],
+            *["prometheus_client", "rich", "starlette", "typer", "uvicorn", "manylora.serving.server"],
+        ],
     ),
     "help": (HELP, ["torch", "transformers", "scipy", "numba", "starlette", "uvicorn", "zmq"]),
     "router": (

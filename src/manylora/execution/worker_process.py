@@ -15,6 +15,7 @@ from manylora.core.clock import WallClock
 from manylora.core.errors import ManyloraError
 from manylora.core.isolation.system import end_with_parent
 from manylora.core.logs import configure_logging
+from manylora.execution.imports import import_model_classes
 
 __all__ = ["main"]
 
@@ -58,6 +59,7 @@ class _Worker:
         assert isinstance(setup, WorkerSetup)
         configure_logging(setup.log_level, f"worker-{setup.rank}")
         threading.Thread(target=self._live, name="sign-of-life", daemon=True).start()
+        import_model_classes()
         from manylora.execution.build import build_parts
         from manylora.execution.collectives import Collectives, Store, file_store
         from manylora.execution.executor import TorchExecutor

@@ -36,6 +36,7 @@ from manylora.core.isolation import NEW_PROCESSES, Cgroup, Measure, enter_namesp
 from manylora.core.isolation.cgroups import cpu_group_of
 from manylora.core.isolation.system import adopt_orphans
 from manylora.core.logs import configure_logging
+from manylora.execution.imports import import_model_classes
 from manylora.functions.processes.function_process import MAX_TASKS, StartStages, live_builder, run_function
 from manylora.functions.processes.messages import (
     MAX_PACKET_BYTES,
@@ -57,9 +58,6 @@ MAX_PID_CHARS = 16
 
 GROUPS = "function"  # begins the names of its functions' control groups, before its process id
 NUM_PAGES = 16  # pages of the engine that is built to warm the zygote
-
-UNUSED = ("scipy", "accelerate", "PIL", "triton")
-"""Packages that torch and transformers import where they are, and no function uses: tens of MiB."""
 
 CACHED_PRIMITIVES = 16
 """Compiled products that a function keeps. Each new length of a prompt adds some, and each has hundreds of KiB."""
@@ -241,11 +239,11 @@ def _warm(setup: ZygoteSetup) -> None:
 def _build_an_engine(setup: ZygoteSetup) -> None:
     """Build and check one engine, for all: its modules are imported and its kernels compiled."""
     limit_openmp_spin()
-    for name in UNUSED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
+    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # as if it were not installed
     import torch
 
     torch.set_num_threads(1)
+    import_model_classes()
     from manylora.execution.build import build_parts
     from manylora.execution.kernels.linear import bound_caches
     from manylora.execution.model.base_weights import map_weights

@@ -77,7 +77,7 @@ def main() -> int:
     use_one_heap()
     if is_prestarted := len(sys.argv) > 1:
         with collector_paused():
-            load_builder(sys.argv[1])
+            load_builder(sys.argv[1], is_alone=True)
         gc.freeze()  # so that the collection at the end of the start visits a fraction of the heap
     took_s = time.perf_counter() - began_at
     setup = _read_setup()
@@ -103,7 +103,7 @@ def main() -> int:
             freeze_start_up_heap()
         messages.send(encode(message), copy=False)
 
-    service = EngineService(setup.engine, clock=WallClock(), send=send, base=setup.base)
+    service = EngineService(setup.engine, clock=WallClock(), send=send, base=setup.base, is_alone=True)
     # The API process sends no command before Ready.
     threading.Thread(target=_receive, args=(commands, service), name="commands", daemon=True).start()
     try:

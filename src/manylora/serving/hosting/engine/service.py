@@ -58,6 +58,7 @@ BuildParts = Callable[..., EngineParts]
 Builder: TypeAlias = str | BuildParts
 """A function that builds an engine's parts, or its name as ``module:function``, for another process."""
 
+MODEL_CLASSES = "manylora.execution.imports"
 SIMULATED_BUILDER = "manylora.lab.sim.build:build_simulated_parts"
 
 NUM_COMPILERS = 2
@@ -70,10 +71,12 @@ def builder_for(config: EngineConfig) -> str:
     return TORCH_BUILDER if config.simulate is None else SIMULATED_BUILDER
 
 
-def load_builder(builder: Builder) -> BuildParts:
-    """Return the function behind a builder."""
+def load_builder(builder: Builder, *, is_alone: bool = False) -> BuildParts:
+    """Return the function behind a builder; ``is_alone``: this process serves and does nothing else."""
     if not isinstance(builder, str):
         return builder
+    if is_alone and builder == TORCH_BUILDER:
+        import_module(MODEL_CLASSES).import_model_classes()
     module, _, function = builder.partition(":")
     build = getattr(import_module(module), function)
     assert callable(build)
@@ -89,6 +92,7 @@ class EngineService:
     clock: Clock
     send: Callable[[Message], None]  # sends a message; called on the loop's thread alone
     base: SharedBase | None = None  # the weights that another engine has loaded, if one has
+    is_alone: bool = False  # in a process that does nothing else
     _observer: Observer = field(default_factory=Observer)
     _preparing: dict[str, bool] = field(default_factory=dict)  # by request whose constraint compiles: whether cancelled
     _loop: EngineLoop | None = None
@@ -165,7 +169,7 @@ class EngineService:
             logger.info("engine_start next=%r", "imports")
         began_at = self.clock.now()
         with collector_paused():
-            build = load_builder(builder)
+            build = load_builder(builder, is_alone=self.is_alone)
         if not is_imported:
             logger.info("engine_start stage=imports took_s=%.2f next=%r", self.clock.now() - began_at, "weights")
         return build

@@ -1,6 +1,6 @@
 """The start of a process that serves: libraries imported early; gc, OpenMP and the heap set for service.
 
-Torch and transformers take three seconds to import, the longest part of the start of a small model. So the command
+Torch and transformers take seconds to import, the longest part of the start of a small model. So the command
 spawns an engine process first of all, which imports them while the command still reads its options. The first engine
 that fits takes the process over; if none does, it is killed with the command.
 
