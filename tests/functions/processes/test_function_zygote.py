@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -232,6 +233,47 @@ def test_a_loader_ends_with_the_agent_that_started_it(tmp_path: Path) -> None:
         ends.register(loader, select.POLLIN)
         assert ends.poll(60_000)
         os.close(loader)
+
+
+def test_a_zygote_that_is_stopped_ends_with_its_agent() -> None:
+    """It holds the base, and the functions that it forked."""
+    zygote = (
+        "import signal, sys\n"
+        "from manylora.functions.processes import zygote_process\n"
+        "zygote_process._warm = lambda setup: print('warm', file=sys.stderr, flush=True)\n"
+        "zygote_process.remove_groups_of_the_dead = lambda name: None\n"
+        "zygote_process.ZygoteProcess = lambda setup: signal.pause()\n"
+        "zygote_process.main()\n"
+    )
+    agent = (
+        "import signal, subprocess, sys, os, msgspec\n"
+        "from manylora.functions.processes.messages import Backbone, ZygoteSetup\n"
+        "from manylora.core.config import ModelConfig\n"
+        "from manylora.core.ports import SharedBase\n"
+        "base = SharedBase(file=0, num_bytes=0, manifest=b'')\n"
+        "base = Backbone(model=ModelConfig(model='m'), base=base)\n"
+        "setup = msgspec.msgpack.encode(ZygoteSetup(socket=0, backbone=base, builder=None, log_level=30))\n"
+        f"command = [sys.executable, '-c', {zygote!r}]\n"
+        "zygote = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)\n"
+        "zygote.stdin.write(setup); zygote.stdin.close()\n"
+        "while b'warm' not in zygote.stderr.readline(): pass\n"
+        "print(zygote.pid, flush=True)\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        stopped = os.pidfd_open(pid)
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            process.kill()
+            ends = select.poll()
+            ends.register(stopped, select.POLLIN)
+            assert ends.poll(60_000)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(stopped, signal.SIGKILL)
+            os.close(stopped)
 
 
 def test_a_long_set_up_is_written_without_a_reader() -> None:

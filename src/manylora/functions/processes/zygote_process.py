@@ -34,7 +34,7 @@ from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig
 from manylora.core.isolation import NEW_PROCESSES, Cgroup, Measure, enter_namespaces, remove_groups_of_the_dead
 from manylora.core.isolation.cgroups import cpu_group_of
-from manylora.core.isolation.system import adopt_orphans
+from manylora.core.isolation.system import adopt_orphans, end_with_parent
 from manylora.core.logs import configure_logging
 from manylora.execution.imports import import_model_classes
 from manylora.functions.processes.function_process import MAX_TASKS, StartStages, live_builder, run_function
@@ -287,7 +287,8 @@ def clean_mappings(smaps: Iterable[str]) -> Iterator[tuple[int, int]]:
 
 
 def main() -> int:
-    """Run a zygote; return the exit code."""
+    """Run a zygote; return the exit code. It ends with the thread that started it, also while it is stopped."""
+    end_with_parent()
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ZygoteSetup)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # functions have a log, and no more
