@@ -39,6 +39,7 @@ def import_model_classes() -> None:
     try:
         with _without_training():
             import_module("transformers.modeling_utils")
+            import_module("transformers.masking_utils")  # with older releases the former does not import it
     except (ImportError, AttributeError, NameError) as error:
         logger.warning("whole_transformers_imported reason=%r", str(error))
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
