@@ -9,6 +9,11 @@ LEFT_OUT = """
 import sys
 from manylora.execution.imports import import_model_classes
 import_model_classes()
+from manylora.core.config import ModelConfig
+from manylora.demo import demo_model_path
+from manylora.execution.model.load import load_model, load_skeleton
+for load in (load_model, load_skeleton):
+    load(ModelConfig(model=str(demo_model_path())))
 assert "torch._dynamo" not in sys.modules
 import torch, transformers
 from transformers.masking_utils import TransformGetItemToIndex

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+from transformers.initialization import guard_torch_init_functions
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
@@ -98,8 +99,7 @@ def load_skeleton(config: ModelConfig) -> LoadedModel:
     """
 
     def empty(checkpoint: Any, options: dict[str, Any]) -> Any:
-        with torch.device("meta"):
-            return auto_class(checkpoint).from_config(checkpoint, **options)
+        return _without_weights(checkpoint, options).to("meta")
 
     builder = _Builder(config)
     checkpoint, _ = read_config(config.model, config.revision, trust_remote_code=config.trust_remote_code)
@@ -113,11 +113,14 @@ def _without_weights(checkpoint: Any, options: dict[str, Any]) -> Any:
     def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(self, name, param)
         if param is not None and not param.is_meta:
-            self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
+            empty = self._parameters[name] = nn.Parameter(param.to("meta"), requires_grad=False)
+            # No values are drawn for it, for which torch would import its compiler (see ``execution.imports``).
+            empty._is_hf_initialized = True  # type: ignore[attr-defined]
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
     try:
-        model = auto_class(checkpoint).from_config(checkpoint, **options)
+        with guard_torch_init_functions():
+            model = auto_class(checkpoint).from_config(checkpoint, **options)
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
     plan = model._get_dtype_plan(options["dtype"])  # routers in float32 beside 16 bits, of some families
