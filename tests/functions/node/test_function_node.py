@@ -101,6 +101,11 @@ class Rig:
         self.may_start = asyncio.Event()
         self.may_start.set()
 
+        async def here(function: Callable[..., Any], *arguments: Any) -> Any:
+            return function(*arguments)
+
+        monkeypatch.setattr(asyncio, "to_thread", here)  # so that turns of the loop are all that a start waits for
+
         async def start_from(launcher: Launcher, zygote: object) -> Engine:
             name = launcher.name
             self.num_launches += 1
