@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from manylora.core.routing.view import Sent
 from manylora.route.backend import Backend, BackendState
+from manylora.serving.metrics.merged import Scraped, merge_family
 
 __all__ = ["AttemptEnd", "ProxyMetrics", "merged"]
 
@@ -144,18 +145,5 @@ def merged(texts: Mapping[int, bytes], own: int) -> bytes:
             is_of_book = family.type == "gauge" and not family.name.endswith("_created")
             if is_of_book and worker != own:
                 continue
-            into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                labels = sample.labels if is_of_book else {**sample.labels, "worker": str(worker)}
-                into.add_sample(sample.name, labels, sample.value)
-    registry = CollectorRegistry()
-    registry.register(_Families(list(families.values())))
-    return generate_latest(registry)
-
-
-class _Families(Collector):
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+            merge_family(families, family, {} if is_of_book else {"worker": str(worker)})
+    return generate_latest(Scraped(families.values()))

@@ -8,7 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from manylora.serving.metrics.prometheus import Scraped
+from manylora.serving.metrics.merged import Scraped, merge_family
 
 __all__ = ["merged_backbones"]
 
@@ -24,8 +24,5 @@ def merged_backbones(texts: Mapping[str, bytes]) -> bytes:
             is_of_process = family.name.startswith("process_")
             if is_of_process and number:
                 continue
-            into = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                labels = sample.labels if is_of_process else {**sample.labels, "backbone": backbone}
-                into.add_sample(sample.name, labels, sample.value)
+            merge_family(families, family, {} if is_of_process else {"backbone": backbone})
     return generate_latest(Scraped(families.values()))

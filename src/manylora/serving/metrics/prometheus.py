@@ -10,7 +10,7 @@ import asyncio
 from bisect import bisect_left
 from collections import Counter as CountOf
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
 
@@ -26,6 +26,7 @@ from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.snapshot import Snapshot
 from manylora.serving.hosting.protocol import FinishedRequest, Observations
 from manylora.serving.metrics.latency import LatencyWindow, TimedMove
+from manylora.serving.metrics.merged import Scraped
 from manylora.serving.metrics.scrape import (
     LEVELS,
     FunctionCounts,
@@ -38,7 +39,7 @@ from manylora.serving.metrics.scrape import (
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 
-__all__ = ["BatchHistogram", "Metrics", "Scraped", "choose_format"]
+__all__ = ["BatchHistogram", "Metrics", "choose_format"]
 
 FORMATS: Mapping[str, Callable[[Collector], bytes]] = {
     CONTENT_TYPE_LATEST: as_text,
@@ -274,17 +275,6 @@ class Metrics:
                 values["request_time_per_output_token_seconds"] = request.decode_s / (request.num_output_tokens - 1)
         for name, value in values.items():
             self._histograms[name].add(value)
-
-
-class Scraped(Collector):
-    """The metrics of one scrape, as prometheus-client takes them."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        """Return them."""
-        return self._families
 
 
 class _AdapterMetrics:

@@ -17,6 +17,7 @@ from manylora.core.config import EngineConfig
 from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.types import Tier
 from manylora.serving.hosting.fleet.keeper import EngineState
+from manylora.serving.metrics.merged import merge_family
 from manylora.serving.metrics.status_report import FunctionState
 from manylora.serving.ports import FleetPort
 
@@ -145,9 +146,7 @@ def by_replica(families: Mapping[int, Iterable[Metric]]) -> Iterator[Metric]:
     merged: dict[str, Metric] = {}
     for index, own in families.items():
         for family in own:
-            into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                into.add_sample(sample.name, {**sample.labels, "replica": str(index)}, sample.value)
+            merge_family(merged, family, {"replica": str(index)})
     yield from merged.values()
 
 
