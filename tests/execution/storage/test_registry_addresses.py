@@ -179,13 +179,16 @@ def test_a_login_goes_to_its_host_alone(
             server.heads.clear()
             assert whole(registry(server.url), url) == CONTENT
             assert all((f"Authorization: {expected}" in head) == (expected is not None) for head in server.heads)
-        assert registry_addresses.Addresses()._login("http://host.org/a") == {}, "not without TLS"
-        assert "Authorization" in registry_addresses.Addresses()._login("https://host.org/a")
+        assert registry_addresses.Addresses()._login("mine", "http://host.org/a") == {}, "not without TLS"
+        assert "Authorization" in registry_addresses.Addresses()._login("mine", "https://host.org/a")
         (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password pw\n")
         server.faults.statuses, server.faults.headers = [302], {"Location": f"{other.url}/a"}
         with pytest.raises(AdapterError, match="redirects are not followed"):
             whole(registry(server.url, other.url), url)
         assert not other.heads
+        (tmp_path / "netrc").write_text("machine 127.0.0.1 login bearer password pẅ\n", encoding="utf-8")
+        with pytest.raises(AdapterError, match=r"the bearer token of 127\.0\.0\.1 in ~/\.netrc is not printable ASCII"):
+            whole(registry(server.url), url)
         (tmp_path / "netrc").write_text("nonsense pw\n")
         assert whole(registry(server.url), url) == CONTENT
     assert "netrc_not_read" in caplog.text and "bWU6cHc" not in caplog.text and " pw" not in caplog.text

@@ -78,7 +78,7 @@ class Addresses:
         """
         scheme = url.partition("://")[0]
         if scheme not in ("hf", *STORES):
-            return FileAddress(url, self._login(url))
+            return FileAddress(url, self._login(name, url))
         made_at, address = self._kept.get(url, (0.0, None))
         if address is None or time.monotonic() - made_at > KEPT_S:
             address = _on_hub(name, url) if scheme == "hf" else FileAddress(self._signed(name, url))
@@ -108,7 +108,7 @@ class Addresses:
             self._kept.clear()
         self._kept[url] = time.monotonic(), address
 
-    def _login(self, url: str) -> dict[str, str]:
+    def _login(self, name: str, url: str) -> dict[str, str]:
         """Return the credentials of a URL's host, which leave this machine over TLS only."""
         parts = urlsplit(url)
         entry = _netrc_hosts().get(parts.hostname or "")
@@ -116,6 +116,8 @@ class Addresses:
             return {}
         user, _, secret = entry
         if user.lower() == "bearer":
+            if not (secret.isascii() and secret.isprintable()):
+                raise AdapterError(name, f"the bearer token of {parts.hostname} in ~/.netrc is not printable ASCII")
             return {"Authorization": f"Bearer {secret}"}
         import base64
 
