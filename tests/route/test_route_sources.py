@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from proxying import Call, FakeServer, routing, run, servers, until
 
 from manylora.core.errors import ConfigError
 from manylora.route.config import ProxyConfig
+from manylora.route.fleet.kubernetes import Cluster
 from manylora.route.fleet.names import Arm, arms_in_order, conversation_key, parse_names
 from manylora.route.fleet.sources import Pods, Sources, parse_source, resolve
 from manylora.route.outbox import Listed, Said
@@ -349,6 +351,7 @@ def test_ready_pods_are_backends_through_every_trouble_of_a_watch(
             await until(lambda: hosts() == [3, 4])
             await until(lambda: bool(cluster.watchers))
             cluster.watchers.clear()
+            caplog.clear()
             await cluster.stop()
             await until(lambda: "watch_failed" in caplog.text)
             assert hosts() == [3, 4]
@@ -360,6 +363,89 @@ def test_ready_pods_are_backends_through_every_trouble_of_a_watch(
 
     with caplog.at_level(logging.INFO):
         run(test)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+TROUBLES = {
+    "refused": b"HTTP/1.1 403 X\r\ncontent-length: 28\r\n\r\n" + b'{"kind":"Status","code":403}',
+    "overloaded": b"HTTP/1.1 429 X\r\ncontent-length: 22\r\n\r\n" + b"Too many, later please",
+    "gone": HEAD + b'38\r\n{"type":"ERROR","object":{"kind":"Status","code": 410}}\n\r\n',
+    "unreadable": HEAD + b"5\r\noops\n\r\n",
+    "endless": HEAD + b"ffff\r\n" + b"x" * 4096,
+    "over at once": HEAD + b"0\r\n\r\n",
+}
+
+
+@dataclass
+class TroubledCluster(FakeCluster):
+    """Answers each watch with ``trouble``, changes its pods meanwhile and leaves the connection open."""
+
+    trouble: bytes = b""
+    num_watches: int = 0
+
+    async def _answer(self, call: Call) -> None:
+        if "watch=true" not in call.path:
+            await super()._answer(call)
+            return
+        self.num_watches += 1
+        self.set("a", f"127.0.1.{self.num_watches}")
+        await call.write(self.trouble)
+        await asyncio.Event().wait()
+
+
+class NoJitter(Random):
+    def uniform(self, a: float, b: float) -> float:
+        return 0.0
+
+
+def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line.rpartition("again_s=")[2] for line in caplog.messages if "watch_failed" in line]
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_a_watch_in_trouble_is_given_up_at_once_and_tried_ever_more_rarely(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("manylora.route.fleet.kubernetes.MAX_LINE_BYTES", 1000)
+    (tmp_path / "token").write_text("one")
+    told: list[list[str]] = []
+
+    async def test() -> None:
+        cluster = TroubledCluster(trouble=TROUBLES[trouble])
+        cluster.set("a", "127.0.1.0")
+        async with servers(cluster) as (api,):
+            watched = Cluster(api, str(tmp_path), again_s=60.0, rng=NoJitter())
+            pods = Pods("ns", "app=vllm", 80)
+            watching = asyncio.create_task(watched.watch(pods, lambda ips: told.append([one.host for one in ips])))
+            await until(lambda: len(waits(caplog)) > 3 and cluster.num_watches > 3)
+            watching.cancel()
+
+    run(test)
+    assert waits(caplog)[:4] == ["0.5", "1.0", "2.0", "4.0"]
+    if trouble != "over at once":  # the others may have missed events
+        assert told[:4] == [[f"127.0.1.{number}"] for number in range(4)]
+
+
+def test_a_watch_that_lasted_is_begun_again_soon_whatever_ended_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("manylora.route.fleet.kubernetes.WELL_S", 0.0)
+    (tmp_path / "token").write_text("one")
+
+    async def test() -> None:
+        cluster = FakeCluster()
+        cluster.set("a", "127.0.1.0")
+        async with servers(cluster) as (api,):
+            watched = Cluster(api, str(tmp_path), again_s=60.0, rng=NoJitter())
+            watching = asyncio.create_task(watched.watch(Pods("ns", "app=vllm", 80), lambda ips: None))
+            for _ in range(3):
+                await until(lambda: bool(cluster.watchers))
+                cluster.watchers.pop().writer.transport.abort()
+            await until(lambda: len(waits(caplog)) == 3)
+            watching.cancel()
+
+    run(test)
+    assert waits(caplog) == ["0.5"] * 3
 
 
 def test_a_backend_of_a_replaced_source_stays_while_the_new_one_is_looked_up() -> None:

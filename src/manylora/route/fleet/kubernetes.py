@@ -2,8 +2,11 @@
 
 ::
 
-    list --resourceVersion--> watch --ended--> watch from the last version --410 Gone--> list
-                                     --failed--> wait, twice as long each time --> watch from the last version
+    list --resourceVersion--> watch --ended--> watch from the last version
+                                     --lost--> wait --> watch from the last version
+                                     --refused, gone, unreadable--> wait --> list
+
+The wait doubles each time, and is short again behind a watch that lasted a while.
 
 A pod is a backend while it is ready, has an address and is not being deleted. The token of the service account is read
 for every request, because the cluster replaces it about once an hour. Of an InferencePool the selector and the port are
@@ -19,8 +22,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from random import Random
+from time import monotonic
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -41,6 +46,7 @@ PAGE = 250
 MAX_LINE_BYTES = 4 << 20
 MAX_WATCH_BYTES = 1 << 40
 LEAST_WAIT_S, FIRST_WAIT_S, MOST_WAIT_S = 0.05, 0.5, 30.0
+WELL_S = 5.0  # a watch that lasted so long has worked, whatever ended it
 POOLS = ("inference.networking.k8s.io/v1", "inference.networking.x-k8s.io/v1alpha2")
 
 T = TypeVar("T")
@@ -112,8 +118,8 @@ _error = msgspec.json.Decoder(_Error)
 _pool = msgspec.json.Decoder(_InferencePool)
 
 
-class _Gone(Exception):
-    """The version is too old to be watched from."""
+class _Gone(FetchFailed):
+    """The pods cannot be watched from the version of the last event: they are listed anew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,28 +129,26 @@ class _Watched:
     update: Callable[[Iterable[str]], None]
     ips: dict[str, str] = field(default_factory=dict)
     version: str = ""
-    is_gone: bool = False
     _rest: bytes = b""
 
     def begin(self, ips: dict[str, str], version: str) -> None:
         """Begin from a list, or again from the last event."""
-        self.ips, self.version, self.is_gone, self._rest = ips, version, False, b""
+        self.ips, self.version, self._rest = ips, version, b""
 
     def feed(self, piece: bytes) -> None:
-        """Read the events that a piece of a watch completes; those that are none end it."""
+        """Read the events that a piece of a watch completes; ``_Gone`` for one that ends it."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
-        if len(self._rest) > MAX_LINE_BYTES:
-            self._rest, self.is_gone = b"", True
         before = dict(self.ips)
-        for line in lines:
-            try:
-                if line.strip() and not self.is_gone:
-                    self._read(_event.decode(line))
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                logger.warning("watch_unreadable error=%r", str(error)[:200])
-                self.is_gone = True
-        if self.ips != before:
-            self.update(self.ips.values())
+        try:
+            for line in filter(bytes.strip, lines):
+                self._read(_event.decode(line))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise _Gone(f"an event is not as expected: {str(error)[:200]}") from None
+        finally:
+            if self.ips != before:
+                self.update(self.ips.values())
+        if len(self._rest) > MAX_LINE_BYTES:
+            raise _Gone(f"an event is longer than {MAX_LINE_BYTES} bytes")
 
     def note(self, pod: _Pod) -> None:
         """Learn the state of a pod."""
@@ -155,9 +159,7 @@ class _Watched:
 
     def _read(self, event: _Event) -> None:
         if event.type == "ERROR":  # almost always 410
-            logger.info("watch_ended code=%d", _error.decode(event.object).code)
-            self.is_gone = True
-            return
+            raise _Gone(f"the watch was ended with {_error.decode(event.object).code}")
         pod = _pod.decode(event.object)
         self.version = pod.metadata.resource_version or self.version
         if event.type == "DELETED":
@@ -207,17 +209,22 @@ class Cluster:
         path = f"/api/v1/namespaces/{pods.namespace}/pods?labelSelector={quote(selector, safe='')}"
         watched, wait_s = _Watched(tell), 0.0
         while True:
+            followed_at, reason = inf, ""
             try:
                 if not watched.version:
                     await self._list(path, watched)
                     tell(watched.ips.values())
+                followed_at = monotonic()
                 await self._follow(path, watched)
-                wait_s = 0.0
-            except _Gone:
-                watched.version, wait_s = "", max(FIRST_WAIT_S, wait_s)
             except FetchFailed as error:
+                reason = str(error)
+                if isinstance(error, _Gone):
+                    watched.version = ""
+            if is_well := monotonic() - followed_at >= WELL_S:
+                wait_s = 0.0
+            if reason or not is_well:
                 wait_s = min(MOST_WAIT_S, max(FIRST_WAIT_S, 2 * wait_s))
-                logger.warning("watch_failed selector=%s error=%r again_s=%.1f", selector, str(error), wait_s)
+                logger.warning("watch_failed selector=%s error=%r again_s=%.1f", selector, reason, wait_s)
             await asyncio.sleep(max(LEAST_WAIT_S, wait_s * self._rng.uniform(0.5, 1.0)))
 
     async def _list(self, path: str, watched: _Watched) -> None:
@@ -226,8 +233,6 @@ class Cluster:
         more = ""
         while True:
             status, body = await self._get(f"{path}&limit={PAGE}&continue={quote(more, safe='')}")
-            if status == 410:  # the list has changed too much between two pages
-                raise _Gone
             page = _decoded(_pods, status, body)
             ips |= {pod.metadata.name: pod.status.pod_ip for pod in page.items if pod.is_ready}
             more = page.metadata.cont
@@ -236,7 +241,7 @@ class Cluster:
         watched.begin(ips, page.metadata.resource_version)
 
     async def _follow(self, path: str, watched: _Watched) -> None:
-        """Read events until the API server ends the watch."""
+        """Read events until the API server ends the watch; ``_Gone`` if it refuses."""
         version = quote(watched.version, safe="")
         watched.begin(watched.ips, watched.version)
         status, _ = await self._get(
@@ -245,10 +250,8 @@ class Cluster:
             max_bytes=MAX_WATCH_BYTES,
             on_piece=watched.feed,
         )
-        if watched.is_gone or status == 410:
-            raise _Gone
         if status != 200:
-            raise FetchFailed(f"the watch was answered {status}")
+            raise _Gone(f"the watch was answered {status}")
 
     async def _read_pool(self, pods: Pods) -> tuple[str, int] | None:
         """Return the selector and the port of an InferencePool; ``None`` if it cannot be read now."""

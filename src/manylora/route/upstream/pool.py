@@ -160,10 +160,13 @@ class _FetchedBody:
         self._left -= len(piece)
         if self._left < 0:
             self._fail("the answer is too large")
-        elif self._on_piece is not None:
-            self._on_piece(piece)
-        else:
+        elif self._on_piece is None:
             self._pieces.append(piece)
+        elif self._status == 200 and not self.done.done():
+            try:
+                self._on_piece(piece)
+            except FetchFailed as error:
+                self.done.set_exception(error)
 
     def ended(self) -> None:
         """Deliver the answer."""
@@ -191,8 +194,9 @@ async def fetch(
 ) -> tuple[int, bytes]:
     """Send a request, whose ``head`` is of ``request_head``; return the status and the body of its answer.
 
-    With ``on_piece``, which takes the body in pieces, the returned one is empty. ``FetchFailed`` without a connection,
-    a whole answer within ``timeout_s`` seconds, or for one of more than ``max_bytes``.
+    With ``on_piece``, which takes the body of a good answer (200) in pieces, the returned one is empty. ``FetchFailed``
+    without a connection, a whole answer within ``timeout_s`` seconds, for one of more than ``max_bytes``, and from
+    ``on_piece``, which ends the answer by it.
     """
     connection: UpstreamConnection | None = None
     receiver = _FetchedBody(max_bytes, on_piece)
