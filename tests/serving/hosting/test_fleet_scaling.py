@@ -47,9 +47,11 @@ POLICY = ScalingPolicy(
 def make_fleet(
     tokenizer: Path, policy: ScalingPolicy = POLICY, build: object = slow_reciter_parts, max_deaths: int = 6
 ) -> Fleet:
-    spec = EngineSpec(config=engine_config(tokenizer), served_name="base", builder=build)
+    """Return a fleet of thread engines; ``build`` builds each of them, or is a builder for each."""
+    builds = build if isinstance(build, list) else [build] * policy.max_replicas
+    specs = [EngineSpec(config=engine_config(tokenizer), served_name="base", builder=one) for one in builds]
     return Fleet(
-        [partial(LINKS["thread"], spec, BaseShare()) for _ in range(policy.max_replicas)],
+        [partial(LINKS["thread"], spec, BaseShare()) for spec in specs],
         served_name="base",
         observe=lambda observed: None,
         policy=FleetPolicy(
@@ -183,6 +185,33 @@ def test_the_only_engine_dies_while_scaling_starts_another(tokenizer: Path, lora
             may_start.set()
             await fleet.stop()
         await running
+
+    asyncio.run(scenario())
+
+
+def test_another_engine_takes_the_place_of_one_that_fails_for_good(tokenizer: Path) -> None:
+    """One of three devices is broken: the fleet has two engines all the same."""
+    may_start = threading.Event()
+
+    def build_on_broken(config: EngineConfig, clock: Clock) -> EngineParts:
+        if not may_start.is_set():
+            raise RuntimeError("the device fell over")
+        return slow_reciter_parts(config, clock)
+
+    async def scenario() -> None:
+        policy = ScalingPolicy(
+            min_replicas=2, max_replicas=3, capacity_rps=50.0, start_s=0.2, look_every_s=0.05, least_stay_s=0.0
+        )
+        fleet = make_fleet(tokenizer, policy, [slow_reciter_parts, build_on_broken, slow_reciter_parts], max_deaths=2)
+        await fleet.start()
+        running = asyncio.create_task(fleet.run())
+        states = [EngineState.SERVING, EngineState.RESTARTING, EngineState.SERVING]
+        await until(lambda: [one.state for one in fleet.engines.replicas()] == states)
+        may_start.set()  # it is repaired, and one of the three is too many
+        await until(lambda: fleet.engines.replicas()[1].state is EngineState.SERVING)
+        await until(lambda: num(fleet, EngineState.SERVING) == 2 and num(fleet, EngineState.IDLE) == 1)
+        await fleet.stop()
+        running.cancel()
 
     asyncio.run(scenario())
 

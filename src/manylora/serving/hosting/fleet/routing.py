@@ -44,6 +44,8 @@ PHASES = {
 }
 """Phases of engines by their states; one that an operator took out is not started again."""
 
+COMING = (EngineState.STARTING, EngineState.RESTARTING)
+
 logger = logging.getLogger(__name__)
 
 
@@ -120,7 +122,7 @@ class FleetScaling:
                 for task in [task for task in self._tasks if task.done()]:
                     self._tasks.discard(task)
                     task.result()
-                order = self.controller.look(now(), [PHASES[keeper.state] for keeper in keepers])
+                order = self.controller.look(now(), list(map(_phase, keepers)))
                 for index in order.start:
                     keepers[index].state = EngineState.STARTING
                     self._tasks.add(asyncio.create_task(self._start(index)))
@@ -177,3 +179,9 @@ class FleetScaling:
         await self._engines.give_back(index, self._drain_timeout_s)
         logger.info("engine_drained engine=%d", index)
         self._engines.keepers[index].state = EngineState.IDLE
+
+
+def _phase(keeper: EngineKeeper) -> ReplicaPhase:
+    """Return the phase of an engine; for a failing one, which may never serve, another is started if there is one."""
+    is_lost = keeper.is_failing and keeper.state in COMING
+    return ReplicaPhase.DRAINING if is_lost else PHASES[keeper.state]
