@@ -124,6 +124,34 @@ def test_a_replica_that_answers_nothing_is_given_the_time_of_a_start() -> None:
     assert found[:10] == [1] * 10 and found[-1] == POLICY.max_replicas
 
 
+@pytest.mark.parametrize("capacity_rps", [16.0, 40.0, 400.0])
+def test_a_queue_that_stays_corrects_a_capacity_that_is_far_too_high(capacity_rps: float) -> None:
+    """Ten requests a second come, and a replica takes four of them; the capacity is given, or was predicted."""
+    scaler = Autoscaler(replace(POLICY, capacity_rps=capacity_rps))
+    present, arrivals, waiting, queues, safe = 1, 0, 0, [], []
+    for now in range(600):
+        arrivals += 10
+        waiting = max(0, waiting + 10 - 4 * present)
+        decision = scaler.decide(float(now), load(arrivals, waiting=waiting), num_serving=present, num_starting=0)
+        present, safe = decision.num_wanted, [*safe, decision.safe_rate or 0.0]
+        queues.append(waiting)
+    given = capacity_rps * POLICY.utilization
+    assert safe[0] == given
+    assert queues.index(0) <= 2 * POLICY.start_s  # three replicas are there as soon as the queue has lasted for a start
+    assert max(queues) < 100
+    assert given / 10 <= safe[-1] < given / 1.8  # by a tenth each time, and so for the next queue
+
+
+def test_a_short_queue_says_nothing_about_a_capacity() -> None:
+    """A replica that is held up by cold adapters for less than a start may be as fast as ever behind them."""
+    scaler = Autoscaler(POLICY)
+    found = []
+    for now in range(60):
+        waiting = 20 + now if 30 <= now < 38 else 0
+        found.append(scaler.decide(float(now), load(2 * now, waiting=waiting), num_serving=8, num_starting=0).safe_rate)
+    assert found == [3.0] * 60
+
+
 def test_capacity_is_corrected_by_contradictions_alone() -> None:
     capacity = ReplicaCapacity(utilization=0.5, goal=0.99)
     assert capacity.safe_rate is None
@@ -132,6 +160,7 @@ def test_capacity_is_corrected_by_contradictions_alone() -> None:
     capacity.learn(3.0, 100, 100)  # kept below it, broken above it: as expected
     capacity.learn(6.0, 100, 50)
     capacity.learn(3.0, 10, 0)  # too few
+    capacity.contradict(4.0)  # a queue at the rate that it should take
     assert capacity.safe_rate == 4.0
     capacity.learn(3.9, 100, 90)
     assert capacity.safe_rate == pytest.approx(4.0 * 0.95 * 3.9 / 4.0)

@@ -101,6 +101,7 @@ class Autoscaler:
         self._demands: deque[tuple[float, float]] = deque()  # of the last start's time, oldest first
         self._window: tuple[float, int, int, int] | None = None  # since when; judged, kept, replicas at that time
         self._queue: tuple[float, int, int] | None = None  # since when; answered, replicas at that time
+        self._contradicted_at = -math.inf  # when the capacity was last corrected by a queue
 
     @property
     def start_s(self) -> float:
@@ -127,10 +128,7 @@ class Autoscaler:
         self._learn(now, load, num_serving)
         horizon_s = self.start_s + policy.look_every_s
         rate, ahead = self._forecast.rate, self._forecast.ahead(horizon_s)
-        seen = self._rate_behind_queue(now, load, num_serving)
-        safe = self._capacity.safe_rate
-        if safe is None and seen is not None:
-            safe = seen * policy.utilization
+        safe = self._safe_rate(now, self._rate_behind_queue(now, load, num_serving))
         num_present = num_serving + num_starting
         if safe is None:
             needed = kept = num_present
@@ -151,10 +149,25 @@ class Autoscaler:
             start_s=self.start_s,
         )
 
+    def _safe_rate(self, now: float, seen: float | None) -> float | None:
+        """Return the rate that a replica should take: as known, but no more than it was ``seen`` to take at most.
+
+        A queue that stays contradicts the capacity: cold adapters, say, of which no prediction knows.
+        """
+        known = self._capacity.safe_rate
+        if seen is None:
+            return known
+        if now - self._contradicted_at >= self.start_s:
+            self._contradicted_at = now
+            self._capacity.contradict(seen)
+        most = seen * self._policy.utilization
+        return most if known is None else min(known, most)
+
     def _rate_behind_queue(self, now: float, load: FleetLoad, num_serving: int) -> float | None:
         """Return the requests per second of a replica that always had more to do; ``None`` without such a time.
 
-        It is known long before an engine has fitted its steps, which takes longest where there is most to do.
+        It is known long before an engine has fitted its steps, which takes longest where there is most to do. From then
+        on it must hold for the time of a start.
         """
         if num_serving == 0 or not self._is_queued(load):
             self._queue = None
@@ -164,7 +177,8 @@ class Autoscaler:
             self._queue = (now, num_answered, num_serving)
         since, before, _ = self._queue
         num, took_s = num_answered - before, now - since
-        if took_s < (self._policy.ttft_s if num >= FEWEST_ANSWERED else self.start_s):
+        is_first = num >= FEWEST_ANSWERED and self._capacity.safe_rate is None
+        if took_s < (self._policy.ttft_s if is_first else self.start_s):
             return None
         return max(1, num) / max(took_s, self._policy.look_every_s) / num_serving
 

@@ -76,6 +76,12 @@ class ReplicaCapacity:
         elif not is_kept and rate < safe:
             self._correct(BACK_OFF * rate / safe)
 
+    def contradict(self, rate: float) -> None:
+        """Learn that replicas took no more than ``rate`` each for a while, although a queue waited for them."""
+        safe = self.safe_rate
+        if safe is not None and rate < safe:
+            self._correct(BACK_OFF * rate / safe)
+
     def _correct(self, factor: float) -> None:
         factor = min(1 / STEP, max(STEP, factor))
         self._correction = min(MOST, max(LEAST, self._correction * factor))
