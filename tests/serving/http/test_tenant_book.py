@@ -87,8 +87,8 @@ class Room:
 
     def __init__(self, **limits: int) -> None:
         self.now = 0.0
-        own = CallerLimits(**limits)
-        self.room = CallerRoom(100, lambda: 1, limits_of=lambda caller: own, now=lambda: self.now)
+        self.limits = CallerLimits(**limits)
+        self.room = CallerRoom(100, lambda: 1, limits_of=lambda caller: self.limits, now=lambda: self.now)
 
     def refusal(self, num: int = 1, **ask: object) -> CapacityError:
         with pytest.raises(CapacityError) as raised:
@@ -124,6 +124,24 @@ def test_tokens_of_answers_are_owed():
     made.now = 200.0
     made.room.take("a", 1, num_tokens=5000).close()  # more than the limit needs all of it, and is owed
     assert made.refusal(num_tokens=1).retry_after_s > 400
+
+
+def test_a_limit_that_is_lowered_locks_no_tenant_out_for_hours():
+    """What was taken of the former limit fills up in the same time as before, and sooner under one that is raised."""
+    made = Room(tokens=1_000_000, requests=600)
+    made.room.take("a", 1, num_tokens=800_000).close()
+    made.limits = CallerLimits(tokens=1000, requests=6)
+    made.room.take("a", 1, num_tokens=200).close()
+    error = made.refusal(num_tokens=100)
+    assert str(error).startswith("This caller may have 1000 tokens a minute") and error.retry_after_s == 6.0
+    made.now = 60.0
+    assert made.room.taken() == {}
+    made.room.take("a", 1, num_tokens=10).close(3000)
+    assert made.room.taken()["a"][1] == 3010.0  # an answer is owed whole
+    made.limits = CallerLimits(tokens=100_000)
+    assert made.room.taken()["a"][1] == 3010.0
+    made.now = 62.0
+    assert made.room.taken() == {}
 
 
 def test_an_answer_that_took_long_is_not_forgiven_its_own_time():

@@ -147,11 +147,18 @@ class Allowance:
     """A limit a minute that fills up evenly: all of it may be taken at once. Times are in seconds."""
 
     of: str  # ``requests`` or ``tokens``
-    _taken: float = 0.0  # what was taken and has not filled up yet, at a time
+    _taken: float = 0.0  # what was taken and has not filled up yet, at a time, under a limit
     _at: float = 0.0
+    _limit: int = 0
 
     def taken(self, limit: int, now: float) -> float:
-        """Return what is not filled up yet; more than the limit where answers were longer than what was left."""
+        """Return what is not filled up yet; more than the limit where answers were longer than what was left.
+
+        It takes no longer to fill up under a limit that was lowered meanwhile.
+        """
+        if limit < self._limit:
+            self._taken *= limit / self._limit
+        self._limit = limit
         self._taken = max(0.0, self._taken - (now - self._at) * limit / 60.0)
         self._at = now
         return self._taken
