@@ -195,7 +195,7 @@ def test_a_server_tells_tenants_by_their_keys(served):
     answer = ask(http, "all")
     assert answer.status_code == 200
     assert answer.headers["x-ratelimit-limit-requests"] == "60"
-    assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 6000
+    assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
     assert ask(http, "wrong").status_code == 401
     assert http.get("/v1/models").status_code == 401
     for path in ("/adapters", "/status", "/metrics", "/load"):
