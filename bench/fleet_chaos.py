@@ -13,7 +13,7 @@ Every ``--every`` seconds on average there is a fault:
 * a server is killed and started again (no engine may outlive it), or ended by SIGTERM and started again;
 * the router is killed and started again, or replaced under load by another on its port;
 * the way from the router to a server is slow, silent, refuses, ends in the middle of a piece, or sends noise;
-* the disk of the request log and the step log is full (a small one as root, else `/dev/full` all the time);
+* the disk of the step log is full (a small one as root, else `/dev/full` all the time);
 * the wall clock of all these processes jumps by hours, there and back.
 
 Invariants: every request ends, and is *whole* (all its tokens), *refused* (a status and an error that says why), ended
@@ -244,8 +244,8 @@ def build(folder: Path, disk: Disk) -> Chaos:
         "fixed": ["--replicas", "3", "--router", "least-loaded"],  # the streams of an adapter run on all of them
         "scaled": ["--min-replicas", "1", "--max-replicas", "3"],
     }.items():
-        logs = ["--request-log", disk.log(f"{name}.requests.jsonl"), "--step-log", disk.log(f"{name}.steps.jsonl")]
-        command = ["serve", *SIMULATED, *common, *replicas, *logs]
+        log = ["--step-log", disk.log(f"{name}.steps.jsonl")]
+        command = ["serve", *SIMULATED, *common, *replicas, *log]
         servers.append(Command(f"server {name}", command, folder, clock.environment))
     links = [Link(server.port) for server in servers]
     backends = [flag for link in links for flag in ("--backend", f"http://127.0.0.1:{link.at}")]

@@ -250,7 +250,7 @@ def test_the_command_of_the_ray_deployment_is_understood(
         (["serve", "demo", "--policy", "lifo"], "policy = 'lifo', expected one of"),
         (["serve", "demo", "--eviction", "mru"], "eviction = 'mru', expected one of"),
         (["serve", "demo", "--predictor", "psychic"], "predictor = 'psychic', expected one of"),
-        (["serve", "demo", "--request-log", "/nonexistent/log"], "'/nonexistent/log', which cannot be written"),
+        (["serve", "demo", "--step-log", "/nonexistent/log"], "'/nonexistent/log', which cannot be written"),
         (["serve", "demo", "-pp", "2"], "divides one model among devices"),
         (["serve", "demo", "--config", "/nonexistent.toml"], "cannot be read"),
         (["serve", "demo", "--log-level", "loud"], "loud"),

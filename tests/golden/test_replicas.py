@@ -21,7 +21,7 @@ from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.run.simulation import Run, SimulationConfig, simulate
 from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
 
-DIGEST = "fffd08bd16795b399a443aa51d535534"
+DIGEST = "08108d4b4aa24e44fcf4411a47a9f044"
 
 
 def workload() -> Workload:

@@ -25,7 +25,7 @@ from manylora.lab.costs.model import FixedCost
 from manylora.lab.sim.build import simulated_parts
 from manylora.lab.sim.run.simulation import SimulationConfig
 
-DIGEST = "1735a0d48b0cdf740459afec18449901"
+DIGEST = "be647a8cfb6fcd0e1896ca84f6f8c67d"
 NUM_REQUESTS = 400
 
 

@@ -341,11 +341,6 @@ class EngineConfig(CheckedOptions):
         help="Those of them on the same device, which share the base's weights; a server with replicas sets it.",
     )
     seed: int = _model(0, help="Seed of requests without one.")
-    request_log: str | None = _scheduling(
-        None,
-        metavar="FILE",
-        help="Append a line per finished request (sizes, no text).",
-    )
     cache_dir: str | None = _adapters(
         None,
         metavar="DIR|off",

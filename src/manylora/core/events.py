@@ -42,18 +42,15 @@ class Event:
 class RequestArrived(Event):
     """A request was accepted into the waiting set.
 
-    ``name`` is the requested adapter's, empty for the base; ``max_tokens`` is the request's limit, ``limit`` the one in
-    effect; ``num_answered`` tokens of the answer are from another engine.
+    ``name`` is the requested adapter's, empty for the base; ``limit`` is the most tokens of the answer, of which
+    ``num_answered`` are from another engine.
     """
 
     request_id: str
     adapter: AdapterKey | None
     num_prompt_tokens: int
     name: str
-    max_tokens: int | None
     limit: int
-    temperature: float
-    has_schema: bool
     num_answered: int = field(default=0, repr=False)
     tenant: str = field(default="", repr=False)
 

@@ -1,9 +1,7 @@
-"""Length predictors: the default's quantiles, the noisy one's error; and the request log."""
+"""Length predictors: the default's quantiles, and the noisy one's error."""
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import random
 from statistics import NormalDist, mean
@@ -16,7 +14,6 @@ from manylora.core.errors import ConfigError
 from manylora.core.scheduling import Sequence, make_predictor
 from manylora.core.scheduling.prediction.predictor import NoisyPredictor, OraclePredictor
 from manylora.core.scheduling.prediction.quantile import LengthHistogram, QuantilePredictor, bin_of, upper_edge
-from manylora.core.scheduling.prediction.request_log import LoggedRequest, RequestLog
 from manylora.core.types import FinishReason
 
 
@@ -138,24 +135,3 @@ def test_the_engine_tells_the_predictor_how_answers_ended_but_not_those_cancelle
     rig.drain()
     assert told == [("stopped", 1), ("whole", 3)]
     assert (rig.core.stats().num_answers, rig.core.stats().num_answer_tokens) == (2, 4)
-
-
-# -- the request log ---------------------------------------------------------------------------------------------------
-
-
-def test_the_log_has_a_line_for_each_request_that_finished():
-    file = io.StringIO()
-    log = RequestLog(file)
-    rig = make_rig(sinks=[log])
-    rig.register("a")
-    rig.add(request("1", num_prompt=7, max_tokens=3, model="a"), request("2", max_tokens=None, min_tokens=0))
-    rig.turn()
-    rig.step()
-    rig.core.cancel("2", rig.now)
-    rig.drain()
-    (line,) = file.getvalue().splitlines()
-    assert json.loads(line)["adapter"] == "a"
-    record = LoggedRequest(**json.loads(line))
-    assert (record.prompt_tokens, record.output_tokens, record.max_tokens, record.limit) == (7, 3, 3, 3)
-    assert (record.finish, record.temperature, record.has_schema) == ("length", 0.0, False)
-    assert not log._arrived

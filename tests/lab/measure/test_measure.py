@@ -33,7 +33,7 @@ KEY = AdapterKey("k")
 
 
 def arrived(at: float, request_id: str, name: str = "poet") -> RequestArrived:
-    return RequestArrived(at, request_id, KEY if name else None, 10, name, None, 100, 0.0, False)
+    return RequestArrived(at, request_id, KEY if name else None, 10, name, 100)
 
 
 def finished(at: float, request_id: str, reason: FinishReason = FinishReason.STOP) -> RequestFinished:

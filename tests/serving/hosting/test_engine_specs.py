@@ -22,7 +22,6 @@ ENGINE = EngineConfig(
     model=ModelConfig(model="demo", device="cpu"),
     memory=MemoryConfig(gpu_memory_utilization=0.8),
     step_log="logs/steps.jsonl",
-    request_log="requests.jsonl",
 )
 
 
@@ -48,7 +47,6 @@ def test_engines_take_devices_in_turn_and_share_them(monkeypatch: pytest.MonkeyP
         "logs/steps.1.jsonl",
         "logs/steps.2.jsonl",
     ]
-    assert {spec.config.request_log for spec in found} == {"requests.jsonl"}
     assert [spec.num_threads for spec in specs(replicas=32)] == [1] * 32
     simulated = engine_specs(
         replace(ENGINE, simulate="a10:llama-7b"), FleetConfig(replicas=2), served_name="demo", builder="b"

@@ -92,10 +92,7 @@ def arrived(at: float, request_id: str, name: str = "") -> RequestArrived:
         adapter=None,
         num_prompt_tokens=3,
         name=name,
-        max_tokens=None,
         limit=100,
-        temperature=1.0,
-        has_schema=False,
     )
 
 

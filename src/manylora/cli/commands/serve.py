@@ -164,9 +164,9 @@ def _check_early(engine: EngineConfig, server: ServerConfig, named: Mapping[str,
     make_predictor(engine.scheduler, engine.seed)
     make_step_composition(engine.scheduler.step_composition)
     options_for("router", server.fleet.router, ROUTERS, server.fleet.router_options)
-    for option, path in (("--request-log", engine.request_log), ("--step-log", engine.step_log)):
+    if engine.step_log is not None:
         try:
-            if path is not None:
-                open(path, "a").close()
+            open(engine.step_log, "a").close()
         except OSError as error:
-            raise ConfigError(f"Got {option} {path!r}, which cannot be written: {error.strerror}") from None
+            reason = f"which cannot be written: {error.strerror}"
+            raise ConfigError(f"Got --step-log {engine.step_log!r}, {reason}") from None

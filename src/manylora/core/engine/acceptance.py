@@ -179,10 +179,7 @@ def arrival_of(sequence: Sequence) -> RequestArrived:
         sequence.adapter,
         sequence.num_prompt_tokens,
         sequence.name,
-        request.sampling.max_tokens,
         sequence.max_tokens,
-        request.sampling.temperature,
-        request.sampling.constraint is not None,
         sequence.num_answered,
         request.tenant,
     )

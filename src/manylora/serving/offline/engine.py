@@ -64,7 +64,6 @@ class Engine:
         model: A Hugging Face checkpoint directory or hub name, or ``demo``: the small model in the package.
         adapters: PEFT adapter directories by name; ``None`` with ``demo`` for all demo adapters.
         step_log: File for one JSON line per step and per load, for ``manylora calibrate``.
-        request_log: File for one JSON line per finished request: sizes, no text.
         build: Builds the engine's parts; ``None`` for the builder of the configuration.
         options: Fields of ``ModelConfig``, ``MemoryConfig``, ``SchedulerConfig``, ``AdapterConfig``, and ``seed``,
             ``simulate`` and ``cache_dir`` of ``EngineConfig``, by name.
@@ -81,7 +80,6 @@ class Engine:
         *,
         adapters: Mapping[str, str | Path] | None = None,
         step_log: str | Path | None = None,
-        request_log: str | Path | None = None,
         build: Builder | None = None,
         **options: Any,
     ) -> None:
@@ -92,7 +90,7 @@ class Engine:
             adapters = demo_adapters() if adapters is None else adapters
             options.setdefault("served_model_name", "demo")
         config = _engine_config(str(model), options)
-        config = dataclasses.replace(config, step_log=_text(step_log), request_log=_text(request_log))
+        config = dataclasses.replace(config, step_log=None if step_log is None else str(step_log))
         paths = {name: str(path) for name, path in (adapters or {}).items()}
         if build is None and config.simulate is None:  # before the model is loaded, which may take minutes
             check_folders(paths, max_bytes=config.adapters.max_adapter_bytes)
@@ -300,14 +298,10 @@ class Engine:
         return Job(shown, adapter, request, self.tokenizer)
 
 
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
 def _engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     """Return the configuration of flat options; field names are unique over its parts."""
     left = dict(options)
-    known = ["adapters", "step_log", "request_log", "build", "seed", "simulate", "cache_dir"]
+    known = ["adapters", "step_log", "build", "seed", "simulate", "cache_dir"]
 
     def pick(part: type[Any]) -> dict[str, Any]:
         names = [field.name for field in dataclasses.fields(part)]

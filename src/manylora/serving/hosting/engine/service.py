@@ -22,9 +22,8 @@ from manylora.core.costs.step_log import LoggedExecutor, open_step_log
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import AdapterStatus
-from manylora.core.errors import ConfigError, ManyloraError, RequestError, SnapshotFailed
+from manylora.core.errors import ManyloraError, RequestError, SnapshotFailed
 from manylora.core.ports import EngineParts, Executor, SharedBase
-from manylora.core.scheduling.prediction.request_log import RequestLog
 from manylora.core.types import Constraint, FinishReason, Output
 from manylora.serving.hosting.engine.adapter_reads import AdapterReads
 from manylora.serving.hosting.engine.observer import Observer
@@ -123,7 +122,7 @@ class EngineService:
                 replace(parts, executor=self._logged(parts, files)),
                 self._config,
                 served_name=self.engine.served_name,
-                sinks=[*([self._observer] if self.engine.is_observed else []), *self._request_log(files)],
+                sinks=[self._observer] if self.engine.is_observed else [],
             )
 
             def send_turn(outputs: list[Output], now: float) -> None:
@@ -173,16 +172,6 @@ class EngineService:
         if not is_imported:
             logger.info("engine_start stage=imports took_s=%.2f next=%r", self.clock.now() - began_at, "weights")
         return build
-
-    def _request_log(self, files: contextlib.ExitStack) -> list[RequestLog]:
-        """Return the log of finished requests, if configured; ``files`` closes it. ``ConfigError`` if not writable."""
-        path = self._config.request_log
-        if path is None:
-            return []
-        try:
-            return [RequestLog(files.enter_context(open(path, "a", buffering=1, encoding="utf-8")))]
-        except OSError as error:
-            raise ConfigError(f"Got request_log = {path!r}, which cannot be written: {error.strerror}") from error
 
     def _logged(self, parts: EngineParts, files: contextlib.ExitStack) -> Executor:
         """Return the executor, with a step log if configured; ``files`` closes it. ``ConfigError`` if not writable."""

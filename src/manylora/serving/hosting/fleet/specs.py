@@ -22,7 +22,7 @@ def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, 
     Engines on one device share it, even those that scaling has not started: each takes its part of
     ``gpu_memory_utilization``, of the CPU's cores, and of the host memory for adapters. On a Ray cluster each has the
     resources that it asks for, and shares the host memory and the cores of its node with as many as the node has room
-    for. The step log of engine 1 has ``.1`` before its suffix; the request log is one file.
+    for. The step log of engine 1 has ``.1`` before its suffix.
     """
     num, part = fleet.num_places, engine.memory.gpu_memory_utilization
     if fleet.ray is not None and engine.model.tensor_parallel_size > 1:
