@@ -29,7 +29,6 @@ TRACES = (
     "traces.py",
     "chameleon",
     "experiments",
-    "rivals",
 )
 """Benchmarks that read traces."""
 
@@ -40,7 +39,6 @@ COMMANDS: dict[str, list[str]] = {
         *("experiment", "report", "chameleon", "multi-lora", "--processes=2"),
         f"--output={RESULTS / 'experiments'}",
     ],
-    "rivals": ["experiment", "report", "rivals", f"--output={RESULTS / 'experiments' / 'rivals'}"],
     "experiments": ["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"],
 }
 """Commands of manylora by name."""
