@@ -31,7 +31,7 @@ import torch
 from cold_disk import make_model
 from publishing import Others, arguments, publish, reason_if_busy, table
 
-from manylora.cli.commands.adapters import describe_base
+from manylora.cli.commands.check import describe_base
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_model_path
 from manylora.execution.device import describe_machine

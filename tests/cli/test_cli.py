@@ -262,7 +262,7 @@ def test_the_command_of_the_ray_deployment_is_understood(
         (["bench", "serve", "--popularity", "flat"], "popularity = 'flat', expected one of"),
         (["bench", "kernels", "--device", "tpu"], "device = 'tpu', expected auto, cpu or cuda"),
         (["serv", "demo"], "Did you mean 'serve'?"),
-        (["adapters", "inspect"], "PATH"),
+        (["check"], "ADAPTER"),
         (["generate", "demo", "hi", "--adapter", "nobody"], "'nobody'"),
         (["generate", "demo", "hi", "--temperature", "-1"], "temperature"),
     ],
@@ -421,37 +421,37 @@ def test_generate_without_a_prompt(engine: type[FakeEngine], tmp_path: Path) -> 
     assert CliRunner().invoke(app, ["generate", str(tmp_path)], input=" \n").exit_code == 2
 
 
-def test_inspect_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_check_says_what_is_in_a_folder_and_whether_it_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     base = tiny_base()
-    monkeypatch.setattr("manylora.cli.commands.adapters.describe_base", lambda model: base)
+    monkeypatch.setattr("manylora.cli.commands.check.describe_base", lambda model: base)
     good = write_good_adapter(tmp_path / "good", base, rank=4, targets=("q_proj", "v_proj"))
-    result = CliRunner().invoke(app, ["adapters", "inspect", str(good)])
+    result = CliRunner().invoke(app, ["check", str(good)])
     assert result.exit_code == 0, result.output
     shown = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.split()}
     assert shown["rank"] == ["4"]
     assert shown["q_proj"][:2] == [str(base.num_layers), "4"]
     assert "fits" not in shown
 
-    result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "tiny", "--json"])
-    report = json.loads(result.stdout)
+    result = CliRunner().invoke(app, ["check", str(good), "--base", "tiny", "--json"])
+    report = json.loads(result.stdout)["report"]
     assert (result.exit_code, report["fits"], report["rank"]) == (0, True, 4)
     assert report["version"]["num_modules"] == len(report["modules"]) == 2 * base.num_layers
 
-    result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "tiny"])
+    result = CliRunner().invoke(app, ["check", str(good), "--base", "tiny"])
     assert ("not the name of this model" in result.stdout) == (base.name != "tiny-llama")
 
     other = tiny_base(hidden=64, fingerprint="other")
-    monkeypatch.setattr("manylora.cli.commands.adapters.describe_base", lambda model: other)
-    result = CliRunner().invoke(app, ["adapters", "inspect", str(good), "--model", "other"])
+    monkeypatch.setattr("manylora.cli.commands.check.describe_base", lambda model: other)
+    result = CliRunner().invoke(app, ["check", str(good), "--base", "other"])
     assert result.exit_code == 1
     assert "no: " in result.stdout
 
 
-def test_inspect_refuses_what_is_no_adapter(
+def test_check_refuses_what_is_no_adapter(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert run_main(monkeypatch, "adapters", "inspect", str(tmp_path)) == 2
-    assert "adapter_config.json" in capsys.readouterr().err
+    assert run_main(monkeypatch, "check", str(tmp_path)) == 2
+    assert "adapter_model.safetensors" in capsys.readouterr().err
 
 
 def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,7 +473,7 @@ def test_the_demo_s_table_marks_right_and_wrong(monkeypatch: pytest.MonkeyPatch)
 
 def test_help_explains_every_option() -> None:
     group = typer.main.get_command(app)
-    paths = [(), ("serve",), ("generate",), ("adapters", "inspect"), ("demo",), ("version",)]
+    paths = [(), ("serve",), ("generate",), ("check",), ("demo",), ("version",)]
     for path in paths:
         command: Any = group
         for name in path:

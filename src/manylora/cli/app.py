@@ -30,7 +30,6 @@ _PANELS = {
         "route": "route:route",
         "top": "top:top",
         "generate": "generate:generate",
-        "adapters": "adapters:adapters_app",
         "tenant": "tenant:tenant_app",
         "usage": "tenant:usage",
         "check": "check:check",

@@ -49,7 +49,6 @@ OF_COMMANDS = {
     "functions bill": "by since until as_csv prices",
     "serve": "download_dir model config lora_modules log_level builder",
     "generate": "model prompts adapter lora_modules lora_dir chat system as_json",
-    "adapters inspect": "path model as_json",
     "calibrate": "logs output model seconds num_adapters ranks step_log seed",
     "top": "url key interval once",
     "simulate": "file traces output sets",

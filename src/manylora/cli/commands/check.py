@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,21 +14,23 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manylora.cli.commands.adapters import describe_base, open_registry, show_report
-from manylora.cli.options.values import resolve_model
+from manylora.cli.options.values import parse_cache_dir, resolve_model
+from manylora.cli.views.adapter_report import show_report
 from manylora.cli.views.answer_source import AnswerSource
 from manylora.cli.views.terminal import fail, note, out
+from manylora.core.adapters.remote import Registry
 from manylora.core.adapters.report import AdapterReport, ModuleVerdict, explain_adapter, inspect_adapter
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.sources import is_url
-from manylora.core.config import AdapterConfig
+from manylora.core.adapters.sources import is_url, registry_of
+from manylora.core.clock import WallClock
+from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import AdapterError, ConfigError
 
 if TYPE_CHECKING:
     from manylora.execution.reference import ComparedAnswer, GivenAnswer
     from manylora.serving.text import Tokenizer
 
-__all__ = ["check"]
+__all__ = ["check", "describe_base"]
 
 PROMPTS = (
     "The three most important things about a good answer are",
@@ -35,6 +38,7 @@ PROMPTS = (
     "Question: Which city is the capital of France?\nAnswer:",
     "Once upon a time, in a land far away,",
 )
+NUM_PAGES = 8  # a small page allocator, which loading a model requires
 MAX_SHOWN = 40  # modules with a fault that are shown one by one
 SHOWN_CHARS = 60  # characters of the text before a difference that are shown
 
@@ -120,8 +124,31 @@ def check(
         raise typer.Exit(1)
 
 
+def _open_registry(path: str) -> Registry | None:
+    """Return the reader of an adapter's URL; ``None`` for a folder."""
+    if not is_url(path):
+        return None
+    from manylora.execution.storage.registry_process import REGISTRY_FOLDER, RegistryTerms
+
+    cache = os.path.join(parse_cache_dir(None) or "", REGISTRY_FOLDER)
+    return RegistryTerms((registry_of(path),), 120.0, cache, AdapterConfig().registry_cache_bytes).open()
+
+
+def describe_base(model: str) -> BaseShape:
+    """Load a model and return its shape."""
+    note(f"loading {model}")
+    from manylora.execution.build import build_parts  # imports torch
+
+    checkpoint, _, _ = resolve_model(model, None, {})
+    memory = MemoryConfig(num_pages=NUM_PAGES)
+    config = EngineConfig(model=ModelConfig(model=checkpoint, max_model_len=memory.block_size), memory=memory)
+    parts = build_parts(config, WallClock())
+    parts.close()
+    return parts.base
+
+
 def _check_folder(place: str, shape: BaseShape | None) -> FolderCheck:
-    registry, max_bytes = open_registry(place), AdapterConfig().max_adapter_bytes
+    registry, max_bytes = _open_registry(place), AdapterConfig().max_adapter_bytes
     modules = explain_adapter(place, shape, max_bytes=max_bytes, registry=registry)
     try:
         report = inspect_adapter(place, shape, max_bytes=max_bytes, registry=registry)

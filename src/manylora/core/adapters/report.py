@@ -1,4 +1,4 @@
-"""Report on an adapter directory, for ``manylora adapters inspect``, and check directories before a model is loaded."""
+"""Report on an adapter directory, for ``manylora check``, and check directories before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,87 +1,21 @@
-"""`manylora adapters inspect`: the contents of an adapter's folder, and whether it fits a model."""
+"""The contents of an adapter's folder for a terminal, and its size on a base."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from manylora.cli.options.values import parse_cache_dir, resolve_model
-from manylora.cli.views.terminal import note, out
-from manylora.core.adapters.remote import Registry
-from manylora.core.adapters.report import AdapterReport, inspect_adapter
+from manylora.cli.views.terminal import out
+from manylora.core.adapters.report import AdapterReport
 from manylora.core.adapters.request_files import is_same_base, names_of_base
 from manylora.core.adapters.shape import BaseShape
-from manylora.core.adapters.sources import is_url, registry_of
-from manylora.core.clock import WallClock
-from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 
-__all__ = ["adapters_app", "describe_base", "open_registry", "show_report"]
-
-NUM_PAGES = 8  # a small page allocator, which loading a model requires
-
-adapters_app = typer.Typer(help="Inspect adapters' folders.", no_args_is_help=True)
-
-
-@adapters_app.callback()
-def _group() -> None:
-    """Make `inspect` a sub-command, although it is the only one."""
-
-
-@adapters_app.command(name="inspect")
-def inspect_folder(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="An adapter's folder, as PEFT saves it, or its URL.")],
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Also report whether it fits this model, and its size there.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report of every module as JSON.")] = False,
-) -> None:
-    """Show the contents of an adapter's folder; with a model, whether it fits, and exit code 1 if it does not.
-
-    [bold]manylora adapters inspect /adapters/sql --model /models/llama[/bold]
-    """
-    base = None if model is None else describe_base(model)
-    place = path if is_url(path) else Path(path).expanduser()
-    report = inspect_adapter(place, base, max_bytes=AdapterConfig().max_adapter_bytes, registry=open_registry(path))
-    if as_json:
-        sys.stdout.write(json.dumps(asdict(report), indent=2, default=bytes.hex) + "\n")
-    else:
-        show_report(report, base)
-    if report.fits is False:
-        raise typer.Exit(1)
-
-
-def open_registry(path: str) -> Registry | None:
-    """Return the reader of an adapter's URL; ``None`` for a folder."""
-    if not is_url(path):
-        return None
-    from manylora.execution.storage.registry_process import REGISTRY_FOLDER, RegistryTerms
-
-    cache = os.path.join(parse_cache_dir(None) or "", REGISTRY_FOLDER)
-    return RegistryTerms((registry_of(path),), 120.0, cache, AdapterConfig().registry_cache_bytes).open()
-
-
-def describe_base(model: str) -> BaseShape:
-    """Load a model and return its shape."""
-    note(f"loading {model}")
-    from manylora.execution.build import build_parts  # imports torch
-
-    checkpoint, _, _ = resolve_model(model, None, {})
-    memory = MemoryConfig(num_pages=NUM_PAGES)
-    config = EngineConfig(model=ModelConfig(model=checkpoint, max_model_len=memory.block_size), memory=memory)
-    parts = build_parts(config, WallClock())
-    parts.close()
-    return parts.base
+__all__ = ["show_report"]
 
 
 def show_report(report: AdapterReport, base: BaseShape | None) -> None:
