@@ -26,7 +26,7 @@ from sim_profiles import make_profile, sweep
 from manylora.core.costs.step_log import write_step_log
 
 ROOT = Path(__file__).parents[2]
-MODULES = {"pyzmq": "zmq", "markdown-it-py": "markdown_it"}
+MODULES = {"pyzmq": "zmq"}
 """Modules of libraries that have another name."""
 
 HIDING = """

@@ -18,8 +18,6 @@ from manylora.lab.experiments.pictures import draw
 from manylora.lab.experiments.read import find_experiments, read_experiment
 from manylora.lab.experiments.report import (
     WORDS,
-    Picture,
-    as_html,
     as_json,
     as_markdown,
     format_figure,
@@ -88,15 +86,14 @@ def report(
     seeds: Seeds = None,
     processes: Processes = 1,
 ) -> None:
-    """Run missing cases, and write report.md with its plots and report.html as a single file."""
+    """Run missing cases, and write report.md with its plots."""
     runner = Runner(output / "runs", num_processes=processes)
     found = _run(_choose(names or ["all"]), runner, traces=traces, seeds=seeds, duration_s=None)
     pages = [(findings, _keep(findings, output)) for findings in found]
     command = f"manylora experiment report {' '.join(names or [])}".strip() + (" --traces DIR" if traces else "")
     command += "" if seeds is None else f" --seeds {seeds}"
     (output / "report.md").write_text(as_markdown(pages, command))
-    (output / "report.html").write_text(as_html(pages, command))
-    out.print(output / "report.html", soft_wrap=True)
+    out.print(output / "report.md", soft_wrap=True)
 
 
 def _choose(names: list[str]) -> list[Experiment]:
@@ -126,20 +123,19 @@ def _run(
     return found
 
 
-def _keep(findings: Findings, output: Path) -> list[Picture]:
-    """Write the result and plots of an experiment; return the plots."""
+def _keep(findings: Findings, output: Path) -> list[str]:
+    """Write the result and plots of an experiment; return the names of the plots."""
     stem = findings.experiment.name.replace("/", "-")
     output.mkdir(parents=True, exist_ok=True)
     (output / f"{stem}.json").write_text(json.dumps(as_json(findings), separators=(",", ":")) + "\n")
     pictures = []
     try:
         for place, plot in enumerate(findings.experiment.plots):
-            pictures.append(Picture(f"{stem}-{place + 1}" if place else stem, draw(findings, plot)))
-    except ConfigError as error:
+            name = f"{stem}-{place + 1}" if place else stem
+            (output / f"{name}.png").write_bytes(draw(findings, plot))
+            pictures.append(name)
+    except ConfigError as error:  # of the first: there is no matplotlib
         note(str(error))
-        return []
-    for picture in pictures:
-        (output / f"{picture.name}.png").write_bytes(picture.png)
     return pictures
 
 

@@ -1,15 +1,10 @@
-"""Reports of results beside the published figures: Markdown with pictures, or one HTML page."""
+"""Reports of results beside the published figures, in Markdown with pictures."""
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from itertools import pairwise
 from math import isfinite
-
-from markdown_it import MarkdownIt
 
 from manylora.lab.experiments.cases import reads_traces
 from manylora.lab.experiments.findings import Comparison, Findings, Verdict, overall
@@ -18,8 +13,6 @@ from manylora.lab.measure import Estimate
 
 __all__ = [
     "WORDS",
-    "Picture",
-    "as_html",
     "as_json",
     "as_markdown",
     "format_figure",
@@ -36,14 +29,6 @@ WORDS = {
     Verdict.ONE_RUN: "no verdict from one run",
     None: "nothing published in numbers",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A picture of an experiment."""
-
-    name: str  # name of its file, without folder or ending
-    png: bytes
 
 
 def format_value(value: float, claim: Claim) -> str:
@@ -78,16 +63,16 @@ def format_interval(ours: Estimate | None, claim: Claim) -> str:
     return text
 
 
-def as_markdown(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
-    """Return a report of experiments, with links to their pictures; it names the command that makes it."""
+def as_markdown(pages: Seq[tuple[Findings, Seq[str]]], command: str) -> str:
+    """Return a report of experiments, each with links to its pictures by name; it names the command that makes it."""
     lines = ["# Experiments", "", f"Made by `{command}`. {_about(pages)}", "", *_overview(pages)]
     for findings, pictures in pages:
         lines += ["", *_section(findings)]
-        lines += ["", *(f"![{picture.name}]({picture.name}.png)" for picture in pictures)] if pictures else []
+        lines += ["", *(f"![{name}]({name}.png)" for name in pictures)] if pictures else []
     return "\n".join(lines) + "\n"
 
 
-def _about(pages: Seq[tuple[Findings, Seq[Picture]]]) -> str:
+def _about(pages: Seq[tuple[Findings, Seq[str]]]) -> str:
     judged = [findings for findings, _ in pages if not findings.experiment.is_ablation]
     simulated = [findings for findings in judged if findings.experiment.calculation is None]
     verdicts = [overall(findings.compare()) for findings in simulated]
@@ -110,7 +95,7 @@ def _about(pages: Seq[tuple[Findings, Seq[Picture]]]) -> str:
     return " ".join([*sentences, "Each has the verdict of its worst claim."])
 
 
-def _overview(pages: Seq[tuple[Findings, Seq[Picture]]]) -> list[str]:
+def _overview(pages: Seq[tuple[Findings, Seq[str]]]) -> list[str]:
     lines = ["| | what | verdict |", "|---|---|---|"]
     for findings, _ in pages:
         experiment = findings.experiment
@@ -235,28 +220,3 @@ def as_json(findings: Findings) -> dict[str, object]:
 
 def _round(value: float) -> float:
     return float(f"{value:.5g}")
-
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: .8rem 0; font-size: 13px; }
-td, th { border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: left; }
-code { background: #f3f3f3; padding: .1rem .3rem; } img { max-width: 100%; } h2 { margin-top: 2.5rem; }
-"""
-
-
-def as_html(pages: Seq[tuple[Findings, Seq[Picture]]], command: str) -> str:
-    """Return the same report as one page, its pictures inside."""
-    images = {f"{picture.name}.png": b64encode(picture.png).decode() for _, pictures in pages for picture in pictures}
-    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = reader.parse(as_markdown(pages, command))
-    for token, content in pairwise(tokens):
-        if token.type == "heading_open":
-            token.attrSet("id", _anchor(content.content))
-        for inner in token.children or ():
-            if inner.type == "image":
-                inner.attrSet("src", f"data:image/png;base64,{images[str(inner.attrGet('src'))]}")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Experiments</title>'
-        f"<style>{STYLE}</style></head><body>\n{reader.renderer.render(tokens, reader.options, {})}</body></html>\n"
-    )
