@@ -260,7 +260,7 @@ def test_the_command_of_the_ray_deployment_is_understood(
         (["serve", "demo", "--uds", "/nonexistent/socket"], "no such folder for the socket"),
         (["serve", "demo", "--lora-modules", f"x={Path(__file__).parent}"], "there is no adapter_config.json"),
         (["bench", "serve", "--popularity", "flat"], "popularity = 'flat', expected one of"),
-        (["bench", "kernels", "--device", "tpu"], "device = 'tpu', expected auto, cpu or cuda"),
+        (["bench", "offline", "demo", "--device", "tpu"], "device = 'tpu', expected auto, cpu or cuda"),
         (["serv", "demo"], "Did you mean 'serve'?"),
         (["check"], "ADAPTER"),
         (["generate", "demo", "hi", "--adapter", "nobody"], "'nobody'"),

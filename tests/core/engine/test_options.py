@@ -60,7 +60,6 @@ OF_COMMANDS = {
     "predictor train": "log out_file",
     "bench serve": "",
     "bench offline": "model lora_modules lora_dir num_prompts random_input_len random_output_len rounds save_to",
-    "bench kernels": "adapters rank rows hidden_size layers rounds device save_to",
     "route": "config log_level",
     "demo": "once host port",
     "version": "",

@@ -1,10 +1,9 @@
-"""`manylora bench`: benchmarks that users run: of a server, of an engine, and of kernels on their own machine."""
+"""`manylora bench`: benchmarks that users run: of a server, and of an engine on their own machine."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,7 @@ from manylora.lab.measure.tables import FigureTable
 
 __all__ = ["bench_app"]
 
-bench_app = typer.Typer(help="Benchmark a server, an engine, or the kernels on this machine.", no_args_is_help=True)
+bench_app = typer.Typer(help="Benchmark a server, or an engine on this machine.", no_args_is_help=True)
 
 bench_app.command("serve", cls=BenchServeCommand)(bench_serve)
 
@@ -97,52 +96,3 @@ def bench_offline(
     if save_to is not None:
         report = {"num_tokens": num_tokens, "tokens_per_s": rates, "seconds": seconds}
         save(save_to, {"command": command_line(), "machine": machine(), **report}, table)
-
-
-@bench_app.command("kernels")
-def bench_kernels(
-    adapters: Annotated[int, typer.Option(min=1, help="Adapters in the step.")] = 32,
-    rank: Annotated[
-        list[int] | None, typer.Option(min=1, help="Ranks, assigned in turn. Repeatable; by default 8 to 128.")
-    ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows of each adapter: 1 is decoding.")] = 1,
-    hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model.")] = 768,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 10,
-    rounds: Rounds = 5,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    save_to: SaveTo = None,
-) -> None:
-    """Measure the time that adapters add to a decode step, per kernel, against the time to read their weights.
-
-    For kernels that run on any device; Triton kernels are measured by bench/gpu.sh.
-    """
-    from manylora.lab.bench.kernels import kernel_table, measure_kernels
-    from manylora.lab.bench.rounds import machine
-    from manylora.lab.catalog.dims import ModelDims
-    from manylora.lab.catalog.models import base_shape
-
-    base = base_shape(
-        ModelDims(
-            name="synthetic",
-            hidden_size=hidden_size,
-            num_layers=layers,
-            num_heads=max(1, hidden_size // 64),
-            num_kv_heads=max(1, hidden_size // 64),
-            head_dim=64,
-            intermediate_size=hidden_size * 8 // 3,
-            vocab_size=1000,
-            max_model_len=2048,
-            dtype="float32" if device == "cpu" else "bfloat16",
-        )
-    )
-    ranks = tuple(rank or (8, 16, 32, 64, 128))
-    result = measure_kernels(base, num_adapters=adapters, ranks=ranks, rows_each=rows, rounds=rounds, device=device)
-    title = (
-        f"{adapters} adapters of rank {'/'.join(map(str, ranks))}, {rows} row each, {layers} layers of {hidden_size}: "
-        f"{result.num_bytes / 1e6:,.0f} MB of weights a step"
-    )
-    table = kernel_table(result, title)
-    out.print(table.rich())
-    if save_to is not None:
-        report = {"command": command_line(), "machine": machine(), **asdict(result)}
-        save(save_to, report, table)

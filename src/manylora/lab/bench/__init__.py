@@ -1,3 +1,3 @@
-"""Measurements that users run: load for a server, a calibration sweep over a live engine, kernels on this machine."""
+"""Measurements that users run: load for a server, and a calibration sweep over a live engine."""
 
 __all__: list[str] = []
