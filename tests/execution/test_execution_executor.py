@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 import threading
 import time
 import weakref
@@ -39,6 +40,7 @@ from manylora.execution.storage import kept_images
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.page_tensor import Link
+from manylora.execution.storage.reader_process import ReaderProcess
 
 __all__ = ["clock", "folders", "parts"]
 
@@ -250,6 +252,26 @@ def test_a_paced_link_keeps_to_its_bandwidth_until_it_is_closed(parts: EnginePar
     assert work.poll(0.0) is None
     executor.close()
     assert work.poll(0.0) is not None
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
+def test_a_read_that_a_close_ends_is_no_fault_of_the_files(
+    parts: EngineParts, folders: dict[str, Path], caplog: pytest.LogCaptureFixture, tier: Tier
+) -> None:
+    executor = executor_of(parts)
+    version = parts.reader.read("one", str(folders["one"]))
+    executor.drop_adapter(version.key, Tier.HOST)
+    for reader in executor._reader._readers:
+        if isinstance(reader, ReaderProcess) and reader._process is not None:
+            reader._process.send_signal(signal.SIGSTOP)
+    pages = pages_for(version) if tier is Tier.DEVICE else ()
+    work = executor.load_adapter(AdapterLoad(version=version, tier=tier, pages=pages), 0.0)
+    while len(executor._reader._free) == len(executor._reader._readers):
+        time.sleep(0.001)
+    executor.close()
+    ended = finish(work)
+    assert ended.error is not None and "closing" in ended.error
+    assert "load_failed" not in caplog.text and "reader_process_lost" not in caplog.text
 
 
 def test_a_bin_file_holds_the_same_version(parts: EngineParts, folders: dict[str, Path], tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ class TorchExecutor:
         self._lock = threading.Lock()  # of the followers
         self._queued: deque[StepPlan] = deque()  # steps that have not begun
         self._owes_wake = False  # whether a step has ended of which the loop has not been told
+        self._is_closing = False
         self._steps = ThreadPoolExecutor(1, "manylora-step", runner.enter_step_thread)
         self._arranging = ThreadPoolExecutor(1, "manylora-arrange")
         self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
@@ -174,6 +175,7 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Finish the step in flight, cancel waiting work and end the threads; no step waits for an adapter any more."""
+        self._is_closing = True
         self._copies.link.close()
         self._reads.shutdown(wait=False)
         self._reader.close()
@@ -313,8 +315,11 @@ class TorchExecutor:
         try:
             adapter = self._reader.read_again(load.version, begun, is_urgent=load.is_urgent)
         except Exception as error:
-            logger.warning("load_failed adapter=%s tier=%s error=%s", key, load.tier.value, error)
+            if not self._is_closing:
+                logger.warning("load_failed adapter=%s tier=%s error=%s", key, load.tier.value, error)
             for follower in self._take_followers(key):
+                if self._is_closing:
+                    follower.abandon(reason_of(error))
                 follower.fail(reason_of(error))
             return LoadResult(error=reason_of(error))  # clients read it: not the folder, which the log names
         return LoadResult(device_s=time.perf_counter() - began_at, layer_digests=adapter.first_digests)

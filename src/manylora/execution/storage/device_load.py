@@ -157,7 +157,8 @@ class DeviceLoad:
     def _fail(self, error: str) -> None:
         if self.result.done():
             return
-        logger.warning("load_failed adapter=%s tier=device error=%s", self.key, error)
+        if self._arrival.error is None:  # it was not abandoned
+            logger.warning("load_failed adapter=%s tier=device error=%s", self.key, error)
         with self._copies.on_stream():
             # The owner before left numbers of another kind here, which may read as NaN. A step may be reading the pages
             # that have arrived.

@@ -92,6 +92,7 @@ class ReaderProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._registry: subprocess.Popen[bytes] | None = None
         self._slow_s = 0.0  # time of checks that timed out
+        self._is_closed = False
         self._lay_out = lru_cache(maxsize=256)(self._lay_out_again)
 
     def start(self) -> None:
@@ -196,6 +197,7 @@ class ReaderProcess:
 
     def close(self) -> None:
         """End the process, and with it a read in progress; the next read would start another."""
+        self._is_closed = True
         if (process := self._process) is not None:
             process.kill()
         with self._lock:
@@ -256,8 +258,10 @@ class ReaderProcess:
 
     def _lost(self, name: str, path: str, error: OSError, limit_s: float | None = None) -> AdapterError:
         """Stop a process that does not answer, and return the error for the adapter that it read."""
-        logger.warning("reader_process_lost adapter=%r error=%r", name, error)
         self._stop()
+        if self._is_closed:
+            return AdapterError(name, "the engine is closing")
+        logger.warning("reader_process_lost adapter=%r error=%r", name, error)
         if isinstance(error, TimeoutError):
             limit_s = self._settings.limit_s if limit_s is None else limit_s
             reason = f"reading it took longer than {limit_s:g} s, and was given up"
