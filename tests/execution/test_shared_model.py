@@ -8,7 +8,10 @@ import time
 import warnings
 from contextlib import suppress
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -38,9 +41,11 @@ from manylora.core.errors import AdapterError, ConfigError, EngineDead
 from manylora.core.plan import PromptRows, StepPlan
 from manylora.core.server_config import FleetConfig
 from manylora.core.types import Tier
+from manylora.execution import worker_group
 from manylora.execution.build import build_parts
 from manylora.execution.checkpoint.codes import make_codes
 from manylora.execution.model.share import ModelShare, WeightCut, share_config
+from manylora.execution.peers import Answer, Failed, Here
 from manylora.lab.catalog.hardware import find_hardware
 from manylora.lab.costs.collectives import CollectiveCost
 from manylora.lab.sim.setup import read_dims
@@ -217,3 +222,18 @@ def test_a_worker_that_is_killed_ends_the_engine(folders: dict[str, Path]) -> No
     finally:
         parts.close()
     assert not worker.is_running()
+
+
+def test_a_worker_may_import_for_longer_than_it_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's libraries can take minutes from a disk that is shared; a worker gives no sign before it has them."""
+    here, there = Pipe()
+    monkeypatch.setattr(worker_group, "start_on_pipe", lambda *terms: (SimpleNamespace(pid=1), here))
+    monkeypatch.setattr(worker_group, "PATIENCE_S", 0.05)
+    setup = worker_group.WorkerSetup(config=config_of(Path()), rank=1, store="", log_level=0)
+    answers = SimpleQueue[Answer]()
+    worker_group._WorkerProcess(setup, lambda process, answer: answers.put(answer))
+    with pytest.raises(Empty):
+        answers.get(timeout=0.3)
+    there.send(Here())
+    assert answers.get(timeout=60) == Here()
+    assert answers.get(timeout=60) == Failed("it gave no sign of life for 0.05 s")

@@ -1,7 +1,8 @@
 """The processes of the workers that share a model with worker 0, from their start to their end.
 
-A worker that ends, or gives no sign of life for ``PATIENCE_S``, ends the engine: the others are killed, so that no
-collective waits for them, and the step in flight raises. The fleet then starts another engine, where streams go on.
+A worker that ends, or gives no sign of life for ``PATIENCE_S`` after its first, ends the engine: the others are killed,
+so that no collective waits for them, and the step in flight raises. The fleet then starts another engine, where streams
+go on.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ class _WorkerProcess:
 
     def _receive(self) -> None:
         try:
+            self._pipe.poll(None)  # the libraries' files may come slowly, and a start has its own limit
             while self._pipe.poll(PATIENCE_S):
                 self._answered(self, self._pipe.recv())
             self._answered(self, Failed(f"it gave no sign of life for {PATIENCE_S:g} s"))
