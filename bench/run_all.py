@@ -29,6 +29,7 @@ TRACES = (
     "traces.py",
     "chameleon",
     "experiments",
+    "rivals",
 )
 """Benchmarks that read traces."""
 
@@ -39,6 +40,7 @@ COMMANDS: dict[str, list[str]] = {
         *("experiment", "report", "chameleon", "multi-lora", "--processes=2"),
         f"--output={RESULTS / 'experiments'}",
     ],
+    "rivals": ["experiment", "report", "rivals", f"--output={RESULTS / 'experiments' / 'rivals'}"],
     "experiments": ["experiment", "report", "manylora", f"--output={RESULTS / 'experiments' / 'manylora'}"],
 }
 """Commands of manylora by name."""

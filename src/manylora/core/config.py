@@ -307,9 +307,12 @@ class AdapterConfig(CheckedOptions):
         at_least=0,
         help="Waiting requests whose adapters are loaded before their turn; 0 is none.",
     )
-    forecast: bool = _adapters(
-        False,
-        help="Also load adapters without waiting requests whose next request is due, by the usual gap between theirs.",
+    forecast: bool = _adapters(False, help="Also load adapters without waiting requests whose next request is due.")
+    forecast_by: str = _adapters(
+        "gaps",
+        choices=("gaps", "traffic"),
+        help="When a request is due: the usual gap between an adapter's requests is over, or its recent traffic makes "
+        "one likely in the next seconds.",
     )
 
     def most_pages(self, num_pages: int) -> int:

@@ -40,10 +40,10 @@ NEEDED = {
 }
 """Methods, by module and class."""
 SCHEDULER = ("policy", "policy_options", "predictor", "predictor_options")
-ADAPTERS = ("eviction", "eviction_options", "look_ahead", "forecast")
+ADAPTERS = ("eviction", "eviction_options", "look_ahead", "forecast", "forecast_by")
 """Options of these names are manylora's own."""
 TYPES: dict[str, type] = {
-    **dict.fromkeys(("policy", "predictor", "eviction"), str),
+    **dict.fromkeys(("policy", "predictor", "eviction", "forecast_by"), str),
     **dict.fromkeys(("policy_options", "predictor_options", "eviction_options"), dict),
     **dict.fromkeys(("forecast", "blocking_loads"), bool),
     "look_ahead": int,

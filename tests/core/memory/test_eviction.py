@@ -43,7 +43,7 @@ def order_of(policy: EvictionPolicy, now: float, depth: Depth = Depth.IDLE) -> l
 
 
 def test_an_unknown_policy_is_refused_by_name():
-    with pytest.raises(ConfigError, match="'mru', expected one of chameleon, fair, gdsf, lru, none, price"):
+    with pytest.raises(ConfigError, match="'mru', expected one of chameleon, fair, fastlibra, gdsf, lru, none, price"):
         make("mru")
 
 

@@ -155,6 +155,10 @@ class PrefixIndex:
         """Return all indexed pages."""
         return list(self._digest_of)
 
+    def adapter_of(self, page: int) -> AdapterKey | None:
+        """Return the adapter that computed an indexed page; ``None`` for the base."""
+        return self._adapter_of.get(page)
+
     def pages_of(self, adapter: AdapterKey) -> list[int]:
         """Return the indexed pages that an adapter has computed, those of the base before its activation left out."""
         return list(self._pages_of.get(adapter, ()))

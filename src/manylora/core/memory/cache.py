@@ -225,7 +225,8 @@ class PageCache:
             del self._refs[page]
             if page in self.prefix:
                 self.allocator.transfer(page, Owner.PREFIX)
-                self._set_droppable(IdleItem(page, 1, now, 0, 0, self._block_size), Depth.IDLE)
+                item = IdleItem(page, 1, now, 0, 0, self._block_size, self.prefix.adapter_of(page))
+                self._set_droppable(item, Depth.IDLE)
             else:
                 self.allocator.free((page,))
 

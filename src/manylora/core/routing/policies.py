@@ -19,6 +19,7 @@ from typing import Any
 from manylora.core.plugins import find_factory, made_by, options_for, takes
 from manylora.core.routing.auto import AutoRouter
 from manylora.core.routing.rank_aware import RankAwareRouter
+from manylora.core.routing.rank_placement import RankPlacementRouter
 from manylora.core.routing.router import Rendezvous, Router, least_loaded
 from manylora.core.routing.view import ReplicaView
 from manylora.core.types import Request
@@ -179,6 +180,7 @@ ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
     "power-of-two": lambda context: PowerOfTwoRouter(context.rng),
     "random": lambda context: RandomRouter(context.rng),
     "rank-aware": _rank_aware,
+    "rank-placement": lambda context: RankPlacementRouter(context.ranks, context.rng),
 }
 
 DEFAULT_ROUTER = "auto"

@@ -12,7 +12,7 @@ Three rules keep a wrong guess harmless:
 * *It claims only pages that sequences ahead will not need.* Pages come from free and idle pages (never from adapters
   that are wanted or in use), less the KV and adapter pages that the sequences before it in line need.
 * *It never evicts an item worth more than itself.* An adapter that a request waits for is certain to be used, an idle
-  item is not. One that is only forecast (``forecast.py``, off by default) is priced by the same rule as
+  item is not. One that is only forecast (``forecast.py``, ``traffic.py``, off by default) is priced by the same rule as
   the items it would displace, and only while no request waits.
 
 Adapters that were registered without their weights are read in the background, while the reader has nothing else to do.
@@ -36,6 +36,7 @@ from manylora.core.engine.adapters.cache import AdapterCache
 from manylora.core.engine.adapters.forecast import Forecast
 from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.residency import TierState
+from manylora.core.engine.adapters.traffic import Traffic
 from manylora.core.engine.status import Counters
 from manylora.core.memory import Depth, PageCache
 from manylora.core.scheduling import Policy, Sequence, StepComposition
@@ -44,6 +45,7 @@ from manylora.core.types import AdapterKey, AdapterVersion, Tier
 __all__ = ["Prefetcher"]
 
 
+FORECASTS: dict[str, type[Forecast | Traffic]] = {"gaps": Forecast, "traffic": Traffic}
 BUSY_SHARE = 0.05  # share of the time that background reads may take while requests are in flight: they slow steps down
 
 
@@ -63,7 +65,7 @@ class Prefetcher:
 
     def __post_init__(self, config: AdapterConfig) -> None:
         self._look_ahead = config.look_ahead
-        self._forecast = Forecast() if config.forecast else None
+        self._forecast = FORECASTS[config.forecast_by]() if config.forecast else None
         reads_ahead = config.background_reads and config.keep_host_copies
         self._background = BackgroundReads(self._cache, self._loader) if reads_ahead else None
 
@@ -114,7 +116,7 @@ class Prefetcher:
                     self._prefetch(version, now)
             room -= version.num_pages
 
-    def _prefetch_due(self, forecast: Forecast, idle: Seq[Tier], now: float) -> None:
+    def _prefetch_due(self, forecast: Forecast | Traffic, idle: Seq[Tier], now: float) -> None:
         """Prefetch one adapter that is due, if it is worth more until then than the items it displaces."""
         for key, until in forecast.due(now):
             version = self._cache.residencies[key].version

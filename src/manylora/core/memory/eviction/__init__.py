@@ -1,7 +1,8 @@
 """Eviction: the order in which idle items are dropped when pages are short.
 
 ``policy.py`` is the interface. ``price.py`` and policies by one number per item (``ranking.py``), such as LRU, have one
-order over adapters and prefix blocks. ``published.py`` has policies that rank adapters, combined with prefix blocks.
+order over adapters and prefix blocks. ``fastlibra.py`` has one too, in which
+blocks depend on their adapter. ``published.py`` has policies that rank adapters, combined with prefix blocks.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 from manylora.core.memory.eviction.costs import LinearCost, ReloadCosts
+from manylora.core.memory.eviction.fastlibra import FastLibraEviction
 from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
 from manylora.core.memory.eviction.price import PriceEviction
 from manylora.core.memory.eviction.published import ByAge, GdsfScore, WeightedScore
@@ -32,6 +34,7 @@ __all__ = [
 EVICTION_POLICIES: dict[str, Callable[..., EvictionPolicy]] = {
     "chameleon": lambda costs: ByAge(WeightedScore(0.45, 0.10, 0.45)),
     "fair": lambda costs: ByAge(WeightedScore(1 / 3, 1 / 3, 1 / 3)),
+    "fastlibra": FastLibraEviction,
     "gdsf": lambda costs: ByAge(GdsfScore(costs)),
     "lru": lambda costs: KeyedEviction(attrgetter("idle_since")),
     "none": lambda costs: KeyedEviction(attrgetter("idle_since"), keeps_idle_adapters=False),

@@ -38,6 +38,7 @@ class IdleItem(NamedTuple):
     copy_bytes: int = 0  # bytes to copy from the host to the device (adapters)
     read_bytes: int = 0  # bytes to read from disk before that; 0 while the host has a copy
     run_tokens: int = 0  # tokens to recompute (prefix blocks)
+    adapter: AdapterKey | None = None  # the adapter that computed it (prefix blocks), if not the base
 
 
 class EvictionPolicy(Protocol):
