@@ -26,13 +26,14 @@ import numpy as np
 import torch
 from live import LiveEngine
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.memory import num_blocks
 from manylora.core.types import Request, SamplingParams
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.bench.sweep import write_synthetic_adapter
 from manylora.lab.measure import RequestRecord
 

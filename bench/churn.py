@@ -40,6 +40,7 @@ import psutil
 import torch
 from live import LiveEngine
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 from rich.progress import Progress
 
 from manylora.core.adapters.shape import BaseShape
@@ -49,7 +50,7 @@ from manylora.core.types import Request, SamplingParams, Tier
 from manylora.demo import demo_model_path
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.bench.sweep import write_synthetic_adapter
 
 RANKS = (8, 16, 32, 64)

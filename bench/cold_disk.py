@@ -11,7 +11,7 @@ without an engine: a round asks the executor for the loads and the step as the e
 
 Before every turn the adapter's file is dropped from the page cache (`posix_fadvise`). Without a stated bandwidth the
 link is as fast as the machine. Both reads have the priority that a read by layers has. The ratios are those of
-`manylora.lab.bench.rounds`. Writes `results/cold_disk.json` and `.md`.
+`bench/ratios.py`. Writes `results/cold_disk.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from manylora.core.clock import WallClock
@@ -38,7 +39,7 @@ from manylora.core.ports import EngineParts, Work
 from manylora.core.types import AdapterVersion, SamplingParams, Tier
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.bench.sweep import write_synthetic_adapter
 
 NUM_LAYERS, HIDDEN, INTERMEDIATE, RANK = 12, 512, 1376, 224

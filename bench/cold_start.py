@@ -27,7 +27,7 @@ Every running request has a seat: one that waits for a seat measures the queue, 
 is frozen before the first round, as a server freezes its own.
 
 Statistics, chosen before any run: in each round the P99 over the requests (or gaps), and its ratio to that of the
-resident engine in the same round, on the same arrivals (`manylora.lab.bench.rounds`). Of 600 requests half are cold.
+resident engine in the same round, on the same arrivals (`bench/ratios.py`). Of 600 requests half are cold.
 Modes that are not the engine's choice, and reads from disk, serve the first sixth of the round's requests, and are
 compared with the same requests of the resident engine. Percentiles in milliseconds are over all rounds together. Goals,
 for *auto* with images in host memory: 1.10 at the P99 of the first token of cold requests, and 1.05 at the P99 between
@@ -47,6 +47,7 @@ import torch
 from churn import percentile_ms
 from live import LiveEngine
 from publishing import Others, Steps, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 
 from manylora.core.clock import WallClock
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
@@ -55,7 +56,7 @@ from manylora.core.types import ColdStart, Request, SamplingParams
 from manylora.demo import demo_model_path
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.bench.sweep import write_synthetic_adapter
 from manylora.serving.hosting.engine.startup import freeze_start_up_heap
 

@@ -12,10 +12,10 @@ import numpy as np
 from forecast import Machine, OwnSpeed, Predicted, seconds_of, speeds_of
 from live import VOCABULARY, http_arrivals
 from planner_live import SCHEDULER, WORKLOAD
+from ratios import ratio_by_round
 
 from manylora.core.costs.step_log import LogLine
 from manylora.lab.bench.load import run_load
-from manylora.lab.bench.rounds import ratio_by_round
 from manylora.lab.bench.target import Target
 from manylora.lab.measure import RequestRecord
 from manylora.lab.measure.summary import gaps_of

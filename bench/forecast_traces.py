@@ -53,13 +53,14 @@ from forecast_vllm import NUM_HOST, NUM_SLOTS, start_vllm
 from live import write_adapters
 from planner_live import MEMORY, NUM_ADAPTERS, SCHEDULER, WORKLOAD, Live
 from publishing import RESULTS, Others, Steps, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 from route import started
 
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig
 from manylora.core.costs.step_log import LogLine
 from manylora.demo import demo_model_path
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.workloads import Workload, make_workload
 from manylora.lab.workloads.arrivals import ReplayArrivals
 from manylora.lab.workloads.lengths import ReplayLengths, TokenBounds

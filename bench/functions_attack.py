@@ -33,8 +33,9 @@ import httpx
 import psutil
 from functions_rig import MIB, PATIENCE_S, Asked, Service, ask, in_folder, make_platform, serving
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 
-from manylora.lab.bench.rounds import Ratio, in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 
 HERE = Path(__file__).resolve().parent
 COMPROMISED = (HERE / "compromised", HERE.parent / "tests" / "support")

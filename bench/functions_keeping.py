@@ -24,10 +24,11 @@ import httpx
 import numpy as np
 from functions_rig import PATIENCE_S, Asked, Service, ask, in_folder, make_platform, serving
 from publishing import arguments, publish, table
+from ratios import ratio_by_round
 
 from manylora.functions.controller.bill import PLATFORM_NAME
 from manylora.functions.decisions.billing import PriceList, Usage
-from manylora.lab.bench.rounds import machine, ratio_by_round
+from manylora.lab.bench.rounds import machine
 
 SESSION_S, PAUSE_S, RATE = 10.0, 70.0, 5.0
 SYSTEMS = {"rent": ("", ""), "minute": ("keep-alive-s = 60\n", "[prices]\nwait-s = 1e6\n")}

@@ -39,6 +39,7 @@ import psutil
 from cpu_systems import make_adapters, make_model
 from functions_rig import in_folder
 from publishing import RESULTS, Others, arguments, publish, reason_to_refuse, table
+from ratios import ratio_by_round
 
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, ModelConfig
 from manylora.core.errors import ConfigError
@@ -47,7 +48,7 @@ from manylora.functions.processes.backbone import fetch_backbone
 from manylora.functions.processes.link import FunctionLink
 from manylora.functions.processes.messages import Backbone, FunctionPlace
 from manylora.functions.processes.zygote import Zygote
-from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 from manylora.serving.hosting.engine.startup import TORCH_BUILDER
 from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet

@@ -38,9 +38,10 @@ import msgspec
 import psutil
 from open_loop import Plan, Report, Seen
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import ratio_by_round
 
 from manylora.demo import demo_adapters
-from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "attack"))
 from attack_target import Target, running

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from publishing import arguments, publish, table
+from ratios import ratio_by_round
 from transformers import AutoModelForCausalLM
 
 from manylora.core.errors import ConfigError
 from manylora.core.types import SamplingParams
 from manylora.demo import demo_adapters, demo_model_path
-from manylora.lab.bench.rounds import machine, ratio_by_round, time_in_turns
+from manylora.lab.bench.rounds import machine, time_in_turns
 from manylora.serving.offline import Engine
 
 PEER, PEER_MIXED = "transformers", "PEFT"

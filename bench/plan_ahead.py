@@ -20,6 +20,7 @@ from itertools import pairwise
 
 import torch
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import ratio_by_round
 
 from manylora.core.adapters.shape import BaseShape
 from manylora.core.clock import WallClock
@@ -32,7 +33,7 @@ from manylora.core.ports import CoreParts, Work
 from manylora.core.types import AdapterKey, Request, SampledToken, SamplingParams, Tier
 from manylora.execution.device import describe_machine
 from manylora.execution.executor import FutureWork
-from manylora.lab.bench.rounds import in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.sim.run.contents import adapter_versions
 from manylora.lab.sim.run.executor import SimulatedWork

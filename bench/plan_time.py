@@ -5,7 +5,7 @@
 The command runs in a process of its own, from start to end, the two checkouts taking turns; both use the environment of
 this script, bytecode is kept, and they must print the same plan. A round to warm up does not count. Processor time is
 that of all processes of a command. Figures are medians of the rounds with 95 % intervals, ratios those of
-`manylora.lab.bench.rounds`. Writes `results/plan_time.json` and `.md`.
+`bench/ratios.py`. Writes `results/plan_time.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 
 from publishing import Others, Steps, arguments, children_s, middle_of_rounds, publish, reason_to_refuse, table
+from ratios import ratio_by_round
 
-from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 
 HERE = Path(__file__).resolve().parent.parent
 COMMAND = ("plan", "--gpu", "l40s", "--slo-ttft", "1", "--rate", "20")

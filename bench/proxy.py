@@ -32,8 +32,9 @@ from typing import Any
 from http_cost import cpu_seconds
 from paced import TICK_S
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import ratio_by_round
 
-from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 
 HERE = Path(__file__).parent
 NUM_PORTS = 3

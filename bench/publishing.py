@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-
-from manylora.lab.bench.rounds import median_interval
+from ratios import median_interval
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -6,7 +6,7 @@ A small Llama with random weights, and folders of adapters of ranks 8 to 32 on a
 on each number of folders, twice: with an empty cache of content hashes and with the one that the first start left. Each
 time the same hundred adapters are asked, by Zipf's law, from a fixed number of connections. All folders of one rank but
 the hundred share one weight file by hard links, so that they need little disk. The numbers take turns; figures are
-medians of the rounds, and ratios those of `manylora.lab.bench.rounds`.
+medians of the rounds, and ratios those of `bench/ratios.py`.
 
 * *seconds to ready*: from the start of the process to the line that says so, and the part of it that registration takes
   by the engine's log;
@@ -44,6 +44,7 @@ import psutil
 import torch
 from decision import Scale, measure_decision
 from publishing import Others, Steps, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -55,7 +56,7 @@ from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig
 from manylora.execution.build import build_parts
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.bench.sweep import write_synthetic_adapter
 
 RANKS = (8, 16, 24, 32)

@@ -25,11 +25,12 @@ from typing import Any
 
 from live import VOCABULARY, http_arrivals, write_adapters
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 
 from manylora.demo import demo_model_path
 from manylora.lab.bench.load import run_load
 from manylora.lab.bench.report import make_report
-from manylora.lab.bench.rounds import Ratio, in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 from manylora.lab.bench.target import Target
 from manylora.lab.measure import Slo
 from manylora.lab.workloads import AdapterSet, Workload, WorkloadSpec, make_workload

@@ -25,13 +25,14 @@ from typing import Any
 import numpy as np
 from live import VOCABULARY, http_arrivals
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import ratio_by_round
 from route import started
 
 from manylora.core.config import AdapterConfig, SchedulerConfig
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.lab.bench.load import run_load
 from manylora.lab.bench.report import make_report
-from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 from manylora.lab.bench.target import Target
 from manylora.lab.measure import Slo
 from manylora.lab.sim.run.simulation import simulate

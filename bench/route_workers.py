@@ -34,11 +34,12 @@ import uvloop
 from http_cost import cpu_seconds
 from proxy import NUM_PORTS, started
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 from route_prefixes import Figures, simulated
 
 from manylora.core.routing import Dispatcher, ReplicaReport, Router
 from manylora.core.types import Request
-from manylora.lab.bench.rounds import Ratio, in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 from manylora.lab.sim.run import simulation
 
 POLICIES = ("auto", "affinity", "least-loaded")

@@ -14,7 +14,7 @@ one. Stages are told apart by lines of the log, and begin where the one before e
 
 An older checkout does not log the stages within the engine: they are one there. *Processor time* is that of all
 processes of a start, and the figure to compare on a busy machine. Figures are medians of the rounds, the ratio that of
-`manylora.lab.bench.rounds`. Writes `results/startup.json` and `.md`.
+`bench/ratios.py`. Writes `results/startup.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from publishing import Others, arguments, children_s, publish, reason_to_refuse, table
+from ratios import ratio_by_round
 
-from manylora.lab.bench.rounds import in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 
 HERE = Path(__file__).resolve().parent.parent
 MARKS = {

@@ -30,10 +30,11 @@ from typing import Any
 import numpy as np
 from decision import SCALES, measure_decision
 from publishing import arguments, publish, table
+from ratios import ratio_by_round
 
 from manylora.core.config import SchedulerConfig
 from manylora.core.types import AdapterKey
-from manylora.lab.bench.rounds import in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 from manylora.lab.costs.model import SyntheticSequence, synthetic_plan
 from manylora.lab.measure import RequestRecord
 from manylora.lab.sim.run.simulation import simulate

@@ -29,10 +29,11 @@ import httpx
 import numpy as np
 from live import VOCABULARY
 from publishing import Others, arguments, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 from route import started
 
 from manylora.demo import demo_model_path
-from manylora.lab.bench.rounds import Ratio, in_turns, machine, ratio_by_round
+from manylora.lab.bench.rounds import in_turns, machine
 
 SEATS, CAPACITY = 32, 36.0
 """Sequences at a time, and requests a second of a queue that never empties, as `tenants.py` finds it."""

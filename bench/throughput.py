@@ -14,7 +14,7 @@ An 82M-parameter Llama with random weights in fp32, 32 requests of 128 tokens in
 * *spread*: lengths of the Azure conversation trace (`--traces` says where it lies; gamma distributions fitted to it
   otherwise), scaled to the same means; PEFT answers in static batches of 32.
 
-The systems take turns in one process, and the statistic is that of `manylora.lab.bench.rounds`: the ratio of each
+The systems take turns in one process, and the statistic is that of `bench/ratios.py`: the ratio of each
 round, its median, a 95 % interval. A system that is compared with the base runs directly after it: a round takes
 minutes, and then the machine's speed changes by more than an adapter costs. Ours is the whole path: engine core, loop,
 scheduler, sampler, executor. Adapters are in host memory and loaded to device pages in the warm-up round. On a machine
@@ -45,10 +45,11 @@ from cpu_systems import RANKS, VOCAB, Bare, Ours, make_adapters, make_model
 from llama_cpp_base import LlamaCpp, described, reason_to_leave_out
 from peers import PeerRequest, Peft, Transformers
 from publishing import Others, arguments, clock_of, publish, reason_to_refuse, table
+from ratios import Ratio, ratio_by_round
 
 from manylora.demo import demo_model_path
 from manylora.execution.device import describe_machine
-from manylora.lab.bench.rounds import Ratio, ratio_by_round, time_in_turns
+from manylora.lab.bench.rounds import time_in_turns
 from manylora.lab.workloads.lengths import GammaTokens, Lengths, ParametricLengths, TokenBounds, TraceLengths
 
 NUM_IN, NUM_OUT = 128, 64

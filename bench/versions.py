@@ -3,7 +3,7 @@
     python bench/versions.py --before CHECKOUT [--rounds 5] [--only throughput] [--name NAME] [--quick]
 
 Every round measures this checkout and the other one, each in a process of its own, in an order that alternates. The
-statistic is that of `manylora.lab.bench.rounds`: the ratio of each round (this one over the other), its median, a 95 %
+statistic is that of `bench/ratios.py`: the ratio of each round (this one over the other), its median, a 95 %
 interval. A process that imports either version uses only what both have: the `Engine` class, the command line, and
 `decision.py` and `http_cost.py` of each checkout.
 
@@ -32,8 +32,7 @@ import time
 from pathlib import Path
 
 from publishing import Others, arguments, publish, reason_to_refuse, table
-
-from manylora.lab.bench.rounds import ratio_by_round
+from ratios import ratio_by_round
 
 HERE = Path(__file__).resolve().parent.parent
 

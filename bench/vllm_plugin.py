@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ratios import median_interval, ratio_by_round
 from vllm_child import Child, Round, make_base
 from vllm_log import Load, Served, log_lines
 from vllm_twin import (
@@ -40,7 +41,7 @@ from vllm_twin import (
     vllm_rules,
 )
 
-from manylora.lab.bench.rounds import machine, median_interval, ratio_by_round
+from manylora.lab.bench.rounds import machine
 from manylora.lab.catalog.models import base_shape
 from manylora.lab.costs.calibrate import fit_profile
 from manylora.lab.costs.fitted import FittedCost

@@ -9,12 +9,12 @@ import pytest
 from forecast import OwnSpeed
 from forecast_systems import at_load, figures_of, middle
 from forecast_traces import BOUNDS, SCALE, page, stretch, verdict
+from ratios import Ratio
 from sim_profiles import make_profile
 
 from manylora.core.costs.features import step_features
 from manylora.core.costs.step_log import StepRecord
 from manylora.core.plan import StepPlan
-from manylora.lab.bench.rounds import Ratio
 from manylora.lab.costs.profile import RowTimes
 from manylora.lab.measure import RequestRecord
 

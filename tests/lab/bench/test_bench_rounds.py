@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from publishing import Others, reason_to_refuse
+from ratios import Ratio, ratio_by_round
 
-from manylora.lab.bench.rounds import Ratio, in_turns, ratio_by_round
+from manylora.lab.bench.rounds import in_turns
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=12))
