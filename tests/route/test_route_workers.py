@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from ended import is_gone
 from proxying import Call, Client, FakeServer, names, run, servers, until
@@ -24,6 +25,7 @@ from serving import wait_for
 from test_route_tenants import bearer, tenants_file
 
 from manylora.core.errors import ConfigError
+from manylora.core.routing.view import Sent
 from manylora.route import outbox as told
 from manylora.route.config import ProxyConfig
 from manylora.route.serve import Proxy, bind_workers
@@ -148,6 +150,37 @@ def test_a_worker_that_does_not_read_is_left_and_told_all_later(
                 await until(lambda: in_flight(two) == [3])
             gate.is_open.set()
             await asyncio.gather(*streams)
+
+    run(test)
+
+
+def test_a_message_reaches_the_others_beside_a_worker_that_has_just_ended(tmp_path: Path) -> None:
+    """Its connection is broken in the turn of the event loop in which the message leaves."""
+
+    async def test() -> None:
+        kinds: list[str] = []
+        decode = msgspec.msgpack.Decoder(list[told.Message]).decode
+
+        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.closing(writer), contextlib.suppress(asyncio.IncompleteReadError, asyncio.CancelledError):
+                while True:
+                    size = int.from_bytes(await reader.readexactly(4), "big")
+                    kinds.extend(type(one).__name__ for one in decode(await reader.readexactly(size)))
+
+        outbox, path = told.WorkerOutbox(), str(tmp_path / "1")
+        server = await asyncio.start_unix_server(hear, path)
+        (_, ended), (_, other) = [await asyncio.open_unix_connection(path) for _ in range(2)]
+        with contextlib.closing(server), contextlib.closing(ended), contextlib.closing(other):
+            hello = told.Hello(0, 0.0, [], told.Listed([], {}), {})
+            outbox.join(1, ended.transport, hello)
+            begun = outbox.begun("http://one", Sent(replica=0, adapter=None, rank=0, num_prompt_tokens=3), [])
+            outbox.join(2, other.transport, hello)
+            ended.transport.abort()
+            await asyncio.sleep(0)
+            outbox.ended(begun)
+            await until(lambda: "Ended" in kinds)
+            assert outbox.listeners == [2]
+        await asyncio.sleep(0.01)
 
     run(test)
 

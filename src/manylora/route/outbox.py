@@ -192,6 +192,9 @@ class WorkerOutbox:
         text = self._encode(messages)
         for worker in workers:
             listener = self._listeners[worker]
+            if listener.is_closing():  # it has ended, and its connection is noticed next: a write would be an error
+                self.leave(worker)
+                continue
             listener.write(len(text).to_bytes(4, "big") + text)
             if listener.get_write_buffer_size() > MOST_UNREAD_BYTES:
                 logger.warning("worker_does_not_read worker=%d", worker)
