@@ -248,6 +248,38 @@ def test_backends_that_one_worker_is_told_of_join_and_leave_all(tmp_path: Path) 
     run(test)
 
 
+def test_a_worker_that_is_started_again_accepts_once_it_has_heard_the_others(tmp_path: Path) -> None:
+    """Its configuration names a backend that was removed since, and not the one that was added."""
+
+    async def test() -> None:
+        fakes = [FakeServer() for _ in range(3)]
+        async with servers(*fakes) as urls, working(tmp_path, *urls[:1], admin_key="admin") as workers:
+            (one, asks_one), (two, _) = workers
+            for method, url in (("POST", urls[1]), ("POST", urls[2]), ("DELETE", urls[0])):
+                assert (await asks_one.ask(method, "/backends", {"url": url}, **ADMIN)).status == 202
+            await until(lambda: [[back.url for back in proxy.backends] for proxy in (one, two)] == [urls[1:]] * 2)
+            bound = socket.create_server(("127.0.0.1", 0))
+            three = Proxy(
+                ProxyConfig(backends=tuple(urls[:1]), port=0, workers=3, slow_start_s=0.0),
+                worker=RouteWorker(2, 3, tmp_path, bound, is_again=True, parent=-1),
+            )
+            at_begin: list[object] = []
+
+            def is_ready() -> None:
+                found = {back.url for back in three.backends}
+                at_begin.extend([found, three.backends.num_up, *(one._peers._choice.places() for one in (two, three))])
+
+            serving = asyncio.create_task(three.serve(is_ready))
+            await until(lambda: bool(at_begin) or serving.done())
+            assert at_begin[:2] == [set(urls[1:]), 2] and at_begin[2] == at_begin[3]
+            assert (await Client(three.url).complete("base")).status == 200
+            three.drain()
+            await serving
+            assert not fakes[0].completions
+
+    run(test)
+
+
 def test_backends_that_two_workers_are_told_of_at_once_join_all(tmp_path: Path) -> None:
     async def test() -> None:
         fakes = [FakeServer() for _ in range(4)]

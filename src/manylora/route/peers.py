@@ -8,7 +8,8 @@
 
 So a choice costs no question, and each worker is a whole router: it polls backends and judges their health itself.
 Each worker connects to all others, to tell, and is connected to by all, to hear. Where a connection ends, the requests
-and places that came over it are counted no more.
+and places that came over it are counted no more. A worker that starts where others run hears them before it accepts
+requests: backends may have been added and removed since, and tenants have taken of their limits.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from manylora.serving.http.room import Places
 __all__ = ["Peers"]
 
 AGAIN_S = 0.05  # time between two tries to reach a worker that is not there, in seconds
+HEARD_S = 1.0  # longest wait of a worker that starts for the others, which may start themselves, in seconds
 METRICS_S = 1.0  # time that a worker has to tell its metrics; those of one that does not are left out
 
 logger = logging.getLogger(__name__)
@@ -81,12 +83,18 @@ class Peers:
         self._decode = msgspec.msgpack.Decoder(list[Message]).decode
         self._server: asyncio.Server | None = None
         self._telling: list[asyncio.Task[None]] = []
+        self._unheard = set(worker.others)
+        self._has_heard_all = asyncio.Event()
 
     async def start(self) -> None:
-        """Hear the others, and tell them."""
+        """Hear the others, and tell them; return once all that run have told of what is open."""
         path = self._worker.path(self._worker.number)
         self._server = await asyncio.start_unix_server(self._hear, path)
         self._telling = [asyncio.create_task(self._keep_telling(number)) for number in self._worker.others]
+        if self._worker.is_again:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARD_S):
+                    await self._has_heard_all.wait()
 
     async def stop(self) -> None:
         """Leave the others: they count nothing of this worker any more."""
@@ -138,6 +146,9 @@ class Peers:
                     speaker = messages[0].worker
                 for message in messages:
                     self._take(message, speaker, counted, is_first=is_first)
+                self._unheard.discard(speaker)
+                if not self._unheard:
+                    self._has_heard_all.set()
         except (asyncio.IncompleteReadError, OSError, asyncio.CancelledError):  # the last: this worker ends itself
             logger.info("worker_left worker=%d", speaker)
         finally:
@@ -161,9 +172,9 @@ class Peers:
                 if (one := counted.pop(message.serial, None)) is not None:
                     _end(one, message.num_tokens)
             case Hello():
+                self._sources.adopt(message.listed)
                 if message.since < self._since:  # it knows the backends' places, this one has just begun
                     self._choice.arrange(message.places)
-                self._sources.adopt(message.listed)
                 if self._tenants is not None:
                     self._tenants.adopt(message.taken)
             case Said():

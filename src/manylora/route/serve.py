@@ -182,9 +182,9 @@ class Proxy:
 
     async def _start(self) -> None:
         await self._sources.configure(self._config.backends)
-        await self._polls.start()
         if self._peers is not None:
             await self._peers.start()
+        await self._polls.start()
 
     async def _own_metrics(self) -> bytes:
         return self.metrics.render(self.backends)
