@@ -22,6 +22,7 @@ from peft import (
     get_peft_model,
 )
 from peft.tuners.lora import LoraLayer
+from peft.utils import ModulesToSaveWrapper
 from transformers import LlamaConfig, LlamaForCausalLM
 from unpacked import unpack
 
@@ -74,6 +75,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mica": {"target_modules": ["q_proj"], "init_lora_weights": "mica"},
 }
 
+SAVED_VARIANTS: dict[str, dict[str, Any]] = {
+    "head-listed-and-saved": {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]},
+    "linear-listed-and-saved": {"target_modules": "all-linear", "modules_to_save": ["layers.1.self_attn.v_proj"]},
+}
+
 
 def tiny_llama() -> LlamaForCausalLM:
     config = LlamaConfig(
@@ -91,7 +97,7 @@ def tiny_llama() -> LlamaForCausalLM:
 @pytest.fixture
 def tuned(request: pytest.FixtureRequest) -> PeftModel:
     torch.manual_seed(0)
-    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | VARIANTS[request.param]
+    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | (VARIANTS | SAVED_VARIANTS)[request.param]
     tuned = get_peft_model(tiny_llama(), LoraConfig(**settings))
     for name, parameter in tuned.named_parameters():
         if "lora_" in name:
@@ -121,6 +127,23 @@ def test_every_module_gets_exactly_what_peft_adds(tuned: PeftModel, tmp_path: Pa
         # PEFT's delta has the shape of the base's weight, which for an embedding is [in, out].
         product = (b @ a).T if name == "model.embed_tokens" else b @ a
         np.testing.assert_allclose(product, delta, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tuned", ["head-listed-and-saved", "linear-listed-and-saved"], indirect=True)
+def test_a_target_that_was_trained_whole_is_whole_as_in_peft(tuned: PeftModel, tmp_path: Path) -> None:
+    """PEFT gives no pair to a module that ``target_modules`` and ``modules_to_save`` both name."""
+    whole = {
+        name.removeprefix("base_model.model.")
+        for name, module in tuned.named_modules()
+        if isinstance(module, ModulesToSaveWrapper)
+    }
+    pairs = {
+        name.removeprefix("base_model.model.") for name, layer in tuned.named_modules() if isinstance(layer, LoraLayer)
+    }
+    tuned.save_pretrained(tmp_path / "a")
+    packed = read(tmp_path / "a")
+    ranks = {part.module.name: part.rank for group in packed.layout.groups.values() for part in group.modules}
+    assert whole and pairs and ranks == dict.fromkeys(pairs, 4) | dict.fromkeys(whole, 32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -74,7 +74,7 @@ class Targeting:
     def is_target(self, module: str) -> bool:
         """Return whether PEFT would adapt the module of this name."""
         try:
-            if self._is_excluded(module) or not self._is_listed(module):
+            if self._is_excluded(module) or self._is_saved(module) or not self._is_listed(module):
                 return False
             if self._layers is None or module in self._exact:
                 return True
@@ -83,6 +83,10 @@ class Targeting:
         except PatternError as error:
             raise AdapterError(self._name, str(error)) from error
         return found is not None and int(found["idx"]) in self._layers
+
+    def _is_saved(self, module: str) -> bool:
+        """Whether a module is trained whole, or is part of one that is: PEFT adapts no such module, listed or not."""
+        return any(f".{saved}." in f".{module}." for saved in self._settings.saved)
 
     def rank(self, module: str) -> int:
         """Return the module's rank."""
