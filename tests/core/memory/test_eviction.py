@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from types import FunctionType, ModuleType
+
 import pytest
 from harness import make_rig, request
 
@@ -31,6 +34,18 @@ def make(name: str, costs: ReloadCosts | None = None) -> EvictionPolicy:
 def use(policy: EvictionPolicy, key: str, *times: float) -> None:
     for now in times:
         policy.used(AdapterKey(key), now)
+
+
+def num_reachable(policy: EvictionPolicy) -> int:
+    """Return the number of objects that a policy keeps, without code."""
+    seen: dict[int, object] = {}
+    found: list[object] = [policy]
+    while found:
+        one = found.pop()
+        if id(one) not in seen and not isinstance(one, type | FunctionType | ModuleType):
+            seen[id(one)] = one
+            found += gc.get_referents(one)
+    return len(seen)
 
 
 def order_of(policy: EvictionPolicy, now: float, depth: Depth = Depth.IDLE) -> list[object]:
@@ -68,6 +83,17 @@ def test_wanted_adapters_have_a_ranking_of_their_own(name):
     policy.add(adapter("wanted", 1, 0.0), Depth.WANTED)
     assert order_of(policy, 6.0) == ["idle"]
     assert order_of(policy, 6.0, Depth.WANTED) == ["wanted"]
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
+def test_uses_add_nothing_that_stays_in_a_pool_that_is_never_full(name):
+    policy = make(name)
+    kept = []
+    for first in (0, 1000):
+        for number in range(first, first + 1000):
+            use(policy, f"adapter-{number % 3}", 10.0 * number)
+        kept.append(num_reachable(policy))
+    assert kept[1] < kept[0] + 100
 
 
 def test_lru_is_lru_over_both_kinds():

@@ -180,6 +180,7 @@ class WeightedScore(AdapterScore):
         """Count a use."""
         self._recent.append((now, key))
         self._change(key, 1)
+        self._expire(now)  # in a pool that is never full nobody asks what has moved
 
     def forget(self, key: AdapterKey) -> None:
         """Remove the uses of the adapter."""
@@ -196,8 +197,7 @@ class WeightedScore(AdapterScore):
 
     def moved(self, now: float) -> Iterable[AdapterKey]:
         """Return the adapters whose number of uses in the window has changed."""
-        while self._recent and self._recent[0][0] < now - self._window_s:
-            self._change(self._recent.popleft()[1], -1)
+        self._expire(now)
         moved, self._moved = self._moved, {}
         return moved
 
@@ -208,6 +208,10 @@ class WeightedScore(AdapterScore):
         uses = self._num_uses.get(item.key, 0) / max(1, self._most_uses)
         freshness = max(0.0, 1.0 - (now - item.idle_since) / self._window_s)
         return frequency * uses + recency * freshness + size * item.num_pages / self._most_pages
+
+    def _expire(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - self._window_s:
+            self._change(self._recent.popleft()[1], -1)
 
     def _change(self, key: AdapterKey, by: int) -> None:
         """Change a count and update the largest, which changes by one except when an adapter is forgotten."""
