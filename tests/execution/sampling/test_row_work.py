@@ -61,6 +61,17 @@ def test_a_row_that_never_returns_is_left_behind_and_the_others_come(rows: Rows)
     assert not left_behind.is_alive()
 
 
+def test_threads_end_without_rows_and_begin_again_with_them(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_work, "IDLE_S", 0.01)
+    for _ in range(3):
+        rows.step(*((rows.row(TOKEN_S), TimeAccount()) for _ in range(4)))
+        assert len(rows.threads) == 4
+        for thread in rows.threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        rows.threads.clear()
+
+
 def test_a_row_that_is_slow_without_processor_time_goes_on(rows: Rows) -> None:
     account = TimeAccount()
     threading.Timer(0.05, rows.ends.set).start()

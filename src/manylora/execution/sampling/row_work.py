@@ -31,6 +31,7 @@ MAX_STEP_S = 20e-3  # processor time in seconds that all rows of a step together
 
 MAX_WORKERS = 8
 POLL_S = 1e-3
+IDLE_S = 10.0  # seconds without rows after which a thread ends: an engine that was closed leaves none behind
 
 Clock = Callable[[], float]
 
@@ -115,7 +116,9 @@ class RowWork:
         clock, me = self._make_clock(), threading.current_thread()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
+                if not self._changed.wait_for(lambda: self._waiting, IDLE_S):
+                    self._workers.remove(me)
+                    return
                 row = self._running[me] = self._waiting.popleft()
                 row.began_s, row.clock = clock(), clock
             row.run()
