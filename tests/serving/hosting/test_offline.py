@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -9,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from text_tokenizers import make_huggingface
@@ -323,6 +326,26 @@ def test_closing_ends_calls_in_other_threads(make: Callable[..., Engine]) -> Non
     engine.close()
     with pytest.raises(EngineDead, match="closed"):
         engine.generate([])
+
+
+def test_a_closed_engine_leaves_nothing_to_gc(tokenizer_path: Path, adapter_paths: dict[str, Path]) -> None:
+    """Its pages and weights would stay beside those of the next one."""
+    inner = parts_builder(Tokenizer.load(tokenizer_path), [])
+    executors: list[weakref.ref[Any]] = []
+
+    def build(config: EngineConfig, clock: Clock) -> EngineParts:
+        parts = inner(config, clock)
+        executors.append(weakref.ref(parts.executor))
+        return parts
+
+    gc.disable()
+    try:
+        with Engine(tokenizer_path, adapters=adapter_paths, build=build) as engine:
+            assert engine.generate("hello", adapter="one")[0].text == f"hash-one {LINE}"
+        (executor,) = executors
+        assert executor() is None
+    finally:
+        gc.enable()
 
 
 def test_adapters_can_be_pinned_and_warmed(engine: Engine) -> None:

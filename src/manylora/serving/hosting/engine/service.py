@@ -158,6 +158,8 @@ class EngineService:
             parts.close()
             with contextlib.suppress(OSError):  # of a disk that is full
                 files.close()
+            # The loop holds this service: together they would keep the engine's memory until gc finds them.
+            self._loop = self._reads = self._parts = None
         return True
 
     def _import(self) -> BuildParts:
@@ -183,13 +185,15 @@ class EngineService:
     def stop(self) -> None:
         """End ``run`` soon, or once the engine is built; safe from any thread."""
         self._is_stopping = True
-        if self._loop is not None:
-            self._loop.stop()
+        if (loop := self._loop) is not None:
+            loop.stop()
 
     def handle(self, command: Command) -> None:
-        """Post a command to the loop; safe from any thread, once ``Ready`` was sent."""
-        assert self._loop is not None and self._reads is not None, "commands come after Ready"
-        post = self._loop.post
+        """Post a command to the loop; safe from any thread, once ``Ready`` was sent. After the end it is ignored."""
+        loop, reads = self._loop, self._reads
+        if loop is None or reads is None:
+            return
+        post = loop.post
         match command:
             case AddRequests(requests=requests):
                 if constraints := {wanted for one in requests if (wanted := one.sampling.constraint) is not None}:
@@ -201,9 +205,9 @@ class EngineService:
             case Cancel():
                 post(lambda core, now: self._cancel(core, now, command))
             case LoadAdapter():
-                self._reads.load(command)
+                reads.load(command)
             case LoadAdapters():
-                self._reads.check(command)
+                reads.check(command)
             case ChangeAdapter():
                 post(lambda core, now: self._change(core, now, command))
             case TakeSnapshot():
@@ -260,18 +264,19 @@ class EngineService:
 
     def _prepare(self, command: AddRequests, constraints: set[Constraint]) -> None:
         """Compile constraints on a thread, then post the requests to the loop. Never raises."""
-        assert self._loop is not None
-        assert self._parts is not None
+        loop, parts = self._loop, self._parts
+        if loop is None or parts is None:  # the engine has just ended
+            return
         faults: dict[Constraint | None, Fault] = {}
         for constraint in constraints:
             try:
-                self._parts.prepare(constraint)
+                parts.prepare(constraint)
             except ManyloraError as error:
                 faults[constraint] = Fault.of(error)
             except BaseException as error:  # a panic of the compiler is no ``Exception``
                 logger.exception("constraint_failed kind=%s", constraint.kind)
                 faults[constraint] = Fault.of(RequestError(f"The constraint could not be compiled: {error!r}"))
-        self._loop.post(lambda core, now: self._add_prepared(core, now, command, faults))
+        loop.post(lambda core, now: self._add_prepared(core, now, command, faults))
 
     def _add_prepared(
         self, core: EngineCore, now: float, command: AddRequests, faults: Mapping[Constraint | None, Fault]
