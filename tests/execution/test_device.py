@@ -21,6 +21,7 @@ from manylora.core.plan import StepPlan
 from manylora.core.types import Tier
 from manylora.execution.build import build_parts
 from manylora.execution.device import CudaOps, DeviceOps
+from manylora.execution.storage.adapter_files import InlineReader
 
 __all__ = ["folders"]
 
@@ -30,7 +31,7 @@ def test_threads_that_launch_enter_the_device(folders: dict[str, Path], monkeypa
     monkeypatch.setattr(DeviceOps, "enter_thread", lambda self: entered.append(threading.current_thread().name))
     memory = MemoryConfig(block_size=4, num_pages=64)
     config = EngineConfig(model=ModelConfig(model=str(folders["base"]), device="cpu"), memory=memory)
-    parts = build_parts(config, WallClock())
+    parts = build_parts(config, WallClock(), readers=[InlineReader()])
     try:
         version = parts.reader.read("one", str(folders["one"]))
         assert load(parts, version, Tier.DEVICE, tuple(range(version.num_pages))) is None
@@ -51,7 +52,7 @@ def test_steps_yield_to_all_other_threads(folders: dict[str, Path]) -> None:
     found: list[int] = []
     memory = MemoryConfig(block_size=4, num_pages=64)
     config = EngineConfig(model=ModelConfig(model=str(folders["base"]), device="cpu"), memory=memory)
-    parts = build_parts(config, WallClock())
+    parts = build_parts(config, WallClock(), readers=[InlineReader()])
     try:
         executor = executor_of(parts)
         executor.runner.logits_hook = lambda plan, rows: found.append(priority())

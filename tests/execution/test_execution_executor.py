@@ -15,6 +15,7 @@ import pytest
 import torch
 from live_executor import (
     BLOCK,
+    READER_PROCESS,
     clock,
     executor_of,
     finish,
@@ -37,6 +38,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.kernels.cpu.support import find_compiled
 from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.storage import kept_images
+from manylora.execution.storage.adapter_files import InlineReader
 from manylora.execution.storage.arrival import Arrival
 from manylora.execution.storage.host_tier import HostAdapter
 from manylora.execution.storage.page_tensor import Link
@@ -233,6 +235,7 @@ def test_a_slow_copy_goes_in_few_slices(parts: EngineParts) -> None:
     assert filled == [5, 10, 15, 20, 25, 30, 35, 40]
 
 
+@READER_PROCESS
 def test_a_paced_link_keeps_to_its_bandwidth_until_it_is_closed(parts: EngineParts, folders: dict[str, Path]) -> None:
     version = parts.reader.read("one", str(folders["one"]))
     executor, plain = executor_of(parts), sequence([1, 2], 0, 2, 0, version.key)
@@ -348,7 +351,7 @@ def test_sixteen_bit_models_and_adapters_are_near_float32(
         model=ModelConfig(model=str(folders["base"]), device="cpu", dtype=dtype),
         memory=MemoryConfig(block_size=BLOCK, num_pages=128),
     )
-    half = build_parts(config, clock)
+    half = build_parts(config, clock, readers=[InlineReader()])
     try:
         rows = []
         for each in (parts, half):

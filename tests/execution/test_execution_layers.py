@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from live_executor import (
+    READER_PROCESS,
     clock,
     executor_of,
     finish,
@@ -379,6 +380,7 @@ def test_other_weights_in_the_last_layer_are_never_used(
     assert executor_of(parts)._host.get(one.key) is None
 
 
+@READER_PROCESS
 def test_a_reader_that_dies_releases_the_step(
     parts: EngineParts, versions: Versions, expected: dict[int, torch.Tensor], link: GatedLink
 ) -> None:
@@ -397,6 +399,7 @@ def test_a_reader_that_dies_releases_the_step(
     torch.testing.assert_close(step.rows[2], expected[2], atol=1e-5, rtol=1e-5)
 
 
+@READER_PROCESS
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_closing_releases_a_step_that_waits(has_begun: bool, parts: EngineParts, versions: Versions) -> None:
     one, two = versions

@@ -20,6 +20,7 @@ from manylora.core.ports import EngineParts
 from manylora.execution.assist.exchange import Assistant
 from manylora.execution.build import build_parts
 from manylora.execution.model import head
+from manylora.execution.storage.adapter_files import InlineReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT's
 
@@ -75,7 +76,7 @@ def make(model_path: Path, adapter_paths: dict[str, Path]) -> Iterator[Callable[
 
     def make(model: Path = model_path, **options: object) -> Engine:
         adapters = adapter_paths if model == model_path else {}
-        engine = Engine(model, adapters=adapters, **{"num_pages": 200, "block_size": 4} | options)
+        engine = Engine(model, adapters=adapters, **{"num_pages": 200, "block_size": 4, "build": alone} | options)
         engines.append(engine)
         return engine
 
@@ -115,13 +116,18 @@ def oracle(model_path: Path, adapter_paths: dict[str, Path]) -> Oracle:
     return Oracle(model_path, adapter_paths)
 
 
+def alone(config: EngineConfig, clock: Clock) -> EngineParts:
+    """Build an engine that reads adapters by itself."""
+    return build_parts(config, clock, readers=[InlineReader()])
+
+
 def with_workers(config: EngineConfig, clock: Clock) -> EngineParts:
     """Build an engine whose adapters in host memory are computed by workers, as beside a GPU."""
 
     def start(device: torch.device, base: BaseShape) -> Assistant:
         return Assistant(ThreadStream(), base, num_workers=2)
 
-    return build_parts(config, clock, open_assistant=start)
+    return build_parts(config, clock, open_assistant=start, readers=[InlineReader()])
 
 
 def scored(num_top: int = NUM_TOP, max_tokens: int = 1) -> SamplingParams:

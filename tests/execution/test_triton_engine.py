@@ -28,6 +28,7 @@ from manylora.execution.lora.kernels import choose_kernel
 from manylora.execution.model.precision import Precision, round_to_codes
 from manylora.execution.runner import OffDevice
 from manylora.execution.step_graphs import batch_buckets, token_buckets
+from manylora.execution.storage.adapter_files import InlineReader
 from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
 
 pytest.importorskip("triton")
@@ -41,7 +42,7 @@ def build(folders: dict[str, Path], kernels: str) -> EngineParts:
         memory=MemoryConfig(block_size=BLOCK, num_pages=256, kv_cache_dtype="float32"),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32),
     )
-    return build_parts(config, WallClock(), is_checked=True)
+    return build_parts(config, WallClock(), is_checked=True, readers=[InlineReader()])
 
 
 def serve(parts: EngineParts, folders: dict[str, Path]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from manylora.core.ports import EngineParts, Work
 from manylora.core.types import AdapterKey, AdapterVersion, SamplingParams, Tier
 from manylora.execution.build import build_parts
 from manylora.execution.executor import TorchExecutor
+from manylora.execution.storage.adapter_files import InlineReader
 
 BLOCK = 4
 
@@ -73,13 +74,18 @@ def clock() -> WallClock:
     return WallClock()
 
 
+READER_PROCESS = pytest.mark.parametrize("parts", [()], indirect=True, ids=["reader process"])
+"""For tests of what an engine does as its reader dies, or ends."""
+
+
 @pytest.fixture
-def parts(folders: dict[str, Path], clock: WallClock) -> Iterator[EngineParts]:
+def parts(folders: dict[str, Path], clock: WallClock, request: pytest.FixtureRequest) -> Iterator[EngineParts]:
+    """An engine that reads adapters in this process, unless a test names other readers: theirs take longer to start."""
     config = EngineConfig(
         model=ModelConfig(model=str(folders["base"]), device="cpu"),
         memory=MemoryConfig(block_size=BLOCK, num_pages=64),
     )
-    parts = build_parts(config, clock)
+    parts = build_parts(config, clock, readers=getattr(request, "param", [InlineReader()]))
     yield parts
     parts.close()
 

@@ -79,6 +79,7 @@ from manylora.core.types import Output, Request, SamplingParams, Tier
 from manylora.execution.build import OpenAssistant, build_parts, open_assistant_workers
 from manylora.execution.executor import TorchExecutor
 from manylora.execution.peers import SharedExecutor
+from manylora.execution.storage.adapter_files import InlineReader
 
 PeftModel.create_or_update_model_card = lambda *_: None  # a page for people, which takes longer than the weights
 
@@ -528,7 +529,8 @@ def run_oracle(
         link_bytes_per_s,
         cold_start=cold_start,
         kv_cache_dtype=kv_cache_dtype,
-        build=partial(build, open_assistant=open_assistant),
+        # Reader processes for adapters that are read while steps run; their start is a third of a short run.
+        build=partial(build, open_assistant=open_assistant, readers=() if cold_start else [InlineReader()]),
     )
     _compare(reference, cases, answers, logits, result)
     return result

@@ -37,6 +37,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.lora.batch import LoraBatch, LoraSegment
 from manylora.execution.lora.kernels import LORA_KERNELS, add_embedding
 from manylora.execution.runner import OffDevice
+from manylora.execution.storage.adapter_files import InlineReader
 from manylora.execution.storage.arrival import Arrival, ArrivingAdapter
 from manylora.execution.storage.page_tensor import PageTensor
 from manylora.execution.storage.resident import AdapterMemory, ResidentAdapter, make_resident
@@ -269,7 +270,7 @@ def parts(folders: dict[str, Path], source: FaultySource) -> Iterator[EnginePart
     config = EngineConfig(
         model=ModelConfig(model=str(folders["base"]), device="cpu"), memory=MemoryConfig(block_size=4, num_pages=64)
     )
-    parts = build_parts(config, WallClock(), open_assistant=start)
+    parts = build_parts(config, WallClock(), open_assistant=start, readers=[InlineReader()])
     assert parts.reads_host
     yield parts
     parts.close()

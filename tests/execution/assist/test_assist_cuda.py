@@ -33,6 +33,7 @@ from manylora.execution.assist.exchange import Assistant
 from manylora.execution.assist.words import DONE, NUM_WORDS, write_word
 from manylora.execution.assist.workers import Worker, WorkerTask
 from manylora.execution.build import build_parts
+from manylora.execution.storage.adapter_files import InlineReader
 
 KINDS = [CudaStream, HostFunctionStream]
 
@@ -231,7 +232,12 @@ def test_a_gpu_gives_assisted_rows_the_logits_of_pages(
         model=ModelConfig(model=str(folders["base"]), device="cuda", dtype=dtype),
         memory=MemoryConfig(block_size=4, num_pages=64),
     )
-    parts = build_parts(config, WallClock(), open_assistant=lambda _, base: Assistant(stream, base, num_workers=2))
+    parts = build_parts(
+        config,
+        WallClock(),
+        open_assistant=lambda _, base: Assistant(stream, base, num_workers=2),
+        readers=[InlineReader()],
+    )
     try:
         assert parts.reads_host
         versions = [parts.reader.read(name, str(folders[name])) for name in ("one", "two")]

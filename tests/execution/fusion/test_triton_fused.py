@@ -41,6 +41,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.fusion.layers import fuse_launches, fuse_norms
 from manylora.execution.fusion.replace import Echo
 from manylora.execution.model.load import LoadedModel
+from manylora.execution.storage.adapter_files import InlineReader
 
 pytest.importorskip("triton")
 
@@ -137,7 +138,8 @@ def build(config: PreTrainedConfig, kernels: str, dtype: torch.dtype = torch.flo
         decode_graphs="off",  # a replay would launch nothing that can be counted
     )
     memory, scheduler = MemoryConfig(block_size=4, num_pages=32), SchedulerConfig(max_num_seqs=4)
-    return build_parts(EngineConfig(model=options, memory=memory, scheduler=scheduler), WallClock(), load=load)
+    engine = EngineConfig(model=options, memory=memory, scheduler=scheduler)
+    return build_parts(engine, WallClock(), load=load, readers=[InlineReader()])
 
 
 @pytest.mark.usefixtures("quick_start")

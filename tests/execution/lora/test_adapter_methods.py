@@ -42,6 +42,7 @@ from manylora.execution.lora.batch import LoraBatch, LoraSegment, StepContext
 from manylora.execution.lora.kernels import LORA_KERNELS, TABLE_KERNELS
 from manylora.execution.lora.tables import LoraSpace
 from manylora.execution.model.modules import AdaptedLinear
+from manylora.execution.storage.adapter_files import InlineReader
 from manylora.execution.storage.page_tensor import PageTensor, image_tensor
 from manylora.execution.storage.resident import ResidentAdapter, make_resident
 from manylora.execution.storage.tile_tables import GroupDirectory, make_template
@@ -283,7 +284,7 @@ def build(engines: Engines, kernels: str) -> EngineParts:
         scheduler=SchedulerConfig(max_num_seqs=4),
     )
     opens = {"open_assistant": open_assistant} if kernels == "assisted" else {}
-    return build_parts(config, WallClock(), **opens)
+    return build_parts(config, WallClock(), readers=[InlineReader()], **opens)
 
 
 def open_assistant(device: torch.device, base: BaseShape) -> Assistant:

@@ -43,6 +43,7 @@ from manylora.execution.model.freeze import freeze, gather, load_weights
 from manylora.execution.model.load import LoadedModel, load_model
 from manylora.execution.model.precision import Precision
 from manylora.execution.model.sealed_memory import MemoryWriter, SealedMemory
+from manylora.execution.storage.adapter_files import InlineReader
 
 SMALL = {
     "vocab_size": 96,
@@ -74,7 +75,7 @@ def save(config: PreTrainedConfig, path: Path) -> ModelConfig:
 def logits(model: ModelConfig, weights: BaseWeights | None = None) -> torch.Tensor:
     """Build an engine and return the logits behind a prompt."""
     config = EngineConfig(model=model, memory=MemoryConfig(block_size=4, num_pages=8))
-    parts = build_parts(config, WallClock(), weights=weights)
+    parts = build_parts(config, WallClock(), weights=weights, readers=[InlineReader()])
     assert isinstance(parts.executor, TorchExecutor)
     rows: list[torch.Tensor] = []
     parts.executor.runner.logits_hook = lambda plan, found: rows.append(found.clone())

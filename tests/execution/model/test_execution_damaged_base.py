@@ -33,6 +33,7 @@ from manylora.execution.build import build_parts
 from manylora.execution.model.base_weights import BaseWeights
 from manylora.execution.model.freeze import load_weights
 from manylora.execution.model.load import load_model
+from manylora.execution.storage.adapter_files import InlineReader
 from manylora.serving.offline import Engine
 from manylora.serving.text import Tokenizer
 
@@ -391,7 +392,7 @@ def test_an_architecture_is_refused_by_the_assumption_that_fails(
 def test_a_pool_larger_than_the_machine_is_refused(memory: MemoryConfig, asked: str, bases: Path) -> None:
     config = EngineConfig(model=ModelConfig(model=str(bases / "single"), device="cpu"), memory=memory)
     with pytest.raises(ConfigError, match=rf"Got {asked}.* expected at most the \d+\.\d GiB .* available now\)$"):
-        build_parts(config, WallClock())
+        build_parts(config, WallClock(), readers=[InlineReader()])
 
 
 @pytest.fixture

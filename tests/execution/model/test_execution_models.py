@@ -43,6 +43,7 @@ from manylora.execution.lora.kernels import LORA_KERNELS
 from manylora.execution.model.describe import describe_model
 from manylora.execution.model.load import context_limit
 from manylora.execution.model.modules import FusedLinear, FusedPart, adapt_modules
+from manylora.execution.storage.adapter_files import InlineReader
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def save(config: PreTrainedConfig, path: Path) -> str:
 def build(model: str, **options: object) -> BaseShape:
     memory = MemoryConfig(**{"block_size": 4, "num_pages": 64} | options)  # type: ignore[arg-type]
     config = ModelConfig(model=model, device="cpu")
-    parts = build_parts(EngineConfig(model=config, memory=memory), WallClock())
+    parts = build_parts(EngineConfig(model=config, memory=memory), WallClock(), readers=[InlineReader()])
     parts.close()
     return parts.base
 
@@ -197,10 +198,10 @@ def test_a_pool_too_small_for_the_context_shortens_it_unless_asked(tmp_path: Pat
         model=ModelConfig(model=path, device="cpu", max_model_len=100), memory=MemoryConfig(block_size=4, num_pages=10)
     )
     with pytest.raises(ConfigError, match="hold 40 tokens"):
-        build_parts(config, WallClock())
+        build_parts(config, WallClock(), readers=[InlineReader()])
     config = EngineConfig(model=ModelConfig(model=path, device="cpu", max_model_len=129))
     with pytest.raises(ConfigError, match="context is 128"):
-        build_parts(config, WallClock())
+        build_parts(config, WallClock(), readers=[InlineReader()])
 
 
 def test_length_dependent_rope_is_served_up_to_the_trained_length() -> None:
