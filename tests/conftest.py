@@ -12,6 +12,8 @@ search further, draw new ones: ``pytest --hypothesis-profile=search tests/core``
 
 Most tests of HTTP share one server in this process that recites; some need two processes.
 
+The process that hands tests out to others runs none, and imports no torch, no client and no server.
+
 Garbage collection visits nothing of what collecting the tests imports and makes: millions of objects, which stay.
 """
 
@@ -22,28 +24,17 @@ import os
 from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import certifi
-import httpx
-import openai
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from reciter import HOLD, engine_config, write_reciter
-from rich.console import Console, ConsoleDimensions
-from serving import Gate, write_tokenizer
-from triton_interpreter import speed_up
 
-from manylora.core.config import ServerConfig, WebConfig
-from manylora.serving.server import BackgroundServer, LoraModule
+if TYPE_CHECKING:
+    import httpx
+    import openai
+    from serving import Gate
 
-if not torch.cuda.is_available() and find_spec("triton") is not None:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    speed_up()
-
-torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True, warn_only=True)
-assert torch.empty(1).isnan()
+    from manylora.serving.server import BackgroundServer
 
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True)
@@ -51,7 +42,9 @@ settings.load_profile("same")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    if not session.config.pluginmanager.hasplugin("dsession"):  # else others collect
+        prepare()
     gc.disable()
     try:
         return (yield)
@@ -60,15 +53,32 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def prepare() -> None:
+    """Set torch and Triton up, before any module of tests imports them."""
+    import torch
+    from triton_interpreter import speed_up
+
+    if not torch.cuda.is_available() and find_spec("triton") is not None:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        speed_up()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan()
+
+
 @pytest.fixture
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let commands print their tables at full width, on whatever terminal."""
+    from rich.console import Console, ConsoleDimensions
+
     monkeypatch.setattr(Console, "size", property(lambda console: ConsoleDimensions(400, 50)))
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Let torch have two threads, and all that runs on them."""
+    import torch
+
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -76,6 +86,8 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from serving import write_tokenizer
+
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
@@ -94,6 +106,8 @@ def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     Tests of TLS name their own, and no test calls a server outside.
     """
+    import certifi
+
     folder = tmp_path_factory.mktemp("authorities")
     first, end, _ = Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")
     (folder / "one.pem").write_text(first + end)
@@ -106,6 +120,9 @@ def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A shut gate, for servers with ``reciter:held_parts``."""
+    from reciter import HOLD
+    from serving import Gate
+
     gate = Gate(tmp_path / "gate")
     monkeypatch.setenv(HOLD, str(gate.path))
     yield gate
@@ -115,6 +132,8 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 @pytest.fixture(scope="session")
 def lora_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory the shared server may load adapters from."""
+    from reciter import write_reciter
+
     root = tmp_path_factory.mktemp("adapters").resolve()
     for letter in "mnpq":
         write_reciter(root / letter, letter)
@@ -124,6 +143,11 @@ def lora_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tokenizer: Path, lora_dir: Path) -> Iterator[BackgroundServer]:
     """A server whose base recites from ``a`` and whose adapters ``m`` and ``n`` from their own letter."""
+    from reciter import engine_config
+
+    from manylora.core.config import ServerConfig, WebConfig
+    from manylora.serving.server import BackgroundServer, LoraModule
+
     config = ServerConfig(
         port=0,
         in_process=True,
@@ -138,11 +162,15 @@ def server(tokenizer: Path, lora_dir: Path) -> Iterator[BackgroundServer]:
 
 @pytest.fixture
 def client(server: BackgroundServer) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
 @pytest.fixture
 def http(server: BackgroundServer) -> Iterator[httpx.Client]:
+    import httpx
+
     with httpx.Client(base_url=server.url, timeout=30) as opened:
         yield opened
