@@ -11,7 +11,15 @@ from threading import Condition
 
 import pytest
 import torch
-from parity_cases import ARCHITECTURES, FURTHER_ARCHITECTURES, OTHER_ARCHITECTURES, SLOW_LINK, make_adapters, run_oracle
+from parity_cases import (
+    ARCHITECTURES,
+    FURTHER_ARCHITECTURES,
+    NUM_TOKENS,
+    OTHER_ARCHITECTURES,
+    SLOW_LINK,
+    make_adapters,
+    run_oracle,
+)
 from shared_model import build_shared
 from transformers import LlamaConfig
 
@@ -56,7 +64,7 @@ def test_logits_and_greedy_tokens_equal_peft(architecture: str, tmp_path: Path) 
     result = run_oracle(
         architecture, tmp_path, reference_dtype=torch.float64 if architecture == "granite" else torch.float32
     )
-    assert result.num_rows == 16 * 64
+    assert result.num_rows == 16 * NUM_TOKENS
     assert result.max_error <= 2e-5 * max(1.0, result.logit_std)
     assert result.num_wrong_tokens == 0
     # A comparison that cannot fail is worth nothing: the logits spread, every adapter changes them ...
@@ -79,7 +87,7 @@ def test_logits_and_greedy_tokens_equal_peft(architecture: str, tmp_path: Path) 
 def test_layers_with_states_equal_peft(architecture: str, bound: float, tmp_path: Path) -> None:
     """Chunks carry the states; sequences that were pre-empted begin anew, in pages that held others'."""
     make = partial(make_adapters, names=("plain", "patterns", "all-linear", "both-ends", "mlp", "regex"))
-    result = run_oracle(architecture, tmp_path, num_tokens=40, make=make, reference_dtype=torch.float64)
+    result = run_oracle(architecture, tmp_path, make=make, reference_dtype=torch.float64)
     assert result.max_error <= bound * max(1.0, result.logit_std)
     assert result.num_wrong_tokens == 0
     assert result.smallest_effect > 0.05
@@ -129,7 +137,7 @@ def test_cold_requests_equal_peft(architecture: str, lora_kernel: str, tmp_path:
     result = run_oracle(architecture, tmp_path, lora_kernel=lora_kernel, cold_start="assist", link_bytes_per_s=300_000)
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0
-    assert result.num_rows == 16 * 64
+    assert result.num_rows == 16 * NUM_TOKENS
     assert result.num_in_host > 16
     assert result.num_cancelled_cold > 0
     assert result.num_preemptions > 0
@@ -144,7 +152,7 @@ def test_requests_that_wait_layer_by_layer_equal_peft(architecture: str, tmp_pat
     result = run_oracle(architecture, tmp_path, cold_start="layers")
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0
-    assert result.num_rows == 16 * 64
+    assert result.num_rows == 16 * NUM_TOKENS
     assert result.num_arriving >= 3
     assert result.num_in_host == 0
     assert result.num_cancelled_cold > 0
@@ -159,7 +167,7 @@ def test_requests_that_start_as_predicted_equal_peft(architecture: str, mode: st
     result = run_oracle(architecture, tmp_path, cold_start=mode)
     assert result.max_error <= 1e-4
     assert result.num_wrong_tokens == 0
-    assert result.num_rows == 16 * 64
+    assert result.num_rows == 16 * NUM_TOKENS
     assert result.stats is not None
     assert result.stats.num_disk_loads > 0
 

@@ -84,7 +84,7 @@ from manylora.execution.storage.adapter_files import InlineReader
 PeftModel.create_or_update_model_card = lambda *_: None  # a page for people, which takes longer than the weights
 
 VOCAB = 320
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 BASE_NAME = "base"
 
