@@ -117,7 +117,7 @@ def unsteady_run() -> tuple[SimulatedBench, parity.Outcome, list[LogLine], CostP
     )
     bench = SimulatedBench()
     versions = bench.read_adapters()
-    requests = parity.make_requests(600, 0.7 * parity.capacity(bench, quiet, versions, 200))
+    requests = parity.make_requests(300, 0.7 * parity.capacity(bench, quiet, versions, 200))
     cost = FittedCost(slow, random.Random(1))
     lines: list[LogLine] = [parity.header(bench.parts)]
     executor = SimulatedExecutor(
@@ -148,7 +148,7 @@ def test_columns_that_know_more_come_nearer(unsteady_run: tuple[Any, ...]):
         "adapters": 50,
         "ranks": parity.RANKS,
         "num_pages": 160,
-        "requests": 600,
+        "requests": 300,
         "requests_per_s": 9.0,
         "share_of_capacity": 0.6,
         "live_s": 60.0,

@@ -16,7 +16,7 @@ from manylora.core.scheduling import POLICIES
 
 pytestmark = pytest.mark.usefixtures("wide_terminal")
 
-BUSY = ["--rate", "8", "--requests", "80", "--set", "warm_up_s=0", "--set", "setup.scheduler.max_num_seqs=4"]
+BUSY = ["--rate", "8", "--requests", "40", "--set", "warm_up_s=0", "--set", "setup.scheduler.max_num_seqs=4"]
 
 MINE = """
 from manylora.core.scheduling import KeyedPolicy
@@ -33,7 +33,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*words: str) -> str:
-    result = CliRunner().invoke(app, [*words, *BUSY], catch_exceptions=False)
+    command, *options = words
+    result = CliRunner().invoke(app, [command, *BUSY, *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -56,7 +57,7 @@ def test_a_policy_of_ones_own_stands_beside_others_on_one_workload(tmp_path: Pat
 
 
 def test_by_default_all_policies_are_compared() -> None:
-    assert list(rows_of(run("compare"))) == sorted(POLICIES)
+    assert list(rows_of(run("compare", "--requests", "10"))) == sorted(POLICIES)
 
 
 def test_a_wrong_policy_is_named_before_the_first_run(monkeypatch: pytest.MonkeyPatch) -> None:

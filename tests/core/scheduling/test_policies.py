@@ -158,8 +158,8 @@ def test_nobody_waits_for_ever_behind_a_stream_that_is_favoured(policy, victim, 
     favoured = (0.01, 4, 4, 0)
     one = {"cold": (0.0, 4, 4, 7), "large": (0.0, 24, 24, 7), "long": (0.0, 4, 24, 0)}[victim]
     # Under a key of one's own those before it may be passed as often as it may itself: let them be few.
-    num_before = 40 if policy in POLICIES else 8
-    asks = [favoured] * num_before + [one] + [favoured] * 1200
+    num_before, num_after = (40, 400) if policy in POLICIES else (8, 1200)
+    asks = [favoured] * num_before + [one] + [favoured] * num_after
     events = run(policy, asks, num_pages=26, seats=3, max_loras=1, discipline=discipline)
     arrived = {event.request_id: event.at for event in events if isinstance(event, RequestArrived)}
     admitted = {event.request_id: event.at for event in events if isinstance(event, RequestAdmitted)}

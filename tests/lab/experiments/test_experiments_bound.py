@@ -64,7 +64,7 @@ def test_with_one_size_the_bound_is_belady():
 @pytest.mark.parametrize("traffic", ["independent", "sessions"])
 def test_no_policy_beats_the_bound_and_price_is_not_beaten_by_much(traffic):
     experiment = read_experiment("manylora/eviction")
-    experiment = replace(experiment, workload=merge(experiment.workload, {"num_requests": 1500}))
+    experiment = replace(experiment, workload=merge(experiment.workload, {"num_requests": 600}))
     cases = {
         (setup, point): case
         for (setup, point, _), case in cases_of(experiment, seeds=1, traces=None).items()

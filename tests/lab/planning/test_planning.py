@@ -85,7 +85,7 @@ def test_capacity_of_one_server_is_that_of_queueing_theory(limit_s: float, perce
     load_tests = LoadTests(
         priced(scenario(), FixedCost(step_s=STEP_S, token_s=0.0)),
         Objective(slo=Slo(ttft_s=limit_s), percentile=percentile),
-        SearchBudget(num_requests=3000, seeds=1),
+        SearchBudget(num_requests=1500, seeds=1),
     )
     found = find_capacity(load_tests.at, start=5.0, tolerance=0.02)
     low, high = 0.1, 1 / STEP_S

@@ -14,7 +14,7 @@ from manylora.lab.measure import RequestRecord, Slo
 from manylora.lab.sim.run.simulation import SimulationConfig, simulate
 from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
 
-LOADS = (1.0, 2.0, 5.0, 10.0)
+LOADS = (1.0, 2.0, 10.0)
 LEAST_SHARE = 0.95
 MOST_LATE = 0.02
 SLO = Slo(ttft_s=2.0, tpot_s=0.150)
@@ -41,7 +41,7 @@ class Case:
     answer: tuple[int, int]
     are_known: bool
     ramp_s: float = 10.0
-    span_s: float = 40.0
+    span_s: float = 20.0
 
 
 CASES = {
