@@ -25,7 +25,7 @@ from manylora.route.fleet.names import Arm, arms_in_order, conversation_key, par
 from manylora.route.fleet.sources import Pods, Sources, parse_source, resolve
 from manylora.route.outbox import Listed, Said
 from manylora.route.serve import _reloaded, reload_on_change
-from manylora.route.upstream.address import Address
+from manylora.route.upstream.address import Address, parse_backend
 from manylora.serving.http.rereading import stamp_of
 
 ADMIN = {"authorization": "Bearer admin"}
@@ -473,6 +473,43 @@ def test_a_backend_of_a_replaced_source_stays_while_the_new_one_is_looked_up() -
         is_known.set()
         await configuring
         assert seen[-1] == {"http://10.0.0.1:8000": "key:secret", "http://other:80": ""}
+        await sources.stop()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("is_soon", [True, False])
+def test_a_pod_that_was_removed_stays_out_also_when_it_was_not_ready_meanwhile(
+    is_soon: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address may be another pod's a good while later."""
+    now = 0.0
+    monkeypatch.setattr("manylora.route.fleet.sources.monotonic", lambda: now)
+
+    async def test() -> None:
+        nonlocal now
+        one, other = parse_backend("http://10.0.0.1:80"), parse_backend("http://10.0.0.2:80")
+        updates: list[Callable[[Iterable[Address]], None]] = []
+        seen: list[set[str]] = []
+
+        async def watch(pods: Pods, update: Callable[[Iterable[Address]], None]) -> None:
+            updates.append(update)
+            update([one, other])
+
+        sources = Sources(60.0, resolve, watch, lambda found: seen.append(set(found)), {})
+        await sources.configure(["pods:ns/app=vllm:80"])
+        now = 1.0
+        assert sources.remove(one.url) and not sources.remove("http://10.0.0.3:80")
+        for _ in range(2):
+            for ready in ([other], [], [one], [one, other]):
+                updates[0](ready)
+                assert one.url not in seen[-1]
+        updates[0]([other])
+        now += 500.0 if is_soon else 700.0
+        updates[0]([one, other])
+        assert (one.url in seen[-1]) is not is_soon
+        sources.add(one.url)
+        assert seen[-1] == {one.url, other.url}
         await sources.stop()
 
     asyncio.run(test())

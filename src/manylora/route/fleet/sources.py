@@ -32,6 +32,11 @@ __all__ = ["Pods", "Resolve", "Sources", "parse_source", "resolve"]
 
 KEY_SOURCES = ("env", "file")
 MAX_SAID = 1000  # backends whose last change is remembered, beyond those that were added
+FORGET_S = 600.0
+"""Time in no source after which a backend that was removed is forgotten, in seconds.
+
+A pod that is not ready for a while is still the one that was removed; later its address may be another's.
+"""
 FIRST_S = 5.0  # time that the start waits for the first list of pods, in seconds
 
 logger = logging.getLogger(__name__)
@@ -72,7 +77,7 @@ class Sources:
     outbox: WorkerOutbox | None = None  # tells the other workers of the router what was added and removed
     _configured: dict[str, dict[str, Address]] = field(default_factory=dict)  # addresses by URL, of each text
     _added: dict[str, Address] = field(default_factory=dict)
-    _removed: set[str] = field(default_factory=set)
+    _removed: dict[str, float | None] = field(default_factory=dict)  # and since when no source has it, if none has
     _said_at: dict[str, float] = field(default_factory=dict)  # time of the last change of each, the latest last
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
@@ -120,10 +125,10 @@ class Sources:
         if not self._is_news(said.url, said.at):
             return
         if said.key is None:
-            self._removed.add(said.url)
+            self._removed[said.url] = None
         else:
             self._added[said.url] = _added(said.url, said.key)
-            self._removed.discard(said.url)
+            self._removed.pop(said.url, None)
         self._changed()
 
     def listed(self) -> Listed:
@@ -144,7 +149,7 @@ class Sources:
         for url, at in listed.gone.items():
             if self._is_news(url, at):
                 self._added.pop(url, None)
-                self._removed.discard(url)
+                self._removed.pop(url, None)
         self._changed()
 
     def _is_news(self, url: str, at: float) -> bool:
@@ -214,10 +219,13 @@ class Sources:
         return found
 
     def _changed(self) -> None:
-        found = self._all()
-        self._removed &= found.keys()
-        for url in self._removed:
+        found, now = self._all(), monotonic()
+        for url, since in list(self._removed.items()):
             self._added.pop(url, None)
+            if since is not None and now - since > FORGET_S:
+                del self._removed[url]
+            elif (url in found) == (since is not None):
+                self._removed[url] = None if url in found else now
         self.on_change({url: address for url, address in found.items() if url not in self._removed})
 
 
