@@ -426,6 +426,30 @@ def test_a_watch_in_trouble_is_given_up_at_once_and_tried_ever_more_rarely(
         assert told[:4] == [[f"127.0.1.{number}"] for number in range(4)]
 
 
+def test_a_list_without_pods_may_be_null(tmp_path: Path) -> None:
+    class EmptyCluster(FakeCluster):
+        async def _answer(self, call: Call) -> None:
+            if "watch=true" in call.path:
+                await super()._answer(call)
+            else:
+                await call.answer(200, {"metadata": {"resourceVersion": "1"}, "items": None})
+
+    (tmp_path / "token").write_text("one")
+    told: list[list[str]] = []
+
+    async def test() -> None:
+        cluster = EmptyCluster()
+        async with servers(cluster) as (api,):
+            watched, pods = Cluster(api, str(tmp_path), again_s=60.0, rng=NoJitter()), Pods("ns", "app=vllm", 80)
+            watching = asyncio.create_task(watched.watch(pods, lambda ips: told.append([one.host for one in ips])))
+            await until(lambda: bool(cluster.watchers))
+            await cluster.tell("ADDED", cluster.set("a", "127.0.1.0"))
+            await until(lambda: told == [[], ["127.0.1.0"]])
+            watching.cancel()
+
+    run(test)
+
+
 def test_a_watch_that_lasted_is_begun_again_soon_whatever_ended_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -85,7 +85,7 @@ class _Pod(msgspec.Struct):
 
 class _PodList(msgspec.Struct):
     metadata: _Meta
-    items: list[_Pod]
+    items: list[_Pod] | None = None  # ``null`` for none, as servers in Go may say
 
 
 class _Error(msgspec.Struct):
@@ -234,7 +234,7 @@ class Cluster:
         while True:
             status, body = await self._get(f"{path}&limit={PAGE}&continue={quote(more, safe='')}")
             page = _decoded(_pods, status, body)
-            ips |= {pod.metadata.name: pod.status.pod_ip for pod in page.items if pod.is_ready}
+            ips |= {pod.metadata.name: pod.status.pod_ip for pod in page.items or () if pod.is_ready}
             more = page.metadata.cont
             if not more:
                 break
