@@ -142,9 +142,10 @@ def test_a_queue_that_stays_corrects_a_capacity_that_is_far_too_high(capacity_rp
     assert given / 10 <= safe[-1] < given / 1.8  # by a tenth each time, and so for the next queue
 
 
-def test_a_short_queue_says_nothing_about_a_capacity() -> None:
-    """A replica that is held up by cold adapters for less than a start may be as fast as ever behind them."""
-    scaler = Autoscaler(POLICY)
+@pytest.mark.parametrize("start_s", [10.0, 1.0])
+def test_a_short_queue_says_nothing_about_a_capacity(start_s: float) -> None:
+    """A replica that is held up by cold adapters for a while may be as fast as ever behind them."""
+    scaler = Autoscaler(replace(POLICY, start_s=start_s))
     found = []
     for now in range(60):
         waiting = 20 + now if 30 <= now < 38 else 0

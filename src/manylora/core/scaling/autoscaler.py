@@ -27,7 +27,7 @@ from manylora.core.scaling.watch import FleetLoad
 __all__ = ["Autoscaler", "Scaler", "ScalingDecision", "ScalingPolicy"]
 
 STARTS_KEPT = 20  # starts whose times are remembered
-WINDOW_LOOKS = 10  # looks over which the SLO is judged, at least
+WINDOW_LOOKS = 10  # looks over which the SLO is judged, or a queue, at least
 
 FEWEST_ANSWERED = 5
 """First tokens behind a queue below which they say nothing about a replica's rate, unless a start could be over."""
@@ -113,6 +113,11 @@ class Autoscaler:
         """Time for which a replica without need is kept, in seconds."""
         return max(self._policy.least_stay_s, self._policy.stay_starts * self.start_s)
 
+    @property
+    def _window_s(self) -> float:
+        """Time over which traffic can contradict the capacity, in seconds."""
+        return max(self.start_s, WINDOW_LOOKS * self._policy.look_every_s)
+
     def started(self, took_s: float) -> None:
         """Learn the time that a start took."""
         self._starts.append(took_s)
@@ -157,7 +162,7 @@ class Autoscaler:
         known = self._capacity.safe_rate
         if seen is None:
             return known
-        if now - self._contradicted_at >= self.start_s:
+        if now - self._contradicted_at >= self._window_s:
             self._contradicted_at = now
             self._capacity.contradict(seen)
         most = seen * self._policy.utilization
@@ -167,7 +172,7 @@ class Autoscaler:
         """Return the requests per second of a replica that always had more to do; ``None`` without such a time.
 
         It is known long before an engine has fitted its steps, which takes longest where there is most to do. From then
-        on it must hold for the time of a start.
+        on it must hold for a window.
         """
         if num_serving == 0 or not self._is_queued(load):
             self._queue = None
@@ -177,8 +182,11 @@ class Autoscaler:
             self._queue = (now, num_answered, num_serving)
         since, before, _ = self._queue
         num, took_s = num_answered - before, now - since
-        is_first = num >= FEWEST_ANSWERED and self._capacity.safe_rate is None
-        if took_s < (self._policy.ttft_s if is_first else self.start_s):
+        if self._capacity.safe_rate is not None:
+            least_s = self._window_s
+        else:
+            least_s = self._policy.ttft_s if num >= FEWEST_ANSWERED else self.start_s
+        if took_s < least_s:
             return None
         return max(1, num) / max(took_s, self._policy.look_every_s) / num_serving
 
@@ -210,7 +218,7 @@ class Autoscaler:
         """
         if self._window is not None:
             since, judged, kept, num = self._window
-            if num == num_serving and now - since < max(self.start_s, WINDOW_LOOKS * self._policy.look_every_s):
+            if num == num_serving and now - since < self._window_s:
                 return
             self._capacity.learn(self._forecast.rate / num, load.num_judged - judged, load.num_kept - kept)
         is_known = num_serving > 0 and not self._is_queued(load)
