@@ -60,6 +60,13 @@ def test_azure_requests_come_in_order_from_zero(write: Write, name: str) -> None
     assert trace.prompt.tolist() == [4808, 3180] and trace.output.tolist() == [10, 8]
 
 
+def test_the_mark_that_spreadsheets_put_before_a_table_is_no_part_of_it(write: Write) -> None:
+    assert read_requests(write("a.csv", "\ufeff" + AZURE)).prompt.tolist() == [4808, 3180]
+    line = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [0]}\n'
+    assert read_requests(write("m.jsonl", "\ufeff" + line)).prefix == ((0,),)
+    assert read_calls_per_minute(write("f.csv", "\ufeff" + MINUTES)).shape == (2, 3)
+
+
 def test_times_with_a_zone_are_read_in_it(write: Write) -> None:
     rows = "2024-05-10 00:00:00+00:00,1,1\n2024-05-10 00:00:00.250000+00:00,2,1\n2024-05-10T02:00:01.5+02:00,3,1\n"
     trace = read_requests(write("zones.csv", AZURE.partition("\n")[0] + "\n" + rows))
@@ -176,6 +183,19 @@ def test_callers_are_dealt_out_to_adapters(write: Write) -> None:
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": ["a"]}\n',
             "column 'hash_ids'",
         ),
+        (
+            read_requests,
+            '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [7, -1]}\n',
+            "column 'hash_ids': got \\[7, -1\\], expected a list of whole numbers from 0",
+        ),
+        (read_requests, '{"timestamp": 0, "input_length": true}\n', "column 'input_length': got True"),
+        (read_requests, AZURE.replace("3180", 99_999 * "z"), "got 'z{5,60}\\.\\.\\.z{5,60}', expected a number$"),
+        (
+            read_requests,
+            AZURE.replace("Tokens\n", "Tokens,ContextTokens\n"),
+            "line 1: got column 'ContextTokens' twice",
+        ),
+        (read_calls_per_minute, MINUTES.replace("minute_3", "minute_2"), "line 1: got column 'minute_2' twice"),
         (read_calls_per_minute, "HashFunction,1," + 200_000 * "x" + "\nf,1,1\n", "line 1: field larger than"),
         (read_calls_per_minute, "HashFunction,x\nf,1\n", "a column per minute"),
         (read_calls_per_minute, MINUTES.replace("40", "0").replace("3,0,1", "0,0,0"), "at least one call"),
@@ -183,6 +203,7 @@ def test_callers_are_dealt_out_to_adapters(write: Write) -> None:
         (read_single_calls, CALLS.replace("3.0", "-3"), "line 3, column 'duration'"),
         (read_adapter_order, "lora_args\n[]\n", "at least one use"),
         (read_adapter_order, "lora_args\n[3]\n", "line 2, column 'lora_args'"),
+        (read_adapter_order, "lora_args\n" + 99_999 * "-" + "1\n", "line 2, column 'lora_args'"),
         (read_stack_distances, "slots,lru_hit_all\n1,0.5\n1,0.6\n", "line 3, column 'slots'"),
         (read_stack_distances, "slots,lru_hit_all\n1,1.5\n", "line 2, column 'lru_hit_all'"),
         (read_client_windows, WINDOWS.replace("Weibull", "Pareto"), "line 3, column 'pattern'"),

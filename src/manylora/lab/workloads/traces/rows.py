@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import reprlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -37,7 +40,8 @@ class Row:
         """Return a number, at least ``least``."""
         value = self._values.get(column)
         try:
-            number = float(value) if isinstance(value, str | int | float) else float("nan")
+            is_number = isinstance(value, str | int | float) and not isinstance(value, bool)
+            number = float(value) if is_number else float("nan")  # type: ignore[arg-type]
         except (ValueError, OverflowError):
             number = float("nan")
         if not least <= number < float("inf"):
@@ -52,10 +56,10 @@ class Row:
         return int(number)
 
     def wholes(self, column: str) -> tuple[int, ...]:
-        """Return a list of whole numbers."""
+        """Return a list of whole numbers from 0."""
         value = self._values.get(column)
-        if not (isinstance(value, list) and all(isinstance(one, int) for one in value)):
-            raise self.wrong(column, "a list of whole numbers")
+        if not (isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)):
+            raise self.wrong(column, "a list of whole numbers from 0")
         return tuple(value)
 
     def tenant(self) -> str:
@@ -78,8 +82,8 @@ class Row:
 
     def wrong(self, column: str, expected: str) -> ConfigError:
         """Return the error that says where a value is wrong."""
-        value = self._values.get(column)
-        return ConfigError(f"{self._file}, line {self._line}, column {column!r}: got {value!r}, expected {expected}")
+        got = reprlib.repr(self._values.get(column))  # a line may be long
+        return ConfigError(f"{self._file}, line {self._line}, column {column!r}: got {got}, expected {expected}")
 
 
 def header_of(file: Path) -> str:
@@ -96,23 +100,31 @@ def header_of(file: Path) -> str:
 def read_csv(file: Path, columns: Sequence[str]) -> Iterator[Row]:
     """Yield the rows of a CSV file with a header and these columns, or more, compressed or not.
 
-    ``ConfigError`` if the file cannot be read, a column is missing, or a row is not as long as the header.
+    ``ConfigError`` if the file cannot be read, a column is missing or there twice, or a row is longer or shorter than
+    the header.
     """
-    reader = csv.reader(_lines(file))
-    try:
-        names = next(reader, [])
-        for column in columns:
-            if column not in names:
-                found = ", ".join(names[:12]) or "an empty file"
-                raise ConfigError(f"{file}, line 1: no column {column!r}; got {found}")
-        for values in reader:
-            if not values:
-                continue
-            if len(values) != len(names):
-                raise ConfigError(f"{file}, line {reader.line_num}: got {len(values)} columns, expected {len(names)}")
-            yield Row(file, reader.line_num, dict(zip(names, values, strict=True)))
-    except csv.Error as error:  # a quote that is never closed
-        raise ConfigError(f"{file}, line {reader.line_num}: {error}") from None
+    with closing(_lines(file)) as lines:
+        reader = csv.reader(lines)
+        try:
+            names = next(reader, [])
+            for column in columns:
+                if column not in names:
+                    found = ", ".join(names[:12]) or "an empty file"
+                    raise ConfigError(f"{file}, line 1: no column {column!r}; got {found}")
+            counts = Counter(names)
+            for column in (*columns, "tenant"):
+                if counts[column] > 1:
+                    raise ConfigError(f"{file}, line 1: got column {column!r} twice")
+            for values in reader:
+                if not values:
+                    continue
+                if len(values) != len(names):
+                    raise ConfigError(
+                        f"{file}, line {reader.line_num}: got {len(values)} columns, expected {len(names)}"
+                    )
+                yield Row(file, reader.line_num, dict(zip(names, values, strict=True)))
+        except csv.Error as error:  # a quote that is never closed
+            raise ConfigError(f"{file}, line {reader.line_num}: {error}") from None
 
 
 def read_json_lines(file: Path) -> Iterator[Row]:
@@ -132,10 +144,10 @@ def read_json_lines(file: Path) -> Iterator[Row]:
         yield Row(file, line, values)
 
 
-def _lines(file: Path) -> Iterator[str]:
+def _lines(file: Path) -> Generator[str, None, None]:
     opener = gzip.open if file.suffix == ".gz" else open
     try:
-        with opener(file, "rt", encoding="utf-8", newline="") as lines:
+        with opener(file, "rt", encoding="utf-8-sig", newline="") as lines:
             yield from lines
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -128,7 +128,14 @@ def read_adapter_order(file: Path) -> IntArray:
             continue
         try:
             names = [str(one["modelVersionId"]) for one in ast.literal_eval(text)]
-        except (ValueError, SyntaxError, TypeError, KeyError):
+        except (
+            ValueError,
+            SyntaxError,
+            TypeError,
+            KeyError,
+            MemoryError,
+            RecursionError,
+        ):  # the last two: nested deeply
             raise row.wrong("lora_args", "a list of dicts with 'modelVersionId'") from None
         uses += [numbers.setdefault(name, len(numbers)) for name in names]
     if not uses:
