@@ -18,7 +18,7 @@ from pathlib import Path
 from manylora.core.errors import ConfigError
 from manylora.core.options import nearest
 
-__all__ = ["TableReader", "read_table"]
+__all__ = ["TableReader", "read_table", "same_key"]
 
 T = typing.TypeVar("T")
 
@@ -31,6 +31,12 @@ def read_table(file: Path) -> dict[str, typing.Any]:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not TOML: {error}") from None
+
+
+def same_key(table: Mapping[str, object], key: str) -> str:
+    """Return the key of a table that means this one, as ``num-requests`` means ``num_requests``, or the key itself."""
+    name = key.replace("-", "_")
+    return key if key in table else next((one for one in table if one.replace("-", "_") == name), key)
 
 
 class TableReader:
@@ -47,7 +53,7 @@ class TableReader:
     def read(self, cls: type[T], table: object, where: str) -> T:
         """Return a dataclass, or a registered kind of a Protocol, from a table, which messages call ``where``.
 
-        ``ConfigError`` if a key is unknown, missing or of the wrong type, or the dataclass refuses its values.
+        ``ConfigError`` if a key is unknown, missing, twice there or wrongly typed, or the dataclass refuses its values.
         """
         if not isinstance(table, Mapping):
             raise ConfigError(f"Got {where} = {table!r}, expected a table")
@@ -69,6 +75,9 @@ class TableReader:
                 continue
             if name not in fields:
                 raise ConfigError(f"Got {where}.{key}, which nothing reads: {nearest(name, [*fields, *known])}")
+            if name in values:
+                first = next(one for one in table if one.replace("-", "_") == name)
+                raise ConfigError(f"Got {where}.{first} and {where}.{key}, expected one of them")
             values[name] = self._value(hints[name], value, f"{where}.{key}")
         for name, field in fields.items():
             needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -224,6 +224,8 @@ def test_a_profile_comes_from_a_file(tmp_path: Path) -> None:
     assert (ours.name, ours.flops_share, ours.memory_bytes) == ("ours", 0.62, HARDWARE["h200"].memory_bytes)
     path.write_text('like = "h200"\nmemory_bytes = 48e9\n')
     assert find_hardware(str(path)).memory_bytes == 48_000_000_000
+    path.write_text('like = "h200"\nmemory-bytes = 48e9\n')
+    assert find_hardware(str(path)).memory_bytes == 48_000_000_000
     for text, complaint in (
         ('name = "x"', "no flops_per_s, which it needs"),
         ("colour = 3", "ours.toml.colour, which nothing reads"),

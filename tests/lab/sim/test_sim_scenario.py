@@ -23,7 +23,7 @@ from manylora.lab.measure.plots import can_plot
 from manylora.lab.measure.tables import compare, figures, latencies, milliseconds
 from manylora.lab.planning.settings import read_plan_settings
 from manylora.lab.sim.run.simulation import simulate
-from manylora.lab.sim.scenario import read_scenario
+from manylora.lab.sim.scenario import read_scenario, with_setting
 from manylora.lab.sim.setup import Setup, make_config, read_dims
 from manylora.lab.tables import read_table
 
@@ -119,6 +119,18 @@ def test_a_config_json_is_a_model(tmp_path: Path):
 def test_what_is_wrong_is_named_by_where_it_stands(table: dict[str, object], message: str):
     with pytest.raises(ConfigError, match=message):
         read_scenario(table)
+
+
+def test_a_key_in_both_its_forms_is_refused_and_changed_in_either():
+    table = read_table(EXAMPLES / "synthetic.toml")
+    workload = table["workload"]
+    both = {**table, "workload": {**workload, "num-requests": 7}}
+    with pytest.raises(ConfigError, match=r"Got scenario.workload.num_requests and scenario.workload.num-requests"):
+        read_scenario(both)
+    changed = with_setting(table, "workload.num-requests", 7)
+    assert read_scenario(changed).workload.num_requests == 7
+    assert read_scenario(with_setting(both, "warm-up-s", 1) | {"workload": workload}).warm_up_s == 1
+    assert merge({"num_requests": 5}, {"num-requests": 7}) == {"num_requests": 7}
 
 
 def test_a_synthetic_service_needs_no_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -143,4 +143,6 @@ def read_hardware(path: Path) -> Hardware:
     like = values.pop("like", None)
     require(like is None or str(like) in HARDWARE, f"{path}: like", like, f"one of {', '.join(HARDWARE)}")
     known = {} if like is None else asdict(HARDWARE[str(like)])
+    given = {key.replace("-", "_") for key in values}
+    known = {key: value for key, value in known.items() if key not in given}
     return TableReader({}).read(Hardware, known | values, str(path))

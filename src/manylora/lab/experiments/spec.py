@@ -20,6 +20,7 @@ from typing import Literal
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import CheckedOptions, option
+from manylora.lab.tables import same_key
 
 __all__ = ["Claim", "Experiment", "Plot", "Point", "Table", "merge", "setup_table"]
 
@@ -128,7 +129,8 @@ class Experiment(CheckedOptions):
 def merge(table: Mapping[str, object], changes: Mapping[str, object]) -> Table:
     """Return a table with changes merged in, deeply; a table that brings a ``kind`` replaces its like."""
     merged: Table = deepcopy(dict(table))
-    for key, value in changes.items():
+    for name, value in changes.items():
+        key = same_key(merged, name)
         old = merged.get(key)
         if isinstance(value, Mapping) and isinstance(old, Mapping) and "kind" not in value:
             merged[key] = merge(old, value)

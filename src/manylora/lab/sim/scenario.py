@@ -24,7 +24,7 @@ from manylora.core.plugins import with_files_found
 from manylora.lab.measure import Slo
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.setup import Setup, make_config
-from manylora.lab.tables import TableReader
+from manylora.lab.tables import TableReader, same_key
 from manylora.lab.workloads import Workload, WorkloadSpec, make_workload
 from manylora.lab.workloads.spec import KINDS
 
@@ -84,7 +84,8 @@ def with_setting(table: Mapping[str, Any], key: str, value: Any) -> dict[str, An
 
     ``ConfigError`` if a part of the key is not a table.
     """
-    name, _, rest = key.partition(".")
+    first, _, rest = key.partition(".")
+    name = same_key(table, first)
     if not rest:
         return {**table, name: value}
     inner = table.get(name, {})
