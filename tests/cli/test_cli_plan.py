@@ -85,6 +85,12 @@ def test_devices_that_a_model_does_not_fit_are_left_out(file: Path) -> None:
         run(str(file), "--compare", "tp=1,2", "--model", "llama-2-70b", "--gpu", "a40")
 
 
+def test_a_model_that_fits_no_device_is_told_once(file: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(file), *QUICK, "--model", "llama-2-70b"])
+    assert isinstance(result.exception, ConfigError) and "on 1 x a40 needs" in str(result.exception)
+    assert not result.output
+
+
 def test_a_trace_brings_times_lengths_and_its_rate(file: Path, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = "".join(f"2023-11-16 18:15:{second:02d}.0000000,{100 + second},5\n" for second in range(40))
@@ -130,7 +136,12 @@ def test_a_wrong_plan_table_is_named(table: object, message: str) -> None:
         (["--compare", "policy=fifo,lifo"], "Got policy = 'lifo', expected one of"),
         (["--compare", "color=red"], "Got 'color' to compare, expected one of adapters, eviction"),
         (["--price", "cheap"], "Got --price 'cheap'"),
+        (["--price", "1", "--price", "2"], "Got --price '2' beside another price"),
+        (["--price", "a40=1", "--price", "a40=2"], "Got --price 'a40=2' beside another price"),
+        (["--price", "inf"], "price_per_hour = inf, expected above 0, and finite"),
+        (["--rate", "inf"], "Got rate = inf, expected above 0, and finite"),
         (["--adapters", "nowhere"], "Got --adapters 'nowhere'"),
+        (["--adapters", "\u00b2"], "Got --adapters '\u00b2'"),
         (["--gpu", "abacus"], "Got hardware = 'abacus'"),
         (["--percentile", "100"], "percentile = 100"),
         (["--tolerance", "0"], r"tolerance = 0\.0, expected a share"),

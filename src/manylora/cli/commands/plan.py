@@ -86,7 +86,7 @@ class ServiceOptions:
         """Return the settings of a scenario for a number of adapters, or for the adapters in a folder."""
         if self.adapters is None:
             return {}
-        if self.adapters.isdigit():
+        if self.adapters.isdecimal():
             return {"workload.adapters.count": int(self.adapters)}
         folder = Path(self.adapters).expanduser()
         if not folder.is_dir():
@@ -103,6 +103,8 @@ class ServiceOptions:
                 value = float(number)
             except ValueError:
                 raise ConfigError(f"Got --price {text!r}, expected a number, or something like a40=0.8") from None
+            if name in prices or (not equals and "price" in found):
+                raise ConfigError(f"Got --price {text!r} beside another price of the same devices")
             if equals:
                 prices[name] = value
             else:
@@ -194,7 +196,8 @@ def _check(
         try:
             config = scenario.make_config()
         except ModelTooLarge as error:
-            note(f"left out {_words(variant)}: {error}")
+            if len(wanted) > 1:
+                note(f"left out {_words(variant)}: {error}")
             too_large = error
             continue
         fitting.append(variant)

@@ -53,7 +53,7 @@ class TrafficDemand:
     def __post_init__(self) -> None:
         for name in ("rate", "price_per_hour"):
             value = getattr(self, name)
-            require(value is None or value > 0, name, value, "above 0")
+            require(value is None or 0 < value < math.inf, name, value, "above 0, and finite")
         is_share = LEAST_TOLERANCE <= self.tolerance < 1
         require(is_share, "tolerance", self.tolerance, f"a share in [{LEAST_TOLERANCE}, 1)")
 
