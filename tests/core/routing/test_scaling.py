@@ -183,6 +183,17 @@ def test_predicted_capacity_falls_with_longer_requests_and_less_memory() -> None
     assert capacity(kv=2_000) < capacity(kv=20_000) == capacity()
 
 
+def test_a_replica_that_only_reads_kv_takes_as_many_requests_as_it_can_read() -> None:
+    """A request reads its prompt once, and its context with each token of its answer."""
+    free = dict.fromkeys(("step_s", "request_s", "rank_s", "prompt_step_s", "token_rank_s"), 0.0)
+    steps = replace(PRIOR, **free, token_s=(0.0,) * 4, context_s=1e-6, prompt_context_s=1e-6)  # type: ignore[arg-type]
+    for prompt, answer in ((4000, 1), (300, 50), (1, 200)):
+        rate = predict_capacity(
+            steps, prompt_tokens=prompt, answer_tokens=answer, mean_rank=0, max_num_seqs=64, kv_tokens=None
+        )
+        assert 1 / rate == pytest.approx(1e-6 * (prompt + answer * (prompt + answer / 2)))
+
+
 def test_the_watch_judges_requests_that_still_wait_once() -> None:
     watch = LoadWatch(2.0)
     for index in range(4):

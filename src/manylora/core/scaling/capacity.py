@@ -33,7 +33,7 @@ def predict_capacity(
     rank = int(mean_rank)
     decode_s = steps.decode_s(num, num * context, num, num * rank, rank)
     tokens = num + prompt_tokens
-    prompt_s = steps.prefill_s(tokens, num * context, tokens, tokens * mean_rank, rank)
+    prompt_s = steps.prefill_s(tokens, num * context + prompt_tokens, tokens, tokens * mean_rank, rank)
     return 1.0 / max(1e-9, max(0.0, prompt_s - decode_s) + answer_tokens * decode_s / num)
 
 
